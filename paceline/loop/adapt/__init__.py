@@ -1,1 +1,1 @@
-"""Keeps drafters fitted to the traffic: detects falling acceptance, decides how to react, and gates candidates."""
+"""Adapts drafters to the traffic: detects falling acceptance, decides how to react, tests new drafters before use."""

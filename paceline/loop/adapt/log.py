@@ -27,7 +27,7 @@ since.
 
 @dataclass(frozen=True, slots=True)
 class AdaptLog:
-    """Reads and appends to `log.jsonl` in a folder."""
+    """The log file `log.jsonl` in a folder: reads and appends lines."""
 
     folder: Path
     late: list[dict[str, Any]] = field(default_factory=list)
@@ -42,11 +42,12 @@ class AdaptLog:
         return RunFolder(self.folder).lines(self.file.name)
 
     def num_odd(self) -> int:
-        """Counts invalid events: without an hour, before 2020, or damaged."""
+        """Counts invalid event lines: without an hour, with an hour before 2020, or damaged."""
         return sum("event" in line and not is_event(line) for line in self.lines())
 
     def append(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Append a line after pending ones. Raises CacheError; the line is then pending, too."""
+        """Append a line, after lines that could not be written before. Raises CacheError if the file cannot be written;
+        the next call then writes this line, too."""
         self.late.append(line)
         with reraised(CacheError, f"cannot write {self.file}", "free space, or choose another --state", OSError):
             append_lines(self.file, self.late)
@@ -55,12 +56,12 @@ class AdaptLog:
 
 
 def event_line(hour: int, event: str, **figures: Any) -> dict[str, Any]:
-    """Builds the log line of an event (one of metrics.EVENTS) in an hour."""
+    """Builds the log line of an event (one of `metrics.EVENTS`) in this hour, with further JSON fields `figures`."""
     return plain({**_stamped(hour), "event": event, **figures})
 
 
 def told(line: Line) -> dict[str, Any]:
-    """Converts an hour's decision line to JSON."""
+    """Converts the policy's line of an hour (observations and decision) to a JSON log line."""
     return plain({**_stamped(line.hour), **{key: getattr(line, key) for key in ("seen", "mix", "decision", "notes")}})
 
 
@@ -69,9 +70,10 @@ def _stamped(hour: int) -> dict[str, Any]:
 
 
 def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log: AdaptLog, until: int) -> list[Line]:
-    """Replays the hours before `until`, and the logged events, on a fresh policy; returns the policy's lines.
+    """Passes the hours before `until`, and the logged events, to a new policy; returns its line for each hour.
 
-    A restarted daemon, and `check`, thereby have the same state as a daemon that ran all the time."""
+    The policy then has the same state as in a daemon that never stopped. Used by a restarted daemon and by `paceline
+    adapt check`."""
     events: dict[int, list[dict[str, Any]]] = {}
     for line in log.lines():
         if "event" in line and is_event(line):
@@ -86,7 +88,7 @@ def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log
 
 
 def is_event(line: Mapping[str, Any]) -> bool:
-    """True if an event's line is valid: an hour since 2020, clusters as names."""
+    """True if a log line is a valid event: its hour is not before 2020, and its clusters are strings."""
     hour, cost, clusters = line.get("hour"), line.get("cost_hours"), line.get("clusters", [])
     return (
         (type(hour) is int and hour >= FIRST_HOUR and isinstance(line["event"], str))

@@ -1,5 +1,5 @@
-"""Prometheus metrics of the daemon (`paceline adapt watch --metrics-port`). The number of series is bounded by that of
-clusters."""
+"""Prometheus metrics of the daemon (`paceline adapt watch --metrics-port`). Their number is bounded, since the number
+of clusters (groups of similar requests) is."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ EVENTS = (
     *("training", "scored", "swapped", "routed", "kept", "rolled back", "refused", "failed", "told"),
     *("waiting", "answers"),
 )
-"""Events of the log. `waiting`: a stage waits for a server that does not answer; `answers`: the server answers
-again."""
+"""Names of events in the log and in a counter metric. `waiting`: a stage waits for a server that does not answer;
+`answers`: the server answers again."""
 PREFIX = "paceline:adapt_"
 
 
 class AdaptMetrics(Collector):
-    """Collector that reads the policy at each scrape."""
+    """Prometheus collector; computes the metrics from the policy's state at each scrape."""
 
     def __init__(self, policy: SeasonalPolicy) -> None:
         self.registry = CollectorRegistry()

@@ -1,4 +1,5 @@
-"""Renders report.html of `paceline adapt`: acceptance length by cluster over time, and the decisions. Offline.
+"""Renders report.html of `paceline adapt`: acceptance length over time for each cluster (group of similar requests),
+and the decisions. The page loads nothing from the network.
 
 paceline adapt log --state runs/adapt --page
 """
@@ -25,7 +26,7 @@ COLUMNS = (
 
 
 def page(lines: Sequence[dict[str, Any]]) -> str:
-    """Renders the page of `AdaptLog.lines`. Raises ConfigError if matplotlib is missing."""
+    """Renders log lines (from `AdaptLog.lines`) as an HTML page. Raises ConfigError if matplotlib is missing."""
     hours = [line for line in lines if "seen" in line]
     done = [line for line in lines if "event" in line or line["decision"]["action"] not in IDLE]
     last = (

@@ -33,7 +33,8 @@ LEAST_MOVE_S = 30.0
 
 @dataclass(slots=True)
 class Clock:
-    """Detects changes of the system clock by comparing it with the monotonic clock. Seconds."""
+    """Detects changes of the system clock (`wall`) by comparing it with the monotonic clock (`steady`). Both in
+    seconds."""
 
     wall: float
     steady: float
@@ -56,8 +57,8 @@ def run(
     watch: WatchConfig,
     say: Callable[[str], None],
 ) -> None:
-    """Run until SIGTERM or Ctrl-C. Raises ConfigError if another daemon uses the folder, CacheError if it is not
-    writable."""
+    """Run the daemon until SIGTERM or Ctrl-C; `say` prints progress. Raises ConfigError if another daemon uses the
+    folder, CacheError if it is not writable."""
     with reraised(CacheError, f"cannot write {store.state}", "choose another --state", OSError):
         store.state.mkdir(parents=True, exist_ok=True)
     incumbent = Path(candidate.incumbent) if Path(candidate.incumbent).is_dir() else None

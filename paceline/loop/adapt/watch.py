@@ -3,11 +3,10 @@
     watcher = Watcher(...)
     while True: watcher.tick(time.time()); time.sleep(60)
 
-At most one `Stage` is in progress. It is saved (`state.json`) before it begins, so that a killed daemon resumes it. In
-addition, a drafter that a user loaded by hand may be on probation; meanwhile the daemon deploys no drafter. Only the
-`Canary` changes the server: after a verdict that passed, and to roll back. Any other failure is logged, and the server
-goes on unchanged.
-"""
+At most one `Stage` (work such as a training with its deployment) is in progress. It is saved (`state.json`) before it
+begins, so that a killed daemon resumes it. In addition, a drafter that a user loaded by hand may be on probation (trial
+period); meanwhile the daemon deploys no drafter. Only the `Canary` changes the server: to deploy a drafter that passed
+the gate, and to roll back. Any other failure is only logged."""
 
 from __future__ import annotations
 
@@ -56,7 +55,8 @@ class Watcher(Steps):
         self.policy.scores = self._scores
 
     def tick(self, now: float) -> None:
-        """Run one step of everything; `now` in seconds since 1970. Logs every PacelineError instead of raising it."""
+        """Do all work that is due at `now` (seconds since 1970): decide for completed hours, continue the stages, read
+        the counters. Logs every PacelineError instead of raising it."""
         for part in (self._hours, self._look, self._save, self._advance, self._save):
             try:
                 part(now)

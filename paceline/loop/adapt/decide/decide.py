@@ -1,4 +1,5 @@
-"""Decides how to react to an alarm: a pure function that also explains why, and why not each alternative.
+"""Decides how to react to an alarm (lasting drop of acceptance in one cluster of requests), and explains the decision.
+Pure functions.
 
 Order: nothing while a training runs; the best available drafter, once all have been scored; a second drafter for a
 periodic
@@ -23,7 +24,7 @@ ENOUGH = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A cluster whose acceptance has been low for long enough."""
+    """Confirmed alarm: a cluster (group of similar requests) whose acceptance has been low for long enough."""
 
     cluster: str
     loss: float
@@ -37,10 +38,10 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """State of the cluster mix, and its effect on acceptance."""
+    """State of the cluster mix (each cluster's share of the traffic), and its effect on acceptance length."""
 
     has_moved: bool = False
-    """True if the mix has shifted for long enough, outside its season."""
+    """True if the mix has differed from its usual daily and weekly course for long enough."""
     period: int | None = None
     """Hours after which the mix repeats; None if it does not."""
     swing: float = 0.0
@@ -56,7 +57,7 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Inputs of a decision."""
+    """Inputs of a decision, at the end of an hour."""
 
     hour: int
     alarms: Sequence[Alarm] = ()
@@ -65,14 +66,14 @@ class View:
     trained_at: int | None = None
     """Hour in which the latest training ended."""
     proposed: frozenset[str] = frozenset()
-    """Clusters for which a drafter of their own has been proposed."""
+    """Clusters for which a separate drafter has already been proposed."""
     too_little: str = ""
     """Traffic so far, as "10 requests, 1 hour", while it is too little for a baseline; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision, with its reason and the reasons against the alternatives."""
+    """An action for some clusters, with its reason and the reasons against other actions."""
 
     action: Action = "none"
     clusters: tuple[str, ...] = ()
@@ -95,7 +96,7 @@ def saving(prices: PriceConfig, horizon_days: float, tokens_per_hour: float, bef
 
 
 def decide(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision:
-    """Chooses the one action for this hour."""
+    """Returns the action for this hour, with the reasons for it and against the others."""
     declined: dict[str, str] = {}
     if view.is_training:
         return Decision(why="a training is running", declined={"retrain": "one is running already"})

@@ -1,5 +1,5 @@
-"""Finds the drafter that serves a cluster, and the acceptance length that the gate's verdicts predict for the
-others."""
+"""Finds the drafter that serves a cluster (group of similar requests), and predicts the acceptance length of the other
+drafters on the server from the gate's verdicts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from paceline.loop.adapt.servers.deploy import Deployment
 
 
 def route_of(deployment: Deployment, cluster: str) -> str | None:
-    """Returns the drafter that a cluster is routed to, None also if the server cannot route it. Raises
-    UnreachableError."""
+    """Returns the name of the drafter that a cluster is routed to; None without a route, or if the server cannot route
+    it. Raises UnreachableError."""
     try:
         return deployment.pinned(cluster)
     except UnreachableError:
@@ -30,8 +30,8 @@ def serving(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, 
 
 
 def others(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, dict[str, str]]:
-    """Returns (drafter serving the cluster, {name: drafter} of the others). Raises DownloadError if it cannot be
-    routed."""
+    """Returns (drafter that serves the cluster, {name: drafter} of the other drafters on the server). Raises
+    DownloadError if the cluster cannot be routed."""
     deployment.pinned(cluster)
     name, drafter = serving(deployment, cluster, incumbent)
     return drafter, {member: made_from for member, made_from in deployment.members().items() if member != name}

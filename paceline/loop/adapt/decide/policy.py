@@ -1,10 +1,10 @@
-"""Hourly policies: observe an hour, decide, return a line with both. Imports no PyTorch, reads no clock.
+"""Hourly policies: each call of `hour` takes one hour's traffic, decides, and returns a line with both. Imports no
+PyTorch, reads no clock.
 
     policy.hour(number, {cluster: Sums}) -> Line
 
-`watch`, `check` and `replay` use the same object. Its owner carries decisions out and reports them (`training`,
-`trained`, `routed`). `NaivePolicy` is the baseline of comparisons.
-"""
+The commands `watch`, `check` and `replay` use the same policy. The caller carries out its decisions and reports them
+back (`training`, `trained`, `routed`). `NaivePolicy` is a simple baseline for comparisons."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from paceline.loop.adapt.traffic.hours import DAY, WEEK, Sums, total
 OTHER = "other"
 """Cluster for all traffic beyond the `max_clusters` that are tracked."""
 RETURNS = 0.5
-"""Autocorrelation of the mix at lag one period from which on the mix counts as periodic; at half a period it must be
-lower by this much, too, else it may be a single shift."""
+"""Minimum autocorrelation, at a lag of one period, of a periodic cluster mix. At half a period it must be lower by this
+amount: a single shift would be high there, too."""
 PERIODS_SEEN = 3
-"""Whole periods of the mix that must have been observed."""
+"""Number of whole periods that must have been observed before the mix counts as periodic."""
 LOOK_HOURS = 6
 """Hours between searches for a period."""
 MIX_WEEKS = 8
-"""Weeks of cluster shares that are stored, to relearn the season of the mix."""
+"""Weeks of cluster shares that are stored, to re-estimate the daily and weekly course of the mix."""
 LEAST_SHARE = 0.02
-"""Smallest share of all tokens at which a cluster raises alarms of its own."""
+"""Smallest share of all tokens at which a cluster can raise an alarm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One hour: observations and decision, as shown by `paceline adapt log`."""
+    """Observations and decision of one hour, as shown by `paceline adapt log`. `seen`: log entry of each cluster;
+    `mix`: log entry of the cluster mix."""
 
     hour: int
     seen: Mapping[str, Mapping[str, Any]]
@@ -46,7 +47,7 @@ class Line:
     decision: Decision
     notes: tuple[str, ...] = ()
     raised: tuple[tuple[str, int], ...] = ()
-    """(series, hour fired) of alarms that were confirmed in this hour."""
+    """(series name, hour in which the alarm fired) of each alarm that was confirmed in this hour."""
 
 
 @dataclass(slots=True)
@@ -82,7 +83,8 @@ class _MixHour:
 
 
 class SeasonalPolicy:
-    """Distinguishes season from drift, and mix shifts from falling acceptance; chooses the cheapest remedy."""
+    """Detects drops of acceptance that are not part of the daily or weekly course, separately for each cluster (group
+    of similar requests) and for the cluster mix; chooses the cheapest remedy."""
 
     def __init__(
         self,
@@ -90,8 +92,8 @@ class SeasonalPolicy:
         prices: PriceConfig | None = None,
         scores: Callable[[str], Mapping[str, float] | None] = lambda cluster: {},
     ) -> None:
-        """`scores(cluster)` returns the acceptance length of the other drafters on the newest traces, or None if they
-        must be scored first. It is called only at an alarm."""
+        """`scores(cluster)`, called only at an alarm, returns {drafter: acceptance length on the newest traces} of the
+        drafters that do not serve the cluster; None if they must be scored first."""
         self.config = config or PolicyConfig()
         self.prices = prices or PriceConfig()
         self.scores = scores
@@ -113,7 +115,8 @@ class SeasonalPolicy:
         self._period: int | None = None
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
-        """Observe a completed hour and decide. Hours must be in order; an earlier one is ignored, with a note."""
+        """Observe hour `number` and decide. `seen`: cluster -> sums of tokens and rounds. Hours must be in order; one
+        that is not is ignored, with a note in the line."""
         if self._last is not None and number <= self._last:
             note = f"hour {number} is not after hour {self._last}: the clock went back, it is ignored"
             return Line(number, {}, {}, Decision(why=note), (note,))
@@ -147,8 +150,8 @@ class SeasonalPolicy:
         self.is_training = True
 
     def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
-        """Record that a training has ended; `clusters` got the new drafter (empty if it was refused). `hours`: its
-        cost."""
+        """Record that a training has ended. `clusters` got the new drafter (empty if it was refused); `hours`: core- or
+        GPU-hours of the training."""
         self.is_training, self.trained_at = False, number
         if hours:
             self.prices = replace(self.prices, training_hours=hours)
@@ -301,7 +304,8 @@ def _correlation(by_hour: Mapping[int, float], lag: int) -> float:
 
 
 class NaivePolicy:
-    """Retrains whenever the last hours are below those after the last training, like systems without a season model."""
+    """Retrains whenever acceptance length is 5% below its best since the last training. It does not model times of
+    day."""
 
     WINDOW, LEAST_LOSS = 4, 0.05
 
@@ -311,7 +315,7 @@ class NaivePolicy:
         self._window: deque[Sums] = deque(maxlen=self.WINDOW)
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
-        """Compare the last four hours with the best four since the last training."""
+        """Compare acceptance length over the last four hours with its best value since the last training."""
         observed = {name: {"tokens": round(sums.tokens)} for name, sums in seen.items()}
         if self.is_training or not seen:
             return Line(

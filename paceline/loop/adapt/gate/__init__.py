@@ -1,1 +1,1 @@
-"""Training and gate: from a training window to a verdict."""
+"""Training of a candidate drafter on recent traffic, and the gate: the test that it must pass before it serves."""

@@ -1,14 +1,14 @@
-"""Takes a candidate from disk to verdict: loads it, scores it and the incumbent on stored requests, judges.
+"""Judges a candidate drafter in a folder: loads it, scores it and the incumbent (the drafter that serves now) on stored
+requests, and compares them.
 
     paceline adapt gate runs/mine/drafter --traces traces --cluster tickets
 
-A faulty candidate (half-written, for another target, non-finite weights) gives a refusal with a reason, not an error. A
-faulty request to the gate is an error.
+A faulty candidate (half-written, for another target, non-finite weights) gives a refusal with a reason, not an error.
+Wrong options of the gate raise an error.
 
-A candidate that wins on the cluster that fell but loses too much on other traffic is tried again as a blend of the
-incumbent's weights and its own (`draft/formats/blend.py`), written next to it: the first share that passes is the
-verdict.
-"""
+A candidate may win on the cluster whose acceptance fell, but lose too much on other traffic. Then blends of its weights
+with the incumbent's (`draft/formats/blend.py`) are written next to it and judged; the first that passes gives the
+verdict."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def is_held_out(prompt: str) -> bool:
 def examine(
     candidate: Path, engine: EngineConfig, traces: Path, config: CandidateConfig, progress: Progress = SILENT
 ) -> Verdict:
-    """Judges a candidate. Raises ConfigError without requests to judge by, and what loading the target raises."""
+    """Judges the candidate in a folder by the requests in `traces`. Raises ConfigError if there are no such requests,
+    and the errors of loading the target `engine.model`."""
     usual, source = usual_settings(engine.model, config.temperature)
     requests, left_out = read_requests(traces, since=config.since, usual=usual)
     if config.held_out_only:
@@ -80,8 +81,8 @@ def examine(
 
 
 def usual_settings(model: str, temperature: float | None) -> tuple[dict[str, float], str]:
-    """Returns the default sampling settings and their source: the option, or, as in vLLM and SGLang, the target's
-    generation_config.json, else temperature 1."""
+    """Returns (sampling settings of requests that name none, their source as text). Like vLLM and SGLang: `temperature`
+    if given, else the target's generation_config.json, else temperature 1."""
     if temperature is not None:
         return {"temperature": temperature}, "as given"
     file = resolve(model) / "generation_config.json"
@@ -143,7 +144,7 @@ class _Comparison:
 
 
 def read_candidate(folder: Path, llm: LLM) -> Drafter | str:
-    """Returns the drafter, bound to the target, or the reason why it cannot be used."""
+    """Loads a drafter and binds it to the target of `llm`; returns the reason as text if it cannot be used."""
     try:
         drafter = llm.make_drafter(str(folder))
         drafter.bind(llm.target)
@@ -189,8 +190,8 @@ def _figures(scored: Sequence[Scored]) -> list[Rounds]:
 
 
 def draft_seconds(llm: LLM, drafters: Sequence[Drafter]) -> list[float]:
-    """Fastest drafting time (s) of one row per drafter, in turns so that machine noise affects all; 0 without
-    drafts."""
+    """Measures each drafter's fastest drafting time in seconds at batch size 1; 0 for a drafter without drafts.
+    Drafters are timed in turns, so that machine noise affects all equally."""
     best = [math.inf] * len(drafters)
     for _ in range(TURNS):
         for place, drafter in enumerate(drafters):
@@ -213,6 +214,6 @@ def _fastest_draft(llm: LLM, drafter: Drafter) -> float:
 
 
 def alike(one_s: float, other_s: float) -> tuple[float, float]:
-    """Returns both drafting times, or their mean twice if they are too close to distinguish."""
+    """Returns (one_s, other_s), or their mean twice if the times are too close to distinguish."""
     mean = (one_s + other_s) / 2
     return (mean, mean) if abs(one_s - other_s) <= LEAST_DIFFERENCE * mean else (one_s, other_s)

@@ -1,13 +1,14 @@
-"""Decides whether a candidate may replace the incumbent. Both are scored on the same stored requests (`score.py`).
+"""Decides whether a candidate drafter may replace the incumbent, the drafter that serves now. Both are scored on the
+same stored requests (`score.py`).
 
     verdict = judge(Pairs(incumbents, candidates), {"chat": ...}, times, ood)
     verdict.passed, verdict.reason
 
-tokens/s = tokens / (rounds x time of a round), at the draft width with the highest rate, which the planner would find,
-too. The confidence interval of the gain is a paired bootstrap over requests (Efron and Tibshirani, chapter 16). It must
-be above zero on the cluster that fell; on other clusters and out-of-domain answers the candidate may lose less than 2%.
-Each prompt counts once, and repetitive answers do not count, so that one repeating client does not decide.
-"""
+tokens/s = tokens / (rounds x time of a round), at the number of drafts per round that gives the highest rate. The
+confidence interval of the gain is a paired bootstrap over requests (Efron and Tibshirani, chapter 16). It must be above
+zero on the cluster (group of similar requests) whose acceptance fell; on other clusters and on out-of-domain answers
+the candidate may lose less than 2%. Each prompt counts once, and repetitive answers do not count, so that one repeating
+client does not decide."""
 
 from __future__ import annotations
 
@@ -22,13 +23,15 @@ from paceline.plan.costs import PassCosts
 from paceline.report.statistics import Rounds, bootstrap, ratio_of_sums, repetition
 
 MOST_REPETITION = 0.5
-"""Share of repeated n-grams above which an answer counts as a loop: easy to draft, and no evidence."""
+"""Share of repeated n-grams above which an answer counts as a loop. Loops are easy to draft and are not used as
+evidence."""
 NUM_DRAWS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """Time of a round: target pass by number of positions, and drafting. Seconds."""
+    """Seconds of one round: the target's pass, which depends on the number of positions, and drafting with each
+    drafter."""
 
     passes: PassCosts
     incumbent_s: float = 0.0
@@ -37,7 +40,7 @@ class RoundTimes:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Rounds of the same requests under both drafters."""
+    """Rounds of the same requests with the incumbent and with the candidate; index i is the same request in both."""
 
     incumbent: Sequence[Rounds]
     candidate: Sequence[Rounds]
@@ -48,7 +51,8 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Gain of the candidate's tokens/s over the incumbent's, as a share, with its 95% confidence interval."""
+    """Relative gain of the candidate's tokens/s over the incumbent's (0.1: 10% faster), with its 95% confidence
+    interval `low` to `high`."""
 
     requests: int
     incumbent: float
@@ -61,7 +65,8 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verdict of the gate with a reason for people, and gains by request set; "drifted" is the cluster that fell."""
+    """Result of the gate with a reason as text, and gains by request set. Sets: "drifted" (the cluster whose acceptance
+    fell), one per other cluster, "ood"."""
 
     passed: bool
     reason: str
@@ -71,7 +76,7 @@ class Verdict:
     drafter: str = ""
     """Folder of the judged drafter: the candidate, or a blend with the incumbent."""
     share: float = 1.0
-    """Share of the candidate's weights in the judged drafter."""
+    """Share of the candidate's weights in the judged drafter; below 1 for a blend."""
     is_judged: bool = True
     """False if there was too little data to judge; the drafter is then neither good nor bad."""
 
@@ -80,7 +85,7 @@ class Verdict:
 
 
 def too_few(num_prompts: int, config: CandidateConfig) -> Verdict | None:
-    """Returns a refusal to judge if there are too few prompts, else None."""
+    """Returns a verdict with `is_judged=False` if there are too few prompts, else None."""
     if num_prompts >= config.least_requests:
         return None
     why = f"{num_prompts} prompts are too few to judge by, {config.least_requests} are needed"
@@ -94,7 +99,8 @@ def judge(
     ood: Pairs | None = None,
     config: CandidateConfig | None = None,
 ) -> Verdict:
-    """Decides whether the candidate may be swapped in, by the limits in `config`."""
+    """Decides whether the candidate may replace the incumbent, by the limits in `config`. `drifted`: rounds on the
+    cluster whose acceptance fell; `elsewhere`: rounds by other cluster; `ood`: rounds on out-of-domain answers."""
     config = config or CandidateConfig()
     if refused := too_few(len(drifted), config):
         return refused
@@ -117,7 +123,8 @@ def judge(
 
 
 def compare(pairs: Pairs, times: RoundTimes, num_draws: int = NUM_DRAWS) -> Gain:
-    """Gain with its confidence interval over requests; each bootstrap sample is the same for both drafters."""
+    """Computes the candidate's gain in tokens/s; the confidence interval is a bootstrap of `num_draws` samples of
+    requests, the same samples for both drafters."""
     candidate = _tokens_and_seconds(pairs.candidate, times.passes, times.candidate_s)
     incumbent = _tokens_and_seconds(pairs.incumbent, times.passes, times.incumbent_s)
     items = [(*one, *other) for one, other in zip(candidate, incumbent, strict=True)]
@@ -150,8 +157,8 @@ def _tokens_at(rounds: Rounds, width: int) -> float:
 
 
 def one_a_prompt(requests: Sequence[Request], most: int | None = None) -> list[Request]:
-    """Returns the newest request of each prompt, newest first, at most `most`, without repetitive and duplicate
-    answers."""
+    """Returns the newest request of each prompt, at most `most` of them, newest first. Repetitive and duplicate answers
+    are left out."""
     by_prompt: dict[str, Request] = {}
     answers: set[tuple[int, ...]] = set()
     for request in sorted(requests, key=lambda request: request.hour, reverse=True):

@@ -1,4 +1,5 @@
-"""lineage.json: every drafter trained or tried here, with its parents and the gate's verdict.
+"""Reads and writes lineage.json: every drafter trained or tried here, the drafters that it was trained from (parents),
+and the gate's verdict.
 
 {"drafters": [{"drafter": "runs/adapt/tickets-20261103", "weights": "sha256:...", "parents": ["default"],
                "window": {"since": 494500, "until": 494548, "requests": 812, "sha256": "..."}, "gate": {...},
@@ -37,12 +38,13 @@ class Lineage:
             return entries
 
     def add(self, drafter: str, *, parents: Iterable[str], state: str, **figures: Any) -> None:
-        """Add one drafter with its state: "refused", "serving", "rolled back" ..."""
+        """Add one drafter with its state ("refused", "serving", "rolled back" ...) and further JSON fields
+        `figures`."""
         self.add_all([{"drafter": drafter, "parents": list(parents), "state": state, **figures}])
 
     def add_all(self, drafters: Iterable[dict[str, Any]]) -> None:
-        """Add several drafters, all or none; each with the arguments of `add`. Raises CacheError if the disk
-        refuses."""
+        """Add several drafters in one write; each is a dict of the arguments of `add`. Raises CacheError if the file
+        cannot be written."""
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         new = [{"weights": weights_hash(Path(drafter["drafter"])), "when": when, **drafter} for drafter in drafters]
         self._write([*self.entries(), *plain(new)])
@@ -57,7 +59,7 @@ class Lineage:
         self._write(entries)
 
     def is_known_bad(self, folder: Path) -> str | None:
-        """Returns the reason if identical weights were refused or rolled back before, else None."""
+        """Returns why a drafter with identical weights was refused or rolled back before; None if none was."""
         weights = weights_hash(folder)
         for entry in self.entries() if weights else ():
             if entry.get("state") in ("refused", "rolled back") and entry.get("weights") == weights:
@@ -82,5 +84,5 @@ def weights_hash(folder: Path) -> str | None:
 
 
 def window_hash(keys: Iterable[str]) -> str:
-    """SHA-256 that identifies a window of traces by its requests."""
+    """SHA-256 of a training window, computed from the keys of its requests."""
     return hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()

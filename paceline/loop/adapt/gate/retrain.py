@@ -1,10 +1,10 @@
-"""Training as a separate process at low priority: the window, its command, and the job.
+"""Trains a candidate in a separate process at low priority: writes the training window (recent answers), builds the
+command, runs the job.
 
     state/windows/<name>/answers-r0-00000.parquet     the window, without the gate's held-out prompts
     state/trainings/<name>-<number>/                  one resumable `paceline train` run per learning rate
 
-The daemon's process does not train: a training that dies or fills the disk is only a line in the log.
-"""
+A training that dies or fills the disk only adds a line to the daemon's log."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from paceline.loop.adapt.servers.counted_hours import ALL
 from paceline.loop.adapt.traffic.stored import Request, read_requests
 
 LEAST_ANSWERS = 50
-"""Minimum number of prompts of a window; fewer would fit the habits of one client."""
+"""Minimum number of prompts in a training window; with fewer the drafter would learn the habits of one client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Training window: the answers of a range of hours."""
+    """Training window: a folder with the answers of hours [since, until)."""
 
     folder: Path
     since: int
@@ -50,10 +50,10 @@ class Window:
 
 
 def write_window(traces: Path, clusters: Sequence[str], since: int, until: int, folder: Path) -> Window:
-    """Writes the answers of these clusters in hours [since, until), one per prompt, in the format of `paceline train
+    """Writes answers of these clusters in hours [since, until), one per prompt, in the format of `paceline train
     --answers`.
 
-    Raises ConfigError if there are too few, CacheError if the disk refuses."""
+    Raises ConfigError if there are too few answers, CacheError if the folder cannot be written."""
     requests = [
         request
         for cluster in (None if name == ALL else name for name in clusters)
@@ -93,7 +93,8 @@ def _temperature(request: Request) -> float:
 def command_of(
     stage: Stage, store: StoreConfig, engine: EngineConfig, candidate: CandidateConfig, retrain: RetrainConfig
 ) -> list[str]:
-    """Builds the command for the stage's current candidate: a training or a gate run."""
+    """Builds the command of the stage's current step, `paceline train` or `paceline adapt gate`, for its current
+    candidate."""
     drafter = Path(stage.candidates[stage.at])
     if stage.name == "training":
         # The daemon may have been restarted with other rates.
@@ -119,7 +120,8 @@ def command_of(
 def train_command(
     window: Path, out: Path, incumbent: str, learning_rate: float, engine: EngineConfig, config: RetrainConfig
 ) -> list[str]:
-    """Builds the `paceline train` command, at the lowest priority if `nice` is available."""
+    """Builds the `paceline train` command that trains the incumbent further on the window, at the lowest priority if
+    `nice` is available."""
     words: list[Any] = [
         sys.executable,
         "-m",
@@ -159,7 +161,8 @@ def gate_command(candidate: str, engine: EngineConfig, traces: Path, options: di
 
 
 def verdict_of(job: Job, status: int) -> dict[str, Any]:
-    """Returns a finished gate's verdict; if it crashed or printed none, a verdict of `unjudged`."""
+    """Returns the verdict (JSON) printed by a finished gate job with this exit status; if it printed none, that of
+    `unjudged`."""
     try:
         verdict = json.loads(job.last_line)
     except ValueError:
@@ -170,7 +173,7 @@ def verdict_of(job: Job, status: int) -> dict[str, Any]:
 
 
 def unjudged(reason: str) -> dict[str, Any]:
-    """Returns the verdict of a candidate that could not be judged."""
+    """Returns a verdict (JSON) for a candidate that could not be judged, with this reason."""
     return {"passed": False, "reason": reason, "is_judged": False}
 
 
@@ -192,8 +195,8 @@ class Job:
     """A background command; its output goes to files."""
 
     def __init__(self, command: list[str], output: Path) -> None:
-        """Start the command, or wait for the same job of a killed daemon. Raises OSError. `output`: path of the output
-        files, without suffix."""
+        """Start the command. If a killed daemon's job of the same output still runs, wait for its end first. Raises
+        OSError. `output`: path of the output files, without suffix."""
         output.parent.mkdir(parents=True, exist_ok=True)
         self._command, self._lock = command, output.with_suffix(".lock")
         self._out, self._err = output.with_suffix(".out"), output.with_suffix(".err")
@@ -240,7 +243,7 @@ class Job:
 
     @property
     def is_waiting(self) -> bool:
-        """True while the same job of an earlier daemon runs."""
+        """True while a job with the same output files, started by an earlier daemon, still runs."""
         return self._process is None
 
     @property

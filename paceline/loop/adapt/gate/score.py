@@ -1,5 +1,5 @@
-"""Scores a drafter on stored traces: the rounds that it would have had. Exact, as the text does not depend on the
-drafter.
+"""Scores a drafter on stored traces: computes the rounds that it would have had. This is exact, since speculative
+decoding generates the same text with any drafter.
 
     scored = score(llm, "runs/mine/drafter", read_requests(Path("traces"))[0])
     scored[0].figures.tokens_per_round
@@ -53,7 +53,7 @@ CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A request with the rounds that the drafter would have had on it."""
+    """A stored request, and the rounds (draft, then verify) that the drafter would have needed for its answer."""
 
     request: Request
     rounds: tuple[Round, ...]
@@ -65,18 +65,18 @@ class Scored:
 
 @dataclass(slots=True)
 class _Answer:
-    """Progress of one stored answer through its rounds."""
+    """State of one stored answer while its rounds are computed one after the other."""
 
     request: Request
     seq: Sequence
     taps_TF: Tensor | None
     logits_TV: Tensor | None
-    """Logits [T, V] of the answer; row j predicts token j + 1. None if no draft is sampled."""
+    """Target logits [T, V] over the answer; row j predicts answer token j + 1. None if drafts are not sampled."""
     rounds: list[Round] = field(default_factory=list)
 
     @property
     def at(self) -> int:
-        """Index of the anchor within the answer."""
+        """Index in the answer of the anchor: the last token before the next drafts."""
         return self.seq.num_output - 1
 
     @property
@@ -93,8 +93,8 @@ class Scorer:
     """Scores requests for one drafter and one target, a batch at a time."""
 
     def __init__(self, llm: LLM, drafter: Drafter, rule: str = "auto") -> None:
-        """Bind the drafter. Nothing else may use `llm` meanwhile: the cache must be free. Raises
-        DrafterMismatchError."""
+        """Bind the drafter to the target of `llm`, whose cache must be free while the scorer is used. `rule`:
+        verification rule. Raises DrafterMismatchError if they do not fit."""
         self._target: Target = llm.target
         self._drafter, self._rule = drafter, RULES[rule]
         self._tokenizer, self._eos = llm.tokenizer, llm.tokenizer.eos_token_ids
@@ -104,8 +104,8 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, requests: Rows[Request]) -> list[Scored]:
-        """Score requests, in the order given. Raises ConfigError for a request that exceeds the cache or cannot be
-        scored."""
+        """Compute the rounds of each request; results are in the order of `requests`. Raises ConfigError for a request
+        that is longer than the cache or cannot be scored."""
         scored: list[Scored] = []
         size = self._target.cache.num_rows
         for begin in range(0, len(requests), size):
@@ -230,9 +230,10 @@ class Scorer:
 
 
 def score(llm: LLM, drafter: str | Drafter, requests: Rows[Request], *, num_drafted: int | None = None) -> list[Scored]:
-    """Score `drafter` on each request; requests that exceed the cache are left out.
+    """Computes the rounds that `drafter` would have had on each request; requests longer than the cache are left out.
 
-    The engine of `llm` must be idle, and is unchanged afterwards. Raises what creating and binding a drafter raises."""
+    The engine of `llm` must be idle; its state is reset afterwards. Raises the errors of creating a drafter and binding
+    it to the target."""
     drafter = llm.make_drafter(drafter, num_drafted=num_drafted) if isinstance(drafter, str) else drafter
     fitting = [
         request for request in requests if len(request.prompt_ids) + len(request.answer_ids) <= llm.target.cache.max_len

@@ -1,1 +1,1 @@
-"""Deployment of a candidate: canary, probation, rollback."""
+"""Deployment of a new drafter on the server: canary, probation (trial period), rollback."""

@@ -1,7 +1,7 @@
-"""Deploys a drafter on a server, judges it by the server's counters, and keeps it or rolls it back.
+"""Deploys a drafter on a server, judges it during a probation (trial period) by the server's counters, and keeps it or
+rolls it back.
 
-Every method may raise UnreachableError and can then be called again: no step is done twice or lost.
-"""
+Every method may raise UnreachableError and can then be called again: no step is repeated or skipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.loop.adapt.servers.deploy import Deployment
 from paceline.loop.adapt.traffic.hours import HOUR_S
 
 MOST_READINGS = 120
-"""Maximum number of stored readings of the server's counters, the baseline of a swap."""
+"""Maximum number of stored readings of the server's counters; they are the baseline of a later swap."""
 
 
 @dataclass(slots=True)
@@ -33,11 +33,12 @@ class Canary:
     counted: CountedHours | None = None
     """Hours of servers whose rounds are not traced."""
     known: dict[str, str] | None = None
-    """Name -> drafter of the pool's drafters that the daemon loaded or has already seen."""
+    """Name -> drafter, for the drafters on the server that the daemon loaded or has already seen. None: not read
+    yet."""
     readings: deque[tuple[float, Counts]] = field(default_factory=lambda: deque(maxlen=MOST_READINGS))
 
     def read(self, now: float) -> Counts:
-        """Read the server's counters."""
+        """Read the server's counters; for servers without traces the reading also goes into `counted`."""
         counts = self.deployment.counts()
         if self.counted:
             self.counted.read(now, counts)
@@ -57,7 +58,8 @@ class Canary:
             raise UnreachableError(str(error)) from error
 
     def look(self, now: float) -> Stage | None:
-        """Take a reading; returns a probation for a drafter that a user has loaded since the last one, else None."""
+        """Read the counters and the list of drafters. Returns a stage with the probation of a drafter that a user has
+        loaded since the last call, else None."""
         self.readings.append((now, self.read(now)))
         members, known = self.deployment.members(), self.known
         new = sorted(name for name, drafter in members.items() if known is not None and known.get(name) != drafter)
@@ -73,11 +75,11 @@ class Canary:
         return stage
 
     def swap_in(self, stage: Stage, now: float, save: Callable[[], None]) -> None:
-        """Load the drafter, or route its cluster to it, and begin its probation.
+        """Load the stage's drafter, or route the stage's cluster to it, and begin its probation.
 
         `save` stores how to undo the change before the server gets it: a load takes minutes, in which this process may
-        be killed. Raises DownloadError if the server refuses the drafter, DeployError on any other obstacle, and what
-        `save` raises."""
+        be killed. Raises DownloadError if the server refuses the drafter, DeployError if anything else prevents the
+        change, and the errors of `save`."""
         counts = self._read_or_wait(now)
         if self.deployment.undo:  # retry: if the earlier response was lost, the new drafter may have served since
             stage.begin_counting(counts, now)
@@ -108,7 +110,8 @@ class Canary:
         stage.begin_counting(counts, now + time.monotonic() - began_s)
 
     def judge(self, stage: Stage, now: float, config: WatchConfig) -> tuple[str, str] | None:
-        """Judge a probation; returns (kept | rolled back | unproven | gone, reason), or None while it continues."""
+        """Judge a probation. Returns (result, reason), or None while it continues; result: "kept", "rolled back" (it
+        was worse), "unproven" (not judged), or "gone" (not on the server)."""
         counts = self.read(now)
         if not self.deployment.is_well():
             return "unproven", "the server is not well"
@@ -134,13 +137,13 @@ class Canary:
         self.readings.clear()
 
     def roll_back(self, stage: Stage) -> None:
-        """Restore the earlier drafter; other drafters that a user has loaded meanwhile remain unknown."""
+        """Restore the state before the swap. Drafters that a user has loaded meanwhile are found by the next `look`."""
         self.deployment.roll_back()
         self.readings.clear()  # they reach into the probation
         self._set_known(stage.member, self.deployment.members().get(stage.member))
 
     def forget(self, stage: Stage) -> None:
-        """Forget a drafter that has left the server; `look` reports the drafter there now, if it is new."""
+        """Forget a drafter that has left the server. If another drafter has its name now, the next `look` finds it."""
         before = next((change[2] for change in stage.undo if change[:2] == ["drafter", stage.member]), None)
         self.deployment.keep()
         self.readings.clear()

@@ -1,4 +1,5 @@
-"""Tests whether a drafter is worse than the time before it: more failed requests, or lower acceptance, beyond chance.
+"""Tests whether a server is worse with a new drafter than before: more failed requests, or lower acceptance length, by
+more than chance.
 
 fall(2.71, 3.02, log_variance=4e-4, most=0.05)                   # "2.71 tokens a round, 3.02 before"
 more_failures(Failures(3, 9000), Failures(9, 40), most=0.02)     # "9 of 40 requests ended in an error, 0.03% before"
@@ -12,16 +13,17 @@ from dataclasses import dataclass
 LEAST_REQUESTS, LEAST_FAILED = 20, 3
 """Minimum numbers of finished and of failed requests for a verdict."""
 LEVEL = 1e-3
-"""Accepted false-alarm probability of one test; a probation makes about sixty."""
+"""False-alarm probability of one test. A probation (trial period of a new drafter) makes about sixty tests."""
 FALL_ERRORS = 2.0
 """Standard errors by which acceptance length must be lower than before, in addition to the allowed share."""
 PRIOR_FAILED, PRIOR_REQUESTS = 1, 100
-"""Prior counts added to the earlier requests: an unknown server fails one request in a hundred."""
+"""Counts added to the requests before the swap, as a prior: a server without data is assumed to fail one request in a
+hundred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Failed requests among finished ones."""
+    """Numbers of failed requests and of all finished requests."""
 
     failed: float
     requests: float
@@ -32,18 +34,20 @@ class Failures:
 
 
 def fall(now: float, before: float, log_variance: float, most: float, source: str = "") -> str | None:
-    """Returns a reason if acceptance length fell by more than the share `most`, and by more than chance; else None."""
+    """Returns a text if acceptance length `now` is lower than `before` by more than the share `most`, and by more than
+    chance; else None. `log_variance`: squared standard error of log(now / before); `source`: words for the text."""
     is_less = now < (1 - most) * before and math.log(before / now) > FALL_ERRORS * math.sqrt(log_variance)
     return f"{now:.2f} tokens a round{source}, {before:.2f} before" if is_less else None
 
 
 def variance_of_rounds(rate: float, rounds: float) -> float:
-    """Squared standard error of log(rate) over `rounds` rounds, for geometrically distributed accepted drafts."""
+    """Squared standard error of log(rate), where `rate` is the mean acceptance length of `rounds` rounds, geometrically
+    distributed."""
     return (rate - 1) / (rate * rounds)
 
 
 def more_failures(before: Failures, now: Failures, most: float) -> str | None:
-    """Returns a reason if the failed share rose by more than `most`, and by more than chance; else None."""
+    """Returns a text if the share of failed requests rose by more than `most`, and by more than chance; else None."""
     if now.requests < LEAST_REQUESTS or now.failed < LEAST_FAILED or now.share - before.share <= most:
         return None
     if chance_of(before, now) >= LEVEL:
@@ -53,7 +57,7 @@ def more_failures(before: Failures, now: Failures, most: float) -> str | None:
 
 
 def chance_of(before: Failures, now: Failures) -> float:
-    """Probability of at least this many failures among the newer requests if both periods fail at the same rate.
+    """Probability of at least `now.failed` failures among the newer requests if the failure rate has not changed.
 
     Fisher's exact test, one-sided (Fisher 1934), with the prior added to `before`."""
     newer, older = round(now.requests), round(max(before.requests, 0)) + PRIOR_REQUESTS

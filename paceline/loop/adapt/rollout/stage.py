@@ -1,6 +1,7 @@
-"""Work in progress of the daemon, and its comparison of a server with the time before a swap.
+"""Stages: the daemon's work in progress, such as a training with its deployment. Compares a server with the time before
+a new drafter.
 
-A stage is saved (`state.json`) before it begins. Its kind is its purpose, its name the current step:
+A stage is saved (`state.json`) before it begins. `kind` is its purpose, `name` its current step:
 
     retrain    training, gate, choose, swap, probation    replace the serving drafter
     propose    training, gate, choose, swap, probation    add a drafter for one cluster
@@ -29,7 +30,7 @@ from paceline.loop.adapt.traffic.hours import HOUR_S, total
 from paceline.loop.adapt.traffic.stored import read_span
 
 LEAST_ROUNDS = 200
-"""Minimum number of rounds of a probation for any verdict."""
+"""Minimum number of rounds in a probation (trial period of a new drafter) for any verdict."""
 SPAN_S = 24 * 3600.0
 """Seconds of traffic before a swap that form its baseline."""
 SAME_ROWS = 0.2
@@ -46,7 +47,7 @@ WHOLE = ""
 
 @dataclass(slots=True)
 class Stage:
-    """One piece of work in progress."""
+    """Work in progress of the daemon: its purpose, current step, and all data that a restarted daemon needs."""
 
     kind: str
     name: str
@@ -58,16 +59,16 @@ class Stage:
     """Drafter that the candidates are compared with."""
     window: dict[str, Any] = field(default_factory=dict)
     candidates: list[str] = field(default_factory=list)
-    """Drafters by number: trained candidates, or drafters of the pool to score."""
+    """Folders of the trained candidates, or the drafters on the server to score."""
     names: list[str] = field(default_factory=list)
-    """Names of the scored drafters; empty in other kinds."""
+    """Names on the server of the drafters in `candidates`, for kind "score"; else empty."""
     at: int = 0
     """Index of the current candidate."""
     rates: list[float] = field(default_factory=list)
     """Learning rate of each candidate; empty without a training."""
     verdicts: list[dict[str, Any]] = field(default_factory=list)
     drafter: str = ""
-    """Drafter of the swap and its probation."""
+    """Drafter that the swap loads, and that is then on probation."""
     began: float = 0.0
     """Start of the current step, in seconds since 1970."""
     skew: float = 0.0
@@ -77,13 +78,13 @@ class Stage:
     before: dict[str, float] = field(default_factory=dict)
     """Acceptance length before the swap, by cluster, and of the whole server ("")."""
     counted: list[float] = field(default_factory=list)
-    """Counts of the server at the start of the probation, in the order of Counts."""
+    """Values of the server's counters at the start of the probation, in the order of the fields of Counts."""
     pace: list[float] = field(default_factory=list)
-    """Rows and seconds of a round before the swap; empty if the server does not report them."""
+    """Mean batch size and seconds of a round before the swap; empty if the server does not report them."""
     failures: list[float] = field(default_factory=list)
     """Failed and finished requests before the swap."""
     seen: list[float] = field(default_factory=list)
-    """Counts of the latest reading."""
+    """Values of the server's counters at the latest reading, in the order of the fields of Counts."""
     served: str = ""
     """Name under which the server lists the drafter on probation."""
     drafts: float | None = None
@@ -103,14 +104,15 @@ class Stage:
     """Consecutive tries without an answer."""
     wait_until: float = 0.0
     away_since: float = 0.0
-    """Time of the next try, and time of the first failed try; seconds since 1970, 0 if the server answers."""
+    """`wait_until`: time of the next try; `away_since`: time of the first failed try. Seconds since 1970; 0 while the
+    server answers."""
 
     @property
     def trains(self) -> bool:
         return self.kind in ("retrain", "propose") and self.name not in ("probation", "undo")
 
     def lasted(self, now: float) -> float:
-        """Seconds since `began`, corrected for changes of the system clock."""
+        """Seconds from `began` to `now`, corrected for changes of the system clock."""
         return now - self.began - self.skew
 
     def clock_moved(self, by: float) -> None:
@@ -144,12 +146,13 @@ class Stage:
         self.begin_counting(counts, now)
 
     def begin_counting(self, counts: Counts, now: float) -> None:
-        """Count from `now` on; the baseline stays."""
+        """Begin the probation at `now`: later counter values are compared with `counts`. The baseline is unchanged."""
         self.name, self.began, self.skew = "probation", now, 0.0
         self.counted = self.seen = list(astuple(counts))
 
     def look(self, counts: Counts, drafts: float | None) -> None:
-        """Take a reading. Counters that decreased mean a restart of the server that the previous daemon missed."""
+        """Store a reading. `drafts`: rounds drafted by this stage's drafter, if the server counts them. Counters that
+        decreased mean that the server was restarted; counting then begins again."""
         if is_restarted(Counts(*self.seen), counts):
             self.counted = list(astuple(counts))
         if drafts is not None and self.drafts is not None and drafts < self.drafts:
@@ -157,13 +160,15 @@ class Stage:
         self.seen = list(astuple(counts))
 
     def rounds(self, drafts: float | None) -> float:
-        """Rounds of the probation: the drafter's own, if the server counts by drafter."""
+        """Number of rounds since the start of the probation: those of this drafter, if the server counts by drafter,
+        else all."""
         if drafts is not None and self.drafts is not None:
             return drafts - self.drafts
         return Counts(*self.seen).rounds - Counts(*self.counted).rounds
 
     def is_over(self, now: float, config: WatchConfig, drafts: float | None) -> str | None:
-        """Returns the end of a probation without a fault, "proven" or "unproven"; None while it continues."""
+        """Returns "proven" if a probation without a fault has lasted long enough, "unproven" at its time limit; None
+        while it continues."""
         if self.lasted(now) < 60 * config.probation_minutes:
             return None
         if self.rounds(drafts) >= LEAST_ROUNDS:
@@ -171,7 +176,7 @@ class Stage:
         return "unproven" if self.lasted(now) >= config.most_probation_hours * HOUR_S else None
 
     def fault(self, traces: Path, counts: Counts, now: float, config: WatchConfig) -> str | None:
-        """Returns how the server is worse than before, or None.
+        """Returns a text on how the server is worse than before the swap; None if it is not.
 
         Compares by cluster where traces allow it, so that a mix shift has no effect. After the clock was set back
         traces cover only a part of the time: then the metrics are compared, too."""
@@ -204,7 +209,7 @@ def _is_slower(before: Sequence[float], now: Sequence[float], most: float) -> bo
 
 
 def word_of(clusters: Sequence[str]) -> str:
-    """Name for clusters that contains only letters, digits and dashes."""
+    """Returns one name for these clusters, with letters, digits and dashes only, for folders and drafters."""
     return "-".join(re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "cluster" for name in clusters)[:40]
 
 
@@ -214,7 +219,7 @@ NUM_COUNTS = len(astuple(Counts()))
 
 
 def read_stage(fields: dict[str, Any]) -> Stage:
-    """Rebuilds a stage from JSON. Raises ValueError, TypeError or KeyError on fields that the daemon did not write."""
+    """Rebuilds a stage from its JSON fields. Raises ValueError, TypeError or KeyError if they are invalid."""
     stage = Stage(**{**fields, "clusters": tuple(fields["clusters"])})
     is_job = stage.name in ("training", "gate")
     texts = (stage.member, stage.incumbent, stage.drafter, stage.served, stage.why, stage.ending)

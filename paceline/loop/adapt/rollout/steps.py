@@ -1,4 +1,5 @@
-"""Steps of the daemon's work: trainings and gates as jobs, then the changes on the server.
+"""Steps of the daemon's work: runs trainings and gates (tests of new drafters) as background jobs, then changes the
+server.
 
 A step that fails, because of a full disk or a server that does not answer, is repeated by a later tick: it has left the
 stage unchanged, or at the point where it resumes.
@@ -32,12 +33,12 @@ Start = Callable[[list[str], Path], Job]
 
 @dataclass(slots=True)
 class Steps:
-    """State of the daemon, and the steps of its stages."""
+    """State of the daemon, and the steps of each `Stage` (work in progress, such as a training)."""
 
     store: StoreConfig
     engine: EngineConfig
     deployment: Deployment | None
-    """None: decide and log, change no server."""
+    """Servers to change. None: only decide and log."""
     policy: SeasonalPolicy
     candidate: CandidateConfig
     retrain: RetrainConfig

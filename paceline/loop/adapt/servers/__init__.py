@@ -1,1 +1,1 @@
-"""Servers that a drafter is deployed on: paceline, vLLM and SGLang."""
+"""Deploys drafters on running servers (paceline, vLLM, SGLang), and reads their counters."""

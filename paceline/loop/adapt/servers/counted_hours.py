@@ -1,9 +1,8 @@
-"""Hourly sums from a server's counters, for servers whose rounds are not traced: vLLM and SGLang behind `paceline
-record`.
+"""Hourly sums of tokens and rounds from a server's counters, for servers whose traces have no rounds: vLLM and SGLang
+behind `paceline record`.
 
-Each pair of counter readings counts as one request in `Sums`; all traffic is one cluster, ALL. A completed hour is
-appended to `counted.jsonl`, where a restarted daemon reads it.
-"""
+The tokens and rounds between two readings count as one request in `Sums`; all traffic is one cluster, ALL. A completed
+hour is appended to `counted.jsonl`, where a restarted daemon reads it."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ ALL = "all"
 
 @dataclass(slots=True)
 class CountedHours:
-    """Converts counter readings into hourly sums."""
+    """Converts counter readings into hourly sums of tokens and rounds, and stores them in `folder`."""
 
     folder: Path
     left_out: Counter[str] = field(default_factory=Counter)
@@ -32,7 +31,8 @@ class CountedHours:
     _pairs: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def read(self, now: float, counts: Counts) -> None:
-        """Add a reading of the counters, summed over restarts by a `Meter`."""
+        """Add a reading of the counters at `now` (seconds since 1970). The counts must not drop when the server is
+        restarted; `Meter` ensures this."""
         if self._before is not None:
             rounds, accepted = counts.rounds - self._before[1].rounds, counts.accepted - self._before[1].accepted
             if rounds > 0 and accepted >= 0:

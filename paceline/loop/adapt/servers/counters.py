@@ -1,9 +1,8 @@
 """Reads a server's metrics, health and JSON answers over HTTP.
 
-Counters have vLLM's names, which paceline's server also uses, or SGLang's. Every failure is a one-line DownloadError:
-UnreachableError if the server does not answer or is busy, so that the call may be repeated; DeployError if the server
-has not judged the drafter.
-"""
+Counters have vLLM's names, which paceline's server also uses, or SGLang's. Every failure is a one-line DownloadError.
+UnreachableError: the server does not answer or is busy, and the call may be repeated. DeployError: the server refused
+before it tried the drafter."""
 
 from __future__ import annotations
 
@@ -33,11 +32,11 @@ SGLANG_LENGTH, SGLANG_TOKENS = "sglang:spec_accept_length", "sglang:generation_t
 REQUESTS = "vllm:request_success_total"
 BUSY = ("paceline:draft_seconds_total", "paceline:verify_seconds_total", "paceline:host_seconds_total")
 DRAFTS = "paceline:drafter_drafts_total"
-"""Rounds with drafts per drafter of a pool, by label `drafter`."""
+"""Metric: rounds in which each drafter of a pool drafted; its label is `drafter`."""
 NOT_NOW = (408, 409, 425, 429, 502, 503, 504)
 """HTTP statuses of a server that is busy, is loading, or cannot be reached by its proxy."""
 NOT_JUDGED = (401, 403, 404, 405, 507)
-"""HTTP statuses of a server that has not tried the drafter: wrong key, other version, out of memory."""
+"""HTTP statuses with which a server refuses before it tries the drafter: wrong key, other version, out of memory."""
 LEAST_STEPS = 100
 """Minimum number of rounds for a meaningful time per round."""
 
@@ -73,7 +72,7 @@ class Meter:
         return self.earlier + self.last
 
     def read(self, raw: Counts, length: float | None = None) -> Counts:
-        """Add a reading; returns the counts over all restarts.
+        """Add a reading `raw` of the counters; returns the counts summed over all restarts.
 
         `length`: recent mean acceptance length, for engines that report it but not their rounds; these are then derived
         from
@@ -95,7 +94,7 @@ class Meter:
 
     @classmethod
     def of(cls, saved: list[list[float]]) -> Meter:
-        """Read the form of `saved`. Raises ValueError or TypeError on anything else."""
+        """Restore a meter from the JSON of `saved`. Raises ValueError or TypeError if it is invalid."""
         earlier, last = saved
         for counts in (earlier, last):
             is_valid = isinstance(counts, list) and len(counts) == len(fields(Counts))
@@ -106,15 +105,16 @@ class Meter:
 
 @dataclass(slots=True)
 class Meters:
-    """Meters by server and engine: each is separate, so the restart of one does not disturb the others."""
+    """One `Meter` per engine of each server, so that the restart of one does not disturb the others. `of`: server
+    address -> engine -> meter."""
 
     of: dict[str, dict[str, Meter]]
 
     def read(self, clients: Iterable[Client], model: str | None) -> Counts:
-        """Read all servers; returns the sum of their counts.
+        """Read the metrics of all servers; returns the sum of their counts. `model`: name of the served model to count.
 
-        Servers whose page cannot be read now, and engines that do not report their tokens now, add nothing until they
-        can be read again. Raises DownloadError if no page can be read."""
+        A server whose metrics cannot be read now, or an engine that does not report its tokens now, keeps its last
+        counts. Raises DownloadError if no server can be read."""
         pages, errors = dict[str, dict[str, dict[str, float]]](), list[DownloadError]()
         for client in clients:
             try:
@@ -159,13 +159,15 @@ def is_restarted(before: Counts, after: Counts) -> bool:
 
 
 def tokens_per_round(before: Counts, after: Counts) -> float | None:
-    """Acceptance length between two readings; None without a round, or if a restart reset the counters."""
+    """Acceptance length of the rounds between two readings; None if there was no round, or if a restart reset the
+    counters."""
     rounds, accepted = after.rounds - before.rounds, after.accepted - before.accepted
     return 1.0 + accepted / rounds if rounds > 0 and accepted >= 0 else None
 
 
 def pace(before: Counts, after: Counts) -> tuple[float, float] | None:
-    """Returns (rows per round, seconds per round) between two readings; None if not reported, or after few rounds."""
+    """Returns (mean batch size, seconds per round) between two readings; None if the server does not report them, or
+    for fewer than LEAST_STEPS rounds."""
     steps, busy_s = after.steps - before.steps, after.busy_s - before.busy_s
     return ((after.rounds - before.rounds) / steps, busy_s / steps) if steps >= LEAST_STEPS and busy_s > 0 else None
 
@@ -198,9 +200,10 @@ def _counters(before: Counts, now: Counts) -> list[tuple[float, float]]:
 
 
 def drafts_of(client: Client, member: str) -> float | None:
-    """Rounds drafted by this drafter of a pool; None if the server does not count by drafter.
+    """Returns the number of rounds drafted by the drafter named `member`; None if the server does not count it
+    separately.
 
-    A server counts a bounded number of names: later ones may be part of OTHER."""
+    A server counts a bounded number of drafters by name, and the others together as OTHER."""
     values = totals(metrics_of(client, by=("drafter",)))
     is_counted = any(name.startswith(DRAFTS) for name in values)
     unknown = None if f"{DRAFTS}{{{OTHER}}}" in values or not is_counted else 0.0
@@ -208,10 +211,11 @@ def drafts_of(client: Client, member: str) -> float | None:
 
 
 def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """Returns {engine: {metric: value}}; series with a label `finished_reason` or in `by` also under NAME{VALUE}.
+    """Returns {engine: {metric: value}}. Metrics with the label `finished_reason`, or a label in `by`, are also listed
+    by its value, as NAME{VALUE}.
 
-    Raises DownloadError if the server does not answer, or the page has no known metric; DeployError if it has several
-    models and `model` names none of them."""
+    Raises DownloadError if the server does not answer, or the page has no known metric; DeployError if it serves
+    several models and `model` is not one of them."""
     text = answer_of(client, "GET", "/metrics").decode("utf-8", "replace")
     try:
         engines = engines_of(text, model, ("finished_reason", *by))
@@ -231,7 +235,7 @@ def is_well(client: Client) -> bool:
 
 
 def is_up(client: Client) -> bool:
-    """Like `is_well`, but False if the server does not answer, as while it starts."""
+    """True if the server reports that it is healthy; False also if it does not answer, as while it starts."""
     try:
         return is_well(client)
     except UnreachableError:

@@ -50,39 +50,41 @@ class Deployment(Protocol):
     traces_rounds: bool
     """True if traces of its requests contain the accepted drafts of each round."""
     undo: list[list[str | None]]
-    """Changes that `roll_back` will undo, as JSON; a resumed daemon sets it."""
+    """Changes that `roll_back` will undo, as JSON lists; a restarted daemon sets it from its saved state."""
     meters: Meters
-    """Meters by server address; a resumed daemon restores them."""
+    """Counter sums by server address; a restarted daemon restores them from its saved state."""
 
     def serves(self, drafter: str) -> None:
-        """Record the serving drafter, for servers that do not report it."""
+        """Set the drafter that serves now (folder or name), for servers that do not report it."""
 
     def members(self) -> dict[str, str]:
-        """Name -> drafter (folder or name) of the drafters on the server."""
+        """Returns {name on the server: drafter (folder or name)} for all drafters on the server."""
         ...
 
     def place_of(self, drafter: str) -> str:
-        """Returns the name under which this drafter serves."""
+        """Returns the name under which this drafter (folder or name) is loaded on the server."""
         ...
 
     def pinned(self, cluster: str) -> str | None:
-        """Returns the drafter that a cluster is routed to, if any. Raises DownloadError if the server cannot route
-        it."""
+        """Returns the name of the drafter that a cluster (group of similar requests) is routed to; None without a
+        route. Raises DownloadError if the server cannot route it."""
 
     def load(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
-        """Load a drafter under a name, in place of any other.
+        """Load the drafter in `folder` under a name, in place of any drafter with this name.
 
         `save_undo` is called once `undo` covers the load, before a server gets the request; its exception stops the
-        load. On an error the servers work as before; after an UnreachableError they may not, and `undo` covers that."""
+        load. On an error the servers are unchanged. After an UnreachableError they may have changed; `roll_back` undoes
+        that, too."""
 
     def route(self, cluster: str, name: str, save_undo: Callable[[], None] = ignore) -> None:
-        """Route a cluster to this drafter; `save_undo` as in `load`."""
+        """Route requests of a cluster to the drafter `name`. `save_undo` is called once `undo` covers the change,
+        before the server gets it."""
 
     def loaded_by_hand(self, name: str, before: str | None) -> None:
         """Record that a user has loaded this drafter in place of `before`; `roll_back` will restore that one."""
 
     def keep(self) -> None:
-        """Accept what was loaded: `roll_back` no longer undoes it."""
+        """Accept the changes so far: `roll_back` no longer undoes them."""
 
     def roll_back(self) -> None:
         """Undo the changes since `keep`, the latest first."""
@@ -90,7 +92,7 @@ class Deployment(Protocol):
     def counts(self) -> Counts: ...
 
     def drafts(self, name: str) -> float | None:
-        """Rounds drafted by this drafter; None if the server does not count by drafter."""
+        """Returns the number of rounds drafted by the drafter `name`; None if the server does not count by drafter."""
 
     def holds(self, name: str, drafter: str) -> bool:
         """False if the server now has another drafter, or none, under this name."""

@@ -4,10 +4,9 @@ length.
     requests = ask(llm, prompts)
     ranked = rank(llm, stored, requests)        # the first is the drafter unchanged
 
-A drafter that reads a wrong layer, mask token or position raises no error: it only drafts badly. The faulty setting
-shows when each is set to other plausible values. Answers are the target's own, greedy, and so do not depend on the
-drafter; `score` computes each variation's rounds exactly.
-"""
+A drafter that reads a wrong layer, mask token or position raises no error: it only drafts badly. Therefore each setting
+is set to other plausible values: acceptance rises when the wrong one is corrected. Answers are the target's own,
+greedy, and so do not depend on the drafter; `score` computes each variation's rounds exactly."""
 
 from __future__ import annotations
 
@@ -44,7 +43,8 @@ LEAST_GAIN, LEAST_FACTOR = 0.2, 1.15
 LEAST_CONFIRMED = 1.05
 """Smallest factor if the bootstrap over prompts confirms the gain."""
 FIRST_LOOK, FINALISTS = 6, 4
-"""Prompts for all variations, and number of variations that get all prompts."""
+"""Number of prompts that every variation is measured on first, and number of best variations that are then measured on
+all prompts."""
 THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 """Published values of rope_theta."""
 
@@ -67,9 +67,9 @@ class Variation:
     """A drafter with one setting changed."""
 
     kind: str
-    """Mismatch that the change would fix."""
+    """Fault that this change would fix, such as "rotary length"."""
     change: str
-    """Setting and its value."""
+    """The changed setting and its new value, as text."""
     stored: StoredDrafter | Eagle3Checkpoint
 
 
@@ -80,7 +80,8 @@ class Ranked:
     tokens_per_round: float
     num_prompts: int
     is_confirmed: bool = False
-    """True if acceptance length is higher than unchanged in 97.5% of bootstrap draws over prompts; finalists only."""
+    """True if acceptance length is higher than that of the unchanged drafter in 97.5% of bootstrap samples of prompts.
+    Only for variations measured on all prompts."""
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -91,7 +92,8 @@ def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def ask(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 48) -> list[Request]:
-    """Returns the target's greedy answers as requests for `rank`; answers of fewer than two tokens are left out."""
+    """Generates the target's greedy answers to encoded prompts; returns them as requests for `rank`. Answers of fewer
+    than two tokens are left out."""
     params = SamplingParams(max_tokens=max_tokens)
     answers = llm.generate_ids(list(prompts), params)
     return [
@@ -102,7 +104,7 @@ def ask(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 48) -> list[Re
 
 
 def measure(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> float:
-    """Acceptance length over these requests, with all drafts verified in every round."""
+    """Computes the acceptance length of a drafter over these requests, with all drafts verified in every round."""
     return Rounds.sum(_rounds(llm, drafter, requests)).tokens_per_round
 
 
@@ -111,7 +113,7 @@ def _rounds(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> list[Rou
 
 
 def drafter_of(stored: StoredDrafter | Eagle3Checkpoint) -> Drafter:
-    """Builds the drafter of a stored checkpoint."""
+    """Builds the drafter from a checkpoint in memory."""
     if isinstance(stored, StoredDrafter):
         return drafter_from(stored)
     return Eagle3Drafter(Eagle3Network.of(stored.config, stored.tensors), ids=stored.ids)
@@ -123,8 +125,9 @@ def rank(
     requests: Sequence[Request],
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Ranked]:
-    """Ranks the unchanged drafter first, then every variation that runs, best first. Raises DrafterMismatchError if the
-    unchanged drafter does not fit the target."""
+    """Measures the drafter and its variations. Returns the unchanged drafter first, then every variation that runs, by
+    falling acceptance length; `tell` gets progress texts. Raises DrafterMismatchError if the unchanged drafter does not
+    fit the target."""
     few = list(requests)[:FIRST_LOOK]
     own = _rounds(llm, drafter_of(stored), requests)
     as_is = Ranked("as it is", "", Rounds.sum(own).tokens_per_round, len(requests))
@@ -160,7 +163,7 @@ def _is_higher(rounds: Sequence[Rounds], baseline: Sequence[Rounds]) -> bool:
 
 
 def named(ranked: Sequence[Ranked]) -> Ranked | None:
-    """Returns the variation that fixes the drafter, or None if no gain is large enough."""
+    """Returns the variation in a result of `rank` that fixes the drafter; None if no gain is large enough."""
     as_is, *others = ranked
     if not others:
         return None
@@ -173,7 +176,8 @@ def named(ranked: Sequence[Ranked]) -> Ranked | None:
 def variations(
     stored: StoredDrafter | Eagle3Checkpoint, target: Target, special_tokens: Sequence[int] = ()
 ) -> Iterator[Variation]:
-    """Yields every variation that file and target allow; each changes one setting."""
+    """Yields every variation that fits the checkpoint and the target; each changes one setting. `special_tokens`: ids
+    to try as the mask token."""
     if isinstance(stored, Eagle3Checkpoint):
         theta = getattr(getattr(target, "config", None), "rope_theta", None)
         thetas = [theta, *THETAS] if isinstance(theta, float) and theta not in THETAS else THETAS

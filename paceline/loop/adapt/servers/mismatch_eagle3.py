@@ -1,7 +1,7 @@
-"""Variations of an EAGLE-3 drafter's settings, one changed at a time, for `mismatch.rank`.
+"""Variations of an EAGLE-3 drafter for `mismatch.rank`, which finds a wrong setting: each changes one setting.
 
-A file does not show the flags of its norms: the same weights fit both values, and a wrong one only makes drafts worse.
-"""
+A checkpoint does not show which norms are on: the same weights fit either setting, and the wrong one only makes drafts
+worse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Change = tuple[str, str, Eagle3Checkpoint]
 
 
 def changes(stored: Eagle3Checkpoint, target: Target, thetas: Sequence[float]) -> Iterator[Change]:
-    """Yields every change that file and target allow."""
+    """Yields every change of one setting that fits the checkpoint and the target. `thetas`: values of rope_theta to
+    try."""
     yield from _layer_ids(stored, target)
     yield from _norms(stored)
     config = stored.config

@@ -19,7 +19,8 @@ from paceline.loop.adapt.traffic.hours import DAY, WEEK
 SPREADS = (0.10, 0.10, 0.05)
 """Prior standard deviations of the effects of hour of day, day of week and hour of week, in log acceptance length."""
 OBSERVED_SPREAD = 0.02
-"""Standard deviation of an hour's true value around its usual one, as content varies; bounds the weight of one hour."""
+"""Standard deviation of an hour's true value around its usual one, because content varies. It limits the weight of one
+hour."""
 MEMORY_WEEKS = 8.0
 """Half-life of observations, in weeks."""
 
@@ -37,7 +38,7 @@ class Seasonal:
 
     @property
     def has_day(self) -> bool:
-        """True after more than two days: hours of the day can be compared."""
+        """True if observations span more than two days, so that hours of the day can be compared."""
         return self._span > 2 * DAY and self.num_hours >= DAY
 
     @property
@@ -49,7 +50,7 @@ class Seasonal:
         return 0 if self.first is None or self.last is None else self.last - self.first + 1
 
     def learn(self, hour: int, value: float, variance: float) -> None:
-        """Add an hour's value, with its squared standard error."""
+        """Add an hour's `value` (log acceptance length); `variance` is its squared standard error."""
         if not (math.isfinite(value) and math.isfinite(variance)):
             return
         if self.last is not None and hour > self.last:
@@ -66,7 +67,7 @@ class Seasonal:
         self._fit = None
 
     def predict(self, hour: int) -> tuple[float, float]:
-        """Returns (expected value, variance) of an hour; infinite variance without data."""
+        """Returns (expected value, variance of the prediction) for an hour; the variance is infinite without data."""
         if not self.num_hours:
             return 0.0, math.inf
         level, variance, values, variances, _ = self._fit or self._fitted()
@@ -79,7 +80,7 @@ class Seasonal:
         return variance + float(days[day_and_hour(hour)[0], 0])
 
     def shift(self, by: float) -> None:
-        """Shift all observations by `by`: another drafter serves this traffic."""
+        """Add `by` to all observations: another drafter serves this traffic, with another acceptance level."""
         self._sums += self._weights * by
         self._fit = None
 

@@ -1,4 +1,5 @@
-"""Detects a lasting drop of one hourly series below its season.
+"""Detects a lasting drop of one hourly series, such as acceptance length, below its season (usual daily and weekly
+course).
 
     value, variance of an hour -> residual against the season -> river's detectors -> raised -> confirmed after days ->
     held
@@ -30,18 +31,20 @@ ADWIN_DELTA = 0.002
 CLIP = 4.0
 """Residuals are clipped at this many standard deviations, so that no single hour decides."""
 LEAST_ERRORS = 3.0
-"""Standard errors by which a day's mean residual must be below zero; the error accounts for correlated hours."""
+"""Standard errors by which a day's mean residual must be below zero to confirm an alarm; they account for
+autocorrelated hours."""
 MOST_CORRELATION = 0.9
 MEMORY_HOURS = 100.0
 """Time constant, in hours, of the running estimates of residual spread and autocorrelation."""
 MOST_ALARM_DAYS = 14
-"""Days after which an alarm without action becomes the new normal."""
+"""Days after which an alarm without action ends: the lower level is then the usual one."""
 State = Literal["learning", "calm", "raised", "held"]
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """Residual of one hour against the season, in log acceptance length."""
+    """Difference between the value of one hour and the season, in log acceptance length, and its variance. `raw` is the
+    value itself, `raw_variance` its squared standard error."""
 
     hour: int
     value: float
@@ -52,7 +55,8 @@ class Residual:
 
 @dataclass(slots=True)
 class Series:
-    """Detects drift of one series. Call `update` for every hour with traffic, then `tick` for every hour."""
+    """Detects lasting drops of one hourly series. Call `update` for every hour with traffic, then `tick` for every
+    hour."""
 
     config: PolicyConfig
     season: Seasonal = field(default_factory=Seasonal)
@@ -60,12 +64,12 @@ class Series:
     raised_at: int | None = None
     held_at: int | None = None
     loss: float = 0.0
-    """Mean drop during the latest whole day of an alarm, as a share."""
+    """Mean drop below the season during the latest whole day of an alarm, as a share."""
     z: float = 0.0
     """Latest residual in standard deviations, for the log."""
     expected: float | None = None
     spread: float = 1.0
-    """Variance of residuals relative to their standard errors; at least 1."""
+    """Ratio of the variance of residuals to their squared standard errors; at least 1."""
     num_raised: int = 0
     """Number of times a detector fired."""
     correlation: float = 0.0
@@ -81,7 +85,8 @@ class Series:
     """Exponentially weighted sums of (residual x previous residual) and of squared residuals."""
 
     def update(self, hour: int, value: float, variance: float) -> None:
-        """Add an hour's value (log acceptance length, or a similar series) and its squared standard error."""
+        """Add an hour's `value` (log acceptance length, or a similar quantity); `variance` is its squared standard
+        error."""
         predicted, predicted_variance = self.season.predict(hour)
         self.expected = predicted if math.isfinite(predicted_variance) else None
         if self._level_residuals is not None:
@@ -105,7 +110,7 @@ class Series:
         self.evidence.append(Residual(hour, value - predicted, total_variance, value, variance))
 
     def tick(self, hour: int) -> None:
-        """Call after every hour, with or without traffic: judges an alarm after each of its days."""
+        """Judge an alarm at the end of each of its days. Must be called after every hour, with or without traffic."""
         if self.raised_at is None or (hour + 1 - self.raised_at) // DAY <= self._judged:
             return
         self._judged += 1
@@ -135,13 +140,14 @@ class Series:
         return "lasts" if self.loss >= self.config.least_loss else "undecided"
 
     def end_alarm(self) -> None:
-        """End the alarm, and add its hours to the season."""
+        """End the alarm, and use its hours to estimate the season."""
         for residual in self.evidence:
             self._learn(residual.hour, residual.raw, residual.raw_variance)
         self._calm()
 
     def change_drafter(self, hour: int) -> None:
-        """Another drafter serves this traffic from `hour` on: keep the season's shape, relearn its level."""
+        """Record that another drafter serves this traffic from `hour` on: the season keeps its shape, and its level is
+        estimated anew."""
         self._calm()
         if self.season.has_day:
             self._level_residuals, self._changed_at = [], hour
@@ -154,7 +160,7 @@ class Series:
         return self._level_residuals is not None
 
     def relearn(self, hours: Iterable[tuple[int, float, float]]) -> None:
-        """Relearn the season from (hour, value, variance), and end any alarm."""
+        """Estimate the season anew from all hours (hour, value, variance), and end any alarm."""
         self.season = Seasonal()
         for hour, value, variance in hours:
             self._learn(hour, value, variance)

@@ -1,4 +1,5 @@
-"""Sums of tokens and rounds over an hour's requests; every figure of adaptation is computed from them.
+"""Sums of tokens and rounds (draft and verify once) over an hour's requests; acceptance lengths and their errors are
+computed from them.
 
 Acceptance length is a ratio of sums, sum of tokens / sum of rounds. Requests differ, so its standard error is that of a
 ratio estimator over requests (Cochran, Sampling Techniques, 6.3), not of single rounds. It needs six sums.
@@ -33,19 +34,20 @@ HOUR_S = _hour_s()
 DAY, WEEK = 24, 168
 """Hours. Hour numbers count from 1970-01-01 00:00 UTC, a Thursday."""
 PRIOR_REQUESTS, PRIOR_VARIANCE = 4.0, 0.1
-"""Prior of an hour's variance: this many requests with this relative variance, since few requests cannot estimate
-it."""
+"""Prior for the variance of an hour's acceptance length: this number of added requests with this relative variance,
+since few requests cannot estimate it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Sums over requests. `tokens` excludes each answer's first token, which needs no round."""
+    """Sums over requests: number of requests, tokens, rounds, and their products. Each answer's first token is not
+    counted: it needs no round."""
 
     requests: int = 0
     tokens: float = 0.0
     rounds: float = 0.0
     tokens_2: float = 0.0
-    """Sum of tokens squared; the next fields: tokens x rounds, rounds squared."""
+    """Sum of squared tokens per request; next fields: sum of tokens x rounds, sum of squared rounds."""
     tokens_rounds: float = 0.0
     rounds_2: float = 0.0
 
@@ -67,7 +69,7 @@ class Sums:
 
     @property
     def log_variance(self) -> float:
-        """Squared standard error of log(tokens_per_round); infinite without a request."""
+        """Squared standard error of the log of acceptance length (`tokens_per_round`); infinite without a request."""
         if not self.requests or self.tokens <= 0:
             return math.inf
         ratio, mean = self.tokens_per_round, self.tokens / self.requests
@@ -77,7 +79,7 @@ class Sums:
 
     @property
     def num_effective(self) -> float:
-        """Effective number of requests, weighted by length (Kish)."""
+        """Effective number of requests (Kish): the number of equally long requests with the same statistical weight."""
         return self.tokens**2 / self.tokens_2 if self.tokens_2 else 0.0
 
 

@@ -1,13 +1,13 @@
-"""Replays a policy on a virtual clock: on synthetic fortnights with known drift, or on stored traces. Trains nothing.
+"""Replays a policy (which decides hourly when to retrain) on a virtual clock: on synthetic traffic with known drift, or
+on stored traces. Nothing is trained.
 
     paceline adapt replay --scenario two-bases --policy seasonal --seeds 200
     paceline adapt replay --traces traces --policy seasonal
 
-A training takes `world.TRAINING_HOURS` and changes the synthetic traffic; a proposed drafter is trained and serves its
-cluster; stored traffic never changes. The seasonal policy trains on the traffic since an alarm fired, the naive one on
-the traffic during the training. `net_tokens_per_round` charges trainings: their hours, on a machine like the server's,
-are spread over the tokens served.
-"""
+A training takes `world.TRAINING_HOURS` and raises the acceptance of later synthetic traffic; a drafter proposed for one
+cluster is trained and serves it. Stored traffic does not change. The seasonal policy trains on the traffic since an
+alarm fired, the naive one on the traffic during the training. `net_tokens_per_round` charges trainings: their hours, on
+a machine like the server's, are spread over the tokens served."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ Policy = NaivePolicy | SeasonalPolicy
 FOUR_WEEKS = 28 * DAY
 GRACE = 2 * DAY
 """Hours after the end of a drift in which an alarm still counts as true. An alarm that fired in the day before the
-drift counts, too: it was confirmed only because of hours after the drift began."""
+drift counts as true if it was confirmed: the confirmation is due to the drift."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one repetition."""
+    """Result of one replay of a policy: counts of trainings and alarms, delays in hours, and acceptance length over the
+    whole time."""
 
     retrains: int
     false_alarms: int
@@ -50,11 +51,12 @@ class Outcome:
     is_missed: bool = False
     tokens_per_round: float = 0.0
     trainings: int = 0
-    """Trainings of serving drafters and of proposed ones."""
+    """All trainings: of the serving drafter, and of drafters proposed for one cluster."""
 
     @property
     def net_tokens_per_round(self) -> float:
-        """Tokens per machine-hour relative to plain decoding; training hours serve nothing."""
+        """Acceptance length, reduced for the machine time of trainings: tokens per machine-hour relative to decoding
+        without drafts, where no tokens are served in training hours."""
         return self.tokens_per_round * self.hours / (self.hours + TRAINING_HOURS * self.trainings)
 
 
@@ -64,7 +66,7 @@ def run(
     prices: PriceConfig | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Run `paceline adapt replay`; returns its JSON object."""
+    """Runs `paceline adapt replay`; returns the JSON object that the command prints."""
 
     def make() -> Policy:
         return NaivePolicy() if config.policy == "naive" else SeasonalPolicy(policy, prices)
@@ -83,7 +85,7 @@ def run(
 
 
 def fortnight(world: World, policy: Policy, report: Callable[[Line], Any] = lambda line: None) -> Outcome:
-    """Replays a policy on a synthetic fortnight; `report` receives every hour's line."""
+    """Replays a policy on synthetic traffic; `report` receives the policy's line of every hour."""
     is_seasonal = isinstance(policy, SeasonalPolicy)
     window: tuple[int, int] | None = None  # hours that the training in progress uses
     ends, is_member, clusters = 0, False, tuple[str, ...]()
@@ -133,7 +135,7 @@ def _outcome(world: World, policy: Policy, trainings: list[int], alarms: list[in
 
 
 def summary(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Means over repetitions, and the largest number of trainings in one."""
+    """Returns means over the outcomes, and the largest number of trainings in one of them, as JSON."""
     per_4_weeks = FOUR_WEEKS / fmean(outcome.hours for outcome in outcomes)
     detected = [outcome.detected_after / DAY for outcome in outcomes if outcome.detected_after is not None]
     decided = [outcome.decided_after / DAY for outcome in outcomes if outcome.decided_after is not None]

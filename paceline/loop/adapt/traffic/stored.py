@@ -1,12 +1,12 @@
-"""Reads stored traces: as hourly sums for a policy, and as requests for `score`; unusable traces are counted.
+"""Reads stored traces (records of served requests): as hourly sums for a policy, and as requests to score a drafter
+with. Unusable traces are counted.
 
     hours, left_out = read_hours(Path("traces"))
     requests, left_out = read_requests(Path("traces"), cluster="tickets", since=hour)
 
-A trace's cluster is its `cluster`, else its tag, else "default". Only rounds in which drafts were verified count:
-whether any are verified is the planner's choice. A prompt counts at most MOST_REPEATS times an hour, so that no client
-dominates by repeating itself.
-"""
+A trace's cluster (group of similar requests) is its `cluster`, else its tag, else "default". Only rounds in which
+drafts were verified count; the planner may leave drafts out of others. A prompt counts at most MOST_REPEATS times an
+hour, so that no client dominates by repeating itself."""
 
 from __future__ import annotations
 
@@ -56,12 +56,13 @@ class Request:
 
     @property
     def prompt(self) -> str:
-        """Key of the prompt: the same for equal prompts."""
+        """Identifier of the prompt; equal prompts have the same one."""
         return _prompt_of(self.key)
 
 
 def hours_of(folder: Path) -> Iterator[tuple[int, dict[str, Sums]]]:
-    """Yields (hour, {cluster: sums}) for every hour from the first with traffic to the last."""
+    """Yields (hour, {cluster: sums of tokens and rounds}) for every hour from the first with traffic to the last, also
+    for hours without traffic."""
     hours, _ = read_hours(folder)
     for number in range(min(hours), max(hours) + 1) if hours else ():
         yield number, hours.get(number, {})
@@ -70,9 +71,10 @@ def hours_of(folder: Path) -> Iterator[tuple[int, dict[str, Sums]]]:
 def read_hours(
     folder: Path, since: int = 0, now: float | None = None
 ) -> tuple[dict[int, dict[str, Sums]], Counter[str]]:
-    """Returns {hour: {cluster: sums}} of hours from `since` on, and the number of traces left out by reason.
+    """Returns {hour: {cluster: sums of tokens and rounds}} from hour `since` on, and {reason: number of traces left
+    out}. `now`: current time, to leave out traces of the future.
 
-    Raises ConfigError if the folder does not exist; a damaged shard is only left out."""
+    Raises ConfigError if the folder does not exist; a damaged file is left out and counted."""
     rounds: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, (), left_out, since * HOUR_S):
@@ -82,7 +84,8 @@ def read_hours(
 
 
 def read_span(folder: Path, begin_s: float, end_s: float) -> dict[str, Sums]:
-    """Returns {cluster: sums} of requests that ended in [begin_s, end_s), seconds since 1970."""
+    """Returns {cluster: sums of tokens and rounds} of requests that ended between `begin_s` and `end_s`, in seconds
+    since 1970."""
     rounds: dict[str, list[tuple[float, float]]] = defaultdict(list)
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, (), left_out, begin_s):
@@ -102,11 +105,11 @@ def read_requests(
     exact: bool = True,
     usual: Mapping[str, Any] | None = None,
 ) -> tuple[list[Request], Counter[str]]:
-    """Returns requests of hours [since, until), of one cluster or all, and the number of traces left out by reason.
+    """Returns requests of hours [since, until), of one cluster or all, and {reason: number of traces left out}.
 
-    A request without a temperature gets the server's default settings `usual` ({"temperature": 0.6, "top_p": 0.95}),
-    unless its own settings say otherwise. Without `usual` it is left out, or kept if not `exact`: then it can only be
-    trained on."""
+    A request without a temperature gets the sampling settings `usual`, such as {"temperature": 0.6, "top_p": 0.95}, for
+    those that it does not set itself. If `usual` is None, such a request is left out; with `exact=False` it is
+    returned, but can only be used for training."""
     requests: list[Request] = []
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, _REQUEST, left_out, since * HOUR_S):
@@ -132,8 +135,8 @@ def read_requests(
 
 
 def params_of(text: str | None, usual: Mapping[str, Any] | None = None) -> SamplingParams:
-    """Parses the `sampling` column of `serve/admin/traces.py`: the settings that differ from the defaults or from
-    `usual`."""
+    """Parses the `sampling` column of a trace: JSON with the settings that differ from the defaults. `usual`: defaults
+    of the server, if they are not paceline's."""
     values: dict[str, Any] = {**(usual or {}), **json.loads(text or "{}")}
     if bias := values.get("logit_bias"):
         values["logit_bias"] = {int(token): float(number) for token, number in bias.items()}

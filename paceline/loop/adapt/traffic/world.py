@@ -1,4 +1,5 @@
-"""Synthetic traffic with known drift, for `paceline adapt replay`. A policy sees only sums of tokens and rounds.
+"""Synthetic traffic with known drift (lasting loss of acceptance), for `paceline adapt replay`. A policy gets only
+hourly sums of tokens and rounds.
 
 Every request has an answer length and an acceptance probability of its own; its rounds are binomial. The distributions:
 
@@ -8,11 +9,10 @@ Every request has an answer length and an acceptance probability of its own; its
     hour acceptance length         (1 - p^8) / (1 - p): blocks of 7 drafts; 1.5 at p = 0.35, 4.8 at p = 0.85 rounds of
     an answer       1 + binomial(length - 1, 1 / acceptance length)
 
-A drafter fits a cluster with `fit` from 0 to 1; p = 0.35 + 0.5 x fit. Content has a position that may move: fit decays
-with exp(-distance) from the position of the training data. A cluster with a drafter of its own uses that one. A
-training takes two hours; with a replay of general answers it keeps earlier fits, without replay only the window counts.
-Fortnights begin on any day of the week.
-"""
+A drafter fits a cluster with `fit` from 0 to 1; p = 0.35 + 0.5 x fit. Content has a position on a line, which may move:
+fit decays with exp(-distance) from the position of the training data. A cluster (group of similar requests) with its
+own drafter uses that one. A training takes two hours; with a replay of general answers it keeps earlier fits, without
+replay only the window counts. A fortnight (the simulated time) may begin on any day of the week."""
 
 from __future__ import annotations
 
@@ -31,19 +31,21 @@ from paceline.loop.adapt.traffic.hours import DAY, Sums
 
 LEAST_CHANCE, MOST_CHANCE, NUM_DRAFTED = 0.35, 0.85, 7
 TRAINED_FIT, ENOUGH_SHARE, KEPT = 0.85, 0.1, 0.97
-"""Fit after training with share s of the data: TRAINED_FIT s / (s + ENOUGH_SHARE). With replay at least KEPT of the old
-fit."""
+"""Fit after training, for a cluster with share s of the data: TRAINED_FIT s / (s + ENOUGH_SHARE). With replay of
+general answers it is at least KEPT x the old fit."""
 TRAINING_HOURS = 2
 MATERIAL = 0.05
-"""Share of true acceptance length that a drift must cost to count as begun."""
+"""Loss of true acceptance length, as a share, from which on a drift counts as begun."""
 EPOCH = 20_454 * DAY
-"""Hour number of a Thursday in January 2026; a seed's first day is up to six days later."""
+"""Hours from 1970 to a Thursday in January 2026; the synthetic traffic begins up to six days later, depending on the
+seed."""
 Curve = Callable[[int], float]
 
 
 @dataclass(slots=True)
 class Source:
-    """One cluster of traffic; its functions take hours since the start of the fortnight."""
+    """One cluster of synthetic requests. `rate`: requests per hour; `curve`, `place` and `bend` are functions of the
+    hour since the start."""
 
     name: str
     rate: float
@@ -52,14 +54,15 @@ class Source:
     curve: Curve = lambda at: 1.0
     """Factor on the request rate."""
     place: Curve = lambda at: 0.0
-    """Position of the content."""
+    """Position of the content; its distance from that of the training data lowers the fit."""
     bend: Curve = lambda at: 1.0
     """Factor on acceptance length independent of the drafter: harder text at some hours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """True drift: content begins to move at hour `begins`, has cost MATERIAL at `onset`, and stops at `ends`."""
+    """The true drift: content begins to move at hour `begins`, the loss of acceptance length reaches MATERIAL at
+    `onset`, and content stops moving at `ends`."""
 
     begins: int
     onset: int
@@ -76,11 +79,11 @@ class Knowledge:
 
 @dataclass(slots=True)
 class World:
-    """One synthetic fortnight, hour by hour; it reacts to trainings."""
+    """Synthetic traffic of `num_hours` hours. Trainings raise the acceptance of later hours."""
 
     sources: list[Source]
     first: int
-    """Hour number of the start."""
+    """Hour of the start, counted from 1970."""
     num_hours: int
     seed: int
     content_sd: float = 0.015
@@ -89,7 +92,7 @@ class World:
     drift: Drift | None = None
     knowledge: dict[str, Knowledge] = field(default_factory=dict)
     members: dict[str, Knowledge] = field(default_factory=dict)
-    """Cluster -> fit of its own drafter."""
+    """Cluster -> fit of its own drafter, for clusters that have one."""
     tokens: float = 0.0
     rounds: float = 0.0
     _tokens: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -100,7 +103,8 @@ class World:
         self._state = {source.name: [0.0, 0.0] for source in self.sources}
 
     def traffic(self, at: int) -> dict[str, Sums]:
-        """Samples the requests of hour `at` since the start; returns their sums by cluster."""
+        """Samples the requests of one hour, `at` hours after the start; returns {cluster: sums of tokens and
+        rounds}."""
         seen = {}
         for source in self.sources:
             draw = np.random.default_rng((self.seed, at, zlib.crc32(source.name.encode())))
@@ -128,20 +132,22 @@ class World:
         return Sums.of(zip(lengths.astype(float).tolist(), rounds.tolist(), strict=True))
 
     def chance(self, source: Source, at: int) -> float:
-        """Mean acceptance probability of a draft."""
+        """Mean acceptance probability of a draft for this source, `at` hours after the start."""
         known = self.members.get(source.name) or self.knowledge[source.name]
         fit = known.fit * math.exp(-abs(source.place(at) - known.place))
         return LEAST_CHANCE + (MOST_CHANCE - LEAST_CHANCE) * fit
 
     def train_member(self, cluster: str, begin: int, end: int) -> None:
-        """Give a cluster a drafter trained on its own traffic of hours [begin, end); does nothing without traffic."""
+        """Train a separate drafter for a cluster on its traffic of hours [begin, end), and let it serve the cluster;
+        does nothing without traffic."""
         for source in self.sources:
             tokens, place = self._content(source, begin, end)
             if source.name == cluster and tokens:
                 self.members[cluster] = Knowledge(TRAINED_FIT / (1 + ENOUGH_SHARE), place)
 
     def train(self, begin: int, end: int, *, with_replay: bool) -> dict[str, Knowledge]:
-        """Returns the fits of a drafter trained on the traffic of hours [begin, end)."""
+        """Returns {cluster: fit} of a drafter trained on the traffic of hours [begin, end); the caller decides whether
+        it serves. `with_replay`: general answers are trained on, too, so that earlier fits remain."""
         contents = [self._content(source, begin, end) for source in self.sources]
         all_tokens = sum(tokens for tokens, _ in contents)
         trained = {}
@@ -163,13 +169,14 @@ class World:
 
 
 def tokens_per_round(chance: np.ndarray) -> np.ndarray:
-    """Expected acceptance length for blocks of NUM_DRAFTED drafts; a draft is accepted with this probability if all
-    earlier ones are."""
+    """Expected acceptance length for blocks of NUM_DRAFTED drafts, element by element. `chance`: probability that a
+    draft is accepted if all drafts before it are."""
     return (1 - chance ** (NUM_DRAFTED + 1)) / (1 - chance)
 
 
 def make_world(scenario: str, seed: int, days: int) -> World:
-    """Builds the fortnight of a seed; the seed determines its weekday, and time and shape of the drift."""
+    """Builds the synthetic traffic of a scenario; the seed determines the weekday of its start, and time and shape of
+    the drift."""
     draw = np.random.default_rng((seed, zlib.crc32(scenario.encode())))
     first = EPOCH + DAY * int(draw.integers(7))
     options: dict[str, Any] = {"first": first, "num_hours": days * DAY, "seed": seed}

@@ -1,4 +1,5 @@
-"""Checks whether another engine drafts as trained: compares its acceptance length on twenty prompts with paceline's.
+"""Checks whether vLLM or SGLang runs a drafter correctly: compares its acceptance length on twenty prompts with
+paceline's.
 
     prompts = prompt_ids(model)
     expected = brings(model, given.folder, given.num_drafted, prompts)       # in a separate process, which frees its
@@ -30,7 +31,8 @@ from paceline.net.streaming import Client
 
 NUM_PROMPTS, MAX_TOKENS = 20, 48
 LEAST_SHARE, LEAST_LOSS = 0.85, 0.15
-"""An engine is clearly lower if below this share of paceline's acceptance length, and lower by at least this much."""
+"""An engine's acceptance length is clearly lower if it is below this share of paceline's, and lower by at least this
+difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Comparison:
 
 
 def prompt_ids(model: str) -> list[list[int]]:
-    """Encodes the prompts for this target; loads only its tokenizer."""
+    """Returns the token ids of the test prompts for this target; loads only its tokenizer."""
     tokenizer = Tokenizer.from_path(light_folder(model))
     return [encode(tokenizer, prompt) for prompt in PROMPTS[:NUM_PROMPTS]]
 
@@ -57,7 +59,7 @@ def prompt_ids(model: str) -> list[list[int]]:
 def brings(model: str, folder: Path, num_drafted: int, prompts: list[list[int]], dtype: str = "auto") -> float:
     """Measures the acceptance length of the drafter in `folder` with paceline, in another process.
 
-    Raises what loading the models raises, and ConfigError if the process dies or the target's answers are empty."""
+    Raises the errors of loading the models, and ConfigError if the process dies or the target's answers are empty."""
     with (
         reraised(ConfigError, "measuring here was killed", "give --expected, or --no-check", BrokenProcessPool),
         ProcessPoolExecutor(1, get_context("spawn")) as other,

@@ -9,10 +9,9 @@
 | DFlash | method dflash, K drafts | DFLASH, a block of K + 1 |
 | EAGLE-3 | method eagle3, K drafts | EAGLE3, K steps, one branch, K + 1 tokens |
 
-8-bit weights are expanded to dense. A draft vocabulary goes to vLLM in the `speculators` format; for SGLang it is left
-out, and the drafter drafts among all tokens. A speculators folder that vLLM would misread is converted. Details:
-`docs/how-to/vllm-sglang.md`.
-"""
+K: drafts per round. 8-bit weights are expanded to dense. A draft vocabulary (subset of tokens that the drafter can
+draft) goes to vLLM in the `speculators` format; for SGLang it is left out, and the drafter drafts among all tokens. A
+speculators folder that vLLM would misread is converted. Details: `docs/how-to/vllm-sglang.md`."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ OURS = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Settings of an engine to start."""
+    """Settings of a vLLM or SGLang server to start."""
 
     engine: str
     """vllm or sglang."""
@@ -91,7 +90,7 @@ class Start:
     served_names: tuple[str, ...] = ()
     api_key: str | None = None
     command: str | None = None
-    """Replacement for COMMANDS."""
+    """Command that starts the engine, instead of the engine's entry in COMMANDS."""
     words: tuple[str, ...] = ()
     """Further options of the engine, passed unchanged."""
 
@@ -118,19 +117,19 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Drafter in the form that the engine gets."""
+    """Drafter ready for the engine: `folder` in a format that the engine can load, and its start options."""
 
     folder: Path
     method: str
     """dflash or eagle3."""
     num_drafted: int
     notes: list[str] = field(default_factory=list)
-    """Changes and omissions for the engine, as text."""
+    """Texts on what was changed or left out in the conversion for the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigSizes:
-    """Sizes in a target's config.json."""
+    """Sizes of a target model, from its config.json."""
 
     num_layers: int
     vocab_size: int
@@ -138,7 +137,8 @@ class ConfigSizes:
 
 
 def sizes_of(model: str) -> ConfigSizes:
-    """Reads only the config, no weights. Raises ModelNotFoundError, ModelFileError, UnsupportedModelError."""
+    """Reads the sizes of a target (folder or hub id); loads no weights. Raises ModelNotFoundError, ModelFileError,
+    UnsupportedModelError."""
     path = light_folder(model)
     if is_gguf(path):
         raise UnsupportedModelError(
@@ -155,10 +155,11 @@ def sizes_of(model: str) -> ConfigSizes:
 
 
 def given_to(start: Start, scratch: Path) -> Given:
-    """Prepares the drafter for this engine; a folder that it could not read is converted into `scratch`.
+    """Prepares the drafter of `start` for its engine; a folder that the engine could not read is converted, and written
+    to `scratch`.
 
     Raises DrafterMismatchError if the drafter belongs to another target, ConfigError on an impossible number of drafts,
-    and what reading and exporting raise."""
+    and the errors of reading and exporting a drafter."""
     folder, sizes = shipped_or_checkpoint(start.drafter), sizes_of(start.model)
     raw = read_json(folder / "config.json") if folder.is_dir() else {}
     if is_dflash(raw) or is_gguf_drafter(folder):
@@ -243,7 +244,8 @@ def _eagle3(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Gi
 
 
 def command_of(start: Start, given: Given) -> list[str]:
-    """Builds the engine's command. vLLM's key is not part of it: it comes from the environment."""
+    """Builds the command line that starts the engine with this drafter. vLLM's API key is not in it: see
+    `environment_of`."""
     command = shlex.split(start.command or _command(start.engine))
     return [*command, *(_vllm if start.engine == "vllm" else _sglang)(start, given, command[-1:]), *start.words]
 
@@ -264,7 +266,7 @@ def _is_package(name: str) -> bool:
 
 
 def environment_of(start: Start) -> dict[str, str]:
-    """Variables to add to the engine's environment."""
+    """Environment variables to add for the engine, such as vLLM's API key."""
     return {"VLLM_API_KEY": start.api_key} if start.engine == "vllm" and start.api_key else {}
 
 

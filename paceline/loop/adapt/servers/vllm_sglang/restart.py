@@ -1,5 +1,5 @@
-"""Deploys to vLLM or SGLang: servers with one drafter each, which do not report it, replaced one server after the
-other.
+"""Deploys drafters to vLLM or SGLang servers. Each has one drafter and does not report it; it is replaced on one server
+after the other.
 
 Implements `deploy.Deployment`. Weights are replaced in the running server if possible, else by a restart command.
 """
@@ -142,7 +142,8 @@ class _Restarted:
 
 
 class VllmServers(_Restarted):
-    """vLLM servers: update the weights in place if supported, else a rolling restart."""
+    """vLLM servers: updates the weights in the running server if supported, else restarts one server after the
+    other."""
 
     def _replace(self, client: Client, folder: Path) -> None:
         if self.config.publish is not None and _takes_weights(client):
@@ -157,7 +158,8 @@ class VllmServers(_Restarted):
 
 
 class SglangServers(_Restarted):
-    """SGLang servers: load weights from disk if this build has a field for draft weights, else a rolling restart."""
+    """SGLang servers: loads weights from disk if `draft_field` is configured, else restarts one server after the
+    other."""
 
     def _replace(self, client: Client, folder: Path) -> None:
         if self.config.draft_field is None:

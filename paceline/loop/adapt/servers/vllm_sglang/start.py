@@ -2,9 +2,8 @@
 
     code = serve_with(Start("vllm", "Qwen/Qwen3-8B", "runs/mine/drafter"), OtherEngineConfig(engine="vllm"), print)
 
-The engine runs in a session of its own. Signals to this process are forwarded to it once each, and its exit status is
-returned. Its output goes to this process's output.
-"""
+The engine runs in its own process session. Each signal to this process is forwarded to it once, and its exit status is
+returned. It writes to this process's output."""
 
 from __future__ import annotations
 
@@ -34,7 +33,8 @@ Say = Callable[[str], None]
 
 
 def serve_with(start: Start, config: OtherEngineConfig, say: Say) -> int:
-    """Serves until the engine ends or a signal arrives; returns its exit status, 0 after a signal.
+    """Starts the engine of `start` and waits until it ends or a signal arrives; returns the engine's exit status, 0
+    after a signal. `say` prints progress.
 
     Raises DrafterMismatchError if drafter and target do not fit, or with `strict` if the engine's acceptance is clearly
     lower; ConfigError if it cannot be started or ends before it answers, DownloadError if it is not ready in time."""
