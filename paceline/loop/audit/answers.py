@@ -1,9 +1,8 @@
 """Converts a server's answers to tokens: from ids if it returns them, else from its log-probabilities, else by encoding
 the text.
 
-A text may have been generated with other tokens than its encoding. Such an answer is used only if the server counted
-the same number of tokens; an answer whose tokens are unknown is left out and counted.
-"""
+The server may have generated a text with other tokens than its encoding. An encoded text is therefore used only if it
+has as many tokens as the server reports; otherwise the tokens are unknown, and the answer is left out and counted."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ class ServerAnswer:
     token_ids: list[int] | None
     """None if they are unknown."""
     logprobs: list[float] | None
-    """Log-probability of each token that the server named, in a text completion or a chat answer."""
+    """Log-probability of each answer token, as reported by the server; None if it reports none."""
     prompt_tokens: int | None
     completion_tokens: int | None
     prompt_ids: list[int] | None = None
-    """Prompt tokens as the server encoded them, if returned."""
+    """Token ids of the prompt as the server encoded it; None if it does not return them."""
     has_ids: bool = False
     """True if the server returned token ids."""
     is_lossy: bool = False
@@ -37,14 +36,15 @@ class ServerAnswer:
 
 
 class AnswerReader:
-    """Parses answers with a model's tokenizer."""
+    """Parses a server's JSON answers; determines their tokens with the model's tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._end = tokenizer, end_token(tokenizer)
         self._ids: dict[str, list[int]] | None = None
 
     def read(self, response: Any, has_stop: bool) -> ServerAnswer | None:
-        """Parses an API response; None if it is invalid. `has_stop`: the request had a stop string."""
+        """Parses the JSON of an API response; returns None if it is invalid. `has_stop`: True if the request had a stop
+        string."""
         try:
             choice = response["choices"][0]
             message, usage = choice.get("message") or {}, response.get("usage") or {}

@@ -1,4 +1,4 @@
-"""Evaluates the evidence, check by check, and the verdict. Pure functions; texts are for people."""
+"""Checks of an audit: each evaluates its evidence and returns a finding; `verdict_of` combines them. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paceline.loop.audit.evidence import Draw, Group, Trial, detectable
 Outcome = Literal["passed", "fault", "note", "not offered", "not judged"]
 Verdict = Literal["honest", "faulty", "unsure"]
 MOST_LOST = 0.2
-"""Share of answers with unknown tokens above which the known ones are not representative."""
+"""Share of answers with unknown tokens above which the other answers are not representative."""
 NEEDED = ("sampled", "greedy")
-"""Checks without which a server is not called honest."""
+"""Checks that must pass before a server is called honest."""
 MEANINGS = {
     "surprisal": "the tokens are {more} surprising than the model's own draws, by {difference:.3f} nats on average",
     "likeliest": "the likeliest token comes {seen:.1%} of the time, the model has it at {expected:.1%}",
@@ -29,7 +29,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check."""
+    """Result of one check: outcome, a text for the report, and its numbers."""
 
     check: str
     outcome: Outcome
@@ -39,7 +39,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts reported by a server, compared with the true ones."""
+    """True and reported token counts of one request: prompt tokens, answer tokens, and the request's token limit."""
 
     prompt: int
     prompt_reported: int | None
@@ -52,7 +52,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """One request answered twice: with the stop string `stop`, which should end the text, and without it (`whole`)."""
+    """One request answered twice: `text` with the stop string `stop`, which should end it, and `whole` without."""
 
     stop: str
     whole: str
@@ -71,7 +71,8 @@ def verdict_of(findings: Iterable[Finding]) -> Verdict:
 def sampled(
     groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float, tolerance: float = 0.0
 ) -> list[Finding]:
-    """Returns one finding per sampling setting; `tolerance` as in the tests."""
+    """Returns one finding per group of answers with equal sampling settings. `tolerance`: rounding error of the mean
+    surprisal, in nats."""
     findings = []
     for group in groups:
         own = [test for test in tests if test.group == group.name]
@@ -112,8 +113,8 @@ def _meaning(test: Trial) -> str:
 
 
 def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
-    """Checks for tokens outside the top-p nucleus: a token is outside if the surely likelier ones already reach
-    top-p."""
+    """Checks for tokens outside the top-p nucleus. A token is outside if the tokens more probable than it, beyond
+    rounding errors, already have a total probability of top-p."""
     findings = []
     for group in (group for group in groups if group.top_p < 1 and group.draws):
         before_N = np.concatenate([draw.scores.before_T for draw in group.draws])
@@ -127,7 +128,8 @@ def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
 
 
 def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
-    """Checks that each token is the most probable one after the server's text before it. Near ties do not count."""
+    """Checks that each token of the greedy answers is the model's most probable one, given the server's text before it.
+    Differences in logits up to `tie` do not count; `num_lost`: answers with unknown tokens."""
     draws = [draw for draw in draws if draw.tokens]
     if not draws:
         return Finding("greedy", "not judged", f"the tokens of all {num_lost} greedy answers are unknown")
@@ -161,7 +163,8 @@ def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
 
 
 def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
-    """Compares answers to one prompt with the same seed. The sampled tests check that other seeds give other texts."""
+    """Checks that answers to the same prompt with the same seed are equal; `pairs`: the two texts. The tests of sampled
+    answers check that different seeds give different texts."""
     num_same = sum(one == other for one, other in pairs)
     figures = {"pairs": len(pairs), "same": num_same}
     if not pairs:
@@ -177,8 +180,8 @@ def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
 
 
 def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
-    """Check that the median difference of the server's and our log-probabilities, one pair per token, is at most
-    `allowed`."""
+    """Checks that the median difference between the server's and the local model's log-probabilities is at most
+    `allowed`; one pair per token."""
     if not pairs:
         return Finding("logprobs", "not offered", "the server tells no log-probabilities")
     apart = [abs(reported - own) for reported, own in pairs]
@@ -193,8 +196,8 @@ def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
 
 
 def stops(tried: Sequence[Stop]) -> Finding:
-    """Checks greedy answers repeated with a stop string. An answer that diverged before its stop string proves
-    nothing."""
+    """Checks that greedy answers repeated with a stop string end there. An answer that differs before its stop string
+    does not count."""
     wrong, num_kept = [], 0
     for stop in tried:
         if stop.stop in stop.text:
@@ -216,7 +219,8 @@ def stops(tried: Sequence[Stop]) -> Finding:
 
 
 def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
-    """Compares token counts reported by the server. `is_rendered_there`: the server encoded the prompt itself."""
+    """Checks the token counts reported by the server. `is_rendered_there`: True if the server itself encoded the
+    prompts."""
     reported = [usage for usage in counted if usage.prompt_reported is not None and usage.answer_reported is not None]
     figures = {"answers": len(reported)}
     if not reported:
@@ -244,7 +248,7 @@ def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
 
 
 def declared_lossy(num_lossy: int) -> list[Finding]:
-    """Reports answers that the server itself declares as not lossless."""
+    """Returns a finding if the server itself declared `num_lossy` > 0 answers as not lossless, else an empty list."""
     if not num_lossy:
         return []
     text = f"the server itself says of {num_lossy} answers that they are not lossless"

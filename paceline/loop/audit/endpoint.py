@@ -1,8 +1,8 @@
 """Sends requests to the audited server, and finds out which request fields it supports.
 
-A prompt is sent as token ids, else as text, else as messages that the server renders. Settings that some servers take
-from the model's folder by default (top-k, penalties) are sent as off, if the server knows them.
-"""
+A prompt is sent as token ids; if the server does not accept them, as text; else as chat messages, which the server
+renders. Some servers take settings such as top-k or penalties from the model's folder; these are switched off in each
+request if the server has fields for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDS = {"return_token_ids": True, "skip_special_tokens": False, "spaces_between_s
 """Fields of vLLM."""
 KINDS = ("ids", "text", "chat")
 EXTRAS = (OFF | IDS, OFF, {})
-"""Extra fields, the first accepted set of which is sent with every request."""
+"""Sets of extra request fields, tried in this order; the first that the server accepts is sent with every request."""
 TRIES, PAUSE_S = 4, 1.0
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses that are worth a retry."""
@@ -36,18 +36,19 @@ class AuditPrompt:
     ids: tuple[int, ...]
     text: str
     text_ids: tuple[int, ...]
-    """Encoded text with the tokens that a server adds before it: often equal to `ids`."""
+    """Token ids of `text` as a server would encode it, with the tokens that it adds at the beginning; often equal to
+    `ids`."""
     messages: list[dict[str, Any]] | None
     """None for a text that is not a conversation."""
 
     def tokens(self, kind: str) -> tuple[int, ...]:
-        """Tokens that the model gets if the prompt is sent in this form."""
+        """Returns the token ids that the model gets if the prompt is sent in this form: "ids", "text" or "chat"."""
         return self.text_ids if kind == "text" else self.ids
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request for one answer."""
+    """Request for one answer. `prompt`: index of its prompt in `Endpoint.prompts`."""
 
     prompt: int
     temperature: float
@@ -60,7 +61,8 @@ class Request:
 
 @dataclass(slots=True)
 class Endpoint:
-    """One model on one server."""
+    """One model on one server, with the request fields that the server supports. `kind`: form in which prompts are
+    sent; `extras`: further request fields."""
 
     client: Client
     served_name: str
@@ -72,13 +74,13 @@ class Endpoint:
     has_logprobs: bool = True
     gives_ids: bool = False
     num_lossy: int = 0
-    """Answers that the server declares as not lossless."""
+    """Number of answers that the server itself declares as not lossless."""
     failures: list[str] = field(default_factory=list)
     """Errors of single requests."""
 
     def determine_form(self) -> None:
-        """Determine the request form that the server supports. Raises ConfigError if it supports none, or the key is
-        wrong."""
+        """Determine the form of prompts and the request fields that the server supports. Raises ConfigError if it
+        supports none, or the key is wrong."""
         probe, refused = Request(0, 1.0, 1), ""
         for self.kind in KINDS:
             for self.extras in EXTRAS:
@@ -103,11 +105,12 @@ class Endpoint:
         self.gives_ids = answer is not None and answer.has_ids
 
     def prompt_ids(self, index: int) -> tuple[int, ...]:
-        """Tokens that the model gets for a prompt."""
+        """Returns the token ids that the model gets for the prompt with this index."""
         return self.prompts[index].tokens(self.kind)
 
     def ask(self, requests: Sequence[Request], num_at_once: int) -> Iterator[tuple[Request, ServerAnswer | None]]:
-        """Yield (request, answer) in order; None for a failed one. Raises DownloadError if the server is down."""
+        """Send the requests, `num_at_once` at a time. Yields (request, answer) in their order; None for a failed
+        answer. Raises DownloadError if the server is down."""
         with ThreadPoolExecutor(num_at_once) as pool:
             futures = [pool.submit(self._post, request) for request in requests]
             try:
@@ -158,7 +161,9 @@ class Endpoint:
 
 
 def served_name(client: Client, wanted: str | None) -> str:
-    """Returns the model's name on the server. Raises DownloadError (no server), ConfigError, ModelNotFoundError."""
+    """Returns the model's name on the server: `wanted`, or the first that it lists. Raises DownloadError if the server
+    does not answer, ModelNotFoundError if it does not list `wanted`, ConfigError on a wrong key or if no model is
+    listed."""
     try:
         reply = client.get("/v1/models")
     except OSError as error:
@@ -182,14 +187,14 @@ def served_name(client: Client, wanted: str | None) -> str:
 
 
 def check_key(url: str, status: int, has_key: bool) -> None:
-    """Raises ConfigError if the server requires a key, or rejects this one."""
+    """Raises ConfigError if the HTTP status means that the server requires a key, or rejects the one that was sent."""
     if status in (401, 403):
         had = "does not take this API key" if has_key else "wants an API key"
         raise ConfigError(f"{url} {had}: give the right one with --api-key or --api-key-file, or set PACELINE_API_KEY")
 
 
 def sendable(prompts: Iterable[AuditPrompt], longest: int) -> list[AuditPrompt]:
-    """Returns the prompts short enough to leave room for an answer."""
+    """Returns the prompts of 2 to `longest` tokens: longer ones leave no room for an answer."""
     return [prompt for prompt in prompts if all(1 < len(ids) <= longest for ids in (prompt.ids, prompt.text_ids))]
 
 

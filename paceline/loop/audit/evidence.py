@@ -1,4 +1,4 @@
-"""Statistical tests of sampled answers. Pure arithmetic: no model, no server.
+"""Statistical tests of whether sampled answers come from the claimed model. Pure arithmetic: no model, no server.
 
 At each position the target's distribution p, given the server's own text before it, is known. An honest server samples
 from p, so every statistic x of the sampled token has known moments there, whatever the text:
@@ -36,30 +36,35 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 SLOPES = (-0.4, -0.15, -0.05, 0.05, 0.15, 0.4, 1.0)
-"""l for the surprisal: temperatures 0.71, 0.87, 0.95, 1.05, 1.18, 1.67, and a uniform draw."""
+"""Values of l for the surprisal. They correspond to temperatures 0.71, 0.87, 0.95, 1.05, 1.18, 1.67, and a uniform
+draw."""
 FOREIGN = ((0.01, 0.4), (0.01, 1.0), (0.1, 1.0))
-"""Mixtures (share, l): this share of the tokens is tilted by this l."""
+"""Mixtures (share, l): this share of the tokens follows a distribution changed by l, the others follow the model."""
 ODDS = (-2.0, -0.7, -0.25, 0.25, 0.7, 2.0)
-"""l for a binary statistic: the odds are multiplied by exp(l)."""
+"""Values of l for a statistic that is 0 or 1: its odds are multiplied by exp(l)."""
 RARE = 1e-3
 Z95 = 1.96
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of one answer under the target, by teacher forcing; arrays over its T tokens. Natural logarithms."""
+    """Scores of one answer: the target model reads the answer's text and gives each token's probability (teacher
+    forcing). Arrays over its T tokens; natural logarithms."""
 
     nll_T: Floats
     """-log of the token's probability under the request's distribution; inf if that is 0."""
     entropy_T: Floats
     variance_T: Floats
-    """Variance of the surprisal under the request's distribution."""
+    """Variance of the surprisal, -log of a token's probability, under the request's distribution."""
     cgf_TL: Floats
-    """log sum over v of p(v) ** (1 - l), for each l of SLOPES."""
+    """Cumulant generating function of the surprisal: log sum over tokens v of p(v) ** (1 - l), for each l of SLOPES.
+    Shape [T, L]."""
     binary: dict[str, tuple[Floats, Floats]]
-    """`likeliest`, `rare`, `cut` -> (1 if it holds for the token, probability that it holds)."""
+    """Name of a binary statistic (`likeliest`, `rare`, `cut`) -> (1 if it is true for the token, else 0; probability
+    that it is true)."""
     before_T: Floats
-    """Probability, before top-p, of all tokens that are surely more probable than this one."""
+    """Total probability, before top-p, of all tokens that are more probable than this one by more than a rounding
+    error."""
     gap_T: Floats
     """Largest logit minus the token's logit."""
     logprob_T: Floats
@@ -85,7 +90,7 @@ class Group:
     top_p: float = 1.0
     draws: list[Draw] = field(default_factory=list)
     num_lost: int = 0
-    """Answers whose tokens are unknown."""
+    """Number of answers with unknown tokens, which are not in `draws`."""
 
     @property
     def num_tokens(self) -> int:
@@ -98,15 +103,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One test of the sampled answers."""
+    """Result of one test: one statistic at some positions of a group of sampled answers."""
 
     group: str
     statistic: str
     positions: str
-    """Tested positions of the answers: "all", or "4-7"."""
+    """Tested token positions in the answers, such as "4-7", or "all"; "pairs" for the test of equal answers."""
     num_tokens: int
     expected: float
-    """Mean for an honest server."""
+    """Mean of the statistic for an honest server; `seen` is its mean over the answers."""
     seen: float
     low: float
     """Lower end of the 95% confidence interval of seen - expected."""
@@ -121,7 +126,7 @@ class Trial:
 
     @property
     def chance(self) -> float:
-        """Upper bound of the probability that an honest server shows evidence this strong."""
+        """Upper bound of the probability that an honest server gives evidence this strong by chance."""
         return min(1.0, math.exp(-max(self.log_evidence, 0.0)))
 
 
@@ -179,7 +184,7 @@ def _join(columns: Sequence[_Column]) -> _Column:
 
 
 def buckets(longest: int) -> list[tuple[int, int]]:
-    """Buckets of positions (first, last): (0, 0), (1, 1), (2, 3), (4, 7), ..."""
+    """Returns ranges of token positions (first, last) up to `longest`: (0, 0), (1, 1), (2, 3), (4, 7), ..."""
     ranges, first = [(0, 0)], 1
     while first < longest:
         ranges.append((first, min(2 * first, longest) - 1))
@@ -188,7 +193,8 @@ def buckets(longest: int) -> list[tuple[int, int]]:
 
 
 def tests_of(group: Group, tolerance: float) -> list[Trial]:
-    """All tests of a group, not judged yet; `tolerance` in nats."""
+    """Computes all tests of a group; `is_fault` is not set yet. `tolerance`: rounding error of the mean surprisal, in
+    nats."""
     draws = [draw for draw in group.draws if len(draw.tokens)]
     if not draws:
         return []
@@ -211,7 +217,8 @@ def tests_of(group: Group, tolerance: float) -> list[Trial]:
 
 
 def detectable(test: Trial, num_tests: int, tolerance: float, false_alarms: float) -> float:
-    """Smallest shift of the mean surprisal, in nats, that such a test is likely to detect.
+    """Returns the smallest shift of the mean surprisal, in nats, that a test like `test` is likely to detect among
+    `num_tests` tests.
 
     Normal approximation of the evidence, including the cost of averaging over slopes."""
     deviation = (test.high - test.low) / (2 * Z95)
@@ -243,7 +250,8 @@ def _repeats(name: str, draws: Sequence[Draw]) -> Trial | None:
 
 
 def judged(groups: Sequence[Group], tolerance: float, false_alarms: float) -> list[Trial]:
-    """All tests of all groups, judged at a common rate of false alarms (Bonferroni)."""
+    """Computes all tests of all groups and sets `is_fault`. `false_alarms`: probability of any false alarm, divided
+    among the tests (Bonferroni)."""
     tests = [test for group in groups for test in tests_of(group, tolerance)]
     limit = math.log(len(tests) / false_alarms) if tests else math.inf
     return [replace(test, is_fault=test.log_evidence >= limit) for test in tests]

@@ -49,7 +49,8 @@ def write_report(
     out: str | Path | None,
     progress: Progress,
 ) -> RunFolder:
-    """Write the run folder and show the findings. The API key, which may be in the command line, is masked."""
+    """Writes the run folder with results and reports, and shows the findings. `out`: the folder, by default a new one.
+    The API key `key` is masked in the files."""
     run = RunFolder.create("audit", settings, out)
     if key:
         for name in ("config.json", "command.txt"):

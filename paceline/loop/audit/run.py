@@ -1,4 +1,5 @@
-"""Library call of `paceline audit`: requests answers, scores them under the model, judges, writes the run folder.
+"""Python function behind `paceline audit`: requests answers, computes their probabilities under the model, judges the
+server, writes the run folder.
 
 done = audit("http://127.0.0.1:8000", EngineConfig(model="smollm2-135m"), AuditConfig())
 done.verdict, done.findings
@@ -32,7 +33,8 @@ from paceline.report.tables import SILENT, Progress
 from paceline.runs.folder import RunFolder
 
 SEEDED, REPEATED, STOPPED, COMPARED = 48, 8, 4, 8
-"""Numbers of answers with a seed, repeated with it, with a stop string, and for log-probabilities alone."""
+"""Numbers of: answers with a seed, seeds with two answers, answers with a stop string, answers only to compare
+log-probabilities."""
 STOP_CHARACTERS = 5
 Answers = list[tuple[Request, ServerAnswer | None]]
 
@@ -67,7 +69,8 @@ class Auditor:
     """(log-probability from the server, from the local model) per token."""
 
     def sampled(self, name: str, temperature: float, top_p: float = 1.0, seeds: Sequence[int] = ()) -> Group:
-        """Sample answers with these settings and score them. With `seeds`, one answer per seed."""
+        """Request sampled answers with these settings and score them. With `seeds`, one answer per seed. `name`: name
+        of the group."""
         with_logprobs = self.endpoint.has_logprobs and not self.endpoint.gives_ids
         first = Request(0, temperature, self.config.max_tokens, top_p, logprobs=with_logprobs)
         requests = [
@@ -79,7 +82,7 @@ class Auditor:
         return Group(name, temperature, top_p, self.scored(answers, temperature, top_p), num_lost)
 
     def ask(self, what: str, requests: Sequence[Request]) -> Answers:
-        """Request answers; records their token counts."""
+        """Request answers, and record their token counts in `usage`. `what`: name shown in the progress."""
         answers: Answers = []
         with self.progress.bar(what, len(requests)) as advance:
             for request, answer in self.endpoint.ask(requests, self.config.concurrency):
@@ -99,7 +102,7 @@ class Auditor:
         )
 
     def scored(self, answers: Answers, temperature: float, top_p: float = 1.0) -> list[Draw]:
-        """Score the answers with known tokens under the model."""
+        """Compute the probabilities of the answers under the model; answers with unknown tokens are left out."""
         by_prompt: dict[int, list[ServerAnswer]] = defaultdict(list)
         for request, answer in answers:
             if answer is not None and answer.token_ids:
@@ -151,7 +154,8 @@ class Auditor:
         )
 
     def seeded(self) -> tuple[Group | None, Finding]:
-        """Request answers with seeds, and repeat some of them."""
+        """Request answers with seeds, then two answers for each of some seeds. Returns (group of the answers, None if
+        the server takes no seeds; finding on whether the two answers are equal)."""
         if not self.endpoint.has_seeds:
             return None, checks.seeds([])
         seeds = range(1000, 1000 + min(SEEDED, self.config.answers))
@@ -186,11 +190,11 @@ def audit(
     out: str | Path | None = None,
     progress: Progress = SILENT,
 ) -> Audited:
-    """Audits whether the server at `url` answers as the model `engine.model` would.
+    """Audits whether the server at `url` samples its answers from the model `engine.model`.
 
-    Raises DownloadError, ConfigError or ModelNotFoundError if the server cannot be queried, and what loading the model
-    raises.
-    """
+    `prompts`: file or data set of prompts, `limit`: their maximum number; `key`: API key; `out`: run folder. Raises
+    DownloadError, ConfigError or ModelNotFoundError if the server cannot be queried, and the errors of loading the
+    model."""
     config = config or AuditConfig()
     with contextlib.closing(Client(url, key, config.timeout_s, "URL")) as client:
         name = served_name(client, config.served_name)
@@ -243,7 +247,8 @@ def _examine(auditor: Auditor) -> tuple[list[Finding], list[Group], list[Trial]]
 
 
 def audit_prompt(llm: LLM, prompt: Prompt) -> AuditPrompt:
-    """Builds the prompt from a conversation's first question, or from the text without a chat template."""
+    """Converts a prompt to the forms that a server may accept: token ids, text, messages. Uses the conversation's first
+    question; without a chat template its plain text."""
     messages = prompt.messages or None
     if prompt.token_ids:
         ids = list(prompt.token_ids)
@@ -265,7 +270,8 @@ def _text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def stop_in(text: str) -> str | None:
-    """A few characters from the middle of an answer that do not occur at its beginning; None if unsuitable."""
+    """Chooses a stop string: a few characters from the middle of an answer. Returns None if they are unsuitable, for
+    example because the answer begins with them."""
     middle = text[len(text) // 2 :][:STOP_CHARACTERS].strip()
     return middle if len(middle) > 1 and "\ufffd" not in middle and text.index(middle) > 0 else None
 

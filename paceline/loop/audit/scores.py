@@ -1,8 +1,7 @@
-"""Teacher forcing: the target reads a server's answers and computes each token's probability.
+"""Teacher forcing: the target model reads a server's answers and computes the probability of each of their tokens.
 
-`Reader(llm).read(prompt_ids, answers)` yields the logits of every answer to a prompt, which is read once; `scores_of`
-computes the `Scores` of an answer from them.
-"""
+`Reader(llm).read(prompt_ids, answers)` reads a prompt once and yields the logits of every answer to it; `scores_of`
+computes the `Scores` of an answer from them."""
 
 from __future__ import annotations
 
@@ -25,11 +24,12 @@ CHUNK = 256
 LOGITS = 2**19
 """Maximum number of logits scored at a time: whole answers would take hundreds of megabytes with a large vocabulary."""
 LAST_PART = 0.7
-"""Share of top-p after which a token belongs to the last part of the nucleus ("cut")."""
+"""Share of top-p at which the last part of the nucleus ("cut") begins. The nucleus: the most probable tokens with total
+probability top-p."""
 
 
 class Reader:
-    """Reads texts with the target of an idle engine."""
+    """Runs the target model over given texts; the engine of `llm` must be idle."""
 
     def __init__(self, llm: LLM) -> None:
         self._target = llm.target
@@ -66,7 +66,7 @@ class Reader:
 def scores_of(
     logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float = 1.0, tie: float = 0.0
 ) -> Scores:
-    """Scores of an answer from its logits [T, V].
+    """Computes the scores of an answer of T tokens from its logits [T, V].
 
     Logits that differ by less than `tie` count as equal where order matters. At temperature 0 only `gap_T` and
     `logprob_T` are meaningful."""

@@ -1,4 +1,4 @@
-"""Summary of a store's contents, as values and as `card.md`, which is written with every version."""
+"""Computes a summary of a store's contents (its card), and writes it as `card.md` with every version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_NAMED = 12
 
 
 class Described(Protocol):
-    """The attributes of a `folder.Store` that a card needs."""
+    """Protocol with the attributes of a `folder.Store` that the summary needs."""
 
     path: Path
     model: str
@@ -31,7 +31,8 @@ class Described(Protocol):
 
 
 def card_of(store: Described) -> dict[str, Any]:
-    """Computes counts by side, sources, kinds of rows, rows left out and rows forgotten."""
+    """Computes the summary as JSON: counts of rows and tokens by side, sources, tags, rows left out and rows deleted by
+    `forget`."""
     counts: dict[str, Any] = {}
     sources, tags, reasons, models = (Counter[str]() for _ in range(4))
     conversations: dict[str, set[str]] = {}

@@ -8,10 +8,9 @@
     store/card.md               summary of the contents
     store/unfinished/           shards of killed changes, which are never read
 
-A version adds files and changes none; each row has its first version, so that earlier versions can be read again. Only
-`forget` and `split` change existing files. After a kill, the next change completes the killed one if its line and files
-are complete, else reverts it.
-"""
+A new version adds files and changes no existing one. Each row stores the version that added it, so that earlier
+versions can still be read. Only `forget` and `split` change existing files. If the process is killed during a change,
+the next change first completes it, or reverts it if its files or its line are incomplete."""
 
 from __future__ import annotations
 
@@ -51,22 +50,24 @@ log = logging.getLogger("paceline.loop.store")
 
 @dataclass(slots=True)
 class Store:
-    """A dataset store; obtained from `create` or `open`."""
+    """A dataset store: versioned rows (prompt, answer, metadata) in two sides, "train" and "evals". Use `create` or
+    `open`."""
 
     path: Path
     model: str
     split: SplitConfig
     version: int
     salt: str
-    """Salt of the digests in `forgotten`."""
+    """Random text that is hashed together with each row, for `forgotten`."""
     suites: list[str] = field(default_factory=list)
-    """Files of suites made from the store, from which `forget` deletes, too."""
+    """Files of eval suites made from this store; `forget` deletes from them, too."""
     forgotten: set[str] = field(default_factory=set)
-    """Salted digests of rows that must not be added again."""
+    """Salted hashes of deleted rows, which must not be added again."""
 
     @classmethod
     def create(cls, path: str | Path, model: str, split: SplitConfig | None = None) -> Store:
-        """Create an empty store for tokens of this model. Raises ConfigError if there is one already."""
+        """Create an empty store at `path` for rows in this model's tokens. Raises ConfigError if there is a store
+        already."""
         folder = Path(path)
         is_left = (folder / "versions.jsonl").exists() or any(
             any((folder / side).glob("answers-*.parquet")) for side in SIDES
@@ -104,14 +105,15 @@ class Store:
         write_whole(self.path / "store.json", json.dumps(state, indent=1) + "\n")
 
     def tokenizer(self) -> Tokenizer:
-        """Load the model's tokenizer. Raises what `Tokenizer.from_path` does."""
+        """Load the model's tokenizer. Raises the errors of `Tokenizer.from_path`."""
         return Tokenizer.from_path(resolve(self.model))
 
     def shards(self, side: str) -> list[Path]:
         return sorted((self.path / side).glob("answers-*.parquet"))
 
     def rows(self, side: str, version: int | None = None) -> Iterator[Row]:
-        """Yield rows of a side as of a version. Raises PromptError on a damaged shard, and what `versions` does."""
+        """Yield the rows of a side ("train" or "evals") as they were at a version, by default the newest. Raises
+        PromptError on a damaged file, and the errors of `versions`."""
         last = self.version if version is None else version
         named = {
             name for line in self.versions()[-1:] for name in line["files"]
@@ -125,7 +127,8 @@ class Store:
 
     @contextlib.contextmanager
     def changing(self, doing: str) -> Iterator[dict[str, Any] | None]:
-        """Hold the store's lock. Yields the line of a version if a killed change was completed first, else None.
+        """Context manager that holds the store's lock during a change. It first completes or reverts a change that was
+        killed. Yields the versions.jsonl line of a completed one, else None.
 
         Raises ConfigError if another process holds the lock, or store.json and versions.jsonl do not match."""
         with only_run(self.path, doing, Ranks(), SILENT.say):
@@ -173,7 +176,7 @@ class Store:
         log.warning("%s is of no version, as a change that was killed leaves it: moved to %s", file, aside)
 
     def unfinished(self) -> list[Path]:
-        """Returns the shards of killed changes."""
+        """Returns the Parquet files left by killed changes."""
         return sorted((self.path / UNFINISHED).glob("*.parquet"))
 
     def _all_shards(self) -> list[Path]:
@@ -187,10 +190,11 @@ class Store:
     def add(
         self, sources: Iterable[str | Path], tokenizer: Tokenizer | None = None, progress: Progress = SILENT
     ) -> dict[str, Any]:
-        """Add answers without duplicates; returns the version's line.
+        """Add answers from these files or folders as a new version; duplicates are left out. Returns the version's line
+        in versions.jsonl.
 
-        Raises PromptError if a source is invalid, or nothing in the sources is usable and the store is empty;
-        ConfigError, CacheError."""
+        Raises PromptError if a source is invalid, or if the store is empty and no source has a usable answer;
+        ConfigError as `changing`; CacheError if a file cannot be written."""
         paths = [Path(source) for source in sources]
         incoming = Incoming(tokenizer or self.tokenizer())
         with self.changing("adding to the store") as finished:
@@ -255,15 +259,15 @@ class Store:
         return hashlib.blake2b(f"{self.salt}/{digest}".encode(), digest_size=12).hexdigest()
 
     def write(self, side: str, rows: Sequence[Row], version: int) -> None:
-        """Write the shards of a version."""
+        """Write rows of a side as Parquet files of this version."""
         for number, begin in enumerate(range(0, len(rows), ROWS_PER_SHARD)):
             write_shard(
                 self.path / side / f"answers-v{version:05d}-{number:05d}.parquet", rows[begin : begin + ROWS_PER_SHARD]
             )
 
     def resplit(self, split: SplitConfig) -> dict[str, Any]:
-        """Split all conversations anew. Models trained on an earlier version may have seen rows that are now for
-        evals."""
+        """Split all conversations into training and evals again, with new settings; returns the version's line. Models
+        trained on an earlier version may have seen rows that are now for evals."""
         with self.changing("splitting the store") as finished:
             if finished and finished.get("split") == asdict(split):
                 return finished
@@ -279,7 +283,8 @@ class Store:
             return self.commit("split", {"split": asdict(split)}, old)
 
     def commit(self, what: str, figures: dict[str, Any], replaced: Sequence[Path] = ()) -> dict[str, Any]:
-        """Make the written files a version, and delete the files that they replace."""
+        """Complete a version from the files written for it, and delete the files in `replaced`. `what`: kind of change;
+        `figures`: further fields of its line. Returns the line."""
         left = {side: [file for file in self.shards(side) if file not in replaced] for side in SIDES}
         files = {f"{side}/{file.name}": sha256_of(file) for side in SIDES for file in left[side]}
         rows = {side: sum(parquet.read_metadata(file).num_rows for file in left[side]) for side in SIDES}
@@ -294,7 +299,7 @@ class Store:
         return line
 
     def versions(self) -> list[dict[str, Any]]:
-        """Lines of all versions, without one of a killed change.
+        """Returns the lines of versions.jsonl, one per version, without that of a killed change.
 
         Raises ConfigError on a damaged line, or if the newest version's line is missing."""
         return [line for number, line in self._version_lines().items() if number <= self.version]
@@ -321,7 +326,8 @@ class Store:
             self.save()
 
     def label(self, labels: Iterable[dict[str, Any]]) -> int:
-        """Append scores of stored rows, matched by `digest`; returns their number. Raises CacheError."""
+        """Append scores to labels.jsonl; each is a dict with the `digest` (hash) of its row. Scores of rows that are
+        not stored are left out. Returns the number of appended scores. Raises CacheError."""
         known = {row["digest"] for side in SIDES for row in self.rows(side)}
         matching = [label for label in labels if label.get("digest") in known]
         with self.changing("labelling"):
@@ -333,7 +339,7 @@ class Store:
             append_lines(self.path / name, map(plain, lines), is_synced=True)
 
     def labels(self) -> list[dict[str, Any]]:
-        """All scores. Raises ConfigError on a damaged line."""
+        """Returns the scores of answers in labels.jsonl. Raises ConfigError on a damaged line."""
         return self._lines("labels.jsonl")
 
     def _lines(self, name: str, keys: dict[str, type] | None = None) -> list[dict[str, Any]]:
@@ -357,7 +363,8 @@ def _version_of(shard: Path) -> int:
 
 
 def write_shard(file: Path, rows: Sequence[Row]) -> None:
-    """Write a shard atomically, readable for its owner only. Raises CacheError."""
+    """Write rows to a Parquet file atomically, readable for its owner only. Raises CacheError if it cannot be
+    written."""
     table = pa.Table.from_pylist([{name: row.get(name) for name in STORED.names} for row in rows], STORED)
     with whole_file(file, ELSEWHERE, mode=0o600) as scratch:
         parquet.write_table(table, scratch, compression="zstd")

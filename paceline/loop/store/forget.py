@@ -1,4 +1,5 @@
-"""Deletes conversations on request from all files known to a store: shards, labels, suites made from it, and sources.
+"""Deletes conversations on request from all files known to a store: its rows and scores, the eval suites made from it,
+and the source files.
 
 forget(store, "Jane Doe")            # every conversation with a match, as a whole
 """
@@ -24,27 +25,28 @@ DAMAGED = "damaged line"
 
 @dataclass(slots=True)
 class Forgotten:
-    """Numbers of deleted items, and files that still contain matches."""
+    """Result of `forget`: numbers of deleted items, and files that still contain matches."""
 
     rows: int = 0
     conversations: int = 0
     labels: int = 0
     cases: int = 0
-    """Deleted cases of suites made from the store."""
+    """Deleted test cases of eval suites made from the store."""
     source_rows: int = 0
     suites_gone: list[str] = field(default_factory=list)
-    """Suites missing from their path; copies of them are not changed."""
+    """Paths of eval suites that no longer exist; if they were moved or copied, those files are unchanged."""
     sources_with_it: list[str] = field(default_factory=list)
-    """Source files that still contain such rows."""
+    """Source files that still contain matching rows."""
     version: int = 0
 
 
 def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
-    """Delete every conversation with a prompt, answer or tag that matches; the same answers cannot be added again.
+    """Delete every conversation with a prompt, answer or tag that matches the regular expression `match`; the deleted
+    answers cannot be added again.
 
-    `in_sources` also deletes the rows from the source files. Raises ConfigError on an invalid pattern or one that
-    matches everything, CacheError if a file cannot be written, and what loading the tokenizer raises, before any
-    change."""
+    `in_sources`: also delete the rows from the source files. Raises ConfigError on an invalid pattern or one that
+    matches everything, CacheError if a file cannot be written, and, before any change, the errors of loading the
+    tokenizer."""
     pattern = pattern_of(match)
     done, tokenizer = Forgotten(), store.tokenizer()
     with store.changing("forgetting"):
@@ -92,7 +94,8 @@ def pattern_of(match: str) -> re.Pattern[str]:
 
 
 def has(row: Row, pattern: re.Pattern[str]) -> bool:
-    """True if one of the row's texts matches; `sampling` is JSON, and is also searched with its escapes decoded."""
+    """True if the pattern matches one of the row's texts. The column `sampling`, which is JSON, is searched both as it
+    is and with its escapes decoded."""
     texts = [str(row[name]) for name in ("prompt", "text", "tag", "source", "sampling") if row.get(name)]
     if row.get("sampling"):
         texts.append(_text(_parsed(str(row["sampling"]))))
@@ -100,7 +103,8 @@ def has(row: Row, pattern: re.Pattern[str]) -> bool:
 
 
 def without(file: Path, is_gone: Callable[[Row], bool]) -> int:
-    """Rewrites a shard without these rows, or deletes it if none remains; returns the number of deleted rows."""
+    """Rewrites a Parquet file without the rows for which `is_gone` is true, or deletes the file if no row remains.
+    Returns the number of deleted rows."""
     rows = read_shard(file)
     left = [row for row in rows if not is_gone(row)]
     if not left:

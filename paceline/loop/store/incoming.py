@@ -1,5 +1,5 @@
-"""Reads answers from their sources: folders of traces or of `regenerate`, shards of other stores, single Parquet
-files."""
+"""Reads answers that are added to a store: from folders of traces or of `paceline regenerate`, from other stores, or
+from single Parquet files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ the row by its tokens, `version` is its first version; `top_ids` and `top_logpro
 
 
 def digest_of(prompt_ids: Iterable[int], answer_ids: Iterable[int]) -> str:
-    """Identifier of a row, computed from its tokens."""
+    """Returns the identifier of a row: a hash of its prompt and answer tokens."""
     named = hashlib.blake2b(array("i", prompt_ids).tobytes(), digest_size=12)
     named.update(b"|" + array("i", answer_ids).tobytes())
     return named.hexdigest()
@@ -65,8 +65,8 @@ def shards_of(source: Path) -> list[Path]:
 
 
 def read_shard(file: Path) -> list[Row]:
-    """Reads rows with every column of STORED, None for missing ones. Raises PromptError on a damaged or foreign
-    file."""
+    """Reads the rows of a Parquet file as dicts with every column of STORED, with None for missing columns. Raises
+    PromptError on a damaged or foreign file."""
     with reraised(
         PromptError, f"{file} is no file of answers", "give whole files", pa.ArrowException, OSError, ValueError
     ):
@@ -81,7 +81,7 @@ def read_shard(file: Path) -> list[Row]:
 
 @dataclass(slots=True)
 class Incoming:
-    """Reads sources with one tokenizer."""
+    """Reads source files, and computes the columns that they lack with the tokenizer."""
 
     tokenizer: Tokenizer
     left_out: Counter[str] = field(default_factory=Counter)
@@ -93,7 +93,8 @@ class Incoming:
         return f"left out: {counts}" if counts else "nothing left out"
 
     def rows(self, sources: Iterable[Path]) -> Iterator[Row]:
-        """Yield usable rows, with prompt text and digest."""
+        """Yield the usable rows of these files, with prompt text and identifier added; the others are counted in
+        `left_out`."""
         vocab = self.tokenizer.vocab_size
         for file in (file for source in sources for file in shards_of(source)):
             for row in read_shard(file):

@@ -1,9 +1,9 @@
 """Groups rows into conversations and assigns them to training or evals, without overlap between the two.
 
-A conversation is a chain of turns, whose prompts begin with one another, and all answers to one prompt. Conversations
-with nearly equal first prompts form a family; a family goes to one side as a whole, chosen by its hash, independent of
-the order of arrival. Stored rows keep their side: a new row that would connect both sides is left out.
-"""
+A conversation is a series of rows in which each prompt begins with the earlier prompt, and includes all answers to
+these prompts. Conversations with nearly equal first prompts form a family. All rows of a family go to the same side
+(training or evals), chosen by a hash, so that the order of arrival has no effect. Stored rows keep their side: a new
+row that is related to rows on both sides is left out."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from paceline.loop.store.config import SplitConfig
 
 SIDES = ("train", "evals")
 BETWEEN = "between"
-"""Pseudo-side of rows that would connect both sides."""
+"""Result instead of a side, for rows that are related to stored rows on both sides."""
 
 
 class Groups:
-    """Union-find over numbers; the smallest number represents a group."""
+    """Union-find structure over the numbers 0 to size - 1; the smallest number of a group represents it."""
 
     def __init__(self, size: int) -> None:
         self._above = list(range(size))
@@ -38,7 +38,8 @@ class Groups:
 
 
 def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Returns, for each prompt, the shortest prompt that it begins with: the start of its conversation."""
+    """Returns, for each prompt (token ids), the shortest of the prompts that it begins with: the first prompt of its
+    conversation."""
     first: dict[tuple[int, ...], tuple[int, ...]] = {}
     chain: list[tuple[int, ...]] = []
     for prompt in sorted(set(prompts)):  # a prompt sorts directly after its prefixes
@@ -50,7 +51,8 @@ def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
-    """Groups conversations whose first prompts are similar."""
+    """Groups conversations with similar first prompts; numbers in the result are indices of `firsts`. `related`:
+    smallest similarity, 0 to 1."""
     groups, pieces = Groups(len(firsts)), list(map(pieces_of, firsts))
     near = Near(related, common_pieces(pieces))
     for number, own in enumerate(pieces):
@@ -61,7 +63,7 @@ def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
 
 
 def side_of(name: str, config: SplitConfig) -> str:
-    """Chooses a side by a hash of the name and the seed."""
+    """Chooses "train" or "evals" by a hash of the family's name and the seed."""
     drawn = hashlib.blake2b(f"{config.split_seed}/{name}".encode(), digest_size=8).digest()
     return SIDES[int.from_bytes(drawn, "big") < config.evals_share * 2**64]
 
@@ -69,8 +71,8 @@ def side_of(name: str, config: SplitConfig) -> str:
 def sides(
     prompts: Sequence[tuple[int, ...]], known: Sequence[str | None], config: SplitConfig
 ) -> tuple[list[str], list[str]]:
-    """Returns (conversation, side or BETWEEN) of every prompt, as two lists; `known`: sides of stored prompts, else
-    None."""
+    """Returns two lists with one entry per prompt: the id of its conversation, and its side ("train", "evals" or
+    BETWEEN). `known`: the side of each prompt that is already stored, None for a new one."""
     firsts = first_prompts(prompts)
     unique = list(dict.fromkeys(firsts))
     place = {first: number for number, first in enumerate(unique)}

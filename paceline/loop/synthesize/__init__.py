@@ -1,1 +1,1 @@
-"""Training data for an application without traffic."""
+"""Makes synthetic training data for an application without traffic."""

@@ -1,4 +1,5 @@
-"""Card of synthetic data: contents, origin, and proof by hashes that no production text is included.
+"""Writes a description (card) of synthetic data: contents, origin, and proof by hashes that no production text is
+included.
 
 runs/x/card.json    for programs; `ood` names the prompts that training monitors (paceline train --ood)
 runs/x/README.md    for people
@@ -26,7 +27,7 @@ def write_card(
     coverage: Coverage | None,
     done: Synthesized,
 ) -> None:
-    """Write card.json and README.md. Raises CacheError if the disk refuses."""
+    """Write card.json and README.md. Raises CacheError if they cannot be written."""
     figures = {
         "what": "synthetic answers",
         "target": config.target.model,

@@ -1,10 +1,10 @@
-"""Measures how much of a schema the answers use: enum values, branches, text lengths, and how evenly.
+"""Measures how much of a JSON schema the answers use: which enum values and branches, how evenly, and the lengths of
+texts.
 
 A *choice* is a place in the schema where the answer takes one of a few values: an enum, a boolean, or one of several
 schemas (`anyOf`, `oneOf`), such as the tool to call. Its *evenness* is the entropy of the values taken divided by the
-maximum: 1 is even, 0 is constant. `narrowed` fixes one choice of the schema, to request rare values. Texts are measured
-by
-place: lengths, and the entropy of their words.
+maximum: 1 is even, 0 is constant. `narrowed` fixes one choice of the schema, to request rare values. Free texts are
+measured by their place in the schema: lengths, and the entropy of their words.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.report.statistics import quantile
 
 Schema = dict[str, Any]
 Step = tuple[str, Any]
-"""("properties", name), ("items", None), or ("anyOf", place)."""
+"""One step down in a schema: ("properties", name), ("items", None), or ("anyOf", index)."""
 BRANCHES = ("anyOf", "oneOf")
 MAX_DEPTH = 12
 """Depth limit, since schemas may be recursive."""
@@ -38,8 +38,8 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Place where the answer takes one of `values`, or one of several schemas (`is_branch`; `values` are their
-    indices)."""
+    """Place in a schema where an answer takes one of `values`. If `is_branch`, it follows one of several schemas, and
+    `values` are their indices."""
 
     path: tuple[Step, ...]
     values: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Path of the place, such as action, or items[].kind."""
+        """Path of the place as text, such as `action` or `items[].kind`."""
         parts = (
             f".{key}" if kind == "properties" else "[]" if kind == "items" else f"({key})" for kind, key in self.path
         )
@@ -56,7 +56,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Values that the answers took in a choice."""
+    """Statistics of one choice: how often answers took each value, how evenly (0 to 1), and the values that none
+    took."""
 
     name: str
     counts: dict[str, int]
@@ -65,7 +66,7 @@ class Taken:
 
 
 class Coverage:
-    """Counts the values taken by parsed answers of a schema."""
+    """Counts the values that parsed answers take in each choice of a schema."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -89,8 +90,8 @@ class Coverage:
                 self._words[name].update(re.findall(r"\w+", text.lower()))
 
     def rarest(self, generator: random.Random) -> tuple[Choice, int] | None:
-        """Picks a choice, uneven ones with higher probability, and counts its rarest value as taken; None without
-        choices."""
+        """Picks a choice at random, more often if its values are uneven. Returns it with the index of its rarest value,
+        which is then counted as taken once; None if the schema has no choices."""
         if not self.choices:
             return None
         weights = [1.05 - evenness(counts, len(choice.values)) for choice, counts in self.counts.items()]
@@ -101,7 +102,7 @@ class Coverage:
         return choice, place
 
     def taken(self) -> list[Taken]:
-        """Counts and evenness of each choice."""
+        """Returns the counts and evenness of each choice."""
         return [
             Taken(
                 choice.name,
@@ -113,7 +114,8 @@ class Coverage:
         ]
 
     def texts(self) -> list[dict[str, Any]]:
-        """Statistics of free text by place: number, length in characters, entropy in bits per word."""
+        """Returns statistics of free texts by their place in the schema: number, length in characters, entropy in bits
+        per word."""
         return [
             {
                 "name": name or "answer",
@@ -137,7 +139,8 @@ class Coverage:
 
 
 def narrowed(schema: Schema, choice: Choice, place: int) -> Schema:
-    """Returns the schema with this choice fixed: properties on its path become required, arrays non-empty."""
+    """Returns the schema with this choice fixed to its value number `place`. Properties on the choice's path become
+    required, and arrays non-empty, so that every answer has the value."""
     return _narrowed(schema, schema, choice.path, choice, place)
 
 
@@ -149,7 +152,8 @@ def entropy(counts: Iterable[int]) -> float:
 
 
 def evenness(counts: Counter[int], number: int) -> float:
-    """Evenness of counts over `number` possible values; 0 without counts."""
+    """Entropy of the counts divided by its maximum over `number` possible values: 1 is even, 0 is constant or without
+    counts."""
     return entropy(counts.values()) / math.log2(number)
 
 

@@ -1,9 +1,9 @@
-"""Makes training data for an application whose traffic does not exist yet or must not be read.
+"""Makes training data for an application without using its traffic, which may not exist yet or must not be read.
 
-The target answers public prompts, or prompts it writes as the application's users, in the application's form: system
-message and examples, tools, schema as a grammar. The first part of the answers is free. Then the grammar of each answer
-is narrowed to a schema value that is still rare (`coverage.py`). Unfinished and unparsable answers and near-copies are
-left out.
+The target model answers public prompts, or prompts that it writes in the role of the application's users. The model
+gets the application's system message, examples and tools; the answer's JSON schema is enforced as a grammar. The first
+part of the answers may take any values. Each later answer is forced to take a schema value that is still rare
+(`coverage.py`). Unfinished and unparsable answers and near-copies are left out.
 
     runs/x/raw/         every answer, as `regenerate` writes them: a killed run resumes
     runs/x/answers/     accepted answers: paceline train --answers runs/x/answers
@@ -41,7 +41,7 @@ from paceline.train.config import RegenerateConfig
 from paceline.types import GrammarSpec
 
 STEERED = "+steered"
-"""Suffix of the source of an answer that was forced to take a rare value."""
+"""Suffix in the column `source` of an answer that was forced to take a rare value."""
 ROWS_PER_SHARD = 512
 
 
@@ -118,13 +118,13 @@ def _filled(form: Form, config: SynthesizeConfig, progress: Progress) -> Callabl
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Form of the application's answers."""
+    """Form of the application's answers: any text, text by a grammar, JSON by a schema, or tool calls."""
 
     grammar: GrammarSpec | None
     schema: dict[str, Any] | None
     """Schema of JSON answers; None for other forms."""
     tool_names: frozenset[str] = frozenset()
-    """Tools that a free answer may call."""
+    """Names of the tools that answers may call, if `tool_choice` is "auto"."""
 
     @classmethod
     def of(cls, config: SynthesizeConfig) -> Form:
@@ -154,7 +154,7 @@ class Form:
         return cls(grammar, schema)
 
     def read(self, answer: Answer) -> tuple[str | None, Any]:
-        """Returns (reason to reject the answer or None, its parsed JSON)."""
+        """Checks an answer; returns (reason to reject it, or None; its parsed JSON, or None for other forms)."""
         if answer.finish_reason != "stop":
             return "unfinished", None
         if self.tool_names:

@@ -1,11 +1,10 @@
-"""Template slots in openers of simulated users, filled with values that the answer schema allows, such as order
-numbers.
+"""Fills template slots, such as {order_id}, in openers (first messages of simulated users) with values that the answer
+schema allows.
 
     Has my order {order_id}      ->      Has my order KT4821
 
-A target that writes its own users' messages repeats a few numbers or none. A drafter would memorise those instead of
-learning to copy values from the request.
-"""
+Without slots, a model that writes users' messages repeats a few numbers. A drafter would memorise them instead of
+learning to copy values from the request."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ SLOT = re.compile(r"\{(\w+)\}")
 
 
 class TemplateSlots:
-    """Fills template slots with values of the properties of the same name: of an enum, a pattern, or a bounded
-    integer."""
+    """Fills each slot {name} with a random value of the schema property of that name, which must be an enum, a string
+    with a pattern, or a bounded integer."""
 
     def __init__(self, schema: Schema) -> None:
         self._nodes: dict[str, list[Schema]] = defaultdict(list)
@@ -35,8 +34,8 @@ class TemplateSlots:
         return sorted(self._nodes)
 
     def check(self, openers: Iterable[str]) -> list[str]:
-        """Raises ConfigError for a slot that cannot be filled; returns the properties with a pattern that no opener
-        uses."""
+        """Checks that all slots in the openers can be filled; raises ConfigError if not. Returns the names of
+        properties with a pattern that no opener uses."""
         named = {name for opener in openers for name in SLOT.findall(opener)}
         if unknown := sorted(named - set(self._nodes)):
             raise ConfigError(

@@ -1,9 +1,9 @@
 """Decides how to react to an alarm (lasting drop of acceptance in one cluster of requests), and explains the decision.
 Pure functions.
 
-Order: nothing while a training runs; the best available drafter, once all have been scored; a second drafter for a
-periodic
-cluster mix; a training, if it pays off within the horizon and the cool-down is over.
+The first action that is possible is chosen: nothing while a training runs; the best available drafter, once all have
+been scored; a second drafter for a periodic cluster mix (shares of the clusters in the traffic); a training, if it pays
+off within the horizon and the cool-down is over.
 """
 
 from __future__ import annotations

@@ -10,15 +10,13 @@ follows from the stored text:
 
 - Greedy: drafts are deterministic and are accepted as far as they match the text. Exact to the token.
 - Sampled, with a rule that compares drafts with the target's draws: likewise. Drafts are sampled with the target's
-  noise
-  (common random numbers), which follows from the seed in every paceline trace. Texts sampled by versions without an
-  exponential race score lower than they did when served.
+  noise (common random numbers), which follows from the seed in every paceline trace. Texts sampled by versions without
+  an exponential race score lower than they did when served.
 - Sampled with other rules, or with unknown noise: drafts are sampled from q, position by position. Given the text x, at
-  least i
-  drafts are accepted with probability s_i = s_(i-1) min(1, q_i / (p_i w_(i-1))), where q_i and p_i are the drafter's
-  and the target's probability of x_i given the tokens before it; w is 1 for `rejection`, for `block` w_i = min(1,
-  w_(i-1) p_i / q_i), w_0 = 1: Bayes' rule applied to P(the first i are accepted and equal x) = q_1..q_i w_i (Sun et al.
-  2403.10444, section 4). The number of accepted drafts is then sampled with the request's own random number: as
+  least i drafts are accepted with probability s_i = s_(i-1) min(1, q_i / (p_i w_(i-1))), where q_i and p_i are the
+  drafter's and the target's probability of x_i given the tokens before it; w is 1 for `rejection`, for `block` w_i =
+  min(1, w_(i-1) p_i / q_i), w_0 = 1: Bayes' rule applied to P(the first i are accepted and equal x) = q_1..q_i w_i (Sun
+  et al. 2403.10444, section 4). The number of accepted drafts is then sampled with the request's own random number: as
   representative as a served request.
 
 Every round verifies all drafts, as with `--plan fixed`; for `fixed:K` create the drafter with `num_drafted` K. A

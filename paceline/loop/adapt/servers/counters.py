@@ -113,8 +113,8 @@ class Meters:
     def read(self, clients: Iterable[Client], model: str | None) -> Counts:
         """Read the metrics of all servers; returns the sum of their counts. `model`: name of the served model to count.
 
-        A server whose metrics cannot be read now, or an engine that does not report its tokens now, keeps its last
-        counts. Raises DownloadError if no server can be read."""
+        A server whose page has no known metric now, or an engine that does not report its tokens now, keeps its last
+        counts. Raises DownloadError if a server does not answer, or if no page has a known metric."""
         pages, errors = dict[str, dict[str, dict[str, float]]](), list[DownloadError]()
         for client in clients:
             try:

@@ -10,15 +10,12 @@ Every failure is a one-line DownloadError; `roll_back` restores the state before
 answer now; it may or may not have executed the call, which may be repeated. DeployError: the servers have not judged
 the drafter, so nothing is known about it.
 
-paceline   admin API of its pool (`serve/admin.py`, docs/reference/http-api.md): POST /admin/drafters/NAME loads a
-drafter,
-           health-checked, under traffic; POST /admin/clusters/CLUSTER routes a cluster of requests to a drafter
+paceline   admin API (docs/reference/http-api.md): POST /admin/drafters/NAME loads and checks a drafter while the server
+           answers requests; POST /admin/clusters/CLUSTER routes a cluster (group of similar requests) to a drafter
 vllm       if supported, POST /start_draft_weight_update, then `publish` sends the tensors, then POST
-/finish_weight_update;
-           else `restart` for one server after the other, each healthy before the next
+           /finish_weight_update; else `restart` for one server after the other, each healthy before the next
 sglang     POST /update_weights_from_disk with the field that this build has for draft weights (`draft_field`; no
-default,
-           because a build without one would replace the target's own weights); else `restart`
+           default, because a build without one would replace the target's own weights); else `restart`
 
 `publish` and `restart` are user commands. Their environment has PACELINE_SERVER, PACELINE_DRAFTER (a folder) and
 PACELINE_SPECULATIVE_CONFIG (JSON for vLLM's --speculative-config).

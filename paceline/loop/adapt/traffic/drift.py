@@ -1,12 +1,11 @@
 """Detects a lasting drop of one hourly series, such as acceptance length, below its season (usual daily and weekly
 course).
 
-    value, variance of an hour -> residual against the season -> river's detectors -> raised -> confirmed after days ->
-    held
+    value, variance of an hour -> difference from the season (residual) -> detectors of the package river
+    -> `raised` -> confirmed after days -> `held`
 
 States: `learning` (no baseline yet, no alarms), `calm`, `raised` (a detector fired; the season is not updated), `held`
-(the
-alarm is confirmed: action is needed).
+(the alarm is confirmed: action is needed).
 
 Thresholds come from theory, not from the scenarios of `world.py`. Residuals are in standard deviations, clipped at
 `CLIP`. Page-Hinkley with allowance k = 0.5 and threshold h = 8 gives one false alarm in exp(2k(h + 1.17)) / (2 k^2)

@@ -108,8 +108,8 @@ def read_requests(
     """Returns requests of hours [since, until), of one cluster or all, and {reason: number of traces left out}.
 
     A request without a temperature gets the sampling settings `usual`, such as {"temperature": 0.6, "top_p": 0.95}, for
-    those that it does not set itself. If `usual` is None, such a request is left out; with `exact=False` it is
-    returned, but can only be used for training."""
+    those that it does not set itself. Without `usual` such a request is left out; with `exact=False` it is returned,
+    but can only be used for training."""
     requests: list[Request] = []
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, _REQUEST, left_out, since * HOUR_S):

@@ -5,9 +5,10 @@ Every request has an answer length and an acceptance probability of its own; its
 
     requests per hour         Poisson; rate x daily curve x weekday x AR(1) of log-sd 0.15
     answer length             log-normal, median 120 tokens, log-sd 0.7, 8 to 1,024
-    acceptance probability    the cluster's, with sd 0.06 over requests; the cluster's follows an AR(1), log-sd 0.015 an
-    hour acceptance length         (1 - p^8) / (1 - p): blocks of 7 drafts; 1.5 at p = 0.35, 4.8 at p = 0.85 rounds of
-    an answer       1 + binomial(length - 1, 1 / acceptance length)
+    acceptance probability    p of the cluster, with sd 0.06 over requests
+    acceptance length         (1 - p^8) / (1 - p): blocks of 7 drafts; 1.5 at p = 0.35, 4.8 at p = 0.85;
+                              times an hourly factor that follows an AR(1) of log-sd 0.015
+    rounds of an answer       1 + binomial(length - 1, 1 / acceptance length)
 
 A drafter fits a cluster with `fit` from 0 to 1; p = 0.35 + 0.5 x fit. Content has a position on a line, which may move:
 fit decays with exp(-distance) from the position of the training data. A cluster (group of similar requests) with its

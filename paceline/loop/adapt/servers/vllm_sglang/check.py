@@ -2,8 +2,8 @@
 paceline's.
 
     prompts = prompt_ids(model)
-    expected = brings(model, given.folder, given.num_drafted, prompts)       # in a separate process, which frees its
-    memory Comparison(expected, served("vllm", client, name, prompts)).is_low
+    expected = brings(model, given.folder, given.num_drafted, prompts)  # in a separate process, which frees its memory
+    Comparison(expected, served("vllm", client, name, prompts)).is_low
 
 The prompts are those of `paceline inspect`, greedy, one after the other. Paceline measures the same folder with the
 same number of drafts per round. The engine's acceptance length comes from vLLM's counters before and after, or from the

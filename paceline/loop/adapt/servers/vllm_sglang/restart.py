@@ -142,8 +142,8 @@ class _Restarted:
 
 
 class VllmServers(_Restarted):
-    """vLLM servers: updates the weights in the running server if supported, else restarts one server after the
-    other."""
+    """vLLM servers: updates the weights in the running server if `publish` is configured and the server supports it,
+    else restarts one server after the other."""
 
     def _replace(self, client: Client, folder: Path) -> None:
         if self.config.publish is not None and _takes_weights(client):
