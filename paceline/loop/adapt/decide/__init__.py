@@ -1,1 +1,1 @@
-"""Decision on how to react to an alarm."""
+"""Decides how to react to an alarm, a lasting drop of acceptance."""

@@ -47,7 +47,7 @@ class Mix:
     swing: float = 0.0
     """Drop of acceptance from the mix's best hours to its worst, as a share."""
     weakest: str | None = None
-    """Cluster whose share of the traffic causes the swing."""
+    """Cluster with low acceptance, whose changing share of the traffic causes the swing."""
     tokens_per_round: float = 1.0
     """Acceptance length of the weakest cluster."""
     tokens_per_hour: float = 0.0

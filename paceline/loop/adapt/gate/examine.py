@@ -6,9 +6,9 @@ requests, and compares them.
 A faulty candidate (half-written, for another target, non-finite weights) gives a refusal with a reason, not an error.
 Wrong options of the gate raise an error.
 
-A candidate may win on the cluster whose acceptance fell, but lose too much on other traffic. Then blends of its weights
-with the incumbent's (`draft/formats/blend.py`) are written next to it and judged; the first that passes gives the
-verdict."""
+A candidate may win on the cluster (group of similar requests) whose acceptance fell, but lose too much on other
+traffic. Then blends of its weights with the incumbent's (`draft/formats/blend.py`) are written next to it and judged;
+the first that passes gives the verdict."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Lineage:
     path: Path
 
     def entries(self) -> list[dict[str, Any]]:
-        """All entries, oldest first. Raises ConfigError if the file is damaged."""
+        """Returns the entries of all drafters, oldest first. Raises ConfigError if the file is damaged."""
         if not self.path.exists():
             return []
         damage = (OSError, ValueError, KeyError, TypeError)
@@ -50,7 +50,7 @@ class Lineage:
         self._write([*self.entries(), *plain(new)])
 
     def mark(self, drafter: str, state: str, reason: str) -> None:
-        """Set the state of the newest entry of this drafter."""
+        """Set state and reason in the newest entry of this drafter."""
         entries = self.entries()
         for entry in reversed(entries):
             if entry.get("drafter") == drafter:

@@ -1,5 +1,5 @@
-"""Scores a drafter on stored traces: computes the rounds that it would have had. This is exact, since speculative
-decoding generates the same text with any drafter.
+"""Scores a drafter on stored traces: computes the rounds that it would have had. This is exact where the text of an
+answer does not depend on the drafter.
 
     scored = score(llm, "runs/mine/drafter", read_requests(Path("traces"))[0])
     scored[0].figures.tokens_per_round

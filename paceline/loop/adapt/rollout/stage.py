@@ -6,12 +6,12 @@ A stage is saved (`state.json`) before it begins. `kind` is its purpose, `name` 
     retrain    training, gate, choose, swap, probation    replace the serving drafter
     propose    training, gate, choose, swap, probation    add a drafter for one cluster
     score      gate, choose                               score the other drafters on a cluster
-    route      swap, probation                            route a cluster to a drafter of the pool
+    route      swap, probation                            route a cluster to another drafter on the server
     found      probation                                  judge a drafter that a user loaded by hand
 
-`undo` follows a swap that was refused or given up, and a failed probation. Every step can be repeated after a server
-that did not answer, a full disk, or a restart of the daemon.
-"""
+A cluster is a group of similar requests, the gate a test of drafters on stored requests, a probation the trial period
+of a new drafter. `undo` follows a swap that was refused or given up, and a failed probation. Every step can be repeated
+after a server that did not answer, a full disk, or a restart of the daemon."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stage:
     hour: int
     clusters: tuple[str, ...]
     member: str = ""
-    """Name of the drafter in the pool."""
+    """Name of this stage's drafter on the server."""
     incumbent: str = ""
     """Drafter that the candidates are compared with."""
     window: dict[str, Any] = field(default_factory=dict)
@@ -90,16 +90,15 @@ class Stage:
     drafts: float | None = None
     """Rounds drafted by this drafter before the probation, if the server counts by drafter."""
     undo: list[list[str | None]] = field(default_factory=list)
-    """Changes to undo, in the format of Deployment.undo."""
+    """Changes of the server to undo; a copy of `Deployment.undo`."""
     why: str = ""
     """Reason of the choice in swap and probation; reason of the rollback in undo."""
     ending: str = ""
-    """In undo, the drafter's final lineage state: "refused", "rolled back" or "unproven"; "failed" is recorded as
-    "passed"."""
+    """State that the drafter gets in lineage.json after `undo`: "refused", "rolled back" or "unproven"; for "failed" it
+    gets "passed"."""
     pending: list[dict[str, Any]] = field(default_factory=list)
-    """Lineage updates not written yet, oldest first: arguments of `Lineage.add` if they have parents, else of
-    `Lineage.mark`.
-    """
+    """Updates of lineage.json that are not written yet, oldest first: arguments of `Lineage.add` if they have parents,
+    else of `Lineage.mark`."""
     num_tries: int = 0
     """Consecutive tries without an answer."""
     wait_until: float = 0.0

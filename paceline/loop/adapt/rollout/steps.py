@@ -1,9 +1,8 @@
 """Steps of the daemon's work: runs trainings and gates (tests of new drafters) as background jobs, then changes the
 server.
 
-A step that fails, because of a full disk or a server that does not answer, is repeated by a later tick: it has left the
-stage unchanged, or at the point where it resumes.
-"""
+A step that fails, because of a full disk or a server that does not answer, is repeated at a later call of
+`Watcher.tick`; it continues where it failed."""
 
 from __future__ import annotations
 
