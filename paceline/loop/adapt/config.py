@@ -17,7 +17,8 @@ UNPROVEN = ("take-back", "keep")
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """Thresholds of the seasonal policy. A period is a day."""
+    """Thresholds of the seasonal policy, which decides when to train. A cluster is a group of similar requests; in
+    option names, a period is a day."""
 
     least_loss: Annotated[float, within("above 0 and below 1", above=0, most=0.99)] = 0.05
     """Smallest drop of acceptance length that raises an alarm, as a share."""
@@ -63,7 +64,8 @@ class PriceConfig:
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
-    """Replay of a policy on a virtual clock: on synthetic traffic with known drift, or on stored traces."""
+    """Options to replay a policy on a virtual clock: on synthetic traffic with known drift (lasting loss of
+    acceptance), or on stored traces."""
 
     scenario: Annotated[str, SCENARIOS] = "two-bases"
     """Synthetic traffic to replay."""
@@ -86,7 +88,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Folders of the traffic and of the adapt state."""
+    """Folders with the traces of the traffic and with the state of `paceline adapt`."""
 
     traces: Path
     """Folder of traces, written by paceline serve --traces or paceline record."""
@@ -96,7 +98,8 @@ class StoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class CandidateConfig:
-    """Inputs of the gate: the incumbent, the requests, and the limits of the comparison."""
+    """Options of the gate, which compares a candidate drafter with the incumbent (the drafter that serves now) on
+    stored requests."""
 
     incumbent: str = "default"
     """Drafter that serves now: a folder, default, or a hub id."""
@@ -131,7 +134,8 @@ class CandidateConfig:
 
 @dataclass(frozen=True, slots=True)
 class RetrainConfig:
-    """Training of a candidate: low priority, a process of its own, resumable."""
+    """Options of the training of a candidate drafter, which runs as a separate process at low priority and can be
+    resumed."""
 
     general: tuple[Path, ...] = ()
     """Folders of general answers that are trained on together with the window, so that they are not forgotten."""
@@ -152,7 +156,8 @@ class RetrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class WatchConfig:
-    """Daemon that watches a server."""
+    """Options of the daemon that watches a server and replaces its drafter. Probation: trial period of a new
+    drafter."""
 
     every_s: Positive = 60.0
     """Seconds between checks of trainings and of the server; decisions are made once an hour."""
@@ -183,7 +188,7 @@ class WatchConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeployConfig:
-    """Servers that receive the drafter, and how it is deployed."""
+    """Options on the servers that get a new drafter, and on how it is deployed."""
 
     engine: Annotated[str, ENGINES] = "paceline"
     """Engine of the servers: paceline, vllm or sglang."""
@@ -224,7 +229,8 @@ class DeployConfig:
 
 @dataclass(frozen=True, slots=True)
 class OtherEngineConfig:
-    """Another engine that is started instead of paceline's own, with a drafter, and its check."""
+    """Options to start vLLM or SGLang with a drafter instead of paceline's own engine, and to check its acceptance
+    length."""
 
     engine: Annotated[str, ENGINES] = "paceline"
     """Engine that serves: paceline, or vllm or sglang started with this drafter; arguments after -- are that engine's

@@ -20,9 +20,8 @@ from paceline.loop.adapt.traffic.stored import FIRST_YEAR
 from paceline.runs.folder import RunFolder, append_lines, plain
 
 FIRST_HOUR = int(FIRST_YEAR // HOUR_S)
-"""First valid hour of an event (2020); an earlier one comes from a wrong clock, and replay would iterate over all hours
-since.
-"""
+"""First valid hour of an event (in 2020). An earlier hour comes from a wrong clock, and a replay would iterate over all
+hours since then."""
 
 
 @dataclass(frozen=True, slots=True)

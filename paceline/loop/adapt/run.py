@@ -1,4 +1,4 @@
-"""Process of `paceline adapt watch`: signals, clock changes, metrics port, main loop."""
+"""Main loop of `paceline adapt watch`: handles signals and clock changes, serves metrics, calls `Watcher.tick`."""
 
 from __future__ import annotations
 

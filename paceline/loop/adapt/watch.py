@@ -33,7 +33,7 @@ from paceline.loop.adapt.traffic.stored import read_hours
 from paceline.runs.folder import plain, write_whole
 
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-"""Exceptions raised by a state.json that the daemon did not write."""
+"""Exceptions that reading a damaged state.json may raise."""
 
 
 @dataclass(slots=True)
@@ -247,7 +247,7 @@ class Watcher(Steps):
             self.deployment.undo = stage.undo
 
     def stop(self) -> None:
-        """Stop the current job; the daemon resumes it after a restart."""
+        """Stop the running training or gate; a restarted daemon resumes it."""
         if self._job is not None:
             self._job.stop()
         if self.deployment is not None:

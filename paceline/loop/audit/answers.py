@@ -17,7 +17,7 @@ from paceline.train.answers.remote_target import end_token
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """One answer as the server returned it."""
+    """One answer as the server returned it, with its tokens if they are known."""
 
     text: str
     finish_reason: str

@@ -17,7 +17,7 @@ Verdict = Literal["honest", "faulty", "unsure"]
 MOST_LOST = 0.2
 """Share of answers with unknown tokens above which the other answers are not representative."""
 NEEDED = ("sampled", "greedy")
-"""Checks that must pass before a server is called honest."""
+"""A server is not called honest if one of these checks could not be judged."""
 MEANINGS = {
     "surprisal": "the tokens are {more} surprising than the model's own draws, by {difference:.3f} nats on average",
     "likeliest": "the likeliest token comes {seen:.1%} of the time, the model has it at {expected:.1%}",

@@ -12,16 +12,17 @@ Precision = Literal["float32", "bfloat16", "quantised"]
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Effects of rounding alone; they are subtracted before anything counts against a server."""
+    """Largest effects of rounding errors on the statistics of an honest server. Smaller differences do not count as
+    faults."""
 
     nats: float
-    """Error of a token's mean surprisal."""
+    """Error of the mean surprisal (-log of a token's probability), in nats."""
     tie: float
     """Logit difference below which two tokens are a near tie: either may be the most probable."""
     mass: float
-    """Error of the probability at the edge of a nucleus."""
+    """Error of the total probability of the tokens in the top-p nucleus."""
     logprob: float
-    """Median difference of a log-probability."""
+    """Median difference between the server's and the local model's log-probability of a token, in nats."""
 
 
 TOLERANCES = {
@@ -33,7 +34,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True)
 class AuditConfig:
-    """Options of an audit: number of requests, and limits for a fault. Raises ConfigError."""
+    """Options of an audit: requests to send, and limits of the checks. Raises ConfigError if they are invalid."""
 
     served_name: str | None = None
     """Name of the model on the server [default: the first that it lists]."""

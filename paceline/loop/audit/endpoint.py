@@ -39,7 +39,7 @@ class AuditPrompt:
     """Token ids of `text` as a server would encode it, with the tokens that it adds at the beginning; often equal to
     `ids`."""
     messages: list[dict[str, Any]] | None
-    """None for a text that is not a conversation."""
+    """Chat messages; None if the prompt cannot be sent as messages."""
 
     def tokens(self, kind: str) -> tuple[int, ...]:
         """Returns the token ids that the model gets if the prompt is sent in this form: "ids", "text" or "chat"."""

@@ -14,10 +14,9 @@ x - mean, summed over any positions, is a martingale, and so is
 
 with expectation 1 for every l. By Markov's inequality E reaches 1 / a with probability at most a: **exact** for any
 number of tokens and any distribution, whereas "within three standard errors" holds only asymptotically. For the
-surprisal, E is the likelihood ratio of the target at temperature 1 / (1 - l). The mean over several l, and over
-mixtures in which only a share of the tokens is tilted (a token inserted now and then), is again such a number. All
-tests of an audit share its rate of false alarms (Bonferroni). Rounding: |l| * tolerance is subtracted from log E at
-every token.
+surprisal, E is the likelihood ratio of the target at temperature 1 / (1 - l). The mean of E over several l, and over
+mixtures in which l applies only to a share of the tokens, has the same property. All tests of an audit share its rate
+of false alarms (Bonferroni). Rounding: |l| * tolerance is subtracted from log E at every token.
 
 Equal answers are tested likewise: 1 / p(answer) for each equal pair, averaged over all pairs of draws from one prompt,
 has an expectation of at most 1.
@@ -83,7 +82,7 @@ class Draw:
 
 @dataclass(slots=True)
 class Group:
-    """Answers to requests with the same sampling settings."""
+    """Scored answers to requests with the same sampling settings."""
 
     name: str
     temperature: float

@@ -12,7 +12,8 @@ Overlap = Annotated[float, within("above 0 and at most 1", above=0, most=1)]
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """How conversations are split between training and evals; a store keeps the settings of its creation."""
+    """Options of the split of conversations between training and evals. A store keeps the options that it was created
+    with."""
 
     evals_share: Share = 0.1
     """Share of the conversations that is reserved for evals and never trained on."""

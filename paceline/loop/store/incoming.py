@@ -21,7 +21,7 @@ with needing(ConfigError, "a store is Parquet, which needs pyarrow: pip install 
 
 Row = dict[str, Any]
 TRACE_COLUMNS = ("model", "tag", "ended", "sampling", "seed", "cluster")
-"""Columns of traces that a store keeps in addition to those of answers."""
+"""Columns of traces that a store keeps in addition to the columns of the answer format."""
 STORED = pa.schema(
     [
         *SCHEMA,
@@ -36,11 +36,12 @@ STORED = pa.schema(
         *TOP,
     ]
 )
-"""Columns of a shard. Those of answers come first, so that `paceline train --answers` reads shards directly.
+"""Columns of a store's Parquet files. Those of the answer format come first, so that `paceline train --answers` can
+read the files.
 
-`conversation` identifies the row's conversation, `prompt` is the prompt's text with special tokens, `digest` identifies
-the row by its tokens, `version` is its first version; `top_ids` and `top_logprobs` are those of `regenerate --top-k`.
-"""
+`conversation` identifies the row's conversation, `prompt` is the prompt's text with special tokens, `digest` is a hash
+of the row's tokens, `version` is the version that added it; `top_ids` and `top_logprobs` are those of `regenerate
+--top-k`."""
 
 
 def digest_of(prompt_ids: Iterable[int], answer_ids: Iterable[int]) -> str:
@@ -51,8 +52,8 @@ def digest_of(prompt_ids: Iterable[int], answer_ids: Iterable[int]) -> str:
 
 
 def shards_of(source: Path) -> list[Path]:
-    """Lists the Parquet files of a folder of traces or answers, or of a `regenerate` run. Raises PromptError without
-    any."""
+    """Lists the Parquet files of a source: a single file, a folder of traces or answers, or a run folder of `paceline
+    regenerate`. Raises PromptError if a folder has no such file."""
     if source.is_file():
         return [source]
     folder = source / "answers" if (source / "answers").is_dir() else source

@@ -1,4 +1,4 @@
-"""Options and results of `paceline synthesize`, documented field by field; `run.py` has the call."""
+"""Options and results of `paceline synthesize`; the function that runs it is in `run.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from paceline.train.config import AnswerConfig, PromptsConfig
 
 @dataclass(frozen=True, slots=True)
 class SynthesizeConfig:
-    """Description of an application without traffic: its prompts and the form of its answers. Raises ConfigError."""
+    """Options: prompts and form of the answers of an application without traffic. Raises ConfigError if they are
+    invalid."""
 
     out: Path
     """Run folder; the same command resumes an interrupted run."""
@@ -47,13 +48,13 @@ class Synthesized:
     num_answers: int = 0
     num_tokens: int = 0
     num_steered: int = 0
-    """Accepted answers that were forced to take a rare value."""
+    """Number of accepted answers that were forced to take a rare schema value."""
     parsed: float = 0.0
     """Share of the accepted answers that parse when read back."""
     num_in_store: int = 0
-    """Prompts left out because they occur in production."""
+    """Number of prompts left out because they occur in the production traces."""
     num_compared: int = 0
-    """Production prompts compared with."""
+    """Number of production prompts that the prompts were compared with."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """Answers left out, by reason."""
+    """Reason -> number of answers left out."""
     wall_s: float = 0.0

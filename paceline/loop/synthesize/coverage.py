@@ -246,7 +246,7 @@ def _looks_like(schema: Schema, value: Any) -> bool:
 
 
 def resolved(root: Schema, node: Any) -> Schema:
-    """Follows `$ref` within the document; returns {} for a schema that is not an object."""
+    """Returns the schema `node`, or the one in `root` that its `$ref` names; {} for a schema that is not an object."""
     for _ in range(MAX_DEPTH):
         if not isinstance(node, dict) or "$ref" not in node:
             break

@@ -46,7 +46,7 @@ ROWS_PER_SHARD = 512
 
 
 def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
-    """Runs `paceline synthesize`."""
+    """Runs `paceline synthesize`: generates answers, writes the accepted ones and the card, returns the counts."""
     form = Form.of(config)
     answering = replace(config.answering, grammar=form.grammar)
     regenerate = RegenerateConfig(config.out, config.target, config.asked, answering, config.max_batch)

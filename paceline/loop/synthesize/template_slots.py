@@ -47,7 +47,7 @@ class TemplateSlots:
         ]
 
     def fill(self, opener: str, seed: int) -> str:
-        """Returns the opener with its slots filled; deterministic in the seed."""
+        """Returns the opener with its slots filled; the same seed gives the same values."""
         generator = random.Random(seed)
         return SLOT.sub(lambda slot: _drawn(generator.choice(self._nodes[slot[1]]), generator), opener)
 

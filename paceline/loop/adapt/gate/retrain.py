@@ -46,7 +46,7 @@ class Window:
     until: int
     requests: int
     sha256: str
-    """Hash of the requests' keys."""
+    """Hash of the keys of the window's requests."""
 
 
 def write_window(traces: Path, clusters: Sequence[str], since: int, until: int, folder: Path) -> Window:

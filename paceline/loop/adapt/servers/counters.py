@@ -27,7 +27,8 @@ COUNTERS = {
     "errors": "vllm:request_success_total{error}",
     "steps": "paceline:rounds_total",
 }
-"""Field of Counts -> metric of vLLM and paceline; `errors`: failed requests, `steps`: batch rounds (paceline only)."""
+"""Field of Counts -> metric name in vLLM and paceline. `errors`: failed requests; `steps`: rounds of the whole batch
+(paceline only)."""
 SGLANG_LENGTH, SGLANG_TOKENS = "sglang:spec_accept_length", "sglang:generation_tokens_total"
 REQUESTS = "vllm:request_success_total"
 BUSY = ("paceline:draft_seconds_total", "paceline:verify_seconds_total", "paceline:host_seconds_total")
@@ -43,7 +44,8 @@ LEAST_STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counter values of a server's metrics; for several servers their sum."""
+    """Counter values of a server's metrics, such as tokens and rounds since its start; for several servers their
+    sum."""
 
     tokens: float = 0.0
     rounds: float = 0.0
@@ -74,9 +76,8 @@ class Meter:
     def read(self, raw: Counts, length: float | None = None) -> Counts:
         """Add a reading `raw` of the counters; returns the counts summed over all restarts.
 
-        `length`: recent mean acceptance length, for engines that report it but not their rounds; these are then derived
-        from
-        the tokens since the last reading."""
+        `length`: recent mean acceptance length, for engines that report it instead of their rounds. The number of
+        rounds is then computed from it and the tokens since the last reading."""
         if _is_partial(self.last, raw):
             return self.total
         before = self.total.tokens
@@ -89,7 +90,7 @@ class Meter:
         return self.total
 
     def saved(self) -> list[list[float]]:
-        """JSON form of the meter; `Meter.of` reads it."""
+        """The meter as JSON lists, which `Meter.of` reads."""
         return [list(astuple(self.earlier)), list(astuple(self.last))]
 
     @classmethod
@@ -139,7 +140,7 @@ class Meters:
         return [meter for engines in self.of.values() for meter in engines.values()]
 
     def saved(self) -> dict[str, Any]:
-        """JSON form of the meters; `restore` reads it."""
+        """The meters as JSON, which `restore` reads."""
         return {
             server: {engine: meter.saved() for engine, meter in meters.items()} for server, meters in self.of.items()
         }
@@ -153,7 +154,8 @@ class Meters:
 def is_restarted(before: Counts, after: Counts) -> bool:
     """True if the tokens fell, or every counter above 0 did: the server was restarted between the readings.
 
-    Some counters also fall without a restart if a part of the page is missing, such as one finish reason."""
+    Without a restart, single counters may fall because a part of the metrics page is missing, such as one finish
+    reason."""
     pairs = _counters(before, after)
     return after.tokens < before.tokens or (bool(pairs) and all(value < then for then, value in pairs))
 
@@ -227,7 +229,8 @@ def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = (
 
 
 def is_well(client: Client) -> bool:
-    """True if the server reports that it is healthy. Raises UnreachableError if it does not answer."""
+    """True if the server reports that it is healthy, False if it reports that it is not. Raises UnreachableError if it
+    does not answer."""
     try:
         return client.get("/health").status == 200
     except OSError as error:

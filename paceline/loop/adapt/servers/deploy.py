@@ -7,8 +7,8 @@
     deployment.roll_back()
 
 Every failure is a one-line DownloadError; `roll_back` restores the state before. UnreachableError: a server does not
-answer now; it may or may not have executed the call, which may be repeated. DeployError: the servers have not judged
-the drafter, so nothing is known about it.
+answer now; it may or may not have executed the call, which may be repeated. DeployError: the servers refused before
+they tried the drafter, so it may be good or bad.
 
 paceline   admin API (docs/reference/http-api.md): POST /admin/drafters/NAME loads and checks a drafter while the server
            answers requests; POST /admin/clusters/CLUSTER routes a cluster (group of similar requests) to a drafter
@@ -42,10 +42,11 @@ log = logging.getLogger("paceline.loop.adapt")
 
 
 class Deployment(Protocol):
-    """Interface of a deployment; every method raises DownloadError if a server does not answer or refuses."""
+    """Interface to the servers that get a drafter, implemented for each engine. Every method raises DownloadError if a
+    server does not answer or refuses."""
 
     traces_rounds: bool
-    """True if traces of its requests contain the accepted drafts of each round."""
+    """True if the traces written for these servers contain the number of accepted drafts of each round."""
     undo: list[list[str | None]]
     """Changes that `roll_back` will undo, as JSON lists; a restarted daemon sets it from its saved state."""
     meters: Meters
@@ -78,7 +79,8 @@ class Deployment(Protocol):
         before the server gets it."""
 
     def loaded_by_hand(self, name: str, before: str | None) -> None:
-        """Record that a user has loaded this drafter in place of `before`; `roll_back` will restore that one."""
+        """Record that a user has loaded a drafter under `name` in place of the drafter `before`, which `roll_back` will
+        restore."""
 
     def keep(self) -> None:
         """Accept the changes so far: `roll_back` no longer undoes them."""
@@ -112,7 +114,8 @@ def open_deployment(config: DeployConfig, incumbent: Path | None = None) -> Depl
 
 
 class PacelineServer:
-    """Deploys to a paceline server: loads drafters of its pool, and routes clusters to them."""
+    """Deploys to a paceline server through its admin API: loads drafters into its pool (set of loaded drafters), and
+    routes clusters of requests to them."""
 
     traces_rounds = True
 

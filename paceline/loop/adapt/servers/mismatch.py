@@ -41,7 +41,7 @@ LOW = 2.0
 LEAST_GAIN, LEAST_FACTOR = 0.2, 1.15
 """Smallest gain of a reported variation, in acceptance length and as a factor."""
 LEAST_CONFIRMED = 1.05
-"""Smallest factor if the bootstrap over prompts confirms the gain."""
+"""Smallest gain of a reported variation, as a factor, if the bootstrap over prompts confirms the gain."""
 FIRST_LOOK, FINALISTS = 6, 4
 """Number of prompts that every variation is measured on first, and number of best variations that are then measured on
 all prompts."""

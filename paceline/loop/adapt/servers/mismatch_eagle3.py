@@ -1,7 +1,7 @@
 """Variations of an EAGLE-3 drafter for `mismatch.rank`, which finds a wrong setting: each changes one setting.
 
-A checkpoint does not show which norms are on: the same weights fit either setting, and the wrong one only makes drafts
-worse."""
+Weights do not show the flags of their norms, such as `norm_before_residual`: they fit either value, and the wrong one
+only makes drafts worse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint, default_taps
 from paceline.model.target import Target
 
 Change = tuple[str, str, Eagle3Checkpoint]
-"""(mismatch that it would fix, setting and its value, changed drafter)."""
+"""(fault that the change would fix, changed setting and its new value as text, changed drafter)."""
 
 
 def changes(stored: Eagle3Checkpoint, target: Target, thetas: Sequence[float]) -> Iterator[Change]:

@@ -155,7 +155,7 @@ class Series:
 
     @property
     def is_relearning(self) -> bool:
-        """True until the level with the new drafter is known."""
+        """True after `change_drafter`, until the level with the new drafter is known."""
         return self._level_residuals is not None
 
     def relearn(self, hours: Iterable[tuple[int, float, float]]) -> None:

@@ -72,7 +72,7 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """Fit of a drafter to a cluster, at the position of its training data."""
+    """Fit of a drafter to a cluster, and the position of the content that it was trained on."""
 
     fit: float
     place: float = 0.0

@@ -1,1 +1,2 @@
-"""vLLM and SGLang: drafter folders in their formats, start of the engine, check of its acceptance."""
+"""vLLM and SGLang: converts drafters to their formats, starts these engines, checks their acceptance length, and
+replaces drafters on their servers."""

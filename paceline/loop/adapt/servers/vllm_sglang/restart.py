@@ -23,7 +23,7 @@ from paceline.report.tables import ignore
 POLL_S = 0.5
 NO_INCUMBENT = "give --incumbent the folder of the drafter that these servers have now"
 ONLY = "drafter"
-"""Name of the only drafter of a server without a pool."""
+"""Name used for the drafter of a server that has only one."""
 
 
 class _Restarted:
