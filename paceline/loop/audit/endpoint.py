@@ -20,7 +20,7 @@ from paceline.net.streaming import Client, Stream
 
 OFF = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 IDS = {"return_token_ids": True, "skip_special_tokens": False, "spaces_between_special_tokens": False}
-"""Fields of vLLM."""
+"""Request fields of vLLM for token ids and unchanged texts."""
 KINDS = ("ids", "text", "chat")
 EXTRAS = (OFF | IDS, OFF, {})
 """Sets of extra request fields, tried in this order; the first that the server accepts is sent with every request."""

@@ -75,7 +75,7 @@ class Draw:
     """An answer of the server, with its scores."""
 
     prompt: int
-    """Index of its prompt."""
+    """Index of the prompt that it answers."""
     tokens: tuple[int, ...]
     scores: Scores
 

@@ -24,7 +24,7 @@ Step = tuple[str, Any]
 """One step down in a schema: ("properties", name), ("items", None), or ("anyOf", index)."""
 BRANCHES = ("anyOf", "oneOf")
 MAX_DEPTH = 12
-"""Depth limit, since schemas may be recursive."""
+"""Maximum depth to which a schema is searched, since schemas may be recursive."""
 TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,
     "array": list,

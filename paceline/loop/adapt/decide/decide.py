@@ -33,7 +33,8 @@ class Alarm:
     """Current acceptance length with the serving drafter."""
     tokens_per_hour: float
     members: Mapping[str, float] | None = field(default_factory=dict)
-    """Acceptance length of the other drafters that passed the gate on the newest traces; None: not scored yet."""
+    """Name -> predicted acceptance length, for the other drafters on the server that passed the gate on the newest
+    traces. None: not scored yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ class Decision:
 
 
 def saving(prices: PriceConfig, horizon_days: float, tokens_per_hour: float, before: float, after: float) -> float:
-    """Price of the rounds saved over the horizon: tokens x (rounds per token before - after) x round time x price."""
+    """Returns the price of the rounds saved over the horizon if acceptance length rises from `before` to `after`:
+    tokens x (1 / before - 1 / after) x time of a round x price per hour."""
     rounds = tokens_per_hour * DAY * horizon_days * max(1 / before - 1 / after, 0.0)
     return rounds * prices.round_ms / 3.6e6 * prices.units * prices.serving_price
 

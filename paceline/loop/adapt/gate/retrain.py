@@ -151,7 +151,8 @@ def train_command(
 
 
 def gate_command(candidate: str, engine: EngineConfig, traces: Path, options: dict[str, Any]) -> list[str]:
-    """Builds the `paceline adapt gate` command from {option: value or values}."""
+    """Builds the `paceline adapt gate` command for a candidate. `options`: option name -> value, list of values, or
+    True for a flag."""
     words: list[Any] = [sys.executable, "-m", "paceline", "adapt", "gate", candidate, "--traces", traces]
     words += ["--model", engine.model, "--dtype", engine.dtype, "--device", engine.device]
     for name, value in options.items():

@@ -31,7 +31,7 @@ class Canary:
     deployment: Deployment
     traces: Path
     counted: CountedHours | None = None
-    """Hours of servers whose rounds are not traced."""
+    """Hourly sums computed from counters, for servers whose traces contain no rounds; else None."""
     known: dict[str, str] | None = None
     """Name -> drafter, for the drafters on the server that the daemon loaded or has already seen. None: not read
     yet."""

@@ -134,7 +134,7 @@ class Stage:
     def begin_probation(self, traces: Path, first: Counts | None, counts: Counts, now: float) -> None:
         """Store acceptance, round time and failures from before the new drafter, as the baseline.
 
-        `counts` is the server's reading at `now`, `first` its oldest reading, if any."""
+        `counts`: the server's counters at `now`; `first`: the oldest reading of them, if there is an earlier one."""
         spans = read_span(traces, now - SPAN_S, now)
         self.before = {name: sums.tokens_per_round for name, sums in spans.items() if sums.rounds >= LEAST_ROUNDS}
         if first is not None and (rate := tokens_per_round(first, counts)):
@@ -177,8 +177,8 @@ class Stage:
     def fault(self, traces: Path, counts: Counts, now: float, config: WatchConfig) -> str | None:
         """Returns a text on how the server is worse than before the swap; None if it is not.
 
-        Compares by cluster where traces allow it, so that a mix shift has no effect. After the clock was set back
-        traces cover only a part of the time: then the metrics are compared, too."""
+        Acceptance is compared by cluster where traces allow it, so that other shares of the clusters have no effect. If
+        the clock was set back, traces cover only a part of the time; then the counters are compared, too."""
         then = Counts(*self.counted)
         now_failures = Failures(counts.errors - then.errors, counts.requests - then.requests)
         if failing := more_failures(Failures(*self.failures or (0.0, 0.0)), now_failures, config.most_errors):

@@ -26,7 +26,7 @@ class CountedHours:
 
     folder: Path
     left_out: Counter[str] = field(default_factory=Counter)
-    """Lines of the file that the latest call of `hours` left out, by reason."""
+    """Reason -> number of lines of counted.jsonl that the latest call of `hours` left out."""
     _before: tuple[float, Counts] | None = None
     _pairs: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
@@ -40,7 +40,8 @@ class CountedHours:
         self._before = now, counts
 
     def hours(self, until: int, since: int = 0) -> dict[int, dict[str, Sums]]:
-        """Write the completed hours and return {hour: {ALL: sums}} of hours [since, until). Raises CacheError."""
+        """Write the hours before `until` to counted.jsonl, and return {hour: {ALL: sums}} of hours [since, until).
+        Raises CacheError if they cannot be written."""
         file, self.left_out = self.folder / "counted.jsonl", Counter()
         with reraised(CacheError, f"cannot write {file}", "free space, or choose another --state", OSError):
             for hour in sorted(number for number in self._pairs if number < until):

@@ -94,7 +94,7 @@ class Deployment(Protocol):
         """Returns the number of rounds drafted by the drafter `name`; None if the server does not count by drafter."""
 
     def holds(self, name: str, drafter: str) -> bool:
-        """False if the server now has another drafter, or none, under this name."""
+        """True unless the server reports another drafter, or no drafter, under this name."""
         ...
 
     def is_well(self) -> bool:

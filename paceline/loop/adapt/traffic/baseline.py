@@ -1,5 +1,5 @@
-"""Seasonal model of one weekly series: a level plus effects of hour of day, day of week and hour of week, shrunk
-towards zero where data is scarce.
+"""Model of one hourly series with a daily and weekly course: a level plus effects of hour of day, day of week and hour
+of week. With little data the effects are estimated closer to zero.
 
     log(acceptance length) = level + hour of day + day of week + hour of week + noise
 
@@ -26,7 +26,8 @@ MEMORY_WEEKS = 8.0
 
 
 class Seasonal:
-    """Seasonal model of one hourly series; call `predict` before `learn`."""
+    """Model of the usual value of one hourly series at each hour of the week. For each hour call `predict` before
+    `learn`."""
 
     def __init__(self) -> None:
         self._weights = np.zeros((7, DAY))
@@ -75,7 +76,8 @@ class Seasonal:
         return level + float(values[day, of_day]), variance + float(variances[day, of_day])
 
     def shared_variance(self, hour: int) -> float:
-        """Part of the prediction's variance that all hours of this day share: level and day of the week."""
+        """Returns the part of the prediction's variance that all hours of this day share: that of the level and of the
+        day of the week."""
         _, variance, _, _, days = self._fit or self._fitted()
         return variance + float(days[day_and_hour(hour)[0], 0])
 

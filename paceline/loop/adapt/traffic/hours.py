@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from paceline.errors import ConfigError
 
 SHORTER = "PACELINE_ADAPT_HOUR_S"
-"""Environment variable: seconds of an hour; a shorter hour shows days of the daemon within minutes."""
+"""Environment variable with the number of seconds that count as an hour; with a small one, days of the daemon take
+minutes."""
 
 
 def _hour_s() -> float:
