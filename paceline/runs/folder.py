@@ -1,12 +1,12 @@
-"""The run folder: settings, metrics, results. One writer for train, bench, serve and adapt.
+"""The run folder: settings, metrics and results of one run of train, bench, serve or adapt.
 
-    runs/<what>-<timestamp>/
+    runs/<command>-<timestamp>/
         config.json     settings and provenance        command.txt   the command line
-        metrics.jsonl   one line per `log` call        report.md     for people      *.svg   figures
-        results.json    figures and provenance: processor, versions, commit
+        metrics.jsonl   one line per call of `log`     report.md     for people      *.svg   charts
+        results.json    measured values and provenance: processor, versions, commit
 
-Scripts write their results with `write_results`. A file is complete or absent, also after a power cut (`whole_file`
-writes a temporary file, syncs and renames it); metrics.jsonl is append-only.
+Scripts write their results with `write_results`. A file is complete or absent, also after a power cut: `whole_file`
+writes a temporary file, syncs it to the disk and renames it. metrics.jsonl is append-only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PACKAGES = ("paceline", "torch", "transformers", "tokenizers", "safetensors", "n
 """Packages whose versions are recorded with results: they affect speed or output."""
 REMEDY = "choose another folder with --out"
 SCRATCH = re.compile(r".+\.[0-9a-f]{16}\.part")
-"""Names of temporary files (see `whole_file`)."""
+"""Names of the temporary files that `whole_file` creates: the final name, 16 hex digits, ".part"."""
 LEFT_S = 86400.0
 """Age in seconds from which a temporary file counts as abandoned."""
 
@@ -48,7 +48,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, what: str, config: dict[str, Any], out: str | Path | None = None) -> RunFolder:
-        """Start a run in `out`, or in runs/<what>-<timestamp>. Deletes the metrics of an earlier run there."""
+        """Start a run in the folder `out`, or in a new folder runs/<what>-<timestamp>. Writes `config`, the settings,
+        to config.json, and the command line to command.txt. Deletes the metrics of an earlier run in the folder."""
         path = Path(out) if out else _unused(Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}")
         with reraised(CacheError, f"cannot write {path}", REMEDY, OSError):
             path.mkdir(parents=True, exist_ok=True)
@@ -60,24 +61,25 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """Open a run to continue it; drops a last line of metrics cut short by a crash. Raises CacheError without a
-        run."""
+        """Open the folder of an earlier run to continue it; removes a last metrics line that a crash cut short. Raises
+        CacheError if `path` is not a run folder."""
         if not (Path(path) / "config.json").is_file():
             raise CacheError(f"{path} is not a run folder (no config.json): check the path")
         drop_cut_line(Path(path) / "metrics.jsonl")
         return cls(Path(path))
 
     def log(self, **figures: Any) -> None:
-        """Append one line to metrics.jsonl."""
+        """Append the keyword arguments to metrics.jsonl, as one line with a JSON object."""
         with reraised(CacheError, f"cannot write {self.path}", REMEDY, OSError):
             append_lines(self.path / "metrics.jsonl", [plain(figures)])
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All lines logged so far, without one cut short by a crash."""
+        """Returns the objects logged so far to metrics.jsonl; leaves out a last line that a crash cut short."""
         return self.lines("metrics.jsonl")
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """The objects of a JSON Lines file, without a last one cut short by a crash."""
+        """Returns the objects of the run's JSON Lines file `name`, without a last line that a crash cut short; an empty
+        list if there is no such file."""
         file, values = self.path / name, []
         for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
             with contextlib.suppress(ValueError):
@@ -85,21 +87,22 @@ class RunFolder:
         return [value for value in values if isinstance(value, dict)]
 
     def results(self, figures: dict[str, Any], name: str = "results.json") -> Path:
-        """Write figures with their provenance (`record_of`)."""
+        """Write measured values with their provenance (command, date, versions, commit) to the run's file `name`;
+        returns its path."""
         return write_results(self.path / name, figures)
 
     def write_json(self, name: str, value: Any) -> Path:
         return self.write(name, json.dumps(plain(value), indent=2) + "\n")
 
     def write(self, name: str, text: str) -> Path:
-        """Write one text file of the run atomically; returns its path."""
+        """Write `text` to the run's file `name` atomically; returns the file's path."""
         path = self.path / name
         write_whole(path, text)
         return path
 
 
 def drop_cut_line(file: Path) -> None:
-    """Remove a last line that has no newline, as a crash leaves one."""
+    """Remove the last line of a JSON Lines file if it has no newline, because a crash cut it short."""
     with reraised(CacheError, f"cannot write {file}", REMEDY, OSError):
         if not file.exists() or _ends_whole(file):
             return
@@ -115,10 +118,10 @@ def _ends_whole(file: Path) -> bool:
 
 
 def append_lines(file: Path, lines: Iterable[Any], *, is_synced: bool = False) -> None:
-    """Append objects as JSON Lines, all or none: drops a line cut by a crash first; on an error, truncates to the old
-    size.
+    """Append objects to a JSON Lines file, all or none. First removes a last line that a crash cut short; on an error,
+    restores the file's size.
 
-    `is_synced`: calls fsync before returning. Raises OSError.
+    `is_synced`: call fsync before returning. Raises OSError.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     drop_cut_line(file)
@@ -143,9 +146,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_place(out: Path, remedy: str = REMEDY) -> Path | None:
-    """Returns the topmost missing parent folder of `out` (it will be created), or None if all exist.
+    """Checks, before any work, that `out` can be written; `out` may be a file or a folder. Creates nothing.
 
-    Raises CacheError with the remedy if `out`, a file or a folder, cannot be written. Call it before any work.
+    Returns the topmost missing parent folder, which a write would create, or None if all parents exist. Raises
+    CacheError with the advice `remedy` if `out` cannot be written.
     """
     parents = [*reversed(out.absolute().parents)]
     nearest = next(path for path in (out.absolute(), *reversed(parents)) if path.exists())
@@ -157,15 +161,16 @@ def check_place(out: Path, remedy: str = REMEDY) -> Path | None:
 
 
 def check_file(out: Path, remedy: str) -> Path | None:
-    """Like `check_place`, for a file: raises CacheError also when `out` is a folder."""
+    """Checks, before any work, that `out` can be written as a file. Returns the topmost missing parent folder, or None.
+    Raises CacheError with the advice `remedy` if `out` is a folder or cannot be written."""
     if out.is_dir():
         raise CacheError(f"{out} is a folder: name a file in it, or {remedy}")
     return check_place(out, remedy)
 
 
 def check_folder(out: Path) -> None:
-    """Raises CacheError if `out` cannot be a run folder: it is a file, or has a file's suffix. Call it before any
-    work."""
+    """Checks, before any work, that `out` can be a run folder. Raises CacheError if it is a file, has the suffix of a
+    file, or cannot be written."""
     if out.exists() and not out.is_dir():
         raise CacheError(f"{out} is a file, and a run needs a folder: {REMEDY}")
     if out.suffix in (".html", ".json", ".jsonl", ".md", ".svg"):
@@ -174,18 +179,18 @@ def check_folder(out: Path) -> None:
 
 
 def check_new(out: Path, what: str = "folder") -> None:
-    """Raises CacheError if `out` exists; an empty folder is accepted."""
+    """Raises CacheError if `out` is a file or a folder with content. `what`: "folder" or "file", for the message."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CacheError(f"{out} is there already: choose another {what}")
 
 
 @contextlib.contextmanager
 def whole_file(path: Path, remedy: str = REMEDY, mode: int = 0o666) -> Iterator[Path]:
-    """Yields a new empty temporary file in the same folder; on exit it is synced and replaces `path`.
+    """Yields the path of a new empty temporary file in the folder of `path`. On exit the file is synced and renamed to
+    `path`.
 
-    `mode`: permissions of the new file, less the umask. Temporary files of killed writers are deleted when they are a
-    day
-    old. Raises CacheError with the remedy when the disk cannot be written; `path` is then unchanged.
+    `mode`: permissions of the new file, less the umask. Temporary files that killed writers left are deleted when they
+    are a day old. Raises CacheError with the advice `remedy` when the disk cannot be written; `path` is then unchanged.
     """
     from safetensors import SafetensorError
 
@@ -249,14 +254,17 @@ def plain(value: Any) -> Any:
 
 
 def write_results(path: Path, figures: dict[str, Any], peers: dict[str, str] | None = None) -> Path:
-    """Write figures with their provenance (`record_of`) as JSON; returns the path."""
+    """Write `figures` (measured values) with their provenance, such as command, versions and commit, as JSON; returns
+    the path. `peers`: versions of other programs, by name."""
     write_whole(path, json.dumps(record_of(figures, peers), indent=1) + "\n")
     return path
 
 
 def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> dict[str, Any]:
-    """Returns figures with their provenance: command, date, processor, versions (`peers`: of other programs),
-    commit."""
+    """Returns `figures` (measured values) with their provenance: command, date, processor, versions and commit.
+
+    `peers`: versions of other programs, such as servers that were compared, by name.
+    """
     program = Path(sys.argv[0])
     words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     provenance = {
@@ -282,7 +290,8 @@ def versions() -> Mapping[str, str]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+" for uncommitted changes; None outside a checkout."""
+    """Returns the commit of paceline's git checkout, with "+" if there are uncommitted changes; None outside a
+    checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

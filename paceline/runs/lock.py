@@ -1,7 +1,8 @@
-"""One run per folder: a kernel lock (flock) on runs/x/.lock, which holds pid, activity and group of its latest owner.
+"""Allows one run per folder, by a kernel lock (flock) on the file runs/x/.lock.
 
-Two runs in one folder would write lines twice and delete each other's unfinished files. The kernel releases the lock
-when the process ends, also when it is killed. All processes of one torchrun share the lock.
+The file holds the latest owner's process id, activity and torchrun group. Two runs in one folder would write lines
+twice and delete each other's unfinished files. The kernel releases the lock when the process ends, also when it is
+killed. All processes of one torchrun share the lock.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from paceline.errors import CacheError, ConfigError, reraised
 from paceline.runs.ranks import Ranks
 
 PATIENCE_S = 5.0
-"""Seconds that a process waits while another one of its group takes the lock."""
+"""Seconds that a process waits while another process of its torchrun group takes the lock."""
 
 
 @contextlib.contextmanager
 def only_run(folder: Path, doing: str, ranks: Ranks, say: Callable[[str], None]) -> Iterator[None]:
-    """Lock the folder within the block. `doing`: this run's activity for the error message, such as "training".
+    """Hold the folder's lock within the block. `doing`: this run's activity for the error message, such as "training".
 
-    Raises ConfigError when another run has the lock, CacheError when the folder cannot be written.
+    `say` prints a note if the file system has no locks. Raises ConfigError when another run has the lock, CacheError
+    when the folder cannot be written.
     """
     with reraised(CacheError, f"cannot write {folder}", "choose another folder with --out", OSError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process of a group of `world` processes."""
+    """This process's number (`rank`, from 0) among the `world` processes that torchrun started."""
 
     rank: int = 0
     world: int = 1
@@ -30,5 +30,6 @@ class Ranks:
         return self.rank == 0
 
     def share_of(self, number: int) -> range:
-        """This process's contiguous part of `number` items."""
+        """Returns the range of indices that this process works on, out of `number` items divided among all
+        processes."""
         return range(number * self.rank // self.world, number * (self.rank + 1) // self.world)

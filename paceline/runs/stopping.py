@@ -19,7 +19,7 @@ STATUS = 143
 
 
 class Stop:
-    """The stop request of this process, set by SIGTERM."""
+    """Handles SIGTERM, and records in `is_asked` that it came."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.is_asked = False
@@ -27,7 +27,7 @@ class Stop:
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
-        """Within the block, SIGTERM only sets `is_asked`."""
+        """Within the block, SIGTERM sets `is_asked` but does not end the process."""
         self._waits = True
         try:
             yield
@@ -35,20 +35,21 @@ class Stop:
             self._waits = False
 
     def ask(self, *_: Any) -> None:
-        """Handle the signal. Raises SystemExit outside of `later`."""
+        """Handle the signal: set `is_asked`, and raise SystemExit unless a `later` block is active."""
         self.is_asked = True
         if not self._waits:
             self.end("what is finished is kept")
 
     def end(self, state: str) -> None:
-        """Print how to continue the run, and raise SystemExit. `state`: what was saved."""
+        """Print how to continue the run, and raise SystemExit. `state`: text on what was saved."""
         self._say(f"stopped by SIGTERM, {state}: the same command goes on from there")
         raise SystemExit(STATUS)
 
 
 @contextlib.contextmanager
 def stopped_by_signal(say: Callable[[str], None]) -> Iterator[Stop]:
-    """Within the block, the yielded Stop handles SIGTERM. Outside the main thread nothing changes."""
+    """Within the block, the yielded Stop handles SIGTERM; `say` prints its message. Outside the main thread no handler
+    is installed."""
     stop = Stop(say)
     if threading.current_thread() is not threading.main_thread():
         yield stop

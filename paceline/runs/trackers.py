@@ -29,7 +29,11 @@ def check_tracker(name: str) -> None:
 
 @contextlib.contextmanager
 def tracker(name: str, run: Path) -> Iterator[AddScalars]:
-    """Yields a function (scalars, step) that logs the finite values."""
+    """Yields a function (scalars, step) that logs a step's named values to the tracker `name`; it skips NaN and
+    infinities.
+
+    `name`: "tensorboard", "wandb", "mlflow", or "none" for a function that does nothing. `run`: the run folder.
+    """
     if name == "none":
         yield ignore
         return

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 def proxy(
     config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, *, progress: Progress | None = None
 ) -> Recorded:
-    """Forwards requests to `config.upstream` and records traces, until a signal comes.
+    """Runs a proxy that forwards requests to `config.upstream` and records requests and answers as traces, until a
+    signal comes.
 
+    `serving`: address and limits of the proxy. `tracing`: folder of the traces, which hold token ids, and their limits.
     Raises ConfigError if the port is taken or no trace folder is set, and the errors of loading the tokenizer.
     """
     from paceline.loop.record.run import run
@@ -29,7 +31,7 @@ def proxy(
 
 
 def read(config: RecordConfig, tracing: TraceConfig, *, progress: Progress | None = None) -> Recorded:
-    """Converts the logs in `config.imports` to traces.
+    """Converts the log files in `config.imports` to traces in the folder that `tracing` names.
 
     Raises PromptError naming file and line if a file is damaged, of an unknown format or without usable requests; no
     trace of that file is then written.

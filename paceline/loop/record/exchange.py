@@ -20,14 +20,15 @@ from starlette.types import Scope
 from paceline.serve.admin.traces import Lost
 
 RECORDED_PATHS = {"/chat/completions": True, "/completions": False}
-"""Suffixes of the recorded paths, and whether they are chats."""
+"""Suffix of a recorded request's URL path -> True for chats, False for plain completions."""
 MAX_BYTES = 8 * 2**20
-"""Size limit of a recorded request or answer; longer ones are only forwarded."""
+"""Size limit in bytes of a recorded request or answer; larger ones are forwarded, but not recorded."""
 MAX_DECODED = 64 * 2**20
 EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
-"""Two line ends of any kind (HTML, 9.2.5). A \\r\\n is one end, never two."""
+"""End of a server-sent event: two line ends of any kind (HTML, 9.2.5). A \\r\\n is one line end, never two."""
 MAX_MEMBERS = 1000
-"""Limit on the members of a gzip body, because each costs a copy of the rest."""
+"""Limit on the number of members (concatenated parts) of a gzip body, because decompressing each one copies all later
+ones."""
 BOM = b"\xef\xbb\xbf"
 GZIP = b"\x1f\x8b"
 DONE = b"[DONE]"
@@ -41,18 +42,18 @@ class Exchange:
     request: dict[str, Any]
     """Body of the chat completion or completion request."""
     chunks: list[dict[str, Any]]
-    """Body of the answer, or the chunks of its stream."""
+    """Chunks of a streamed answer; for any other answer, its body as the only element."""
     ended: float | None = None
-    """End of the answer, in seconds since 1970."""
+    """Time at which the answer ended, in seconds since 1970."""
     tag: str | None = None
     seconds: dict[str, float | None] = field(default_factory=dict)
-    """Durations in the format of `Trace.seconds`."""
+    """Seconds from the request to the first token ("first_token") and to the end of the answer ("total"), if known."""
     logged_as: str = ""
     """Text that identifies the exchange in its log; empty if it comes from the proxy."""
 
     @property
     def mark(self) -> str | None:
-        """Hash of `logged_as`, sixteen hex digits, by which repeated imports are detected; None for the proxy."""
+        """Hash of `logged_as`, sixteen hex digits, to detect repeated imports; None for an exchange from the proxy."""
         return (
             hashlib.blake2b(self.logged_as.encode(errors="replace"), digest_size=8).hexdigest()
             if self.logged_as
@@ -61,7 +62,7 @@ class Exchange:
 
 
 class Body:
-    """The pieces of a request's or answer's body; discarded above MAX_BYTES."""
+    """Collects the bytes of a request's or an answer's body; discards them once there are more than MAX_BYTES."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -77,7 +78,8 @@ class Body:
             self.pieces.clear()
 
     def decoded(self) -> bytes:
-        """Returns the decompressed body. Raises Lost if it is too large or its encoding is unknown."""
+        """Returns the decompressed body. Raises Lost (the exchange cannot be recorded) if it is too large or its
+        encoding is unknown."""
         data = b"".join(self.pieces)
         if self.num_bytes > MAX_BYTES:
             raise Lost("size")
@@ -89,7 +91,7 @@ class Body:
 
 
 class Observed:
-    """An exchange in the proxy: references to the forwarded pieces, and their times."""
+    """One request and its answer as the proxy forwards them: the bytes, and the times of the first and the last one."""
 
     def __init__(self, is_chat: bool, headers: Headers) -> None:
         self.is_chat, self.tag = is_chat, headers.get("x-paceline-tag")
@@ -104,7 +106,7 @@ class Observed:
 
     @classmethod
     def of(cls, scope: Scope) -> Observed | None:
-        """Starts recording a request; returns None for other requests than completions."""
+        """Starts recording a request; returns None if the request is not a chat or a completion."""
         is_chat = next((is_chat for end, is_chat in RECORDED_PATHS.items() if scope["path"].endswith(end)), None)
         return None if is_chat is None or scope["method"] != "POST" else cls(is_chat, Headers(scope=scope))
 
@@ -113,7 +115,7 @@ class Observed:
         return self.request.num_bytes + self.answer.num_bytes
 
     def begins(self, status: int, raw: list[tuple[bytes, bytes]]) -> None:
-        """Records status and headers of the answer."""
+        """Records status and headers of the answer. `raw`: the headers, as (name, value) pairs."""
         headers = Headers(raw=[(name.lower(), value) for name, value in raw])
         self.is_answered = status == 200
         self._is_stream = headers.get("content-type", "").startswith("text/event-stream")

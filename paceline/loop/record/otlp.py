@@ -18,7 +18,7 @@ from paceline.loop.record.exchange import Exchange
 
 OPERATIONS = ("chat", "generate_content")
 FAILED = 2
-"""status.code of a failed span."""
+"""Value of a span's status.code if the call failed."""
 REQUEST = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -31,17 +31,18 @@ REQUEST = {
     "choice.count": "n",
     "model": "model",
 }
-"""Suffix of gen_ai.request.* -> OpenAI's name."""
+"""Suffix of the span attribute gen_ai.request.* -> name of the field in OpenAI's API."""
 USAGE = {
     "prompt_tokens": ("input_tokens", "prompt_tokens"),
     "completion_tokens": ("output_tokens", "completion_tokens"),
 }
-"""OpenAI's name -> suffixes of gen_ai.usage.*, newest first."""
+"""OpenAI's name of a token count -> suffixes of the span attribute gen_ai.usage.*, newest convention first."""
 FINISHED = {"tool_call": "tool_calls"}
 
 
 def exchanges(path: Path) -> Iterator[Exchange]:
-    """Yields the exchanges of a file. Raises PromptError naming a damaged line, or if no span contains text."""
+    """Yields the model calls (request and answer) of a file. Raises PromptError naming a damaged line, or if no span
+    contains text."""
     num_spans = num_exchanges = 0
     with reraised(PromptError, f"cannot read {path}", "check --import", OSError), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

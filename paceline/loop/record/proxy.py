@@ -30,13 +30,14 @@ OF_ONE_CONNECTION = frozenset(
 )
 CONNECT_S = 10.0
 IDLE_S = 2.0
-"""Keep-alive of upstream connections in seconds; below the 5 s after which uvicorn, also vLLM's, closes one."""
+"""Seconds for which an idle upstream connection is kept. Uvicorn servers, such as vLLM's, close one after 5 s."""
 log = logging.getLogger("paceline.loop.record")
 RawHeaders = list[tuple[bytes, bytes]]
 
 
 class Proxy:
-    """The ASGI application. `keep` is called with each complete exchange and must not block."""
+    """The proxy as an ASGI application. `keep` is called with each complete exchange (request and answer); it must not
+    block."""
 
     def __init__(self, upstream: str, config: ServeConfig, keep: Callable[[Observed], None]) -> None:
         parts = urlsplit(upstream)

@@ -33,22 +33,25 @@ from paceline.serve.requests.protocol import ChatRequest, CompletionRequest
 from paceline.serve.requests.tools import text_of
 
 FINISHED = {"stop": "stop", "length": "length", "tool_calls": "stop", "function_call": "stop", "unknown": "unknown"}
-"""Finish reasons of successful answers -> those of traces; `unknown` is used for logs without a reason."""
+"""Finish reason of a successful answer -> finish reason of its trace; `unknown` is used for logs without a reason."""
 UNKNOWN = "unknown"
 """Finish reason of a trace without its answer."""
 NOT_RENDERED = ("chat_template", "truncate_prompt_tokens", "functions")
-"""Fields that change the prompt in ways not reproduced here."""
+"""Request fields that change the prompt in ways not reproduced here; the prompt is then known only if the server
+returns its token ids."""
 NOT_READ = {"echo": False, "suffix": None, "best_of": None, "prompt_embeds": None, "mm_processor_kwargs": None}
-"""Fields for which prompt and answer are not plain token sequences, with their harmless values."""
+"""Request fields -> harmless value. With another value, prompt and answer are not plain token sequences, so the
+exchange is dropped."""
 DELIVERY = frozenset(
     {
         *("model", "stream", "stream_options", "logprobs", "top_logprobs", "parallel_tool_calls"),
         *("return_metrics", "return_token_ids", "return_timings", "paceline_timings"),
     }
 )
-"""Fields of the delivery, on which neither prompt nor answer depends; they are not validated."""
+"""Request fields that change only how the answer is delivered, not the tokens of prompt or answer; they are not
+validated."""
 PARSED = ("tool_calls", "reasoning", "reasoning_content", "refusal", "audio", "function_call")
-"""Parts of a message that the server has parsed from the model's output."""
+"""Fields of an answer's message that the server parsed from the model's output; the output itself is then unknown."""
 
 
 @dataclass(slots=True)
@@ -106,7 +109,7 @@ class _Response:
 
 
 class Reader:
-    """Converts exchanges of one model to traces; not thread-safe."""
+    """Converts exchanges (requests and answers) of one model to traces (token ids); not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, served_names: Iterable[str] = ()) -> None:
         self.tokenizer, self._names = tokenizer, frozenset(served_names)
@@ -114,8 +117,10 @@ class Reader:
         self._end = _end_token(tokenizer)
 
     def traces(self, exchange: Exchange) -> Iterator[Trace]:
-        """Yields a trace per answer, or of the prompt alone. Raises Lost if the prompt is unknown or the request
-        failed."""
+        """Yields one trace per answer; if the answers' tokens are unknown, one trace per prompt, without an answer.
+
+        Raises Lost if a prompt's tokens are unknown or the request failed.
+        """
         body = exchange.request
         if self._names and body.get("model") not in self._names:
             raise Lost("model")

@@ -33,9 +33,9 @@ with needing(ConfigError, "recording needs the libraries of a server: pip instal
     from paceline.serve.run import SWITCH_SECONDS, listen, settings_of
 
 MAX_WAITING_BYTES = 256 * 2**20
-"""Limit of exchanges waiting to be parsed; further ones are dropped and counted."""
+"""Limit, in bytes, of exchanges waiting to be parsed; further exchanges are dropped and counted."""
 CLOSE_S = 600.0
-"""Timeout of writing the last imported traces, in seconds."""
+"""Longest wait, in seconds, for the last imported traces to be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Recorded:
 
 
 class Recorder:
-    """Queues the proxy's exchanges for parsing in the writer's thread. Never blocks or raises."""
+    """Queues exchanges from the proxy; the trace writer's thread parses them. Never blocks or raises."""
 
     def __init__(self, reader: Reader, writer: TraceWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
 
 
 def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """Implements `paceline.loop.record.proxy`."""
+    """Runs the recording proxy until a signal comes (implements `paceline.loop.record.proxy`)."""
     assert config.upstream is not None
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # hides errors on answers truncated by the upstream
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -107,7 +107,8 @@ def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progre
 
 
 def run_imports(config: RecordConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """Implements `paceline.loop.record.read`; skips exchanges that the folder has traces of."""
+    """Converts log files to traces (implements `paceline.loop.record.read`); skips exchanges that the folder already
+    has."""
     writer, reader = _store(config, tracing)
     known = _known(writer.folder)
     try:

@@ -53,7 +53,7 @@ PARAMETERS = (
 PARAMETERS += ("presence_penalty", "frequency_penalty", "repetition_penalty")
 """Fields of SamplingParams that are read; the API's fields have the same names."""
 MAX_WAITING = 100_000
-"""Limit of requests without an answer yet; the oldest are dropped."""
+"""Limit on the number of logged requests that wait for their answers; the oldest are dropped."""
 
 
 @dataclass(slots=True)
@@ -67,8 +67,8 @@ class _Request:
 
 
 def exchanges(path: Path, tokenizer: Tokenizer) -> Iterator[Exchange]:
-    """Yields the log's exchanges in order. Raises PromptError naming a damaged line, or if requests or answers are
-    missing."""
+    """Yields the log's requests with their answers, in order. Raises PromptError naming a damaged line, or if requests
+    or answers are missing."""
     waiting: dict[str, _Request] = {}
     num_requests = num_answers = 0
     changed = path.stat().st_mtime

@@ -65,14 +65,14 @@ Agent = Callable[[Any, Access], Any]
 
 @dataclass(slots=True)
 class Trajectory:
-    """One finished attempt with its reward."""
+    """One finished attempt of an agent at a task, with its reward."""
 
     task: Any
     result: Any
     """The agent's return value; None if it raised."""
     sample: Sample
     texts: tuple[str, ...]
-    """The policy's answers, turn by turn."""
+    """Texts of the policy's answers, one per turn (request of the agent)."""
     rounds: Rounds
     num_turns: int
     num_left_out: int
@@ -89,28 +89,29 @@ class Reward(Protocol):
 
 
 def by_code(function: Callable[[Any, Trajectory], float]) -> Reward:
-    """Returns a Reward that scores each attempt independently by `function(task, trajectory)`."""
+    """Returns a Reward that scores each attempt by `function(task, trajectory)`, independently of the other
+    attempts."""
     return lambda group: [float(function(each.task, each)) for each in group]
 
 
 class AgentRollouts:
-    """Runs an agent's attempts as rollouts. Samples do not depend on the number of concurrent attempts."""
+    """Runs an agent's attempts at tasks as rollouts. Samples do not depend on the number of concurrent attempts."""
 
     def __init__(
         self, endpoint: Endpoint, agent: Agent, reward: Reward, *, failed: float = 0.0, at_once: int | None = None
     ) -> None:
-        """`failed`: reward of an attempt whose agent raised. `at_once`: concurrent attempts [default: the engine's
-        rows]."""
+        """`failed`: reward of an attempt whose agent raised an exception. `at_once`: number of concurrent attempts
+        [default: the engine's batch size]."""
         self.endpoint, self.rollouts = endpoint, endpoint.rollouts
         self.agent, self.reward, self.failed = agent, reward, failed
         self.at_once = at_once or self.rollouts.llm.target.cache.num_rows
 
     def run(self, tasks: Sequence[tuple[Any, int]], *, place: str | None = None) -> list[list[Trajectory]]:
-        """Runs a group of attempts for each (task, number of attempts).
+        """Runs a group of attempts for each (task, number of attempts); returns the groups in the order of `tasks`.
 
-        `place`: name of an earlier batch to repeat; with equal weights its samples are the same, and no figures are
-        recorded.
-        Raises RolloutError if an agent made no request, all attempts failed, or a reward is invalid.
+        `place`: name of an earlier batch to repeat. With equal weights its samples are the same, and its figures are
+        not recorded again. Raises RolloutError if an agent made no request, all attempts failed, or a reward is
+        invalid.
         """
         is_repeated = place is not None
         place = place or self.rollouts.next_place()

@@ -42,13 +42,13 @@ with needing(ConfigError, "agents talk to the policy through a server: pip insta
 PATH = re.compile(r"/attempts/([0-9a-zA-Z._-]{1,100})(/.*)", re.ASCII)
 TAG = b"x-paceline-tag"
 NAME = "policy"
-"""Served model name."""
+"""Model name under which the policy is served."""
 START_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer of the policy within an attempt."""
+    """One request of an agent within an attempt, with the policy's answer."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
@@ -73,7 +73,7 @@ class Attempt:
     turns: list[Turn] = field(default_factory=list)
     rounds: Rounds = field(default_factory=Rounds)
     num_requests: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    """Requests per prompt; the count is part of the next answer's seed."""
+    """Token ids of a prompt -> number of requests with it; the count is part of the next answer's seed."""
 
     def chain(self) -> list[Turn]:
         """Returns the latest turn and the turns it continues: the tokens of each are a prefix of the next prompt."""
@@ -85,14 +85,15 @@ class Attempt:
 
     @property
     def num_left_out(self) -> int:
-        """Turns that the latest one does not continue; they are not trained on."""
+        """Number of turns that the latest turn does not continue; they are not trained on."""
         return len(self.turns) - len(self.chain())
 
     def sample(self) -> Sample:
-        """Returns the conversation as a training sample: the first prompt, then all later tokens, with mask 1 for the
-        policy's.
+        """Returns the conversation as a training sample: the first turn's prompt, then all later tokens. The mask is 1
+        for tokens of the policy.
 
-        Raises RolloutError if the agent made no request."""
+        Raises RolloutError if the agent made no request.
+        """
         chain = self.chain()
         if not chain:
             raise RolloutError(
@@ -109,7 +110,7 @@ class Attempt:
 
 
 class Endpoint:
-    """Serves one policy's attempts on a free loopback port, within the `with` block."""
+    """Serves one policy to agents on a free port of this machine, within the `with` block."""
 
     def __init__(self, rollouts: Rollouts, *, max_queue: int = 1024) -> None:
         self.rollouts = rollouts
@@ -144,7 +145,11 @@ class Endpoint:
         self._bound.close()
 
     def begin(self, name: str) -> Attempt:
-        """Starts an attempt. `name`: letters, digits, points and dashes; part of its seeds. Raises ConfigError."""
+        """Starts an attempt. `name` consists of letters, digits, points and dashes; the seeds of the answers are
+        derived from it.
+
+        Raises ConfigError for another name, or one in use.
+        """
         address = f"/attempts/{name}/v1"
         if not PATH.fullmatch(address) or name in self.attempts:
             raise ConfigError(
@@ -159,7 +164,8 @@ class Endpoint:
         del self.attempts[attempt.name]
 
     def call(self, function: Callable[[LLM], Any]) -> Any:
-        """Runs a function in the engine's thread between two steps; returns its result or raises its exception."""
+        """Runs `function(llm)` in the engine's thread between two engine steps; returns its result or raises its
+        exception."""
         assert self._loop, "the endpoint is used within its `with` block"
         future: Future[Any] = asyncio.run_coroutine_threadsafe(self._worker.call(function), self._loop)
         return future.result()
@@ -243,9 +249,11 @@ def _of_the_policy(job: Job, attempt: Attempt, config: RolloutConfig, tokenizer:
 
 
 def with_exact_turns(prompt_ids: list[int], turns: list[Turn], tokenizer: Any) -> list[int]:
-    """Replaces the re-encoded text of an earlier turn at the start of a prompt by the turn's generated tokens.
+    """Returns a prompt in which the tokens of an earlier turn replace their re-encoded text.
 
-    Returns the prompt unchanged if it continues no earlier turn."""
+    `prompt_ids`: a request's prompt as encoded from text. A turn's text may encode to other tokens than the policy
+    generated. Returns the prompt unchanged if its text does not start with that of an earlier turn.
+    """
     text = ""
     for turn in sorted(turns, key=lambda each: len(each.tokens), reverse=True):
         if prompt_ids[: len(turn.tokens)] == turn.tokens:

@@ -37,12 +37,12 @@ BLOCKS_PER_PACK, TOKENS_PER_PACK = 128, 4096
 
 @dataclass(frozen=True, slots=True)
 class FollowConfig:
-    """Training settings of the following drafter. Raises ConfigError on impossible values."""
+    """Settings of the drafter's training between two rollouts. Raises ConfigError on impossible values."""
 
     steps: Count = 2
     """Training steps between two rollouts."""
     anchors: Count = 8
-    """Blocks per document and step, at random positions."""
+    """Number of draft blocks to train on per sample and step, at random positions."""
     documents: Count = 32
     """Largest number of samples to train on, evenly spaced among the latest rollouts."""
     loss: LossConfig = field(default_factory=LossConfig)
@@ -54,10 +54,10 @@ class FollowConfig:
 
 
 class DFlashFollower:
-    """A `rollouts.Follower` for the engine's DFlash or DFlash 2 drafter."""
+    """Trains the engine's DFlash or DFlash 2 drafter after each policy update; implements `rollouts.Follower`."""
 
     def __init__(self, drafter: Drafter, config: FollowConfig | None = None) -> None:
-        """Raises ConfigError for other drafters."""
+        """Raises ConfigError if `drafter` is of a kind that cannot be trained here."""
         if not isinstance(drafter, DFlashDrafter) or drafter.config.from_anchor:
             raise ConfigError(
                 f"the drafter {drafter.name!r} does not follow a policy: DFlash drafters do; lookups (ngram) need "
@@ -74,7 +74,8 @@ class DFlashFollower:
         self._num_learned = 0
 
     def learn(self, llm: LLM, samples: Sequence[Sample]) -> dict[str, float]:
-        """Trains on the samples; returns loss and expected acceptance length ("drafter_eal") of the first step."""
+        """Trains on the samples. Returns loss ("drafter_loss") and expected acceptance length ("drafter_eal") of the
+        first step; {} if all samples are too short."""
         documents = self._documents(samples)
         if not documents:
             return {}

@@ -24,13 +24,13 @@ from paceline.net.retrying import Client, Refused
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 RANKING = re.compile(r"[A-Z](?:\s*[>,]\s*[A-Z])*")
 SHOWN_CHARACTERS = 4000
-"""Characters shown of one attempt."""
+"""Number of characters of an attempt that the judge is shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeConfig:
-    """The judge and its criteria. The key is read from PACELINE_ELSEWHERE_KEY. Raises ConfigError on impossible
-    values."""
+    """Address of the judge, and its criteria. The API key is read from the environment variable PACELINE_ELSEWHERE_KEY.
+    Raises ConfigError on impossible values."""
 
     url: str
     """Address of an OpenAI endpoint, with or without /v1."""
@@ -38,7 +38,7 @@ class JudgeConfig:
     rubric: str = "The better attempt solves the task; of two that do, the shorter is better."
     """Criteria in a sentence."""
     tries: Count = 2
-    """Attempts to get a valid ranking."""
+    """Number of requests after which a judge without a valid ranking ends the run."""
     patience_minutes: Positive = 2.0
     """Minutes of retries while the judge is down."""
     max_tokens: Count = 256
@@ -49,7 +49,8 @@ class JudgeConfig:
 
 
 class RelativeJudge:
-    """An `agents.Reward` by rank; counts the pairs on which the two rankings agree."""
+    """A Reward for `AgentRollouts` by the judge's ranks; counts the pairs of attempts that both orders rank the
+    same."""
 
     def __init__(self, config: JudgeConfig, describe: Callable[[Any], str] = str) -> None:
         """`describe` converts a task to text for the judge. Raises ConfigError on an invalid address."""
@@ -60,11 +61,12 @@ class RelativeJudge:
 
     @property
     def agreement(self) -> float:
-        """Share of pairs ranked the same in both orders: 0.5 is random, near 0 is position bias."""
+        """Share of pairs of attempts ranked the same in both orders: 0.5 is random, near 0 is position bias."""
         return self.num_agreed / self.num_pairs if self.num_pairs else 1.0
 
     def __call__(self, group: list[Trajectory], /) -> list[float]:
-        """Returns rewards from 0 to 1. Raises RolloutError when the judge is down or gives no valid ranking."""
+        """Returns the attempts' rewards, from 0 to 1. Raises RolloutError when the judge is down or gives no valid
+        ranking."""
         texts = ["\n".join(each.texts)[:SHOWN_CHARACTERS] for each in group]
         different = list(dict.fromkeys(texts))
         if len(different) > len(LETTERS):
@@ -124,7 +126,11 @@ class RelativeJudge:
 
 
 def ranking_of(text: str, letters: str) -> str:
-    """Returns the letters in the order of the text's last ranking that names each letter once; "" without one."""
+    """Returns the attempts' letters, best first, by the last valid ranking in the judge's answer `text`; "" without
+    one.
+
+    `letters`: the letters that name the attempts. A valid ranking names each of them once.
+    """
     for match in reversed(RANKING.findall(text.replace("*", ""))):
         ranking = "".join(re.findall("[A-Z]", match))
         if sorted(ranking) == sorted(letters):

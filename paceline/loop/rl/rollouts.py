@@ -27,7 +27,7 @@ from paceline.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
-    """Sampling of rollouts. Raises ConfigError on impossible values."""
+    """Settings of sampling in rollouts. Raises ConfigError on impossible values."""
 
     seed: Annotated[int, within("between 0 and 2**32 - 1", least=0, most=2**32 - 1)] = 0
     """Base seed: equal seeds, weights and prompts give equal samples."""
@@ -55,20 +55,20 @@ class RolloutConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One training sample."""
+    """One sampled answer, or one agent's conversation, to train the policy on."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
     """Log-probability of each completion token, in nats, under the policy that sampled it; 0 where the mask is 0."""
     mask: list[int]
-    """1 for the policy's tokens, 0 for tokens between its turns."""
+    """For each completion token: 1 if the policy generated it, 0 if it lies between two answers of the policy."""
     finish_reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Figures of one batch: a call of `sample`, or of `AgentRollouts.run`."""
+    """Measured values of one batch of rollouts: a call of `Rollouts.sample` or `AgentRollouts.run`."""
 
     step: int
     num_samples: int
@@ -81,7 +81,7 @@ class StepFigures:
     follow_s: float = 0.0
     """Seconds spent on training the drafter before the batch."""
     more: dict[str, float] = field(default_factory=dict)
-    """Figures of the follower's training and of the agents' attempts."""
+    """Further values by name, from the drafter's training and the agents' attempts."""
 
     def as_json(self) -> dict[str, Any]:
         figures = {name: value for name, value in asdict(self).items() if name not in ("rounds", "more")}
@@ -91,20 +91,23 @@ class StepFigures:
 
 
 class Follower(Protocol):
-    """Adapts a drafter to the changing policy."""
+    """Trains a drafter between rollouts, so that it follows the changing policy."""
 
     def learn(self, llm: LLM, samples: Sequence[Sample]) -> dict[str, float]:
-        """Trains the engine's drafter in place on the latest samples, after new weights were loaded; returns figures.
+        """Trains the engine's drafter in place on the latest samples, after new policy weights were loaded.
 
-        The engine rebinds the drafter afterwards."""
+        Returns measured values of the training, by name. The caller then makes the engine use the drafter's new
+        weights.
+        """
         ...
 
 
 class Rollouts:
-    """The policy in paceline's engine. Not thread-safe; while an `Endpoint` serves it, use only the endpoint."""
+    """Samples answers of the policy with paceline's engine. Not thread-safe; while an `Endpoint` serves the policy, use
+    only the endpoint."""
 
     def __init__(self, llm: LLM, config: RolloutConfig | None = None, *, follower: Follower | None = None) -> None:
-        """Raises ConfigError for an engine with mocked acceptance or lossy rules."""
+        """Raises ConfigError if the engine mocks acceptance or allows lossy verification."""
         self.llm, self.config, self.follower = llm, config or RolloutConfig(), follower
         mocked, lossy = llm.config.mocked_as, llm.allow_lossy
         refuse(
@@ -122,8 +125,12 @@ class Rollouts:
         self._follower_figures: dict[str, float] = {}
 
     def load_weights(self, state: Mapping[str, Tensor], step: int) -> None:
-        """Loads the policy's weights, by their Hugging Face names, drops all caches, and trains the drafter if there is
-        a follower. Raises the errors of `LLM.load_weights`; the old weights then stay loaded."""
+        """Loads the policy's weights, named as in Hugging Face checkpoints, and drops all caches. Then trains the
+        drafter if there is a follower.
+
+        `step`: the training step of the weights. Raises the errors of `LLM.load_weights`; the old weights then stay
+        loaded.
+        """
         began = time.perf_counter()
         self.llm.load_weights(state)
         self._spent = {"load_s": time.perf_counter() - began}
@@ -135,17 +142,18 @@ class Rollouts:
         self.step, self._num_calls = step, 0
 
     def next_place(self) -> str:
-        """Starts a batch; returns its name, "step.number"."""
+        """Starts a batch of rollouts; returns its name, "step.number": training step of the weights, number of the
+        batch."""
         self._num_calls += 1
         return self.place
 
     @property
     def place(self) -> str:
-        """Name of the latest batch, "step.number"."""
+        """Name of the latest batch of rollouts, "step.number"."""
         return f"{self.step}.{self._num_calls - 1}"
 
     def sample(self, prompts: Sequence[list[int]], *, num_each: int = 1) -> list[Sample]:
-        """Samples `num_each` answers to each prompt of token ids, in order. Raises PromptError or
+        """Samples `num_each` answers to each prompt (token ids); returns them prompt by prompt. Raises PromptError or
         ContextLengthError."""
         place, requests = self.next_place(), [prompt for prompt in prompts for _ in range(num_each)]
         params = [self.config.params(seed_of(self.config.seed, place, str(index))) for index in range(len(requests))]
@@ -159,7 +167,7 @@ class Rollouts:
     def keep(
         self, samples: list[Sample], seconds: float, rounds: Rounds, more: Mapping[str, float] | None = None
     ) -> None:
-        """Records a batch's figures, and its samples for the follower."""
+        """Records the measured values of a batch, and its samples, on which the follower trains next."""
         self._latest = samples
         num_tokens = sum(sum(each.mask) for each in samples)
         more = {**self._follower_figures, **(more or {})}
@@ -168,7 +176,7 @@ class Rollouts:
 
 
 def seed_of(seed: int, *places: str) -> int:
-    """Derives an answer's seed, in [0, 2^63), from the base seed and the strings that identify the answer."""
+    """Derives an answer's seed, in [0, 2^63), from the base seed `seed` and the strings that identify the answer."""
     mark = hashlib.blake2b("\0".join((str(seed), *places)).encode(), digest_size=8).digest()
     return int.from_bytes(mark) >> 1
 

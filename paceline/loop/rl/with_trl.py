@@ -26,18 +26,20 @@ if TYPE_CHECKING:
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, Any]]
 REWARD = "attempt_reward"
-"""Column of an attempt's reward, which TRL passes to reward functions."""
+"""Name of the column with the attempts' rewards, which TRL passes to reward functions."""
 
 
 def trl() -> Any:
-    """Imports TRL, which takes seconds. Raises ConfigError if it is not installed."""
+    """Imports and returns the module TRL, which takes seconds. Raises ConfigError if it is not installed."""
     with needing(ConfigError, "GRPO is TRL's: pip install 'paceline[rl]'"):
         return importlib.import_module("trl")
 
 
 def rollout_func(rollouts: Rollouts) -> RolloutFunc:
-    """Returns TRL's `rollout_func` for single answers. Prompts are texts, or lists of messages for the chat
-    template."""
+    """Returns the `rollout_func` for TRL's GRPOTrainer that samples one answer per prompt.
+
+    Prompts are texts, or lists of messages for the chat template.
+    """
 
     def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         check_trainer(rollouts, trainer)
@@ -48,10 +50,10 @@ def rollout_func(rollouts: Rollouts) -> RolloutFunc:
 
 
 def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
-    """Returns TRL's `rollout_func` for agents. Prompts are tasks as JSON (`task_rows`); equal adjacent prompts form a
-    group.
+    """Returns the `rollout_func` for TRL's GRPOTrainer that runs an agent on each prompt.
 
-    The attempts come with rewards, so use `attempt_reward` as TRL's reward function.
+    Prompts are tasks as JSON (`task_rows`); equal adjacent prompts form a group. The attempts come with rewards, so use
+    `attempt_reward` as TRL's reward function.
     """
 
     def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
 
 
 def attempt_reward(completions: list[Any], **columns: Any) -> list[float]:
-    """TRL reward function for `agent_rollout_func`: returns the attempts' rewards."""
+    """Returns the rewards that `agent_rollout_func` computed; use it as TRL's reward function."""
     if REWARD not in columns:
         raise RolloutError("attempt_reward goes with agent_rollout_func: give the trainer that as its rollout_func")
     return [float(reward) for reward in columns[REWARD]]
@@ -81,7 +83,7 @@ def task_rows(tasks: Sequence[Any]) -> list[dict[str, str]]:
 
 
 def sync(rollouts: Rollouts, trainer: Any) -> None:
-    """Loads the trainer's weights into the engine unless it has those of this step."""
+    """Loads the trainer's weights into the engine, unless the engine already has the weights of this training step."""
     if rollouts.step != trainer.state.global_step:
         model = trainer.accelerator.unwrap_model(trainer.model)
         rollouts.load_weights(_whole(model.state_dict()), trainer.state.global_step)
