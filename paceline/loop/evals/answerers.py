@@ -1,6 +1,7 @@
-"""Answerers of a suite: a local model, with or without a drafter, or an OpenAI-compatible endpoint.
+"""Answerers: objects that answer a suite's cases with a local model, with or without a drafter, or with an
+OpenAI-compatible endpoint.
 
-LLMAnswerer(llm, EvalSampling(max_tokens=256))       EndpointAnswerer(url, "model", EvalSampling())
+    LLMAnswerer(llm, EvalSampling(max_tokens=256))       EndpointAnswerer(client, "model", EvalSampling())
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from paceline.types import SamplingParams
 
 __all__ = ["EndpointAnswerer", "EvalSampling", "LLMAnswerer", "post"]
 TRIES = 2
-"""Attempts per request; after the last failure the eval stops, because a score needs every answer."""
+"""Number of attempts per request. After the last failure the eval stops, because a score needs every answer."""
 
 
 def named(model: str) -> str:
-    """Returns a model's display name: the last part of a path or hub id."""
+    """Returns the display name of a model: the last part of its path or hub id."""
     return model.rstrip("/").rpartition("/")[2] or model
 
 
 class LLMAnswerer:
-    """Answers with a local model."""
+    """Answers a suite's cases with a local model."""
 
     is_remote = False
 
@@ -42,8 +43,10 @@ class LLMAnswerer:
         self.name = name or f"{named(llm.config.model)}{drafter}"
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
-        """Returns `samples` replies per case. Raises PromptError and ContextLengthError before generating any
-        answer."""
+        """Returns a list of `samples` replies for each case; calls `advance` after each finished case.
+
+        Raises PromptError and ContextLengthError before generating any answer.
+        """
         ids, config = [self._ids(case) for case in cases], self.sampling
         at_once = self.llm.target.cache.num_rows
         replies: list[list[Reply]] = [[] for _ in cases]
@@ -87,7 +90,8 @@ class LLMAnswerer:
 
 
 class EndpointAnswerer:
-    """Answers with an OpenAI-compatible server: messages go to /v1/chat/completions, token ids to /v1/completions."""
+    """Answers a suite's cases with an OpenAI-compatible server: messages go to /v1/chat/completions, token ids to
+    /v1/completions."""
 
     is_remote = True
 
@@ -98,8 +102,10 @@ class EndpointAnswerer:
         self.name = name or f"{model} at {client.url}"
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
-        """Returns `samples` replies per case. Raises DownloadError naming the case when a request has failed TRIES
-        times."""
+        """Returns a list of `samples` replies for each case; calls `advance` after each finished case.
+
+        Raises DownloadError naming the case when a request has failed TRIES times.
+        """
         jobs = [(case, sample) for case in cases for sample in range(samples)]
         replies: list[list[Reply]] = []
         with ThreadPoolExecutor(self.sampling.at_once) as pool:
@@ -133,8 +139,10 @@ class EndpointAnswerer:
 
 
 def post(client: Client, path: str, body: dict[str, Any], what: str) -> tuple[dict[str, Any], float]:
-    """Sends a request; returns the JSON object of the response and its seconds. Raises DownloadError after TRIES
-    failures."""
+    """Sends `body` as JSON to the server's `path`; returns the response's JSON object and the seconds it took.
+
+    `what`: the request's name in error messages. Raises DownloadError after TRIES failures.
+    """
     data, stream = json.dumps(body).encode(), Stream(0.0)
     for attempt in range(TRIES):
         if attempt:

@@ -27,12 +27,13 @@ Verdict = Literal["better", "worse", "no difference seen"]
 LEVEL = 0.01
 DRAWS = 9_999
 EXACT = 14
-"""Up to this many differing cases, all sign flips are enumerated instead of sampled."""
+"""Up to this many cases with different scores, all sign flips are enumerated instead of sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Result of `compare`: `after` minus `before`, over all cases."""
+    """Difference between two runs of one suite, from `compare`: the run `after` minus the run `before`, over all
+    cases."""
 
     before: str
     after: str
@@ -44,29 +45,29 @@ class Comparison:
     interval: tuple[float, float]
     """95% interval of the difference; (-1, 1) for a single case."""
     chance: float
-    """p-value of the difference."""
+    """Two-sided p-value of the difference."""
     gained: int
-    """Cases with a higher score after."""
+    """Number of cases with a higher score in the run `after`."""
     lost: int
-    """Cases with a lower score after."""
+    """Number of cases with a lower score in the run `after`."""
     same_text: int
-    """Cases with identical answer texts."""
+    """Number of cases with identical answer texts in both runs."""
     verdict: Verdict
     times_p50: float | None
-    """Median seconds per answer, after divided by before: below 1 is faster."""
+    """Median seconds per answer of `after`, divided by those of `before`: below 1 is faster."""
     price_ratio: float | None
     smallest: float
-    """Smallest difference that the test detects with probability 0.9, given the spread of the cases."""
+    """Smallest difference of scores that the test detects with probability 0.9, given how much the cases vary."""
 
     def as_line(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
-        """The difference with its interval, as "+0.010 [-0.005, +0.025]"."""
+        """The difference with its 95% interval, as "+0.010 [-0.005, +0.025]"."""
         return f"{self.difference:+.3f} [{self.interval[0]:+.3f}, {self.interval[1]:+.3f}]"
 
     def loss_above(self, margin: float) -> str:
-        """Reason for a refusal if the interval does not rule out a loss of more than `margin`; else ""."""
+        """Returns a reason to fail the gate if the 95% interval includes a loss of more than `margin`; else ""."""
         is_possible = self.interval[0] < -margin
         return (
             f"a loss of more than {margin:g} compared with {self.before} is not ruled out: {self}"
@@ -76,7 +77,10 @@ class Comparison:
 
 
 def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) -> Comparison:
-    """Compares two runs case by case. Raises ConfigError when they are of different suites."""
+    """Compares two runs of one suite case by case. A difference counts if its p-value is below `level`.
+
+    Raises ConfigError when the runs are of different suites.
+    """
     import numpy as np
 
     ids = [case.id for case in before.cases]
@@ -116,7 +120,10 @@ def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) 
 
 
 def sign_flips(gains: np.ndarray, seed: int = 0, draws: int = DRAWS) -> float:
-    """Two-sided p-value of the sum of `gains` [cases] under random sign flips; 1.0 if no case differs."""
+    """Returns the two-sided p-value of a permutation test that flips the signs of `gains` at random; 1.0 if all are 0.
+
+    `gains`: one score difference per case. `draws`: number of random flips, unless all flips are enumerated.
+    """
     import numpy as np
 
     moved = np.abs(gains[gains != 0])
@@ -135,23 +142,30 @@ def sign_flips(gains: np.ndarray, seed: int = 0, draws: int = DRAWS) -> float:
 
 
 def findable(num_cases: int, deviation: float, level: float = LEVEL, power: float = 0.9) -> float:
-    """Smallest difference that a paired test at `level` detects with probability `power`, where `deviation` s is the
-    standard deviation of a case's difference: (z_(1-level/2) + z_power) * s / sqrt(n), the normal approximation."""
+    """Returns the smallest difference that a paired test over `num_cases` cases detects with probability `power`.
+
+    `level`: p-value below which a difference counts. `deviation`: standard deviation s of a case's difference. Normal
+    approximation: (z_(1-level/2) + z_power) * s / sqrt(n).
+    """
     return (NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(power)) * deviation / math.sqrt(num_cases)
 
 
 def cases_needed(loss: float, deviation: float, level: float = LEVEL, power: float = 0.9) -> int:
-    """Cases needed to detect a difference of `loss` (see `findable`)."""
+    """Returns the number of cases that a paired test needs to detect a difference of `loss` with probability `power`.
+
+    `level`: p-value below which a difference counts. `deviation`: standard deviation of a case's difference.
+    """
     return math.ceil((findable(1, deviation, level, power) / loss) ** 2)
 
 
 class Gate(GateConfig):
-    """The gate of `evals run` and `compare`; its fields are those of `config.GateConfig`."""
+    """Checks scores against the conditions of `evals run` and `compare`, which are its fields (`config.GateConfig`)."""
 
     __slots__ = ()
 
     def refusals(self, scores: Scores, comparison: Comparison | None = None) -> list[str]:
-        """Returns the reasons for which the scores fail the gate; empty if they pass."""
+        """Returns the reasons why the scores fail the gate; empty if they pass. `comparison`: with another run, if
+        there is one."""
         reasons = []
         if self.fail_below is not None:
             low = scores.interval[0]

@@ -18,7 +18,7 @@ KINDS = ("auto", "exact", "numeric", "regex", "json", "code", "judge")
 
 @dataclass(frozen=True, slots=True)
 class EvalSampling:
-    """Sampling of answers."""
+    """Settings for generating the answers."""
 
     max_tokens: Count = 256
     """Longest answer, in tokens."""
@@ -33,13 +33,14 @@ class EvalSampling:
         check(self)
 
     def seed_of(self, case: Case, sample: int) -> int:
-        """Derives the request's seed from the case's id, not its index, so that a growing suite keeps its answers."""
+        """Derives a request's seed from the base seed, the case's id and the sample's number. The case's index is not
+        used, so a suite that grows keeps its answers."""
         return zlib.crc32(f"{self.seed}/{case.id}/{sample}".encode())
 
 
 @dataclass(frozen=True, slots=True)
 class MakeConfig:
-    """Cases of a suite and their scorer."""
+    """Settings of a new suite: sources of its cases, and their scorer."""
 
     sources: tuple[str, ...] = ()
     """A store (its evals split), JSON lines, Parquet, or a data set id."""
@@ -131,7 +132,8 @@ class PricesConfig:
         check(self)
 
     def of_1000(self, wall_s: float, num_answers: int, prompt_tokens: int, answer_tokens: int) -> float | None:
-        """Returns the price of 1,000 answers; None without any price."""
+        """Returns the price of 1,000 answers, given `num_answers` answers that took `wall_s` seconds; None without any
+        price."""
         if not num_answers or (self.price_per_hour, self.price_in, self.price_out) == (None, None, None):
             return None
         tokens = prompt_tokens * (self.price_in or 0.0) + answer_tokens * (self.price_out or 0.0)

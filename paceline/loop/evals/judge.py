@@ -39,26 +39,28 @@ FORM = """{criteria}
 
 A, B or TIE?"""
 FEWEST, LEAST_STEADY = 10, 0.2
-"""Position bias is checked from FEWEST pairs on: the share of unbiased pairs must be at least LEAST_STEADY."""
+"""Position bias is checked once FEWEST pairs have been judged: the share of pairs without it must be at least
+LEAST_STEADY."""
 MOST_LETTERS = 20_000
 MAX_TOKENS = 16
 
 
 @dataclass(slots=True)
 class Judge:
-    """Pairwise judge; counts its verdicts to detect position bias."""
+    """Compares pairs of answers with a judge model; counts its verdicts to detect position bias."""
 
     client: Client
     model: str
     criteria: str = CRITERIA
     steady: int = field(default=0, init=False)
-    """Pairs whose preference survived the swap."""
+    """Number of pairs whose preferred answer stayed the same when the answers were swapped."""
     swayed: int = field(default=0, init=False)
-    """Pairs in which the judge preferred the same position both times."""
+    """Number of pairs in which the judge preferred the same position both times."""
     ties: int = field(default=0, init=False)
 
     def score(self, case: Case, text: str) -> tuple[float, str]:
-        """Compares an answer with the case's reference; returns its score and the reason. Raises JudgeError."""
+        """Compares an answer's `text` with the case's reference answer; returns its score and the reason. Raises
+        JudgeError."""
         preferred = self.prefer(case.question, text, str(case.scorer["reference"]), case.scorer.get("criteria"))
         return preferred, {1.0: "", 0.5: "no better than the reference", 0.0: "the reference is better"}[preferred]
 
@@ -112,6 +114,7 @@ class Judge:
 
 
 def verdict_in(text: str) -> str | None:
-    """Returns the only one of A, B and TIE that the first 200 characters contain; None if none or several do."""
+    """Returns the judge's verdict, A, B or TIE, from the first 200 characters of its answer; None if they name none or
+    several."""
     words = set(re.findall(r"\b(A|B|TIE)\b", text.strip()[:200]))
     return words.pop() if len(words) == 1 else None

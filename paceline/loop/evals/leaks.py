@@ -1,4 +1,4 @@
-"""Finds contaminated cases: cases that a store trains on measure memorisation.
+"""Finds contaminated eval cases: a model trained on them can answer from memory.
 
 leaking(suite, Store.open("store"))          # ids of cases that nearly equal a prompt of the training split
 """
@@ -18,10 +18,10 @@ WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def leaking(suite: Suite, store: Store, overlap: float | None = None) -> list[str]:
-    """Returns the ids of cases that overlap with training prompts in 5-word n-grams.
+    """Returns the ids of the cases whose questions nearly equal a prompt in the store's training split.
 
-    N-grams in more than a tenth of all texts are boilerplate and ignored. `overlap`: Jaccard threshold
-    [default: the store's `related`].
+    Texts are compared by their 5-word n-grams; those in more than a tenth of all texts are boilerplate and ignored.
+    `overlap`: Jaccard similarity from which two texts are nearly equal [default: the store's setting `related`].
     """
     prompts = [_words(row["prompt"]) for row in store.rows("train")]
     cases = [_words(case.question) for case in suite]

@@ -1,8 +1,7 @@
 """Builds suites from a store's evals split, or from files of questions.
 
     make_suite(MakeConfig(("store",), scorer="json"))
-    make_suite(MakeConfig(("gsm8k_test.jsonl",)))               # GSM8K, HumanEval, MBPP and tickets are known by their
-    keys
+    make_suite(MakeConfig(("gsm8k_test.jsonl",)))       # recognises GSM8K, HumanEval, MBPP and support tickets by keys
 
 In cases from a store the recorded answer is the reference: its text, its last number, or the fields of its JSON.
 """
@@ -33,11 +32,11 @@ MBPP = "{}\nYour code should pass these tests:\n\n{}"
 
 
 class Question(NamedTuple):
-    """A row of a file, parsed."""
+    """A question with its answer, parsed from one row of a file."""
 
     messages: list[Row]
     answer: str | None
-    """The recorded answer."""
+    """The recorded answer, if the row has one."""
     scorer: Row | None
     """The scorer, if the row's keys determine it."""
     read: set[str]
@@ -45,10 +44,10 @@ class Question(NamedTuple):
 
 
 def make_suite(config: MakeConfig, name: str = "suite", dropped: Dropped | None = None) -> Suite:
-    """Builds a suite. Raises PromptError naming the row that cannot be scored, ConfigError on contradictory settings.
+    """Builds a suite from the sources of `config`.
 
-    With `dropped`, unusable rows are skipped and counted there instead, as are unused keys; without it, unused keys are
-    logged.
+    `dropped` collects unusable rows and unused keys by reason. Without it, an unusable row raises PromptError naming
+    the row, and unused keys are logged. Raises ConfigError on contradictory settings, PromptError without any case.
     """
     counted = Dropped() if dropped is None else dropped
     cases = [case for source in config.sources for case in _cases(source, config, counted, raises=dropped is None)]
@@ -207,7 +206,8 @@ def _json(config: MakeConfig, value: Row | None, where: str) -> Row:
 
 
 def without_leaks(suite: Suite, store: Path, dropped: Dropped) -> Suite:
-    """Removes and counts the cases that a store trains on. Raises PromptError when no case remains."""
+    """Returns the suite without the cases that the store trains on, and counts those in `dropped`. Raises PromptError
+    when no case remains."""
     from paceline.loop.evals.leaks import leaking
     from paceline.loop.store.folder import Store
 

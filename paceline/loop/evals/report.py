@@ -49,7 +49,7 @@ PAIRS = (
 
 
 def sentence(scores: Scores, comparisons: Sequence[Comparison], refusals: Sequence[str]) -> str:
-    """Summarises score, comparisons and refusals in a line or two."""
+    """Summarises score, comparisons and failed conditions of the gate (`refusals`) in a line or two."""
     text = (
         f"{scores.name} scores {scores.mean:.3f}{_interval(scores.interval)} on {scores.suite} ({len(scores.cases)} "
         "cases)."
@@ -73,7 +73,10 @@ def write_report(
     out: str | Path | None,
     progress: Progress,
 ) -> RunFolder:
-    """Writes the run folder and shows the figures. The last of `scores` is the one that the gate judged."""
+    """Writes the run folder and prints the figures. The last of `scores` is the one that the gate judged.
+
+    `refusals`: reasons why the gate failed.
+    """
     run, last = RunFolder.create("evals", settings, out), scores[-1]
     lines = {"scores": [each.as_line() for each in scores], "comparisons": [each.as_line() for each in comparisons]}
     run.results({**lines, "refusals": list(refusals), "passed": not refusals})

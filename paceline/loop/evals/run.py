@@ -52,16 +52,16 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Result of `evaluate`."""
+    """Result of `evaluate`: scores, comparisons, and the gate's decision."""
 
     scores: Scores
     run: RunFolder
     refusals: list[str]
-    """Reasons for which the gate fails; empty if it passes."""
+    """Reasons why the gate fails; empty if it passes."""
     comparison: Comparison | None = None
-    """Comparison with the run `no_worse_than`."""
+    """Comparison with the earlier run that the setting `no_worse_than` names."""
     drafter_check: Comparison | None = None
-    """Comparison with the model without its drafter."""
+    """Comparison with the same model without its drafter; all answers must be identical."""
 
     def as_line(self) -> dict[str, Any]:
         comparisons = {"comparison": self.comparison, "drafter_check": self.drafter_check}
@@ -83,10 +83,12 @@ def evaluate(
     out: str | Path | None = None,
     progress: Progress = SILENT,
 ) -> Evaluated:
-    """Generates answers, scores them, compares them with another run, applies the gate, writes the run folder.
+    """Runs a suite on a model or endpoint: generates and scores answers, applies the gate, and writes the run folder
+    `out`.
 
-    Raises PromptError and ConfigError on unusable suites and settings; DownloadError, JudgeError and SandboxError when
-    the endpoint, the judge or the sandbox fails; and the errors of loading the model.
+    The gate may compare the scores with those of an earlier run. Raises PromptError and ConfigError on unusable suites
+    and settings; DownloadError, JudgeError and SandboxError when the endpoint, the judge or the sandbox fails; and the
+    errors of loading the model.
     """
     suite, gate = read_suite(suite_file).first(config.limit), config.gate
     other = read_scores(gate.no_worse_than) if gate.no_worse_than else None
@@ -127,9 +129,11 @@ def evaluate(
 def beside(
     before: str | Path, after: str | Path, gate: Gate, *, out: str | Path | None = None, progress: Progress = SILENT
 ) -> tuple[Comparison, list[str], RunFolder]:
-    """Compares two finished runs; returns the comparison, the gate's refusals and the run folder.
+    """Compares two finished runs, given by their folders; returns the comparison, the reasons why the gate fails, and
+    the run folder of the comparison.
 
-    Raises ConfigError when they are of different suites."""
+    Raises ConfigError when they are of different suites.
+    """
     one, two = read_scores(before), read_scores(after)
     comparison = compare(one, two)
     refusals = gate.refusals(two, comparison)
@@ -150,8 +154,11 @@ def _answerer(engine: EngineConfig, config: Asked, stack: contextlib.ExitStack, 
 
 @contextlib.contextmanager
 def open_judge(config: JudgeConfig, option: str, timeout_s: float = 600.0) -> Iterator[Judge]:
-    """Connects to the judge. Raises ConfigError naming `option` on an invalid address, and the errors of
-    `served_name`."""
+    """Yields a judge connected to the endpoint in `config`. `option`: name of the option with the address, for error
+    messages.
+
+    Raises ConfigError on an invalid address, DownloadError without a server, ModelNotFoundError without the model.
+    """
     assert config.url is not None
     key = next(iter(read_api_keys((), config.key_file, JUDGE_KEY)), None)
     with contextlib.closing(Client(config.url, key, timeout_s, option)) as client:

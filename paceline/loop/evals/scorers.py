@@ -1,5 +1,5 @@
-"""Scorers: each computes the score of one answer, from 0 (wrong) to 1 (right), from the case's scorer fields and the
-text.
+"""Scorers: each computes the score of one answer, from 0 (wrong) to 1 (right), from the answer's text and the fields of
+the case's scorer.
 
 | kind | fields of the scorer | score |
 |---|---|---|
@@ -10,7 +10,7 @@ text.
 | code | `tests`, and `prompt`, `entry_point` as in HumanEval | 1 if all tests pass in the sandbox |
 | judge | `reference`, `criteria` | the judge's preference: 1 the answer, 0 the reference, 0.5 neither |
 
-`code` needs a `Sandbox` and `judge` a `Judge`, which `run_suite` is given.
+The kind `code` needs a `Sandbox`, the kind `judge` a `Judge`; pass them to `run_suite`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Verdict = tuple[float, str]
-"""(score, reason); the reason is "" for a score of 1."""
+"""Score of an answer and the reason for it; the reason is "" for a score of 1."""
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][+-]?\d+)?")
 MOST_SCANNED = 100_000
-"""Longest prefix or suffix of an answer, in characters, that is searched."""
+"""Number of characters at the beginning or end of an answer that are searched at most."""
 RIGHT: Verdict = (1.0, "")
 
 
@@ -44,7 +44,7 @@ def score_exact(scorer: Row, text: str) -> Verdict:
 
 
 def score_numeric(scorer: Row, text: str) -> Verdict:
-    """Compares the text's last number; 1,234 equals 1234.0."""
+    """Scores the last number in the text; 1,234 equals 1234.0."""
     numbers = NUMBER.findall(text[-MOST_SCANNED:])
     if not numbers:
         return 0.0, "no number"
@@ -60,7 +60,7 @@ def score_regex(scorer: Row, text: str) -> Verdict:
 
 
 def score_json(scorer: Row, text: str) -> Verdict:
-    """Scores the first JSON object in the text."""
+    """Scores the first JSON object in the text by its fields and the schema."""
     value = object_in(text)
     if value is None:
         return 0.0, "no JSON object"
@@ -104,7 +104,10 @@ def _jsonschema() -> Any:
 
 
 def program_of(scorer: Row, text: str) -> str:
-    """Returns the answer's code followed by the case's tests; with an entry point, in HumanEval's form."""
+    """Returns the program to run for a score: the code in the answer `text`, followed by the case's tests.
+
+    A scorer with an entry point has HumanEval's form: the prompt is the head of a function, and the tests call it.
+    """
     code, prompt, entry = code_of(text), scorer.get("prompt", ""), scorer.get("entry_point")
     if not entry:
         return f"{code}\n\n{scorer['tests']}\n"
@@ -123,7 +126,7 @@ SCORERS: dict[str, Callable[[Row, str], Verdict]] = {
     "regex": score_regex,
     "json": score_json,
 }
-"""Scorers that need only the text, by kind."""
+"""Kind of scorer -> its function, for the kinds that need only the text."""
 NEEDED: dict[str, tuple[str, ...]] = {
     "exact": ("answer",),
     "numeric": ("answer",),
@@ -132,11 +135,11 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "code": ("tests",),
     "judge": ("reference",),
 }
-"""Required fields of a scorer, by kind."""
+"""Kind of scorer -> its required fields."""
 
 
 def check_scorer(scorer: Row, where: str) -> None:
-    """Raises PromptError for an invalid scorer."""
+    """Raises PromptError for an invalid scorer. `where`: the scorer's place, such as file and line, for the message."""
     kind = scorer.get("kind")
     if kind not in NEEDED:
         raise PromptError(f"{where}: there is no scorer {kind!r}: choose from {', '.join(NEEDED)}")

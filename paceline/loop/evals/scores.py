@@ -44,26 +44,27 @@ class Reply:
 
 
 class Answerer(Protocol):
-    """A model, a model with a drafter, an endpoint, or a double in a test."""
+    """Answers the cases of a suite: a model, a model with a drafter, an endpoint, or a test double."""
 
     name: str
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
-        """Returns `samples` replies to each case, in order, or raises; calls `advance` once per case."""
+        """Returns a list of `samples` replies for each case, in order, or raises. Calls `advance`, the progress
+        callback, once per case."""
         ...
 
 
 class Judge(Protocol):
-    """Scores an answer against a reference: `judge.Judge`, or a double in a test."""
+    """Scores an answer by comparison with a reference answer: `judge.Judge`, or a test double."""
 
     def score(self, case: Case, text: str) -> tuple[float, str]:
-        """Returns the score, from 0 to 1, and the reason for less than 1. Raises JudgeError."""
+        """Returns the score of the answer `text`, from 0 to 1, and the reason for less than 1. Raises JudgeError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One case with its answers; tuples have one element per sample."""
+    """One case with its scored answers; tuples have one element per answer."""
 
     id: str
     kind: str
@@ -75,7 +76,7 @@ class Scored:
     prompt_tokens: int
     answer_tokens: tuple[int, ...]
     cut: int = 0
-    """Answers truncated at the token limit."""
+    """Number of answers truncated at the token limit."""
 
     @property
     def score(self) -> float:
@@ -84,7 +85,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of one suite and one answerer."""
+    """Scores and costs of one answerer on one suite."""
 
     name: str
     """Name of the answerer."""
@@ -106,14 +107,14 @@ class Scores:
 
     @property
     def interval(self) -> Interval:
-        """95% interval of the mean over cases; (None, None) for a single case."""
+        """95% interval of the mean score over cases; (None, None) for a single case."""
         import numpy as np
 
         return resampled(np.array([case.score for case in self.cases])) if len(self.cases) > 1 else (None, None)
 
     @property
     def latency(self) -> Spread:
-        """Mean and percentiles of the seconds per answer."""
+        """Seconds per answer: mean and percentiles."""
         return Spread.of([seconds for case in self.cases for seconds in case.seconds])
 
     @property
@@ -129,7 +130,7 @@ class Scores:
         return sum(case.cut for case in self.cases)
 
     def as_line(self) -> dict[str, Any]:
-        """The figures, without the answers."""
+        """Returns the summary as a JSON object, without the answers."""
         low, high = self.interval
         return {
             "name": self.name,
@@ -155,8 +156,10 @@ class Scores:
 
 
 def resampled(values: np.ndarray, seed: int = 0, draws: int = 4000) -> tuple[float, float]:
-    """95% percentile bootstrap interval of the mean of values [cases]; resamples distinct values with multinomial
-    counts."""
+    """Returns the 95% percentile bootstrap interval of the mean of `values` [cases], from `draws` resamples.
+
+    Equal values are drawn together, with multinomial counts, to save time.
+    """
     import numpy as np
 
     unique, counts = np.unique(values, return_counts=True)
@@ -172,7 +175,8 @@ def parts_of(draws: int, most: int = 500) -> list[int]:
 
 
 def read_scores(file: str | Path) -> Scores:
-    """Reads a file of `Scores.write`, or the one in a run folder. Raises ConfigError."""
+    """Reads a scores.json that `Scores.write` wrote. `file`: the file, or the run folder that contains it. Raises
+    ConfigError."""
     path = Path(file) / "scores.json" if Path(file).is_dir() else Path(file)
     remedy = "give the folder of an evals run"
     caught = (OSError, ValueError, TypeError, LookupError, AttributeError)
@@ -198,9 +202,10 @@ def run_suite(
     settings: dict[str, Any] | None = None,
     progress: Progress = SILENT,
 ) -> Scores:
-    """Generates all answers, then scores them; checks sandbox and judge before the first request.
+    """Generates all answers to the suite's cases, then scores them. Checks sandbox and judge before the first request.
 
-    Raises ConfigError when the judge is missing, SandboxError, JudgeError, and the answerer's errors.
+    `samples`: answers per case. Raises ConfigError when the judge is missing, SandboxError, JudgeError, and the
+    answerer's errors.
     """
     refuse(
         ConfigError,

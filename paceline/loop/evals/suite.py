@@ -25,20 +25,20 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One question and its scorer."""
+    """One question with the scorer of its answers."""
 
     id: str
     scorer: Row
-    """The scorer's "kind" and its fields (see `scorers`)."""
+    """Kind of scorer and its fields, as listed in `scorers`."""
     messages: tuple[Message, ...] = ()
     token_ids: tuple[int, ...] = ()
     """Prompt tokens in place of messages, in the vocabulary of the recorded model."""
     text: str = ""
-    """Decoded `token_ids`, for people, judges and endpoints."""
+    """Text of `token_ids`, shown to people and judges and sent to endpoints."""
     tools: tuple[Row, ...] = ()
     """Tool definitions in OpenAI's format."""
     variables: tuple[tuple[str, Any], ...] = ()
-    """Variables of the chat template (see `Prompt`)."""
+    """Names and values of variables for the chat template."""
     origin: Row = field(default_factory=dict)
     """Source of the case: a file, or a store's version, key and conversation."""
 
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A named list of cases."""
+    """A named list of eval cases."""
 
     name: str
     cases: tuple[Case, ...]
@@ -110,7 +110,8 @@ def read_suite(file: str | Path) -> Suite:
 
 
 def suite_of(name: str, cases: list[Case], where: str) -> Suite:
-    """Returns the cases as a suite. Raises PromptError without a case, or on a duplicate id."""
+    """Returns the cases as a suite. Raises PromptError without a case, or on a duplicate id; `where` names the source
+    then."""
     if not cases:
         raise PromptError(f"{where} holds no case: an eval needs at least one")
     seen: set[str] = set()

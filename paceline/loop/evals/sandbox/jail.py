@@ -43,7 +43,7 @@ NOBODY = 65534
 DEVICES = ("null", "zero", "random", "urandom")
 TICK_S = 0.01
 MOST_KEPT = 4096
-"""Bytes kept of the end of the answer's stderr."""
+"""Number of bytes kept from the end of the answer's stderr."""
 RUNNER = """import os, sys
 with open("answer.py", encoding="utf-8") as file:
     source = file.read()
@@ -51,7 +51,7 @@ exec(compile(source, "answer.py", "exec"), {"__name__": "answer"})
 os.write(int(sys.argv[1]), os.read(0, 64))
 os._exit(0)
 """
-"""Runs the answer, then echoes the secret word: an answer that exits early has not passed."""
+"""Program that runs the answer, then echoes a secret word. The word is missing if the answer exits early: it fails."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 Job = dict[str, Any]
@@ -221,7 +221,7 @@ def filter_calls(job: Job) -> None:
 
 
 def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) -> None:
-    """Drops files, privileges and limits, then executes the answer in this process."""
+    """Closes files, drops privileges, sets limits, then executes the answer in this process."""
     null = os.open("/dev/null", os.O_RDWR)
     os.setsid()
     for source, target in ((word, 0), (null, 1), (errors, 2)):
@@ -261,7 +261,7 @@ def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) 
 
 
 class Warden:
-    """Process 1 of the namespace: starts the answer, enforces its limits, and kills it."""
+    """Process 1 of the namespace: starts the answer (the code to test), enforces its limits, and kills it."""
 
     def __init__(self, job: Job, is_root: bool) -> None:
         self.job, self.limits, self.is_root = job, job["limits"], is_root

@@ -33,7 +33,7 @@ from paceline.report.tables import printable
 JAIL = Path(__file__).with_name("jail.py")
 CALLS = Path(__file__).with_name("syscalls.json")
 GRACE_S = 5.0
-"""Seconds after the wall-clock limit until the whole sandbox is killed from outside."""
+"""Seconds after the wall-clock limit at which the whole sandbox is killed from outside."""
 SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache")
 Outcome = Literal["passed", "ended", "time", "cpu", "memory", "disk", "killed", "setup"]
 Kind = Literal["namespaces", "landlock", "none"]
@@ -64,10 +64,9 @@ class Ran:
 
     outcome: Outcome
     """"passed": ran to its end. "ended": an error, a failed test, or an early exit. "time", "cpu", "memory", "disk":
-    exceeded
-    that limit. "killed": killed from outside. "setup": the sandbox could not be set up."""
+    exceeded that limit. "killed": killed from outside. "setup": the sandbox could not be set up."""
     stderr: str = ""
-    """End of its stderr; untrusted text."""
+    """End of the program's stderr; untrusted text."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
     peak_bytes: int = 0
@@ -78,7 +77,7 @@ class Ran:
 
     @property
     def why(self) -> str:
-        """The outcome in one printable line."""
+        """The outcome as one printable line."""
         if self.outcome in ("time", "cpu", "memory", "disk"):
             return f"beyond its limit of {'processor time' if self.outcome == 'cpu' else self.outcome}"
         last = self.stderr.strip().splitlines()[-1:] or [self.outcome]
