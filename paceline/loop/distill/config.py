@@ -114,7 +114,7 @@ class TeachingConfig:
         )
 
     def num_steps(self, num_answers: int) -> int:
-        """Maximum number of steps on this many answers."""
+        """Returns the maximum number of training steps, given the number of answers to train on."""
         epochs = self.epochs or (MANY_EPOCHS if self.minutes or self.max_steps else DEFAULT_EPOCHS)
         by_epochs = max(1, math.ceil(epochs * num_answers / self.batch_size))
         return min(by_epochs, self.max_steps or by_epochs)
@@ -158,12 +158,12 @@ class FilesConfig:
 
 @dataclass(frozen=True, slots=True)
 class DistillConfig:
-    """Settings of `distill`."""
+    """All settings of a distillation, in groups."""
 
     out: Path
     """Run folder; the same command resumes a stopped run."""
     teacher: EngineConfig = field(default_factory=EngineConfig)
-    """The model to distil."""
+    """The model to distil into the student, with its engine's settings."""
     answers: tuple[Path, ...] = ()
     """The teacher's answers, or traces: a folder or file of regenerate, serve --traces or record."""
     asked: PromptsConfig = field(default_factory=PromptsConfig)
@@ -174,7 +174,7 @@ class DistillConfig:
     files: FilesConfig = field(default_factory=FilesConfig)
 
     def require_answers(self) -> None:
-        """Raises ConfigError without answers and prompts."""
+        """Raises ConfigError if neither recorded answers nor prompts are given."""
         refuse(
             ConfigError,
             (

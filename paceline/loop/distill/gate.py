@@ -26,16 +26,16 @@ from paceline.train.documents.dataset import Document
 from paceline.types import SamplingParams
 
 MORE_TOKENS = 32
-"""Tokens by which a student's answer may exceed the teacher's."""
+"""Number of tokens by which the student's answer may be longer than the teacher's."""
 AT_ONCE = 8
 """Concurrent requests."""
 MOSTLY = 0.9
-"""Fields are compared if at least this share of the teacher's answers are JSON objects."""
+"""Minimum share of the teacher's answers that are JSON objects, for their fields to be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Verdict of one gate."""
+    """Result of one gate: whether the student passed, and why."""
 
     name: str
     passed: bool
@@ -46,47 +46,49 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class GateInputs:
-    """Inputs of a gate."""
+    """Inputs of every gate: the student, and the log-probabilities of three models along the held-out answers."""
 
     llm: LLM
     """The finished student, loaded without a drafter."""
     documents: Sequence[Document]
     """Held-out prompts with the teacher's answers."""
     teacher: Sequence[AnswerLogprobs]
-    """The teacher's log-probabilities along each document."""
+    """The teacher's log-probabilities along each document's answer."""
     student: Sequence[AnswerLogprobs]
-    """The student's."""
+    """The finished student's log-probabilities along each document's answer."""
     start: Sequence[AnswerLogprobs]
-    """The untrained student's."""
+    """The untrained student's log-probabilities along each document's answer."""
     progress: Progress
 
 
 class Judge(Protocol):
-    """A gate on a finished student."""
+    """A gate: decides whether a finished student is accepted."""
 
     @property
     def name(self) -> str:
-        """Name of the gate in its finding."""
+        """Name of the gate, also in its `Finding`."""
         ...
 
     def __call__(self, inputs: GateInputs) -> Finding:
-        """Judges the student."""
+        """Tests the student in `inputs`; returns the gate's decision."""
         ...
 
 
 def same_first(one: AnswerLogprobs, other: AnswerLogprobs) -> tuple[float, float]:
-    """Returns the number of positions at which both have the same top token, and the number of positions."""
+    """Returns the number of answer positions at which both models have the same most probable token, and the number of
+    all positions."""
     return float((one.ids_NK[:, 0] == other.ids_NK[:, 0]).sum()), float(len(one.ids_NK))
 
 
 def mean_loss(logprobs: Sequence[AnswerLogprobs]) -> float:
-    """Mean negative log-likelihood of the answers, in nats per token."""
+    """Returns the mean negative log-likelihood of the answers' tokens, in nats per token."""
     return -float(np.concatenate([each.own_N for each in logprobs]).mean())
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Requires top-token agreement with the teacher, and a lower loss than the untrained student's."""
+    """Gate: the student's most probable tokens must agree with the teacher's, and its loss must be below the untrained
+    student's."""
 
     config: GateConfig
     name: str = "agreement"
@@ -110,8 +112,8 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class OwnAnswers:
-    """Compares the student's own greedy answers with the teacher's; requires equal fields if the teacher answers in
-    JSON."""
+    """Gate: compares the student's greedy answers with the teacher's. If the teacher answers in JSON, their fields must
+    be equal."""
 
     config: GateConfig
     name: str = "answers"
@@ -141,7 +143,7 @@ def _finding(name: str, passed: bool, reason: str, figures: dict[str, Any]) -> F
 
 
 def own_answers(llm: LLM, documents: Sequence[Document], progress: Progress) -> list[str]:
-    """Generates greedy answers to the documents' prompts."""
+    """Returns the student's greedy answers to the documents' prompts, as texts."""
     texts: list[str] = []
     with progress.bar("the student answers", len(documents)) as advance:
         for start in range(0, len(documents), AT_ONCE):
@@ -160,7 +162,7 @@ def own_answers(llm: LLM, documents: Sequence[Document], progress: Progress) -> 
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Parses the text as a JSON object; None for anything else and for an empty object."""
+    """Returns the JSON object that the text consists of; None for anything else and for an empty object."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -169,8 +171,8 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def same_fields(text: str, wanted: dict[str, Any]) -> tuple[float, float]:
-    """Returns the number of `wanted` fields that the text's JSON object has with equal values, and the number of
-    `wanted`."""
+    """Compares the JSON object in `text` with `wanted`; returns the number of fields with equal values, and the number
+    of fields of `wanted`."""
     fields = json_object(text) or {}
     return float(sum(name in fields and fields[name] == value for name, value in wanted.items())), float(len(wanted))
 

@@ -15,7 +15,7 @@ from paceline.model.target import ForwardBatch
 from paceline.train.documents.dataset import Document
 
 NUM_DOCUMENTS = 4
-"""Answers measured; a few hundred tokens suffice to rank most layers."""
+"""Number of answers to measure on; a few hundred tokens suffice to rank most layers."""
 
 
 @torch.inference_mode()
@@ -44,5 +44,5 @@ def influences(llm: LLM, documents: Sequence[Document]) -> list[float]:
 
 
 def most_influential(influence: Sequence[float], number: int) -> tuple[int, ...]:
-    """Returns the `number` layers of the highest influence in ascending order; ties go to the lower layer."""
+    """Returns the indices of the `number` layers with the highest influence, ascending; ties go to the lower layer."""
     return tuple(sorted(sorted(range(len(influence)), key=lambda layer: (-influence[layer], layer))[:number]))

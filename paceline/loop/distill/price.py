@@ -2,8 +2,8 @@
 
     price(config).text
 
-A randomly initialised student of the requested shape trains TIMED steps on real answers, and the teacher reads READ
-answers; the rest is multiplication.
+Times TIMED training steps of a randomly initialised student of the requested shape, and READ answers along which the
+teacher computes log-probabilities; extrapolates from these.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Price:
 
 
 def price(config: DistillConfig) -> Price:
-    """Estimates a run. Raises ConfigError without answers to time, and ConfigError and PromptError as the run would."""
+    """Estimates a distillation. Raises ConfigError without answers to time, and the run's ConfigError and
+    PromptError."""
     if not config.answers:
         raise ConfigError(
             "a dry run times steps on answers: make them first with paceline regenerate, and give --answers FOLDER"

@@ -1,6 +1,9 @@
 """Computes a model's top-k log-probabilities along the teacher's answers, and stores them.
 
-    top-k/train-00003.safetensors     ids [N, K], logprobs [N, K], own [N], counts [D] of 128 documents' answers
+    top-k/train-00003.safetensors     one file for 128 documents, with N answer tokens in all:
+        ids, logprobs [N, K]    top-k tokens and their log-probabilities
+        own [N]                 log-probability of the answer's own token
+        counts [128]            answer tokens per document
 
 `Reader(llm, k).read(document)` reuses the cached prefix shared with the previous document, such as a system message. It
 runs the engine's own forward pass, so a quantised teacher is read as it is served.
@@ -27,24 +30,25 @@ from paceline.runs.folder import whole_file
 from paceline.train.documents.dataset import Document
 
 CHUNK = 256
-"""Positions per forward pass."""
+"""Number of positions per forward pass."""
 AT_ONCE = 128
-"""Documents per file."""
+"""Number of documents per file."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerLogprobs:
-    """A model's log-probabilities along an answer of N tokens."""
+    """A model's top-k log-probabilities, in nats, at the N tokens of an answer."""
 
     ids_NK: NDArray[np.int32]
-    """Top-k tokens, most probable first."""
+    """The K most probable tokens at each position, most probable first."""
     logprobs_NK: NDArray[np.float32]
     own_N: NDArray[np.float32]
-    """Log-probabilities of the answer's tokens."""
+    """Log-probability of the answer's own token at each position."""
 
 
 class Reader:
-    """Reads documents with the target of an idle engine."""
+    """Computes a model's log-probabilities along documents. Uses the target model of an engine without running
+    requests."""
 
     def __init__(self, llm: LLM, top_k: int) -> None:
         self._target, self._top_k = llm.target, min(top_k, llm.target.vocab_size)
@@ -54,13 +58,13 @@ class Reader:
         self._row, self._cached = row, list[int]()
 
     def close(self) -> None:
-        """Free the cache row."""
+        """Free the cache row that the reader uses."""
         self._target.cache.rollback([self._row], [0])
         self._target.cache.free(self._row)
 
     @torch.inference_mode()
     def read(self, document: Document) -> AnswerLogprobs:
-        """Computes the log-probabilities along one document's answer. Raises NumericsError if one is not finite."""
+        """Computes the log-probabilities along a document's answer. Raises NumericsError if one is not finite."""
         tokens, first = document.tokens.tolist(), max(1, document.answer_start)
         common = num_common(self._cached, tokens[: first - 1])
         self._target.cache.rollback([self._row], [common])
@@ -89,7 +93,7 @@ class Reader:
 
 
 def read_all(reader: Reader, documents: Sequence[Document], advance: Callable[[str], object]) -> list[AnswerLogprobs]:
-    """Reads documents in order; calls `advance` after each."""
+    """Computes the log-probabilities along each document's answer, in order; calls `advance` after each document."""
     logprobs: list[AnswerLogprobs] = []
     for document in documents:
         logprobs.append(reader.read(document))
@@ -98,14 +102,14 @@ def read_all(reader: Reader, documents: Sequence[Document], advance: Callable[[s
 
 
 class Stored:
-    """A teacher's log-probabilities along documents, in the files of a folder; existing files are not computed
+    """Stores a teacher's log-probabilities along documents in the files of a folder; existing files are not computed
     again."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
 
     def missing(self, documents: Sequence[Document]) -> list[int]:
-        """Returns the index of the first document of each missing file."""
+        """Returns, for each missing file, the index of its first document."""
         return [start for start in range(0, len(documents), AT_ONCE) if not self._file(start).is_file()]
 
     def write(self, reader: Reader, documents: Sequence[Document], progress: Progress) -> None:
@@ -125,8 +129,8 @@ class Stored:
                     save_file(arrays, scratch)
 
     def load(self, documents: Sequence[Document]) -> list[AnswerLogprobs]:
-        """Loads every document's log-probabilities, in order. Raises CacheError on damaged files or other
-        documents'."""
+        """Loads the log-probabilities along every document, in order. Raises CacheError if a file is damaged or belongs
+        to other documents."""
         logprobs: list[AnswerLogprobs] = []
         caught = (OSError, SafetensorError, KeyError)
         for start in range(0, len(documents), AT_ONCE):

@@ -16,7 +16,8 @@ BLOCK, TOP = 32, 15
 
 
 def q4_1(weight: Tensor) -> Tensor:
-    """Quantises to Q4_1 and dequantises, as `gguf.quantize` does; the row length must be a multiple of 32."""
+    """Quantises a matrix to Q4_1 and dequantises it, as `gguf.quantize` does; the row length must be a multiple of
+    32."""
     blocks = weight.detach().float().reshape(-1, BLOCK)
     low, high = blocks.aminmax(dim=-1, keepdim=True)
     scale = (high - low) / TOP
@@ -53,19 +54,20 @@ class _Product:
 
 
 def matrices(model: nn.Module) -> list[nn.Linear]:
-    """Returns the linear layers of a causal model that can be stored in blocks; excludes the head."""
+    """Returns the linear layers in a causal model's decoder layers that Q4_1 can store: rows of a multiple of 32
+    weights."""
     linear = [each for name, each in model.named_modules() if isinstance(each, nn.Linear) and ".layers." in f".{name}."]
     return [each for each in linear if each.in_features % BLOCK == 0]
 
 
 def compute_rounded(model: nn.Module) -> None:
-    """Makes the model compute with rounded matrices. Parameter names do not change."""
+    """Makes the model multiply with matrices rounded to Q4_1; its parameters stay exact and keep their names."""
     for layer in matrices(model):
         layer.forward = _Product(layer)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @torch.no_grad()
 def round_weights(model: nn.Module) -> None:
-    """Replaces the matrices by their rounded values."""
+    """Rounds the model's matrices to Q4_1 in place."""
     for layer in matrices(model):
         layer.weight.copy_(q4_1(layer.weight))

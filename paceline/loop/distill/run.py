@@ -62,11 +62,11 @@ class DistillResult:
     """Minutes of training."""
     findings: tuple[Finding, ...] = ()
     weights: dict[str, int] = field(default_factory=dict)
-    """Number of weights read per forward pass, of "teacher" and "student"."""
+    """Weights read per forward pass, in numbers, for "teacher" and "student"."""
 
 
 def run(config: DistillConfig, judges: Sequence[Judge], progress: Progress) -> DistillResult:
-    """Implements `paceline.loop.distill.distill`."""
+    """Runs a distillation, or resumes it (implements `paceline.loop.distill.distill`)."""
     config.require_answers()
     import paceline.loop.distill.teach as teach  # raises before any computation if TRL is not installed
 

@@ -27,15 +27,16 @@ from paceline.model.text.tokenizer import Tokenizer
 from paceline.runs.folder import write_whole
 
 DEFAULT_SHARE = 0.4
-"""Default share of the teacher's layers: 12 of 30."""
+"""Share of the teacher's layers that the student gets by default: 12 of 30."""
 LAYERS = "layers.json"
-"""File of the layer indices in the start folder; written last."""
+"""File in the start folder with the indices of the copied layers; it is written last."""
 BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 """Keys of config.json that hold a list with one entry per layer."""
 
 
 def spread_layers(num_layers: int, number: int) -> tuple[int, ...]:
-    """Returns `number` evenly spaced layers of `num_layers`, including the first and the last. Raises ConfigError."""
+    """Returns the indices of `number` evenly spaced layers of `num_layers`, including the first and the last. Raises
+    ConfigError if `number` is not between 1 and `num_layers`."""
     if not 1 <= number <= num_layers:
         raise ConfigError(f"layers must be between 1 and the teacher's {num_layers}, not {number}")
     if number == 1:
@@ -44,7 +45,11 @@ def spread_layers(num_layers: int, number: int) -> tuple[int, ...]:
 
 
 def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Returns the layers to copy: the configured ones, else by influence, else evenly spaced. Raises ConfigError."""
+    """Returns the indices of the teacher's layers to copy: those that `config` names, else the most influential, else
+    evenly spaced.
+
+    `influence`: one value per layer, or None. Raises ConfigError.
+    """
     if config.keep_layers:
         if config.keep_layers[-1] >= num_layers:
             raise ConfigError(
@@ -56,7 +61,7 @@ def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[floa
 
 
 def check_layers(config: StudentConfig, teacher: Path) -> None:
-    """Raises ConfigError if the teacher's config does not allow a student of these layers."""
+    """Raises ConfigError if a student cannot be made of the teacher's layers that `config` selects."""
     if config.student:
         return
     shape = checkpoint.load_config(teacher)
@@ -104,7 +109,8 @@ def write_start(
 
 
 def check_same_words(student: Path, teacher: Path) -> DecoderConfig:
-    """Returns the student's config. Raises ConfigError if its vocabulary differs from the teacher's."""
+    """Returns the config of the smaller model `student`. Raises ConfigError if its vocabulary differs from the
+    teacher's."""
     config, teacher_config = checkpoint.load_config(student), checkpoint.load_config(teacher)
     words = [Tokenizer.from_path(each).backend.get_vocab(with_added_tokens=True) for each in (student, teacher)]
     if config.vocab_size != teacher_config.vocab_size or words[0] != words[1]:
@@ -129,7 +135,7 @@ def _selected(tensors: Iterator[tuple[str, Tensor]], layers: Sequence[int]) -> I
 
 
 def num_weights(config: Any) -> tuple[int, int]:
-    """Returns the number of weights of the layers, and of all other tensors (embedding, norm, head)."""
+    """Returns the number of weights in the decoder layers, and in all other tensors (embedding, norm, head)."""
     sizes: dict[bool, int] = {True: 0, False: 0}
     for name, shape in checkpoint.expected_shapes(config).items():
         sizes[name.startswith("model.layers.")] += math.prod(shape)

@@ -53,21 +53,21 @@ with needing(ConfigError, "distill trains with TRL, which is not installed: pip 
 
 @dataclass(frozen=True, slots=True)
 class TrainingInputs:
-    """Models, data and folders of a training."""
+    """Models, data and folders for training a student."""
 
     start: Path
     """Folder of the untrained student."""
     teacher: Path | None
-    """Folder of the teacher, for gkd."""
+    """Folder of the teacher; only for the method gkd."""
     documents: Sequence[Document]
     logprobs: Sequence[AnswerLogprobs] | None
-    """The teacher's log-probabilities along each document, for soft."""
+    """The teacher's log-probabilities along each document; only for the method soft."""
     out: Path
     """Folder of the checkpoints."""
     freeze: bool = True
     """Do not train the embedding."""
     blocks: bool = False
-    """Train with matrices rounded to Q4_1 (rounding.py)."""
+    """Train with matrices rounded to Q4_1, see rounding.py."""
     round_embedding: bool = False
     """Also round the embedding to Q4_1."""
 
@@ -83,7 +83,8 @@ class TrainingResult:
 
 
 class Clock:
-    """Progress of a training by elapsed time, over all resumed parts, or by steps, whichever is further."""
+    """Measures the progress of a training: elapsed time or steps, whichever share is larger. Counts all resumed
+    parts."""
 
     def __init__(self, folder: Path, num_steps: int, minutes: float | None) -> None:
         self.num_steps, self.limit_s = num_steps, None if minutes is None else 60.0 * minutes
@@ -92,7 +93,7 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, including earlier parts."""
+        """Seconds of training so far, including the parts before a resume."""
         return self._before + time.monotonic() - self._began
 
     @property
@@ -102,13 +103,13 @@ class Clock:
         return min(1.0, max(by_time, self.step / max(1, self.num_steps)))
 
     def resume(self, step: int) -> None:
-        """Restores the seconds of this step's checkpoint and starts counting."""
+        """Restores the seconds stored with the checkpoint of step `step`, and starts counting."""
         self.step = step
         self._before = self._times().get(str(step), 0.0)
         self._began = time.monotonic()
 
     def write(self) -> None:
-        """Stores the seconds of the current step, with those of the last three checkpoints."""
+        """Stores the seconds at the current step; keeps those of the last three checkpoints."""
         newest = dict(list(self._times().items())[-3:])
         write_whole(self._file, json.dumps(newest | {str(self.step): self.seconds}) + "\n")
 
@@ -119,7 +120,8 @@ class Clock:
             return json.loads(self._file.read_text(encoding="utf-8"))
 
     def rate(self, _: int = 0) -> float:
-        """Learning rate multiplier at the current progress: linear warmup, then cosine decay to FLOOR."""
+        """Returns the factor of the peak learning rate at the current progress: linear warmup, then cosine decay to
+        FLOOR."""
         share = self.share
         if share < WARMUP:
             return max(0.01, share / WARMUP)
@@ -127,7 +129,8 @@ class Clock:
 
 
 class Watch(transformers.TrainerCallback):
-    """Saves checkpoints; ends the training at its limit, at SIGTERM and on divergence; reports progress."""
+    """Trainer callback: saves checkpoints and reports progress; ends the training at its limit, at SIGTERM and on
+    divergence."""
 
     def __init__(self, clock: Clock, config: TeachingConfig, stop: Stop, folder: RunFolder, advance: Any) -> None:
         self.clock, self._config, self._stop, self._folder, self._advance = clock, config, stop, folder, advance
@@ -161,9 +164,11 @@ def rest_of(logprobs_NK: Tensor) -> Tensor:
 
 
 def kept_divergence(logits_NV: Tensor, ids_NK: Tensor, logprobs_NK: Tensor) -> Tensor:
-    """Forward KL divergence from the teacher to the student [N], in nats, over the teacher's top K tokens and one class
-    of all
-    others: sum over k of p_k (log p_k - log q_k). A lower bound of the divergence over the whole vocabulary."""
+    """Forward KL divergence from the teacher to the student [N], in nats, over K + 1 classes: the teacher's top K
+    tokens, and all other tokens together.
+
+    Computes the sum over k of p_k (log p_k - log q_k): a lower bound of the divergence over the whole vocabulary.
+    """
     own_NK = logits_NV.float().log_softmax(-1).gather(-1, ids_NK)
     teacher = torch.cat([logprobs_NK, rest_of(logprobs_NK)], -1)
     student = torch.cat([own_NK, rest_of(own_NK)], -1)
@@ -195,10 +200,10 @@ def num_shared(ids_BT: Tensor, mask_BT: Tensor, most: int) -> int:
 
 
 class AnswerTrainer(SFTTrainer):
-    """TRL's SFTTrainer with the loss of `hard` or `soft`, computed at the answers' positions only."""
+    """TRL's SFTTrainer with the loss of the method hard or soft, computed at the answers' positions only."""
 
     logprobs: Sequence[AnswerLogprobs] | None = None
-    """The teacher's log-probabilities by document index; None for hard."""
+    """The teacher's log-probabilities by document index; None for the method hard."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -225,15 +230,16 @@ class AnswerTrainer(SFTTrainer):
 
 
 class Collator:
-    """Pads documents to a batch, with labels at answer tokens only; for gkd it adds the prompts as a batch of their
-    own."""
+    """Pads documents to a batch, with labels at answer tokens only; for the method gkd it adds the padded prompts."""
 
     def __init__(self, pad: int, with_prompts: bool) -> None:
         self._pad, self._with_prompts = pad, with_prompts
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Returns input_ids, attention_mask and labels [B, T], and document [B]; for gkd prompts instead of
-        document."""
+        """Returns input_ids, attention_mask and labels [B, T], and the documents' indices [B] as `document`.
+
+        For the method gkd, prompts and prompt_attention_mask replace `document`.
+        """
         tokens = [torch.tensor(row["input_ids"]) for row in rows]
         prompts = [ids[: max(1, row["answer_start"])] for ids, row in zip(tokens, rows, strict=True)]
         labels = [

@@ -24,8 +24,9 @@ def turn(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnRes
     """Runs one turn, stage by stage; skips finished stages and resumes a killed one.
 
     If a gate refuses the student, `passed` is False and the served model does not change. Raises the errors of its
-    stages without changing the served model: PromptError on an empty or poisoned store and on contaminated evals,
-    JudgeError, TrainingError, ConfigError if the turn was started with other settings or has no answers to start from.
+    stages without changing the served model: PromptError on too few or too many bad recorded answers and on eval cases
+    that overlap with training data, JudgeError, TrainingError, ConfigError if the turn was started with other settings
+    or has no answers to start from.
     """
     from paceline.loop.flywheel.run import run
 

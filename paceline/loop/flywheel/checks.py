@@ -1,4 +1,4 @@
-"""Checks before training: an empty or poisoned store, contaminated evals, a judge that is down."""
+"""Checks before training: too few or bad recorded answers, eval cases found in training data, a judge that is down."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from paceline.loop.store.folder import Store
 from paceline.report.statistics import is_loop
 
 UNUSABLE = ("without a prompt", "of which the answer's tokens are not known", "of another vocabulary")
-"""Reasons for which a store drops a row that count as bad data; duplicates do not."""
+"""Reasons for dropped rows of a store that mean bad recorded answers. Other reasons, such as duplicates, do not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Size of a turn's store. Lengths are in tokens, over all rows."""
+    """Size of a turn's store (data set of answers). Lengths are in tokens, over all rows."""
 
     rows: int
-    """Rows in the training split."""
+    """Number of rows in the training split."""
     longest_prompt: int
     longest_answer: int
     longest: int
@@ -34,9 +34,10 @@ class Contents:
 
 
 def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> Contents:
-    """Returns the store's size. Raises PromptError on too few rows, and on too many bad ones, with the reasons.
+    """Returns the store's size. Raises PromptError if it has too few rows or too many bad ones, with the reasons.
 
-    `left_out`: rows that the store has dropped, by reason."""
+    `left_out`: number of rows that were dropped when the store was built, by reason.
+    """
     tokenizer = store.tokenizer()
     bad = Counter({reason: left_out[reason] for reason in UNUSABLE if left_out.get(reason)})
     total = bad.total()
@@ -78,7 +79,8 @@ def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> 
 
 
 def check_given(suite: Suite, stores: Iterable[Path], source: Path) -> None:
-    """Raises PromptError if a user's suite overlaps with the training data of any of these stores."""
+    """Raises PromptError if the user's suite, from the file `source`, overlaps with the training data of any of the
+    stores."""
     for path in stores:
         if leaks := leaking(suite, Store.open(path)):
             raise PromptError(
@@ -89,7 +91,8 @@ def check_given(suite: Suite, stores: Iterable[Path], source: Path) -> None:
 
 
 def apart(suite: Suite, stores: Iterable[Path], dropped: Dropped) -> Suite | None:
-    """Removes and counts the cases that any of these stores trains on; None if no case remains."""
+    """Returns the suite without the cases that any of the stores trains on, and counts those in `dropped`; None if no
+    case remains."""
     leaks = dict.fromkeys(name for path in stores for name in leaking(suite, Store.open(path)))
     for name in leaks:
         dropped.add("that models here were or will be trained on", name)
@@ -98,7 +101,10 @@ def apart(suite: Suite, stores: Iterable[Path], dropped: Dropped) -> Suite | Non
 
 
 def check_cases(suite: Suite | None, gates: TurnGates, dropped: Dropped) -> Suite:
-    """Returns the suite. Raises PromptError on fewer cases than `gates.least_cases`."""
+    """Returns the suite unchanged. Raises PromptError if it has fewer than `gates.least_cases` cases.
+
+    `dropped`: the cases removed before, for the message.
+    """
     number = len(suite) if suite else 0
     counts = f" ({dropped})" if dropped else ""
     if suite is None or number < gates.least_cases:

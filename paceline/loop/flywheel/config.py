@@ -26,7 +26,7 @@ from paceline.train.run_file import leaves, read_settings, settings_of
 
 FILE = "flywheel.yaml"
 OF_STUDENT, OF_DRAFTER = 0.5, 0.25
-"""Shares of a turn's training minutes: the student, and each of two drafters."""
+"""Shares of a turn's training minutes: for the student, and for each of two drafters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class DrafterConfig:
 
 @dataclass(frozen=True, slots=True)
 class TurnGates:
-    """Conditions for a turn to continue."""
+    """Conditions under which a turn continues."""
 
     least_rows: Count = 50
     """Minimum number of answers to train on."""
@@ -81,7 +81,7 @@ class TurnGates:
 
 @dataclass(frozen=True, slots=True)
 class FlywheelConfig:
-    """Top level of flywheel.yaml."""
+    """All settings of the flywheel: the top level of flywheel.yaml."""
 
     model: str = ""
     """The model that serves now, the first teacher: a built-in name, a folder, a GGUF file, or a hub id."""
@@ -147,25 +147,25 @@ class FlywheelConfig:
         return name in self.given
 
     def student_of(self, turn: int) -> StudentConfig:
-        """Returns the student's settings in a turn, counted from 1."""
+        """Returns the student's settings in turn number `turn`, counted from 1."""
         return replace(self.student, layers=self.layers[turn - 1]) if turn <= len(self.layers) else self.student
 
     @property
     def student_teaching(self) -> TeachingConfig:
-        """Training settings of the student; without a length, half of the turn's minutes."""
+        """Settings of the student's training. Without a length of its own, it takes half of the turn's minutes."""
         teaching = self.teaching
         has_length = (teaching.minutes, teaching.max_steps, teaching.epochs) != (None, None, None)
         return teaching if has_length else replace(teaching, minutes=OF_STUDENT * self.minutes)
 
     @property
     def drafter_minutes(self) -> float | None:
-        """Training minutes per drafter; None if its loop sets the length."""
+        """Training minutes per drafter; None if the settings `drafter.loop` set the length."""
         drafter = self.drafter
         return drafter.minutes if drafter.has_length else OF_DRAFTER * self.minutes
 
 
 FREE = ("minutes", "price_per_core_hour", "gates", "student_gate", "given")
-"""Fields that may change while a turn is in progress, in addition to the length of the student's training."""
+"""Settings that may change while a turn is in progress, as may the length of the student's training."""
 
 
 def read_config(file: Path) -> FlywheelConfig:

@@ -15,24 +15,24 @@ from paceline.loop.flywheel.state import NO_DRAFTER
 from paceline.report.tables import Progress
 
 OWN, FIRST = "suite", "first-suite"
-"""Names of a turn's suites: its own, and the uncontaminated cases of the first turn's."""
+"""Names of a turn's suites: its own, and the first turn's without the cases found in training data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Measures models in one turn."""
+    """Runs a turn's suites of evals on models."""
 
     config: FlywheelConfig
     folder: Path
     """Folder of the turn."""
     max_tokens: int
-    """Longest answer in tokens, unless the file sets sampling.max_tokens."""
+    """Longest answer in tokens, unless flywheel.yaml sets sampling.max_tokens."""
     progress: Progress
     suites: dict[str, Path] = field(default_factory=dict)
 
     def scores(self, what: str, model: str, drafter: str = NO_DRAFTER, suite: str = OWN) -> Scores:
-        """Measures a model on one of the turn's suites; the run is evals/<what>. Raises the errors of
-        `evals.run.evaluate`."""
+        """Runs one of the turn's suites on a model, with or without a drafter; writes the run folder evals/<what>.
+        Raises the errors of `evals.run.evaluate`."""
         engine = replace(self.config.engine, model=model, drafter=drafter)
         sampling = self.config.sampling
         if not self.config.is_given("sampling.max_tokens"):
@@ -43,7 +43,8 @@ class Bench:
         ).scores
 
     def compared(self, what: str, scores: Scores, base: str) -> Comparison:
-        """Compares scores with the turn's earlier run `base`, and reports the difference."""
+        """Compares scores with those of the turn's earlier run folder evals/<base>, and prints the difference. `what`:
+        name of the scored model."""
         comparison = compare(read_scores(self.folder / "evals" / base), scores)
         same = f"{comparison.same_text} of {comparison.cases} answers the same"
         self.progress.say(f"{what} compared with {base}: {comparison}, {same}")
@@ -52,9 +53,11 @@ class Bench:
     def compared_with_first(
         self, what: str, model: str, own: Scores, first_run: Path
     ) -> tuple[Scores, Comparison] | None:
-        """Measures a model on the first turn's suite and compares it with the first model; None if no case remains.
+        """Runs the first turn's suite on a model and compares it with the first model; returns None if no case remains.
 
-        `own`: the model's scores on the turn's own suite, which are reused if both suites are equal."""
+        `what`: the model's name in run folders. `own`: its scores on the turn's own suite, reused if both suites are
+        equal. `first_run`: run folder of the first model.
+        """
         if FIRST not in self.suites:
             return None
         suite, scores = read_suite(self.suites[FIRST]), own
@@ -65,7 +68,7 @@ class Bench:
         return scores, compare(replace(before, cases=common, digest=scores.digest), scores)
 
     def figures(self, scores: Scores) -> dict[str, Any]:
-        """Returns the figures of a ledger line: score with interval, speed and cost."""
+        """Returns the values of a ledger line: score with its interval, speed and cost."""
         line, price = scores.as_line(), self.config.price_per_core_hour
         core_s = line["core_s_per_1000"]
         names = ("score", "interval", "cases", "p50_s", "tokens_per_s", "core_s_per_1000", "lossless")
@@ -74,13 +77,16 @@ class Bench:
 
 
 def lost(comparison: Comparison, most: float) -> str | None:
-    """Reason to refuse a student if a loss of more than `most` is not ruled out; else None."""
+    """Returns a reason to refuse a student if the scores do not rule out a loss of more than `most`; else None."""
     loss = comparison.loss_above(most)
     return f"evals: {loss}" if loss else None
 
 
 def slower(alone: Scores, drafted: Scores, comparison: Comparison, least: float, is_greedy: bool) -> str | None:
-    """Reason not to serve a drafter: it changed a greedy answer, or its speed-up is below `least`; else None."""
+    """Returns a reason not to serve a drafter: it changed a greedy answer, or its speed-up is below `least`; else None.
+
+    `alone`, `drafted`: scores of the model without and with the drafter.
+    """
     if is_greedy and comparison.same_text < comparison.cases:
         return f"{comparison.cases - comparison.same_text} of {comparison.cases} answers differ from those without it"
     rates = [scores.num_tokens / scores.wall_s if scores.wall_s else 0.0 for scores in (alone, drafted)]

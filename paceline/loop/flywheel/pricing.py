@@ -46,7 +46,7 @@ DEFAULT_SHARE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """The turn's answers, recorded or still to be generated."""
+    """Number and lengths of the answers that a turn starts from, recorded or still to be generated."""
 
     rows: int
     prompt_tokens: float
@@ -64,14 +64,14 @@ class StagePrice:
     stage: str
     minutes: float = 0.0
     tokens: float = 0.0
-    """Tokens generated, or trained on once."""
+    """Number of tokens that the stage generates, or trains on, each counted once."""
     disk_bytes: float = 0.0
     is_finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TurnPrice:
-    """Estimate of a turn's remaining stages."""
+    """Estimate of a turn's stages; a finished stage costs nothing."""
 
     turn: int
     model: str
@@ -125,7 +125,7 @@ class TurnPrice:
 
 
 def price_of(config: FlywheelConfig, progress: Progress) -> TurnPrice:
-    """Implements `paceline.loop.flywheel.price`."""
+    """Estimates the next turn's stages (implements `paceline.loop.flywheel.price`)."""
     turn = open_turn(config, progress)
     notes: list[str] = []
     material = _material(turn)

@@ -37,7 +37,7 @@ from paceline.runs.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """Result of a turn."""
+    """Result of a turn: whether it passed, and what is served now."""
 
     turn: int
     passed: bool
@@ -47,7 +47,7 @@ class TurnResult:
     """The model that serves now."""
     drafter: str
     command: str
-    """Command that serves it and records its answers for the next turn."""
+    """Command that serves the model and records its answers for the next turn."""
     core_s: float
     """CPU seconds of the turn, over all resumed parts."""
     price: float | None
@@ -72,7 +72,7 @@ def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
 
 
 def run(config: FlywheelConfig, progress: Progress) -> TurnResult:
-    """Implements `paceline.loop.flywheel.turn`."""
+    """Runs one turn (implements `paceline.loop.flywheel.turn`)."""
     refuse(
         ConfigError,
         (find_spec("trl") is None, "a turn distils with Transformers and TRL: pip install 'paceline[distill]'"),

@@ -49,7 +49,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Context of the stages of one turn."""
+    """State and settings that the stages of one turn share."""
 
     config: FlywheelConfig
     number: int
@@ -60,7 +60,7 @@ class Turn:
     progress: Progress
 
     def of(self, stage: str) -> StageResult:
-        """Returns the result of a finished stage."""
+        """Returns the stored result of the finished stage `stage`."""
         return self.state.stages[stage]
 
     @property
@@ -74,13 +74,13 @@ class Turn:
 
     @property
     def earlier_stores(self) -> list[Path]:
-        """Stores of the earlier turns, on which this turn's models were trained."""
+        """Folders of the earlier turns' stores, on which this turn's models were trained."""
         states = [TurnState.read(turn_folder(self.config, number)) for number in range(1, self.number)]
         return [Path(each.stages["store"]["store"]) for each in states if "store" in each.stages]
 
     @property
     def max_len(self) -> int:
-        """Default of the longest training document, in tokens."""
+        """Default length limit of a training document, in tokens."""
         return min(max(USUAL_LEN, self.of("store")["longest"]), MOST_LEN)
 
     def line(self, what: str, state: str, **more: Any) -> None:
@@ -88,8 +88,11 @@ class Turn:
 
 
 def record(turn: Turn) -> StageResult:
-    """Returns the folders of the answers; generates them if none are recorded. Raises ConfigError without prompts for
-    that."""
+    """Returns the folders of the served model's recorded answers; without any, the model answers the configured
+    prompts.
+
+    Raises ConfigError without answers and prompts.
+    """
     config, traces = turn.config, traces_of(turn.config, turn.number)
     if turn.number == 1 and config.record:
         return {"sources": list(config.record)}
@@ -110,8 +113,8 @@ def record(turn: Turn) -> StageResult:
 
 
 def store(turn: Turn) -> StageResult:
-    """Builds a store of this turn's answers, or uses the recorded one. Raises PromptError if it is empty or
-    poisoned."""
+    """Builds a store of this turn's answers, or uses the recorded one. Raises PromptError if it has too few answers or
+    too many bad ones."""
     sources = [Path(source) for source in turn.of("record")["sources"]]
     stores = [source for source in sources if (source / "store.json").is_file()]
     refuse(
@@ -138,8 +141,8 @@ def store(turn: Turn) -> StageResult:
 
 
 def evals(turn: Turn) -> StageResult:
-    """Makes the suites and measures the model. Raises PromptError on too few cases or a contaminated suite;
-    JudgeError."""
+    """Makes the turn's suites, and runs its own suite on the served model. Raises JudgeError, and PromptError on too
+    few cases or on cases found in training data."""
     config, own = turn.config, turn.store
     trained = [*turn.earlier_stores, own.path]
     file, dropped = turn.folder / "suite.jsonl", Dropped()
@@ -190,7 +193,8 @@ def drafter(turn: Turn) -> StageResult:
 
 
 def student(turn: Turn) -> StageResult:
-    """Distils the student from the model's answers. Raises Refused if one of distill's gates fails, TrainingError."""
+    """Distils the student from the served model's answers. Raises Refused if the student fails a gate, and
+    TrainingError."""
     config, teaching = turn.config, turn.config.student_teaching
     if not config.is_given("teaching.max_len"):
         teaching = replace(teaching, max_len=turn.max_len)
@@ -214,7 +218,8 @@ def student(turn: Turn) -> StageResult:
 
 
 def student_evals(turn: Turn) -> StageResult:
-    """Compares the student with its teacher and, from the second turn on, with the first model. Raises Refused."""
+    """Measures the student, and compares it with its teacher and, from the second turn on, with the first model. Raises
+    Refused if it lost too much."""
     model, gates, bench = turn.of("student")["student"], turn.config.gates, turn.bench
     scores = bench.scores("student", model)
     comparison = bench.compared("student", scores, base="model")

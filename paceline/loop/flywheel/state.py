@@ -29,14 +29,14 @@ NO_DRAFTER = "none"
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The served model with its drafter."""
+    """The model that is served now, with its drafter."""
 
     model: str
     drafter: str = NO_DRAFTER
     turn: int = 0
-    """The last turn that passed."""
+    """Number of the last turn that passed; 0 before."""
     first_model: str = ""
-    """The first turn's teacher."""
+    """The model that the flywheel started with, the first turn's teacher."""
     command: str = ""
     """Command that serves the model and records its answers for the next turn."""
 
@@ -66,15 +66,15 @@ def write_serving(config: FlywheelConfig, serving: Serving) -> None:
 
 @dataclass(slots=True)
 class TurnState:
-    """Content of a turn's turn.json."""
+    """A turn's settings, results and times, as stored in its turn.json."""
 
     folder: Path
     asked: dict[str, Any] = field(default_factory=dict)
-    """Settings that must not change during the turn."""
+    """Settings with which the turn was started and which must not change during it."""
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Results of the finished stages, by name."""
     spent: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Wall-clock and CPU seconds by stage, over all resumed parts; parts that were killed are not counted."""
+    """Wall-clock and CPU seconds by stage, over all resumed parts; killed parts are not counted."""
 
     @classmethod
     def read(cls, folder: Path) -> TurnState:
@@ -93,9 +93,10 @@ class TurnState:
         write_whole(self.folder / STATE, json.dumps(plain(content), indent=1) + "\n")
 
     def check(self, config: FlywheelConfig, notice: Callable[[str], None] = ignore) -> None:
-        """Raises ConfigError naming the settings that differ from those the turn was started with.
+        """Raises ConfigError naming the settings that differ from those with which the turn was started.
 
-        `notice` is called with a note on settings of earlier versions."""
+        `notice` is called with a note on stored settings that no longer exist in this version.
+        """
         now = fixed_of(config)
         if isinstance(loop := self.asked.get("drafter", {}).get("loop"), dict):
             drop_removed(self.folder / STATE, loop, notice)
@@ -109,7 +110,7 @@ class TurnState:
 
 
 def fixed_of(config: FlywheelConfig) -> dict[str, Any]:
-    """Returns the settings that must not change during a turn."""
+    """Returns the settings that must not change while a turn is in progress, as a JSON object."""
     teaching = replace(config.teaching, **dict.fromkeys(("minutes", "max_steps", "epochs", "micro_batch")))
     settings = plain(asdict(replace(config, teaching=teaching)))
     del settings["teaching"]["checkpoint_minutes"]
