@@ -11,8 +11,8 @@ from paceline.errors import ConfigError, needing, reraised
 def read_settings_file(file: Path, remedy: str) -> dict[str, Any]:
     """Returns the file's top-level mapping.
 
-    Raises ConfigError with the remedy when the file cannot be read or is not a mapping; for a duplicate key, with its
-    line.
+    `remedy`: advice for error messages. Raises ConfigError when the file cannot be read or is not a mapping; for a
+    duplicate key, with its line.
     """
     with needing(ConfigError, f"reading {file} needs PyYAML: pip install 'paceline[serve]'"):
         import yaml

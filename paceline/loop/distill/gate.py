@@ -28,9 +28,9 @@ from paceline.types import SamplingParams
 MORE_TOKENS = 32
 """Number of tokens by which the student's answer may be longer than the teacher's."""
 AT_ONCE = 8
-"""Concurrent requests."""
+"""Number of held-out prompts that the student answers concurrently."""
 MOSTLY = 0.9
-"""Minimum share of the teacher's answers that are JSON objects, for their fields to be compared."""
+"""Fields are compared only if at least this share of the teacher's answers are JSON objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ def mean_loss(logprobs: Sequence[AnswerLogprobs]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Gate: the student's most probable tokens must agree with the teacher's, and its loss must be below the untrained
-    student's."""
+    """Gate: the student's most probable token must equal the teacher's at a minimum share of positions, and its loss
+    must be below the untrained student's."""
 
     config: GateConfig
     name: str = "agreement"
@@ -112,8 +112,8 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class OwnAnswers:
-    """Gate: compares the student's greedy answers with the teacher's. If the teacher answers in JSON, their fields must
-    be equal."""
+    """Gate: compares the student's greedy answers with the teacher's. If the teacher answers in JSON, a minimum share
+    of the fields must be equal; other answers are not limited."""
 
     config: GateConfig
     name: str = "answers"

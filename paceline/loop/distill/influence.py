@@ -20,7 +20,8 @@ NUM_DOCUMENTS = 4
 
 @torch.inference_mode()
 def influences(llm: LLM, documents: Sequence[Document]) -> list[float]:
-    """Returns the influence of each layer; infinite for the first and the last, which every student copies."""
+    """Returns each layer's influence, measured along the documents' answers; infinite for the first layer and the last,
+    which every student copies."""
     target = llm.target
     num_layers = target.num_layers
     if num_layers < 3:

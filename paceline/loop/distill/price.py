@@ -30,12 +30,12 @@ from paceline.train.documents.dataset import Corpus, Document, read_corpus
 
 TIMED, READ = 2, 4
 BYTES_A_WEIGHT, BYTES_FROZEN = 16, 4
-"""Training memory per trained weight (weight, gradient, two Adam moments in float32) and per frozen weight."""
+"""Bytes of training memory per trained weight (weight, gradient, two Adam moments in float32) and per frozen weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The estimate, as text and as figures."""
+    """Estimated time and memory of a distillation, as text and as values by name."""
 
     text: str
     figures: dict[str, Any]

@@ -62,7 +62,7 @@ class DistillResult:
     """Minutes of training."""
     findings: tuple[Finding, ...] = ()
     weights: dict[str, int] = field(default_factory=dict)
-    """Weights read per forward pass, in numbers, for "teacher" and "student"."""
+    """Number of weights read per forward pass, for the keys "teacher" and "student"."""
 
 
 def run(config: DistillConfig, judges: Sequence[Judge], progress: Progress) -> DistillResult:

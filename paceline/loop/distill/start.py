@@ -31,7 +31,7 @@ DEFAULT_SHARE = 0.4
 LAYERS = "layers.json"
 """File in the start folder with the indices of the copied layers; it is written last."""
 BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
-"""Keys of config.json that hold a list with one entry per layer."""
+"""Keys of config.json whose value is a list with one entry per layer."""
 
 
 def spread_layers(num_layers: int, number: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Trains the student with TRL: SFTTrainer on answers or on a teacher's stored log-probabilities, or GKDTrainer.
 
     checkpoints/checkpoint-000120/     TRL's checkpoint: weights, optimiser, schedule, random state, trainer_state.json
-    last checkpoints/clock.json             seconds of training at each checkpoint
+    checkpoints/clock.json             seconds of training at each checkpoint
 
 TRL runs, saves and resumes the training. This module adds the documents, the clock, the loss on stored
 log-probabilities and, on a CPU, logits at the answers' positions only, where TRL computes them at all positions.
@@ -281,8 +281,8 @@ def teach(
 ) -> TrainingResult:
     """Trains the student, or resumes its training, and writes it to the folder `student` in float32.
 
-    With `blocks` its matrices are rounded to Q4_1. Raises TrainingError on divergence, CacheError when the disk cannot
-    be written, SystemExit (143) at SIGTERM.
+    With `inputs.blocks` its matrices are rounded to Q4_1. Raises TrainingError on divergence, CacheError when the disk
+    cannot be written, SystemExit (143) at SIGTERM.
     """
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(inputs.start, dtype=torch.float32)
     if inputs.round_embedding:

@@ -159,7 +159,8 @@ def cases_needed(loss: float, deviation: float, level: float = LEVEL, power: flo
 
 
 class Gate(GateConfig):
-    """Checks scores against the conditions of `evals run` and `compare`, which are its fields (`config.GateConfig`)."""
+    """Conditions that scores must meet in `evals run` and `compare`, and their check. The fields are those of
+    `config.GateConfig`."""
 
     __slots__ = ()
 

@@ -1,11 +1,11 @@
 """LLM judge behind an OpenAI endpoint: compares two answers in both orders.
 
-    judge = Judge(Client(url), "model")          judge.prefer(question, one, two)      # 1.0: one, 0.0: two, 0.5:
-    neither
+    judge = Judge(Client(url), "model")
+    judge.prefer(question, one, two)             # 1.0: one is better, 0.0: two is better, 0.5: neither
 
 Pairwise comparison with swapped positions (Zheng et al. 2023, arXiv:2306.05685, section 3.4): a preference counts if it
 survives the swap, else it is a tie. A judge that is down, gives invalid verdicts, or shows position bias stops the
-eval: a gate based on its scores would pass anything.
+eval, because a gate based on such scores would pass any model.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def object_in(text: str) -> Row | None:
 
 
 def breach(schema: Row, value: Any) -> str:
-    """Describes the first schema violation of the value; "" if it is valid."""
+    """Returns the first violation of the JSON schema by the value, as text; "" if the value is valid."""
     error = next(_jsonschema().Draft202012Validator(schema).iter_errors(value), None)
     return f"schema: {error.message[:120]}" if error else ""
 

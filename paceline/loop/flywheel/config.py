@@ -41,7 +41,7 @@ class DrafterConfig:
     plan: Annotated[str, ("auto", "off")] = "auto"
     """auto: settings not given are chosen for target, data and machine; off: they keep their defaults."""
     features: Annotated[str, ("auto", "online", "cached", "streamed")] = "auto"
-    """Storage of the hidden states."""
+    """Storage of the target's hidden states, the drafter's inputs."""
     max_len: Annotated[int, at_least(8)] | None = None
     """Longest document, in tokens [default: the store's longest, between 1,024 and 4,096]."""
     shape: DrafterShape = field(default_factory=DrafterShape)

@@ -1,9 +1,9 @@
 """The ledger of a flywheel: a line for each measured model with its figures, and for each refused one with the reason.
 
-    {"turn": 1, "what": "student", "model": "runs/flywheel/turn-1/student/student.gguf", "state": "kept", "score": 0.99,
-    ...}
+    {"turn": 1, "what": "student", "model": "runs/flywheel/turn-1/student/student.gguf", "state": "kept",
+     "score": 0.99, ...}
 
-Figures are those of `evals run` on the turn's suite.
+The figures are those of `evals run` on the turn's suite. A turn is one iteration of the flywheel.
 """
 
 from __future__ import annotations

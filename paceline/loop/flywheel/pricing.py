@@ -59,7 +59,7 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class StagePrice:
-    """Estimate of one stage."""
+    """Estimate for one stage of a turn."""
 
     stage: str
     minutes: float = 0.0
@@ -85,7 +85,7 @@ class TurnPrice:
         return sum(each.minutes for each in self.stages)
 
     def money(self, minutes: float) -> float | None:
-        """Price of this many minutes of all threads; None without a price per core-hour."""
+        """Returns the price of using all threads for this many minutes; None without a price per core-hour."""
         return None if self.price_per_core_hour is None else minutes / 60 * self.threads * self.price_per_core_hour
 
     def as_json(self) -> dict[str, Any]:

@@ -37,9 +37,10 @@ from paceline.train import regenerate, train
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 
 USUAL_LEN, MOST_LEN = 1024, 4096
-"""Default longest document, in tokens, and its limit when the store's documents are longer."""
+"""Default length limit of a training document, in tokens: the store's longest document, between USUAL_LEN and
+MOST_LEN."""
 MORE_TOKENS, ROOM = 32, 2048
-"""Tokens by which an answer may exceed the longest recorded one; default limit of prompt plus answer."""
+"""Tokens by which an answer may exceed the longest recorded one; default limit of prompt plus answer, in tokens."""
 StageResult = dict[str, Any]
 
 

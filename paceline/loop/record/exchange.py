@@ -1,7 +1,8 @@
 """A request and its answer: as the proxy's bytes (`Observed`), and parsed in OpenAI's format (`Exchange`).
 
-    Proxy -> Observed -> Exchange \\
-    a log of vLLM, OTLP spans -> Exchange -> Reader (reader.py) -> Trace
+recording proxy:              Observed -> Exchange
+vLLM's log or OTLP spans:                 Exchange
+both, in reader.py:                       Exchange -> Reader -> Trace
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The recording proxy: forwards every request to the upstream server and streams the answer back unchanged.
 
-The bytes of a complete answer to a completion and of its request are passed to `keep`, and parsed later in another
-thread (`exchange.py`). The only headers used are X-Paceline-Tag, which is recorded, and the encodings of the bodies.
+The bytes of each completion request and its complete answer are passed to the callback `keep`, and parsed later in
+another thread (`exchange.py`). Of the headers, only X-Paceline-Tag, the type and the encodings of the bodies are read.
 
 Clients see the upstream server's behaviour: its status codes, truncated answers, and backpressure in both directions.
 If the client disconnects, the upstream request is cancelled. Only hop-by-hop headers (RFC 9110, 7.6.1) are removed.

@@ -3,14 +3,12 @@
 The target's tokenizer and chat template encode the text; token ids from the server (vLLM's `return_token_ids`) are used
 as they are, and its token counts must match. Tokens that cannot be reconstructed are dropped:
 
-- the whole trace, if the prompt's token count differs, or the request has parts that are not rendered here (images, its
-  own
-  chat template);
-- the answer, leaving the prompt alone, if its text is not the model's output (tool calls and reasoning parsed by the
-  server),
-  does not round-trip through the tokenizer, or has another token count;
-- the last token of an answer ended by a limit or a stop string, and the end token unless the model certainly generated
-  it.
+- the whole trace, if the prompt's token count differs, or the request has parts that are not rendered here (images, a
+  chat template of its own);
+- the answer but not the prompt, if the answer's text is not the model's output (the server parsed tool calls or
+  reasoning), does not round-trip through the tokenizer, or has another token count;
+- the last token of an answer that a limit or a stop string ended;
+- the end token, unless the model certainly generated it.
 """
 
 from __future__ import annotations

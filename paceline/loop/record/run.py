@@ -40,13 +40,13 @@ CLOSE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Result of a recording."""
+    """Result of a recording: the folder of the traces, and their number."""
 
     folder: Path
     num_written: int
-    """Traces written."""
+    """Number of traces written."""
     num_answers: int = 0
-    """Traces with an answer; the others have only a prompt."""
+    """Number of traces with an answer; the others have only a prompt."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Number of dropped exchanges, by reason."""
 

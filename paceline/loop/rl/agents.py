@@ -1,8 +1,7 @@
 """Runs agents as rollouts: groups of attempts at the same task through the policy's endpoint, each with a reward.
 
     def agent(task, access): ...       calls access.chat(messages), or passes access.base_url to any OpenAI client;
-    returns
-                                       a result for the reward: a number, a text, a conversation
+                                       returns a result for the reward: a number, a text, a conversation
     with Endpoint(rollouts) as endpoint:
         agents = AgentRollouts(endpoint, agent, by_code(lambda task, attempt: float(attempt.result == task["answer"])))
         trainer = GRPOTrainer(..., reward_funcs=[attempt_reward], rollout_func=agent_rollout_func(agents))

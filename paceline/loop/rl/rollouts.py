@@ -36,7 +36,7 @@ class RolloutConfig:
     max_tokens: Count = 256
     """Longest answer, in tokens; for agents, of one turn."""
     max_drafted: int | None = None
-    """Largest number of drafts per round; 0 disables drafting, None leaves it to the engine."""
+    """Largest number of draft tokens per round; 0 disables drafting, None leaves it to the engine."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -3,9 +3,9 @@
     python -I -S jail.py < job.json          prints the result as one JSON object
 
     launcher      creates user, mount, process, network, IPC and host-name namespaces; dies with its parent process
-      warden      process 1 of the namespace: read-only bind mounts and a small /tmp, no network; enforces time and
-      memory
-        answer    no privileges, no inherited environment or files, kernel limits (setrlimit), a system call filter
+      warden      process 1 of the namespace: read-only bind mounts, a small /tmp, no network; limits time and memory
+        answer    the code to test: without privileges, inherited environment and files; with kernel limits (setrlimit)
+                  and a system call filter
 
 The kernel kills all processes of the namespace when the warden ends. Without namespaces the launcher acts as the
 warden, Landlock restricts the answer to its folder, and the filter allows threads but no processes. Sources:
