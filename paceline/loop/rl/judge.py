@@ -38,7 +38,7 @@ class JudgeConfig:
     rubric: str = "The better attempt solves the task; of two that do, the shorter is better."
     """Criteria in a sentence."""
     tries: Count = 2
-    """Number of requests after which a judge without a valid ranking ends the run."""
+    """Maximum number of requests for one valid ranking; after that the run ends."""
     patience_minutes: Positive = 2.0
     """Minutes of retries while the judge is down."""
     max_tokens: Count = 256
@@ -49,8 +49,10 @@ class JudgeConfig:
 
 
 class RelativeJudge:
-    """A Reward for `AgentRollouts` by the judge's ranks; counts the pairs of attempts that both orders rank the
-    same."""
+    """Computes the rewards of the attempts at one task from a judge's ranking of them; a `Reward` for `AgentRollouts`.
+
+    The judge ranks the attempts in two orders; pairs of attempts with the same ranking in both are counted.
+    """
 
     def __init__(self, config: JudgeConfig, describe: Callable[[Any], str] = str) -> None:
         """`describe` converts a task to text for the judge. Raises ConfigError on an invalid address."""
@@ -61,7 +63,8 @@ class RelativeJudge:
 
     @property
     def agreement(self) -> float:
-        """Share of pairs of attempts ranked the same in both orders: 0.5 is random, near 0 is position bias."""
+        """Share of pairs of attempts that the judge ranks the same in both orders: 0.5 is random, near 0 is position
+        bias."""
         return self.num_agreed / self.num_pairs if self.num_pairs else 1.0
 
     def __call__(self, group: list[Trajectory], /) -> list[float]:

@@ -27,7 +27,7 @@ from paceline.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
-    """Settings of sampling in rollouts. Raises ConfigError on impossible values."""
+    """Sampling settings of rollouts. Raises ConfigError on impossible values."""
 
     seed: Annotated[int, within("between 0 and 2**32 - 1", least=0, most=2**32 - 1)] = 0
     """Base seed: equal seeds, weights and prompts give equal samples."""
