@@ -32,12 +32,13 @@ class Must:
 def within(
     be: str, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf, finite: bool = True
 ) -> Must:
-    """A number in this range; NaN is never valid."""
+    """Return a limit: a number of at least `least`, above `above` and at most `most`. NaN is never valid; infinity is
+    valid only if `finite` is False."""
     return Must(be, lambda value: least <= value <= most and value > above and (not finite or abs(value) < math.inf))
 
 
 def at_least(least: float) -> Must:
-    """A number of at least `least`; may be infinite."""
+    """Return a limit: a number of at least `least`; infinity is valid."""
     return within(f"at least {least:g}" if least else "0 or more", least=least, finite=False)
 
 

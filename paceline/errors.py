@@ -80,8 +80,8 @@ class PromptError(PacelineError, ValueError): ...
 
 class TemplateError(PromptError):
     def __init__(self, fault: str, remedy: str = "", way_out: str = "") -> None:
-        """`remedy`: advice for every user interface; `way_out`: advice for this one only (see the function
-        `way_out`)."""
+        """`fault`: what is wrong. `remedy`: advice for every user interface (library, command line, server). `way_out`:
+        advice for only one of them."""
         advice = " or ".join(filter(None, (remedy, way_out)))
         super().__init__(f"{fault}: {advice}" if advice else fault)
         self.fault, self.remedy = fault, remedy
@@ -149,7 +149,8 @@ def check_memory(error: Exception) -> None:
 
 @contextlib.contextmanager
 def way_out(text: str) -> Iterator[None]:
-    """Context manager that adds advice to a TemplateError: how this user interface sends prompts without a template."""
+    """Context manager that adds `text` to a TemplateError: advice how this user interface (library, command line,
+    server) sends prompts without a template."""
     try:
         yield
     except TemplateError as error:
@@ -157,7 +158,7 @@ def way_out(text: str) -> Iterator[None]:
 
 
 TOKEN_PROMPTS = "give the prompts as token ids (prompt_ids)"
-"""Advice for prompts from files (see `way_out`)."""
+"""Advice in a TemplateError for prompts that were read from files."""
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from paceline.runs.folder import sync
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 HUB_IGNORED = ("original/*", "consolidated*", "onnx/*")
-"""Duplicate weights in other formats."""
+"""Files of a repository that are not downloaded: duplicates of the weights in other formats."""
 GIT_HASH, MOST_IN_GIT = 40, 10_000_000
 """Length of a git hash, and the largest file in bytes for which the hub may report it instead of a SHA-256."""
 
@@ -84,7 +84,7 @@ class Builtin:
     """Hub id of the original model, which other engines accept."""
 
     def kept_in(self, home: Path) -> Path:
-        """Return the path of the downloaded file."""
+        """Return the path of the downloaded file in the cache folder `home`."""
         return home / "downloads" / self.file
 
     def is_kept_in(self, home: Path) -> bool:

@@ -23,12 +23,12 @@ _PART = within("above 0 and at most 1", above=0, most=1)
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """Typical acceptance (Medusa, 2401.10774, section 2.3.1)."""
+    """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): a draft is accepted if it passes either test."""
 
     eps: Annotated[float, _PART] = 0.09
-    """Accepts a draft with a larger target probability than this."""
+    """Accepts a draft whose target probability is above this value."""
     delta: Positive = 0.3
-    """Accepts a draft with a larger target probability than delta * exp(-entropy of the target)."""
+    """Accepts a draft whose target probability is above delta * exp(-entropy of the target's distribution)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Relaxed:
     n: Count = 10
     """The draft must be one of the target's top n tokens."""
     delta: Share = 0.6
-    """Its probability must be less than this below that of the top token; 0 is lossless."""
+    """The draft's target probability must be less than this below that of the top token; 0 is lossless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True)
 class Lenience:
-    """Lenience (Leviathan et al. 2211.17192, appendix A.5)."""
+    """Rejection sampling with a weaker acceptance test (Leviathan et al., arXiv 2211.17192, appendix A.5)."""
 
     l: Annotated[float, _PART] = 1.0  # noqa: E741  # the paper's letter
     """Factor of the draft's probability in the acceptance test; 1 is lossless."""
@@ -76,7 +76,8 @@ RULES: dict[str, type[Rule]] = {
     "mixture": Mixture,
 }
 LOSSY = "lossy"
-"""Replaces the drafter's name in statistics of lossy rounds: their acceptance does not measure the drafter."""
+"""Replaces the drafter's name in statistics of rounds with a lossy rule: their acceptance does not measure the
+drafter."""
 _NAMES = {kind: name for name, kind in RULES.items()}
 NOT_ALLOWED = (
     "lossy rules change what the model says and are off here: leave lossy out, or let the owner set allow_lossy"
@@ -86,7 +87,7 @@ _SHAPE = 'write it as "typical:eps=0.09,delta=0.3" or {"rule": "typical", "eps":
 
 @dataclass(frozen=True, slots=True)
 class Lossy:
-    """A lossy rule, its values and its budget."""
+    """A lossy verification rule, its parameters and its budget: the limit of its total variation."""
 
     rule: Rule
     max_tv: Share | None = None
@@ -124,7 +125,7 @@ class Lossy:
         return cls(kind(**values), max_tv)
 
     def within(self, max_tv: float | None) -> Lossy:
-        """Return the rule with the smaller of its own budget and `max_tv`."""
+        """Return the rule with budget `max_tv`, unless its own budget is smaller."""
         budgets = [budget for budget in (self.max_tv, max_tv) if budget is not None]
         return replace(self, max_tv=min(budgets, default=None))
 
@@ -157,10 +158,10 @@ def _read(text: str) -> dict[str, Any]:
 
 
 class Spent(NamedTuple):
-    """Sums over the tokens generated so far."""
+    """Deviation from the target's distribution, summed over the tokens generated so far."""
 
     tv: float = 0.0
-    """Total variation."""
+    """Total variation, between 0 and 1 for each token."""
     kl: float = 0.0
     """KL divergence, in nats."""
     num_changed: int = 0
@@ -201,7 +202,7 @@ class Ledger:
         del self.sums[num_tokens:]
 
     def price(self, rule: str) -> Price:
-        """Return the means over all tokens."""
+        """Return the mean deviation per token; `rule` is the rule's text."""
         count, spent = max(len(self.sums), 1), self.spent
         return Price(rule, self.max_tv, spent.tv / count, spent.kl / count, spent.num_changed / count)
 

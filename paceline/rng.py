@@ -7,11 +7,9 @@ use has its own stream. The key of a stream matters for exactness:
   target's token (`model/sampling/race.py`). Drafters may use it if their drafts are deterministic
   (`draft/foresight.py`), because the sampled token does not depend on drafts.
 - `SAMPLE` is keyed by the token's absolute position. It samples where one number suffices, and among the tokens that
-  share
-  one race entry (`OTHERS`). After a rollback the same number is used again, because no kept token depended on it.
+  share one noise value (`OTHERS`). After a rollback the same number is used again, because no kept token depended on it.
 - `DRAFT`, `ACCEPT` and `RESIDUAL` are keyed by (anchor position, draft position), which no two rounds share: block
-  verification
-  uses the number of every draft position, so a reused one would be biased by its earlier decision.
+  verification uses the number of every draft position, so a reused one would be biased by its earlier decision.
 
 Mixing function: splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
 """
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 
 SAMPLE, DRAFT, ACCEPT, RESIDUAL, RACE = range(1, 6)
 OTHERS = (1 << 32) - 1
-"""Token id shared by all tokens without a race entry of their own."""
+"""Token id that represents all tokens without noise of their own."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -43,23 +41,23 @@ def uniform(seed: int, stream: int, position: int, slot: int = 0) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Sampling noise of the target's token at one position."""
+    """Random numbers that sample the target's token at one position."""
 
     seed: int
     position: int
     """Index of the token in prompt + answer."""
 
     def exponentials(self, tokens: Iterable[int]) -> list[float]:
-        """Return one exponentially distributed number for each token id (mean 1, above 0)."""
+        """Return one exponentially distributed number (mean 1, above 0) for each token id."""
         state = _mix(_mix(self.seed ^ (RACE << 56)) ^ self.position)
         return [-math.log1p(-((_mix(state ^ (token << 32)) >> 11) + 0.5) * 2.0**-53) for token in tokens]
 
     @property
     def of_others(self) -> float:
-        """The exponential number shared by all tokens without a race entry of their own."""
+        """The exponentially distributed number shared by all tokens without noise of their own."""
         return self.exponentials([OTHERS])[0]
 
     @property
     def uniform(self) -> float:
-        """The uniform number that samples among those tokens."""
+        """A uniform number in [0, 1). It selects one token if the tokens without noise of their own win the race."""
         return uniform(self.seed, SAMPLE, self.position)

@@ -57,7 +57,7 @@ class SamplingParams:
     stop: tuple[Annotated[str, Must("no empty string", bool)], ...] = ()
     """Strings that end the answer; the text stops before the first one found."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the answer."""
+    """Token ids that end the answer. The end token is the last of the answer's token ids, but not part of its text."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     ignore_eos: bool = False
@@ -110,7 +110,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of a generated token under the target, and the most probable alternatives, best first."""
+    """Log-probability (natural logarithm) of a token under the target, and the most probable alternatives, best
+    first."""
 
     token_id: int
     logprob: float

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Timings:
-    """Durations and time stamps of one request, in seconds; stamps are of time.perf_counter.
+    """Durations and time stamps of one request, in seconds; stamps are values of time.perf_counter.
 
     queue_s + wait_s + prefill_s + draft_s + verify_s + host_s + between_s = until_s - arrival_s.
     """
@@ -15,42 +15,47 @@ class Timings:
     arrival_s: float = 0.0
     """Stamp: arrival at the engine."""
     queue_s: float = 0.0
-    """Duration without a cache row."""
+    """Duration of waiting for a row of the KV cache."""
     wait_s: float = 0.0
     """Duration with a row while the engine worked for other requests only: their prefill, or rounds before its own
     prefill."""
     prefill_s: float = 0.0
+    """Duration of the prefill of its prompt."""
     draft_s: float = 0.0
+    """Duration of drafting in its rounds."""
     verify_s: float = 0.0
+    """Duration of verification in its rounds."""
     host_s: float = 0.0
-    """Duration of its rounds without drafting and verifying: commit, drafter update, detokenisation."""
+    """Duration of all other work in its rounds: commit, drafter update, detokenisation."""
     between_s: float = 0.0
     """Duration between rounds: planning, and the caller's work with the results of a step."""
     text_s: float = 0.0
     """Part of `host_s` spent on detokenisation."""
     until_s: float = 0.0
-    """Stamp: end of the time accounted for so far."""
+    """Stamp: end of the last phase that was added to the durations."""
     first_token_s: float = 0.0
     """Stamp: first token."""
     plain_s: float = 0.0
-    """Duration of its `num_plain` rounds in which no row of the batch verified a draft: the cost of plain decoding."""
+    """Duration of the request's plain rounds, in which no row of the batch verified a draft: the cost of plain
+    decoding."""
     num_plain: int = 0
+    """Number of the request's plain rounds."""
     token_s: list[float] = field(default_factory=list)
     """Stamp of each committed token."""
 
     def waited(self, now: float) -> None:
-        """Count the time up to `now` as work for other requests."""
+        """Add the time from `until_s` to `now` to `wait_s`."""
         self.wait_s += now - self.until_s
         self.until_s = now
 
     def read(self, started: float, now: float) -> None:
-        """Count `started` to `now` as prefill of its prompt."""
+        """Add the time from `started` to `now` to `prefill_s`, and the time before `started` to `between_s`."""
         self.prefill_s += now - started
         self.between_s += started - self.until_s
         self.until_s = now
 
     def decoded(self, draft_s: float, verify_s: float, host_s: float, now: float) -> None:
-        """Count a round with these durations, which ended at `now`."""
+        """Add the durations of one decode round, which ended at `now`."""
         self.draft_s += draft_s
         self.verify_s += verify_s
         self.host_s += host_s

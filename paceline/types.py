@@ -1,7 +1,7 @@
 """Types shared by all packages. Read this file first.
 
-Shape suffixes: B rows (sequences), K drafted tokens, J = K+1 verified positions, T tokens of a pass, F tap features, V
-vocabulary. A *row* is a slot of the KV cache; a sequence keeps its row from admission to its end. The last committed
+Shape suffixes: B rows (sequences), K drafted tokens, J = K+1 verified positions, T tokens of a pass, F tap features
+(hidden states of the target that the drafter reads), V vocabulary. A *row* is a slot of the KV cache; a sequence keeps its row from admission to its end. The last committed
 token of a running sequence (the *anchor*, or bonus token) is not in the target's cache yet: `cached_len == len(tokens)
 - 1`.
 """
@@ -47,12 +47,12 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Selects the drafter of a request from the pool of drafters."""
+    """Selects one drafter of the pool for a request: by its name, or by the request's class."""
 
     drafter: str = ""
-    """Requested drafter; empty leaves the choice to the router, or takes the pool's first."""
+    """Name of the requested drafter; if empty, the router chooses one, or without a router the first is used."""
     clusters: tuple[str, ...] = ()
-    """Request classes for the router, the most specific first."""
+    """Request classes (kinds of similar requests) that the router may use, the most specific first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,13 @@ class Take:
     """A planner's decision for one row and round: the draft source and the most drafts to verify."""
 
     source: str = NONE
+    """Draft source: "dflash", "ngram", ..., or "none"."""
     count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Drafts of one source that a row could verify in the next round."""
+    """Drafts of one source that a row could verify in the next round, with their predicted acceptance and cost."""
 
     source: str
     """Draft source: "dflash", "ngram", ..."""
@@ -73,9 +74,10 @@ class Offer:
     """Probability that each draft is accepted if all drafts before it are; one for each draft that the row may
     verify."""
     cost_s: float = 0.0
-    """Seconds to compute them for this row alone, without `each_s`; 0 for drafts that are already computed."""
+    """Seconds to compute the drafts for this row alone, in addition to `each_s` per draft; 0 if they are already
+    computed."""
     each_s: float = 0.0
-    """Seconds per draft for a drafter that drafts token by token."""
+    """Seconds per draft of a drafter that drafts token by token; 0 for all others."""
 
 
 @dataclass(slots=True)
@@ -87,11 +89,12 @@ class Row:
     kind: RowKind
     """Sampling mode; acceptance statistics are kept for each mode."""
     offers: list[Offer] = field(default_factory=list)
+    """Drafts that the row could verify, one entry per draft source."""
     ask: Callable[[AbstractSet[str]], list[Offer]] | None = None
-    """Computes `offers` on demand, without the given sources."""
+    """Function that computes `offers` on demand; its argument names draft sources to leave out."""
 
     def weigh(self, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Return the offers; calls `ask` if it is set."""
+        """Return the offers; if `ask` is set, computes them first, without the draft sources `unwanted`."""
         if self.ask:
             self.offers = self.ask(unwanted)
         return self.offers
@@ -101,7 +104,9 @@ class Round(NamedTuple):
     """Drafted and accepted tokens of one row in one round."""
 
     num_drafted: int
+    """Drafted tokens."""
     num_accepted: int
+    """Accepted drafts, without the bonus token."""
     source: str = NONE
     """Draft source: "dflash", "ngram", ..., or "none" for a round without drafts."""
 
@@ -114,6 +119,7 @@ class Sequence:
     tokens: list[int]
     """Token ids of the prompt, then of the answer."""
     prompt_len: int
+    """Number of prompt tokens."""
     params: SamplingParams
     row: int = -1
     """Slot in the KV cache; -1 while waiting."""
@@ -133,7 +139,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities of the prompt tokens except the first; empty unless `params.prompt_logprobs` is set."""
     forbidden: tuple[tuple[int, ...], ...] = ()
-    """Token ids of each of `params.bad_words`: the last id of a word must not follow the others."""
+    """Token ids of the forbidden words (`params.bad_words`), one tuple per spelling: its last token must not follow its
+    other tokens."""
     timings: Timings = field(default_factory=Timings)
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end the answer: the model's end tokens, unless `params.ignore_eos` is set, and
@@ -141,15 +148,15 @@ class Sequence:
     constraint: Constraint | None = None
     """State of `params.grammar` while the request is running."""
     route: Route | None = None
-    """Requested drafter or request class."""
+    """Requested drafter, or the request's classes for the router."""
     drafter: str = ""
-    """Drafter of the request, fixed when it gets a row; before that, the drafter it would get."""
+    """Name of the drafter that the request uses, fixed when it gets a row; before that, the one it would get."""
     cluster: str = ""
     """Request class that the router assigned."""
     error: Exception | None = None
     """Cause of finish_reason "error"."""
     ledger: Ledger | None = None
-    """Deviation from the target's distribution so far; only with `params.lossy`."""
+    """Record of how far the answer's tokens deviate from the target's distribution; only with `params.lossy`."""
 
     def __post_init__(self) -> None:
         self.seed = self.params.seed if self.params.seed is not None else int.from_bytes(os.urandom(7), "little")
@@ -162,8 +169,8 @@ class Sequence:
 
     @property
     def planned_kind(self) -> RowKind:
-        """`kind`, but with modes of their own for lossy requests, whose acceptance rates must not mix with lossless
-        ones."""
+        """Sampling mode for acceptance statistics. Lossy requests have modes of their own, because their acceptance
+        rates must not mix with those of lossless requests."""
         if self.params.lossy is None:
             return self.kind
         return "lossy" if self.params.is_greedy else "lossy sampled"
@@ -193,14 +200,14 @@ class Sequence:
         return self.params.max_tokens - self.num_output
 
     def most_drafted(self, num_drafted: int) -> int:
-        """Return the most drafts for the next round, at most `num_drafted`; the answer's last token is never
-        drafted."""
+        """Return the most tokens that may be drafted in the next round, at most `num_drafted`. The answer's last token
+        is never drafted."""
         most = num_drafted if self.params.max_drafted is None else min(num_drafted, self.params.max_drafted)
         return max(min(most, self.num_remaining - 1), 0)
 
     def accept(self, tokens: list[int]) -> list[int]:
-        """Append tokens up to the first that ends the answer; returns the appended ones. All but the last count as
-        cached."""
+        """Append new tokens up to the first that ends the answer; returns the appended ones. The last one becomes the
+        anchor: it is not in the target's cache yet."""
         for taken, token in enumerate(tokens, start=1):
             if token in self.eos_token_ids:
                 self.finish_reason = "stop"
@@ -223,16 +230,17 @@ class Batch:
 
     sequences: list[Sequence]
     takes_B: list[Take] | None = None
-    """The planner's decision for each row; None leaves it to the drafter."""
+    """The planner's decision for each row; None if the drafter decides how many tokens to draft."""
     whole_blocks: bool = True
     """True if block drafters compute their full block width even for fewer drafts, so that drafts are
     batch-invariant."""
     num_candidates: int = 0
     """Top tokens that the drafter returns for each draft position, to build trees from; 0 for none."""
     foresees: bool = False
-    """True if drafters may use the target's sampling noise (common random numbers, `Rule.draws`)."""
+    """True if drafters may draft with the random numbers that will sample the target's tokens (common random
+    numbers)."""
     tells_said: bool = False
-    """True to record `RoundStats.said_B` for rows with candidates."""
+    """True to record how the drafter ranked the target's tokens (`RoundStats.said_B`), for rows with candidates."""
 
     @property
     def rows(self) -> list[int]:
@@ -273,12 +281,12 @@ class DraftBlock:
 
     @classmethod
     def certain(cls, tokens_B: list[list[int]]) -> DraftBlock:
-        """A block of deterministic drafts."""
+        """Return a block of deterministic drafts: `probs_B` is None for every row."""
         return cls(tokens_B, [None] * len(tokens_B))
 
     def cut(self, widths_B: Iterable[int | Tree]) -> DraftBlock:
-        """Return the block with the first n drafts of each row, or with a tree instead; confidence and candidates are
-        kept."""
+        """Return a copy for verification. An int in `widths_B` keeps the row's first n drafts; a tree replaces the
+        row's drafts. Confidence and candidates are kept."""
         widths_B = list(widths_B)
         pairs = zip(self.tokens_B, widths_B, strict=True)
         if all(isinstance(width, int) and len(tokens) <= width for tokens, width in pairs):
@@ -305,7 +313,8 @@ class Verdict:
     lossless: bool
     """True if the verification rule keeps the target's distribution."""
     kept_B: list[list[int] | None] | None = None
-    """Indices of each row's accepted drafts in its tree, root to leaf; None for the first `num_accepted` drafts."""
+    """For each row with a tree, the indices of its accepted drafts, from root to leaf; None for a row with a chain,
+    whose first `num_accepted_B` drafts are accepted."""
     failed_B: list[str | None] | None = None
     """Error message of each failed row, which accepts nothing; None if no row failed."""
 
@@ -317,6 +326,7 @@ class RoundStats:
     num_drafted_B: list[int]
     """Proposed drafts of each row; for a tree, those on its longest path."""
     num_accepted_B: list[int]
+    """Accepted drafts of each row, without the bonus token."""
     lossless: bool
     """False if a lossy rule or mocked acceptance decided the round."""
     draft_s: float = 0.0
@@ -327,7 +337,8 @@ class RoundStats:
     num_checked_B: list[int] = field(default_factory=list)
     """Drafts of each row in the verify pass: fewer than proposed if the grammar rejected some."""
     sure_B: list[list[float] | None] | None = None
-    """`DraftBlock.sure_B` of all drafts, before the block was cut."""
+    """Log-probability of the drafter's top token at each draft position, for each row; also for drafts that were not
+    verified."""
     source_s: dict[str, float] = field(default_factory=dict)
     """Seconds spent by each draft source."""
     drafter_B: list[str] = field(default_factory=list)
@@ -335,4 +346,5 @@ class RoundStats:
     trees_B: list[Outcome | None] | None = None
     """Accepted path of each row's tree; None for rows without a tree, and if no row had one."""
     said_B: list[Said | None] | None = None
-    """Rank of the target's tokens among each row's candidates; None without candidates or with a lossy rule."""
+    """How the drafter's candidates ranked the target's tokens, for each row; None without candidates or with a lossy
+    rule."""

@@ -11,23 +11,28 @@ from paceline.types import FinishReason, Sequence, Timings, TokenLogprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationStats(Rounds):
-    """Statistics of one answer. `lossless` is False if a lossy rule or a mocked acceptance produced it."""
+    """Statistics of one answer; all times are in seconds."""
 
     num_prompt_tokens: int
+    """Tokens of the prompt, also those reused from the prefix cache."""
     num_output_tokens: int
+    """Tokens of the answer, also the token that ended it."""
     lossless: bool
+    """False if a lossy rule or mocked acceptance produced the answer."""
     timings: Timings
+    """Seconds of each phase, and the time of each token."""
     lossy: Price | None = None
     """Cost of the request's lossy rule; None without one."""
 
     @property
     def total_s(self) -> float:
-        """Seconds from admission to the last token, including prefill."""
+        """Seconds from admission (the request gets a row of the KV cache) to the last token, including prefill."""
         last = self.timings.token_s[-1] if self.timings.token_s else self.timings.arrival_s
         return last - self.timings.arrival_s - self.timings.queue_s
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens of the answer per second, over `total_s`."""
         return self.num_output_tokens / self.total_s if self.total_s > 0 else 0.0
 
     @property
@@ -38,6 +43,7 @@ class GenerationStats(Rounds):
 
     @property
     def time_to_first_token_s(self) -> float:
+        """Seconds from arrival at the engine to the first token, including the queue."""
         return self.timings.first_token_s - self.timings.arrival_s
 
     @classmethod
@@ -57,11 +63,17 @@ class Completion:
     """One finished answer."""
 
     text: str
+    """Text of the answer, without the stop string or token that ended it."""
     token_ids: list[int]
+    """Token ids of the answer; the token that ended it, if any, is the last."""
     finish_reason: FinishReason | None
+    """Why the answer ended: "stop" (an end token, or a stop string), "length" (the token limit), "abort" or "error"."""
     stats: GenerationStats
+    """Token counts, acceptance and times."""
     logprobs: list[TokenLogprob]
+    """Log-probability of each token of the answer, if `SamplingParams.logprobs` is set; else empty."""
     prompt_token_ids: list[int]
+    """Token ids of the prompt."""
     prompt_logprobs: list[TokenLogprob]
     """Log-probabilities of each prompt token except the first, if `SamplingParams.prompt_logprobs` is set; else
     empty."""

@@ -70,8 +70,9 @@ def _name(name: str) -> str:
 def engines_of(text: str, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
     """Return engine -> metric name -> value; {} for a page without known metrics.
 
-    Series that differ in other labels are summed; each label in `by` adds a sum named NAME{VALUE}. Raises ConfigError
-    if the page has metrics of several models and `model` names none."""
+    Series that differ only in other labels are summed. Each label in `by` adds a sum for each of its values, under the
+    key NAME{VALUE}. Raises ConfigError if the page has metrics of several models and `model` names none.
+    """
     series = [one for one in read_series(text) if not _is_draft(one)]
     if not any(one.name.startswith((*PREFIXES, "paceline:")) for one in series):
         return {}

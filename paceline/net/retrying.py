@@ -39,7 +39,7 @@ class Client:
     client."""
 
     def __init__(self, url: str, option: str, patience_s: float) -> None:
-        """`url` with or without /v1; errors name `option`. Raises ConfigError."""
+        """`url` is the server's address, with or without /v1; error messages call it `option`. Raises ConfigError."""
         self._http = streaming.Client(url, os.environ.get(KEY) or None, TIMEOUT_S, option, keeps=False, key_name=KEY)
         self.url, self.option, self.patience_s = self._http.url, option, patience_s
         self._closed = threading.Event()

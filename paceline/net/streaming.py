@@ -112,7 +112,8 @@ class Client:
         return stream
 
     def post(self, path: str, body: bytes, due_s: float | None = None) -> Stream:
-        """Send JSON and wait for the whole response; `Stream.failure` reports errors."""
+        """Send `body`, JSON, in a POST request and wait for the whole response; `Stream.failure` reports errors.
+        `due_s` is the scheduled send time."""
         return self.ask("POST", path, body, due_s)
 
     def close(self) -> None:

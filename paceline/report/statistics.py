@@ -97,7 +97,9 @@ class Rounds:
     """Totals over a set of rounds: rounds, drafted tokens and accepted tokens."""
 
     num_rounds: int = 0
+    """Decode rounds: each is one verification pass of the target."""
     num_drafted: int = 0
+    """Drafted tokens of all rounds."""
     accepted_histogram: tuple[int, ...] = ()
     """accepted_histogram[n]: rounds in which exactly n drafts were accepted."""
 
@@ -122,10 +124,12 @@ class Rounds:
 
     @property
     def num_accepted(self) -> int:
+        """Accepted drafts of all rounds, without bonus tokens."""
         return sum(number * rounds for number, rounds in enumerate(self.accepted_histogram))
 
     @property
     def drafted_per_round(self) -> float:
+        """Mean number of drafted tokens per round."""
         return self.num_drafted / self.num_rounds if self.num_rounds else 0.0
 
     @property
