@@ -1,9 +1,9 @@
 """Types shared by all packages. Read this file first.
 
 Shape suffixes: B rows (sequences), K drafted tokens, J = K+1 verified positions, T tokens of a pass, F tap features
-(hidden states of the target that the drafter reads), V vocabulary. A *row* is a slot of the KV cache; a sequence keeps its row from admission to its end. The last committed
-token of a running sequence (the *anchor*, or bonus token) is not in the target's cache yet: `cached_len == len(tokens)
-- 1`.
+(hidden states of the target that the drafter reads), V vocabulary. A *row* is a slot of the KV cache; a sequence keeps
+its row from admission to its end. The last committed token of a running sequence (the *anchor*, or bonus token) is not
+in the target's cache yet: `cached_len == len(tokens) - 1`.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Finish running requests, then exit."""
+        """Reject new requests and finish running ones, then exit."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._drain())
 
@@ -181,7 +181,8 @@ class Server(uvicorn.Server):
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """Return a bound socket. Raises ConfigError if the address is in use or not available."""
+    """Return a socket bound to the configured host and port. Raises ConfigError if the address is in use or not
+    available."""
     where, remedy = f"{config.host}:{config.port}", "choose another --host or --port"
     with reraised(ConfigError, f"cannot listen on {where}", remedy, OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
@@ -221,7 +222,8 @@ def make_server(worker: EngineWorker) -> Server:
 
 
 def run(worker: EngineWorker[M], *, say: Callable[[str], None], introduce: Callable[[M], str]) -> None:
-    """Serve until a signal arrives. Raises the error that prevented loading the model or restarting the engine."""
+    """Serve until a signal arrives. `say` prints a line, `introduce` describes the loaded model. Raises the error that
+    prevented loading the model or restarting the engine."""
 
     async def serve(bound: socket.socket) -> None:
         server = make_server(worker)

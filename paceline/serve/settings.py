@@ -18,7 +18,7 @@ from paceline.types import CANDIDATE, LOOKUP, NONE
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}", re.ASCII)
 """Valid names of drafters."""
 TAKEN = (NONE, LOOKUP, OTHER, CANDIDATE, LOSSY)
-"""Reserved names, which have another meaning in statistics."""
+"""Names that a drafter may not have, because they mean something else in statistics."""
 MOST_DRAFTERS = 8
 """Most drafters of a pool: each needs memory, and each request class tries all of them."""
 
@@ -112,12 +112,14 @@ class ServeConfig:
         self.named_drafters()
 
     def named_drafters(self) -> dict[str, str]:
-        """Return name -> drafter in the given order; a single drafter may have the name "". Raises ConfigError."""
+        """Return drafter name -> drafter (folder, hub id, ...), in the given order. A single drafter may have the name
+        "". Raises ConfigError."""
         return named_drafters(self.drafters)
 
 
 def named_drafters(drafters: Sequence[str]) -> dict[str, str]:
-    """Parse NAME=DRAFTER. Raises ConfigError for invalid, reserved, repeated or missing names."""
+    """Parse texts of the form NAME=DRAFTER; returns name -> drafter. Raises ConfigError for invalid, reserved, repeated
+    or missing names."""
     named: dict[str, str] = {}
     for text in drafters or ("none",):
         name, _, drafter = text.partition("=")
@@ -166,7 +168,8 @@ class TraceConfig:
 
 
 def speculation(text: str, num_drafted: int | None, drafter: str) -> dict[str, object]:
-    """Convert `--speculate` (auto, full, off, a number of drafts, or tree:N) to engine settings. Raises ConfigError."""
+    """Convert the text of `--speculate` (auto, full, off, a number of drafts, or tree:N) to engine settings: field ->
+    value. Raises ConfigError."""
     if text in ("auto", "full"):
         return {"plan": "auto" if text == "auto" else "fixed", "num_drafted": num_drafted, "drafter": drafter}
     if text in ("off", "0"):

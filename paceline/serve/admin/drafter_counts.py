@@ -17,7 +17,7 @@ from paceline.plan.clusters import OTHER, label
 from paceline.types import CANDIDATE, RoundStats, Sequence
 
 MOST_NAMES, MOST_PAIRS = 32, 1024
-"""Most drafters, and pairs of drafter and request class, with counters of their own; the rest counts as OTHER."""
+"""Most drafters, and most pairs (drafter, request class), that are counted separately; all others count as OTHER."""
 Labels = tuple[str, ...]
 
 
@@ -33,7 +33,7 @@ class DrafterCounts:
         """(drafter, request class) -> finished requests."""
 
     def round(self, stats: RoundStats) -> None:
-        """Count one round of the batch."""
+        """Count one round: the drafted and accepted tokens of each request in the batch."""
         spent = stats.draft_s + stats.verify_s + stats.host_s
         for name, num_drafted, num_accepted in zip(
             stats.drafter_B, stats.num_drafted_B, stats.num_accepted_B, strict=False
@@ -55,14 +55,15 @@ class DrafterCounts:
             self.requests[key if key in self.requests or len(self.requests) < MOST_PAIRS else (OTHER, OTHER)] += 1
 
     def totals(self, name: str) -> tuple[int, int, float]:
-        """Return (rounds, tokens, seconds) of a drafter's requests."""
+        """Return (rounds, output tokens, seconds) of a drafter, summed over its requests."""
         rounds = self.rounds.get(name, {}).copy()
         num_rounds = sum(rounds.values())
         num_accepted = sum(accepted * count for (_, accepted), count in rounds.items())
         return num_rounds, num_rounds + num_accepted, self.seconds.get(name, 0.0)
 
     def collect(self, model: str, engine: Any) -> Iterator[Metric]:
-        """Yield the metrics for a scrape; gauges are read from `engine`, the one that stepped last."""
+        """Yield the Prometheus metrics of all drafters. `model` is the label model_name; gauges are read from `engine`,
+        the one that stepped last."""
         names = list(self.rounds)
         totals = {name: self.totals(name) for name in names}
         firsts, survived = {}, {}

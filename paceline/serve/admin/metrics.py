@@ -122,7 +122,8 @@ class Metrics(Collector):
         self._open[sequence] = now
 
     def finished(self, sequence: Sequence, outcome: FinishReason, tag: str | None = None) -> None:
-        """Count a finished request; every request with a chunk must be reported. `tag` goes to the traces only.
+        """Count a finished request. Call it for every request that `chunk` was called for. `outcome` is its finish
+        reason; `tag` goes to the traces only.
 
         Durations of whole requests exclude aborted and failed ones.
         """

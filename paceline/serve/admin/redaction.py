@@ -53,7 +53,8 @@ class Redactor:
         return self.text(value) if isinstance(value, str) else value
 
     def tokens(self, prompt_ids: list[int], answer_ids: list[int]) -> Redacted | None:
-        """Redact a trace's tokens; returns None if a match remains, so that the trace must be dropped."""
+        """Redact the token ids of a prompt and its answer. Returns None if a match remains: the trace must then be
+        dropped."""
         if self._is_clean(prompt_ids, answer_ids):
             return prompt_ids, answer_ids
         redacted = self._cut(prompt_ids, answer_ids)

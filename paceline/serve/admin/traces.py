@@ -4,16 +4,14 @@
 
     paceline train --init default --answers traces     train on the recorded answers
     paceline train --init default --prompts traces     let the target answer the recorded prompts again, and train on
-    that
+                                                       that
 
 A `Trace` is one answer of the server's engine (`offer`), or of another server that `paceline record` observes. `put`
-takes
-microseconds: it puts a reference into a bounded queue, or counts a loss if the queue is full. A background thread
-builds the
-traces, redacts them (`redaction.py`) and writes them. Disk errors lose traces, never requests. API keys and client
-addresses are never recorded. The first columns are those of `data/answers.py`; a test compares them, because neither
-module imports the other. If an answer's token ids are unknown, only its prompt is recorded, for use with `--prompts`,
-not with `--answers`.
+takes microseconds: it puts a function into a bounded queue, or counts a loss if the queue is full. A background thread
+calls it to build the traces, redacts them (`redaction.py`) and writes them. Disk errors lose traces, never requests.
+API keys and client addresses are never recorded. The first columns are those of `data/answers.py`; a test compares
+them, because neither module imports the other. If an answer's token ids are unknown, only its prompt is recorded, for
+use with `--prompts`, not with `--answers`.
 """
 
 from __future__ import annotations
@@ -100,7 +98,7 @@ class Trace:
     seed: int | None = None
     tag: str | None = None
     model: str | None = None
-    """Model name; None for the writer's."""
+    """Name of the model that answered; None for the model that the writer was created with."""
     drafted: list[int] | None = None
     """Drafted tokens of each round."""
     accepted: list[int] | None = None
@@ -112,9 +110,9 @@ class Trace:
     cluster: str | None = None
     """Digest of the request class (`clusters.label`)."""
     seconds: dict[str, float | None] = field(default_factory=dict)
-    """Durations by the names of TIMES."""
+    """Durations in seconds, by phase (queue, prefill, first_token, draft, verify, host, total)."""
     mark: str | None = None
-    """Last part of the trace's key, the same if the trace is imported again; None for a unique one."""
+    """End of the trace's key. The same trace imported twice has the same mark; None makes the key unique."""
 
 
 class Lost(Exception):
@@ -144,7 +142,8 @@ class TraceWriter:
         rows_per_file: int = 512,
         flush_s: float = 30.0,
     ) -> None:
-        """Call `begin` to start writing. If the folder cannot be written, traces are lost and counted."""
+        """Create a writer; `begin` starts it. A file is written after `rows_per_file` traces or `flush_s` seconds. If
+        that fails, traces are lost and counted."""
         assert config.folder is not None
         self.folder = config.folder
         self.written = self.num_answers = 0
@@ -183,9 +182,11 @@ class TraceWriter:
             self.put(lambda: [_served(sequence, outcome, tag, ended, total_s)])
 
     def put(self, maker: Maker, *, wait: bool = False, is_full: bool = False) -> bool:
-        """Queue `maker`, if it is sampled; returns True if it was queued. Never raises.
+        """Queue `maker`, which builds the traces in the writer's thread; returns True if it was queued. Never raises.
 
-        It is lost if the queue is full, unless `wait`, or if the caller's byte limit is reached (`is_full`)."""
+        A sample of the makers is queued (`TraceConfig.sample`). If the queue is full, `wait` waits; otherwise the maker
+        is lost, also if the caller's byte limit is reached (`is_full`).
+        """
         if self._random.random() >= self._config.sample:
             return False
         try:
@@ -198,7 +199,7 @@ class TraceWriter:
         return True
 
     def lose(self, reason: str) -> None:
-        """Count a lost trace."""
+        """Count a lost trace under `reason`, a key of `dropped`."""
         if reason == "queue" and not self.dropped.get(reason):
             log.warning("traces are lost: answers come faster than they can be read")
         self.dropped[reason] = self.dropped.get(reason, 0) + 1

@@ -19,25 +19,27 @@ from paceline.serve.requests.protocol import ChatRequest, Closed
 from paceline.serve.worker.ticket import Ticket
 
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-"""Fields of every translated chat: non-streamed answers are also built from its chunks."""
+"""Fields set in every ChatRequest made from another API's request: non-streamed answers are built from stream chunks
+too."""
 
 
 @dataclass(slots=True)
 class Part:
-    """One text or tool call of an answer."""
+    """One part of an answer: a text or a tool call."""
 
     call: dict[str, Any] | None = None
     """The call's id, name and arguments; None for a text."""
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Unique part of the ids in the API's events."""
+    """Random hex string that makes the part's ids in the API's events unique."""
 
 
 class Translated(Exchange):
-    """A chat's answer in the form of another API: a sequence of parts, each opened, grown and closed.
+    """Converts the answer to a chat into the stream events, or the response object, of another API.
 
-    Non-streamed answers are built from the same events as streams.
+    The answer is a sequence of parts, each a text or a tool call. A part has events for its beginning, each new text,
+    and its end. Non-streamed answers are built from the same events as streams.
     """
 
     end = b""
@@ -63,11 +65,11 @@ class Translated(Exchange):
 
     @property
     def marks(self) -> dict[str, Any]:
-        """Extra fields of all objects and events: lossless, if it is false."""
+        """Fields added to every object and event: `lossless` if it is False, otherwise none."""
         return {name: self._head[name] for name in ("lossless",) if name in self._head}
 
     async def whole(self) -> dict[str, Any]:
-        """Return the finished answer as one object."""
+        """Wait for the end of the answer and return it as one response object."""
         await self.begin()
         try:
             async for chunks in self.chunks():
@@ -79,11 +81,11 @@ class Translated(Exchange):
             self.close()
 
     def written(self, chunk: dict[str, Any]) -> bytes:
-        """Return a chunk of the chat as server-sent events of this API."""
+        """Convert one chunk of the chat's stream to server-sent events of this API, as bytes."""
         return b"".join(map(self.sent, self._events(chunk)))
 
     def sent(self, event: dict[str, Any]) -> bytes:
-        """Return one server-sent event, named by its type."""
+        """Encode one event as a server-sent event, named by the event's type."""
         return sse(event | self.marks, event["type"])
 
     def _events(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -121,33 +123,33 @@ class Translated(Exchange):
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """Return the answer so far as one object."""
+        """Return the answer so far as one response object of this API."""
 
     @abstractmethod
     def begun(self) -> Iterator[dict[str, Any]]:
-        """Yield the events before the first part."""
+        """Yield the events at the start of the answer, before its first part."""
 
     @abstractmethod
     def opened(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Yield the events that open a part, the last one of `parts`."""
+        """Yield the events that begin `part`, which was just appended to `self.parts`."""
 
     @abstractmethod
     def grown(self, part: Part, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the events for new text of a part, or for its call's arguments."""
+        """Yield the events for `text`: new text of the part, or of its tool call's arguments."""
 
     @abstractmethod
     def closed(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Yield the events that close a part."""
+        """Yield the events that end `part`."""
 
     @abstractmethod
     def finished(self) -> Iterator[dict[str, Any]]:
-        """Yield the events after the last part."""
+        """Yield the events at the end of the answer, after its last part."""
 
 
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Context manager that replaces fields of the chat by the client's fields (`names`: chat -> client) in
-    ApiErrors."""
+    """Context manager that replaces names of chat fields in ApiErrors by the names in the client's request (`names`:
+    chat field -> client's field)."""
     try:
         yield
     except ApiError as error:
@@ -162,8 +164,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_keys(part: Closed, kind: str, keys: set[str], where: str, optional: tuple[str, ...] = ()) -> None:
-    """Raises RequestRefused unless a part of this type has exactly the fields `keys`; `optional` ones may be
-    missing."""
+    """Raises RequestRefused unless `part`, an object of type `kind` in a request, has exactly the fields `keys`; those
+    in `optional` may be missing. `where` is the object's place in the request, for the message."""
     given = {name for name in part.model_fields_set if getattr(part, name) is not None} - {"type"}
     for name in sorted(keys - given - {*optional}):
         raise RequestRefused(f"{where}.{name}: a part of type {kind} needs it", param=f"{where}.{name}")

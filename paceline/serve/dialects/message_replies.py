@@ -15,7 +15,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageExchange(Translated):
-    """A Messages request and its answer."""
+    """A Messages request, and its answer in Anthropic's format."""
 
     def body(self) -> dict[str, Any]:
         return self._message() | {

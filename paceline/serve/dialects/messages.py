@@ -182,7 +182,8 @@ def add_messages(app: FastAPI, worker: EngineWorker) -> None:
 
 
 def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
-    """Return the chat for a request, and a map from its fields to the client's. Raises RequestRefused."""
+    """Convert a request to a chat request. Also returns a map from the chat's field names to the client's, for errors.
+    Raises RequestRefused."""
     messages = [("system", {"role": "system", "content": _text(body.system)})] if body.system else []
     for place, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{place}]")

@@ -37,7 +37,7 @@ NAMES = {
 
 
 class ResponsePart(Closed):
-    """One text of an item."""
+    """One text of a message, of reasoning, or of a call's output."""
 
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["content"]
 
@@ -92,7 +92,7 @@ class TextFormat(Closed):
 
 
 class TextConfig(Closed):
-    """Format of the text."""
+    """Format of the answer's text."""
 
     refused: ClassVar[dict[str, Refused]] = fields.RESPONSES_NESTED_REFUSED["text"]
 
@@ -166,7 +166,8 @@ def add_responses(app: FastAPI, worker: EngineWorker) -> None:
 
 
 def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
-    """Return the chat for a request, and a map from its fields to the client's. Raises RequestRefused."""
+    """Convert a request to a chat request. Also returns a map from the chat's field names to the client's, for errors.
+    Raises RequestRefused."""
     messages, names = _messages(body)
     same = {"model", "temperature", "top_p", "parallel_tool_calls"} & body.model_fields_set
     chat = (

@@ -25,7 +25,7 @@ tokenizer, grammar compilation."""
 
 
 class Clock:
-    """Measures the phases of one request; each `mark` ends a phase and starts the next."""
+    """Measures the phases of one request in seconds; each `mark` ends a phase and starts the next."""
 
     def __init__(self, scope: Scope | None = None) -> None:
         now = time.perf_counter()
@@ -36,7 +36,7 @@ class Clock:
         self.mark("parse")
 
     def mark(self, part: str) -> None:
-        """Add the time since the last mark to phase `part`."""
+        """End phase `part`: add the time since the last mark to it."""
         now = time.perf_counter()
         self._parts[part] += now - self._last_s
         self._last_s = now
@@ -49,8 +49,8 @@ class Clock:
         """Return the seconds of each phase for the answer that ended last; `other_s` is the unexplained rest.
 
         `queue_s`: waiting for a cache row or for other requests' work; `engine_s`: planning, bookkeeping and hand-over
-        between
-        passes; `text_s`: detokenisation; `send_s`: from the end of the last round to the chunk with these timings.
+        between passes; `text_s`: detokenisation; `send_s`: from the end of the last round to the chunk with these
+        timings.
         """
         seq = max(sequences, key=lambda each: each.timings.until_s)
         spent, total_s = seq.timings, time.perf_counter() - self.arrived_s

@@ -30,7 +30,7 @@ ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    """An error response."""
+    """An error response: HTTP status, message, error code and invalid field."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ApiError(Exception):
 
     @classmethod
     def known(cls, code: str, **values: Any) -> ApiError:
-        """Return an error of failures.json, formatted with `values`."""
+        """Return the error with this code in failures.json; `values` are inserted into its message."""
         entry = FAILURES[code]
         headers = {name: text.format(**values) for name, text in entry.get("headers", {}).items()}
         return cls(entry["status"], entry["message"].format(**values), code=entry.get("code", code), headers=headers)
@@ -90,7 +90,8 @@ class RequestRefused(ApiError):
 
     @classmethod
     def of(cls, error: PacelineError, param: str | None = None) -> RequestRefused:
-        """Convert an error of the tokenizer, template or engine; `param` is used if the error names no field."""
+        """Convert an error of the tokenizer, template or engine. `param` is the request's invalid field, used if the
+        error names no field."""
         is_length, text = isinstance(error, ContextLengthError), str(error)
         param = getattr(error, "field", None) or param
         if isinstance(error, TemplateError):

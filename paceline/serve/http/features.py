@@ -32,7 +32,7 @@ BUSY_SECONDS = 2
 
 
 class FeaturesRequest(Closed):
-    """A document and the layers whose hidden states are returned."""
+    """A document (list of token ids), and the layers whose hidden states are returned."""
 
     token_ids: list[int] = Field(min_length=1, description="Token ids of a document; no special tokens are added.")
     layers: list[int] = Field(min_length=1, max_length=64, description="Layer numbers, from 0, without duplicates.")

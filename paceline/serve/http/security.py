@@ -134,7 +134,8 @@ class Body:
                     num_bytes += len(await asyncio.wait_for(self._next(), DISCARD_PAUSE_S))
 
     async def replay(self) -> Message:
-        """ASGI `receive` for the application: returns the whole body first, then later messages (http.disconnect)."""
+        """ASGI `receive` for the application: returns the whole body at the first call, then later messages
+        (http.disconnect)."""
         if self._is_replayed:
             return await self._receive()
         self._is_replayed = True

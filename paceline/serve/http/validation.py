@@ -26,7 +26,7 @@ ENDPOINTS: dict[str, type[Closed]] = {
 
 
 def invalid(error: RequestValidationError, content_type: str, endpoint: str = "") -> ApiError:
-    """Return the error response for the first invalid field of a request to `endpoint`."""
+    """Return the error response for the first invalid field of a request to `endpoint`, from pydantic's errors."""
     if (
         "json" not in content_type.lower()
     ):  # web pages of other origins can send other types without a preflight request

@@ -35,8 +35,8 @@ log = logging.getLogger("paceline.serve")
 
 
 class Reply(ABC):
-    """One answer: `take` adds events, `choice` returns their text as a choice, for each chunk or for the whole
-    answer."""
+    """One growing answer: `take` adds the worker's events, `choice` returns the text as an entry of OpenAI's `choices`,
+    for each chunk or for the whole answer."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: Sampling, *, has_logprobs: bool) -> None:
         self.index, self.tokenizer = index, tokenizer
@@ -58,7 +58,7 @@ class Reply(ABC):
             self._detokenizer = tokenizer.stream(request.skip_special_tokens is not False)
 
     def take(self, event: Event) -> None:
-        """Add an event."""
+        """Add the new tokens of one event."""
         chunk = event.chunk
         self._text += chunk.text
         self._logprobs += event.logprobs
@@ -72,7 +72,8 @@ class Reply(ABC):
             self.pieces += [{"text": text, "drafted": place < event.num_accepted} for place, text in enumerate(texts)]
 
     def choice(self, *, is_stream: bool) -> dict[str, Any] | None:
-        """Return the text since the last call as a choice of the endpoint; None if there is nothing to send yet."""
+        """Return the text since the last call as an entry of `choices` in the endpoint's format; None if there is
+        nothing to send yet."""
         text, self._text = self._text, ""
         choice = self._shown(text, is_stream)
         if choice is None:
@@ -102,7 +103,7 @@ class Reply(ABC):
 
 
 class Exchange:
-    """One API request and its answers."""
+    """One API request and its answers: turns the worker's events into a response object or a stream."""
 
     end = DONE
     """Bytes after the last event of a stream."""
@@ -118,8 +119,8 @@ class Exchange:
         num_prompts: int = 1,
         lossless: bool = True,
     ) -> None:
-        """`kind` is the type of OpenAI's response object, `prefix` the prefix of its id. Without `lossless`, responses
-        are marked lossless: false."""
+        """`kind` is the type of OpenAI's response object ("chat.completion"), `prefix` the prefix of its id
+        ("chatcmpl"). If `lossless` is False, responses have the field lossless: false."""
         self._ticket, self._replies, self._request = ticket, replies, request
         self.is_stream = bool(request.stream)
         self._with_each = bool(request.stream_options and request.stream_options.continuous_usage_stats)
@@ -145,7 +146,7 @@ class Exchange:
         self._clock.answered()
 
     async def whole(self) -> dict[str, Any]:
-        """Return the finished answers as one object."""
+        """Wait for all answers and return them as one response object."""
         try:
             while events := await self._ticket.read():
                 for event in events:
@@ -187,7 +188,7 @@ class Exchange:
             yield self.end
 
     async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
-        """Yield lists of a stream's chunks, one list for each batch of events."""
+        """Yield the stream's chunks as JSON objects: one list for each batch of events that arrived together."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         head = self._head | {
@@ -201,11 +202,11 @@ class Exchange:
             yield [head | {"choices": []} | more]
 
     def written(self, chunk: dict[str, Any]) -> bytes:
-        """Return a chunk as server-sent events."""
+        """Encode a chunk as a server-sent event."""
         return sse(chunk)
 
     def failed(self, error: ApiError) -> bytes:
-        """Return the last event of a stream that ended with an error."""
+        """Encode an error as the last event of a stream."""
         return sse(error.body)
 
     def _last(self, with_usage: bool) -> dict[str, Any]:
@@ -314,7 +315,7 @@ def finite(logprob: float) -> float:
 
 
 def sse(value: dict[str, Any], name: str = "") -> bytes:
-    """Return a server-sent event with this JSON value and event name."""
+    """Encode a JSON value as a server-sent event, with an event name if it is not empty."""
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + dump(value) + b"\n\n"
 
 

@@ -79,7 +79,8 @@ class ObjectScan:
         self._place, self._depth, self._is_string = begin, 0, False
 
     def end(self, text: str) -> int | None:
-        """Return the offset after the closing brace, or None if it has not arrived. `text` extends the previous one."""
+        """Return the offset after the object's closing brace, or None if it has not arrived yet. Each call passes the
+        whole text so far."""
         while mark := (IN_STRING if self._is_string else QUOTE_OR_BRACE).search(text, self._place):
             self._place = mark.end()
             if mark[0] == "\\":
@@ -131,13 +132,16 @@ def _read_objects(text: str, place: int, names: set[str]) -> _Objects:
 
 
 class CallParser:
-    """Splits a streamed answer into text and calls; the result does not depend on how the answer is split into chunks.
+    """Splits a streamed answer into text and tool calls; the result does not depend on how the answer is split into
+    chunks.
 
-    Text that may become a call is held back. White space before a call and after the last one is dropped.
+    Text that may become a call is held back until that is decided. White space before a call and after the last one is
+    dropped.
     """
 
     def __init__(self, names: Iterable[str], *, is_whole: bool = False, most: int | None = None) -> None:
-        """`is_whole`: the whole answer is one bare call, or text. Calls after the first `most` are dropped."""
+        """`names`: the tools that may be called. `is_whole`: the whole answer is calls without tags, or text; it is
+        parsed at its end. `most`: later calls are dropped."""
         self._names = set(names)
         self._held, self._is_whole, self._most = "", is_whole, most
         self._num_calls = 0

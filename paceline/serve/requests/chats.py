@@ -41,12 +41,13 @@ Drafter = Annotated[
 
 
 def names_of(worker: EngineWorker) -> tuple[str, ...]:
-    """Return the model names that clients may use; by default the last part of its path."""
+    """Return the model names that clients may use; by default only the last part of the model's path."""
     return worker.config.served_names or (Path(worker.serving().name).name,)
 
 
 def check_model(name: str | None, worker: EngineWorker) -> tuple[str, ModelInfo]:
-    """Return the served name of the requested model, and the model. Raises ApiError."""
+    """Return the model's name for clients and its properties. Raises ApiError if `name`, from the request, is another
+    name."""
     names = names_of(worker)
     if name is not None and name not in names:
         message = f"there is no model {name!r:.100} here: this server has {', '.join(names)}"
@@ -62,7 +63,8 @@ async def answer_chat(
     exchange: Callable[..., Exchange],
     drafter: str | None = None,
 ) -> Response:
-    """Answer a chat; `exchange` creates the Exchange from model name, body, ticket and replies."""
+    """Answer a chat. `exchange(name, body, ticket, replies, ...)` creates the Exchange, which writes the answer in the
+    endpoint's format; `tag` and `drafter` are request headers."""
     name, model = check_model(body.model, worker)
     clock = Clock(http.scope)
     jobs = await asyncio.to_thread(chat_jobs, body, model, worker.config, clock)
@@ -80,20 +82,20 @@ def asked_route(
     worker: EngineWorker,
     model: ModelInfo,
 ) -> Route | None:
-    """Return the route of a request: the drafter named in the header, or by the server's `route`. Raises
-    RequestRefused."""
+    """Return the route that selects the request's drafter: the header `drafter` if given, else by the server's setting
+    `route`. Raises RequestRefused for an unknown drafter."""
     name = drafter and drafter.strip()
     return chosen_route(name, model.drafters) if name else route_of(worker.config.route, body, http.headers, tag)
 
 
 async def count_chat(body: ChatRequest, worker: EngineWorker) -> int:
-    """Return the number of tokens of a chat's prompt."""
+    """Return the number of prompt tokens of a chat."""
     _, model = check_model(body.model, worker)
     return len(await asyncio.to_thread(chat_ids, body, model))
 
 
 async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[Job]:
-    """Return the jobs with compiled grammars."""
+    """Compile the grammars of one request's jobs; returns the jobs with them and with this clock."""
     clock.mark("dispatch")
     jobs = await worker.compiled(jobs)
     clock.mark("grammar")
@@ -101,7 +103,7 @@ async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[
 
 
 async def respond(http: Request, exchange: Exchange) -> Response:
-    """Return the response, complete or streamed; aborts the request if the client disconnects."""
+    """Return the HTTP response with the answers, complete or streamed; aborts the request if the client disconnects."""
     try:
         if not exchange.is_stream:
             return json_response(await unless_gone(http.receive, exchange.whole()))

@@ -20,7 +20,7 @@ from paceline.serve.worker.ticket import Job
 from paceline.types import GrammarSpec, SamplingParams
 
 MAX_TOKENS = 16
-"""Default of a text completion, as in OpenAI's API."""
+"""Default of `max_tokens` in text completions, as in OpenAI's API."""
 MIN_TEMPERATURE = 1e-4
 """Temperatures below this are treated as greedy, which they are up to rounding."""
 MAX_STOP_CHARACTERS = 1024
@@ -35,9 +35,11 @@ TOKEN_KEY = re.compile("0|[1-9][0-9]{0,18}", re.ASCII)
 
 
 def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None) -> list[Job]:
-    """Return the jobs of a conversation; `clock` measures rendering and encoding. Run it in a thread, since it is slow.
+    """Convert a chat request to jobs, one per answer (`n`). Run it in a thread, since rendering and encoding are slow;
+    `clock` measures both.
 
-    Raises RequestRefused."""
+    Raises RequestRefused.
+    """
     clock = clock or Clock()
     clock.mark("dispatch")
     if request.top_logprobs is not None and not request.logprobs:
@@ -63,7 +65,8 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock
 def completion_jobs(
     request: CompletionRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None
 ) -> tuple[list[Job], list[str]]:
-    """Return the jobs, prompt after prompt, and the text that `echo` puts before each answer. Run it in a thread.
+    """Convert a text completion request to jobs, `n` for each prompt, in order. Also returns the text before each job's
+    answer (`echo`). Run it in a thread.
 
     Raises RequestRefused.
     """
@@ -100,7 +103,7 @@ def jobs_of(
     logprobs: int | None,
     grammar: tuple[str, GrammarSpec] | None,
 ) -> list[Job]:
-    """Return `n` jobs for each prompt, prompt after prompt. Without `max_tokens` the limit is
+    """Return `n` jobs for each prompt, in the prompts' order. Without `max_tokens` the limit is
     `config.default_max_tokens` or the rest of the context.
 
     Raises RequestRefused for values that are invalid or beyond this server's limits.

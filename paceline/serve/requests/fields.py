@@ -16,9 +16,10 @@ from paceline.data.messages import UNUSED_CALL_KEYS, UNUSED_CALLED_KEYS, UNUSED_
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An unsupported field."""
+    """A request field that is not supported: it is rejected, unless its value is neutral."""
 
     advice: str
+    """Part of the error message: what to do instead."""
     neutral: tuple[Any, ...] = ()
     """Values that request the default behaviour, and so are accepted."""
 
@@ -206,8 +207,7 @@ def why_refused(
     """Return the error message for an unsupported field.
 
     `path`: names of the enclosing objects and the field; `refused`: table of the endpoint; `nested`: tables of its
-    objects;
-    `known`: names for suggestions; `endpoints`: endpoints that support the field.
+    objects; `known`: names for suggestions; `endpoints`: endpoints that support the field.
     """
     *parents, name = path
     table = nested.get(parents[-1], {}) if parents else refused

@@ -14,8 +14,8 @@ GRAMMAR_FIELDS = ("response_format", "structured_outputs", "guided_json", "guide
 
 
 def grammar_of(request: Sampling) -> tuple[str, GrammarSpec] | None:
-    """Return the field with the grammar and the grammar, or None. Raises RequestRefused for two such fields or an
-    incomplete one."""
+    """Return (name of the field with the grammar, grammar), or None without a grammar. Raises RequestRefused for two
+    such fields or an incomplete one."""
     specs = {
         "response_format": _format(request.response_format),
         "structured_outputs": _structured(request.structured_outputs),

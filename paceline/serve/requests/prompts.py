@@ -67,7 +67,8 @@ def encode_request(
 
 
 def turn_options(request: ChatRequest | TokenizeRequest) -> dict[str, bool]:
-    """Return the template options for the end of the rendered conversation."""
+    """Return the chat template's options for the end of the prompt: `add_generation_prompt` and
+    `continue_final_message`."""
     if request.continue_final_message and request.add_generation_prompt:
         message = "continue_final_message goes on with the last message, add_generation_prompt opens a new one: choose"
         raise RequestRefused(message, param="continue_final_message")
@@ -102,7 +103,7 @@ def encode_chat(
 
 
 def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
-    """Return the token ids for /tokenize, encoded like the prompts of answers."""
+    """Return the token ids for /tokenize; texts and conversations are encoded as they would be for an answer."""
     if (request.prompt is None) == (request.messages is None):
         raise RequestRefused("give either prompt or messages", param="prompt")
     if request.messages is None:

@@ -11,7 +11,7 @@ from paceline.serve.requests.tools import text_of
 from paceline.types import NONE, Route
 
 LONGEST = 4 * max(TEMPLATE, LOOKED_AT)
-"""Characters at a message's beginning and end that are used for classification."""
+"""Characters at the beginning and at the end of a message that are used to classify the request."""
 AUTO, TAG = "auto", "tag"
 DRAFTER = "x-paceline-drafter"
 """Header that names a drafter; it overrides `ServeConfig.route`."""
@@ -28,8 +28,9 @@ def chosen_route(name: str, drafters: Sequence[str]) -> Route:
 def route_of(
     how: str, body: ChatRequest | CompletionRequest, headers: Mapping[str, str], tag: str | None
 ) -> Route | None:
-    """Return the route by `how` (`ServeConfig.route`); None, which selects the first drafter, if tag or header is
-    missing."""
+    """Return the route that selects a request's drafter, by the server's setting `how` (`ServeConfig.route`): the
+    drafter that tag or header names, or the request's classes for the router. None if tag or header is missing: then
+    the first drafter is used."""
     if how != AUTO:
         name = tag if how == TAG else headers.get(how.partition(":")[2])
         return Route(name.strip()) if name else None

@@ -40,7 +40,7 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
 
 
 class Drafters:
-    """Operations of the admin API, for the event loop."""
+    """Operations of the admin API on the pool of drafters; for the event loop."""
 
     def __init__(self, worker: EngineWorker[Any]) -> None:
         self._worker = worker
@@ -50,18 +50,20 @@ class Drafters:
         """Name -> (rounds, tokens, seconds) counted under this name before the current drafter was loaded."""
 
     async def table(self) -> list[dict[str, Any]]:
-        """Return a row for each drafter: name, drafter, state, rows, tokens_per_round, tokens_per_s, memory_bytes."""
+        """Return a list with an object per drafter: name, drafter (its source), state, rows (running requests that use
+        it), tokens_per_round, tokens_per_s, memory_bytes."""
         members = await self._call(_rows)
         empty = {"drafter": "", "rows": 0, "memory_bytes": 0}
         shown = members + [{"name": name, "state": state, **empty} for name, state in self._busy.items()]
         return [row | self._figures(row["name"]) for row in shown]
 
     async def clusters(self) -> list[dict[str, Any]]:
-        """Return the router's statistics of each request class; empty without a router."""
+        """Return a list with an object per request class: the router's statistics. Empty without a router."""
         return await self._call(_clusters)
 
     async def load(self, name: str, drafter: str) -> dict[str, Any]:
-        """Load a drafter into the pool, replacing any other of this name; returns its row. Raises ApiError."""
+        """Load a drafter (folder or hub id) into the pool under `name`, replacing any other there; returns its object
+        of `table`. Raises ApiError."""
         with _refusing():
             check_name(name)
         if self._busy:
@@ -85,13 +87,13 @@ class Drafters:
         return await self._changed(name)
 
     async def drain(self, name: str) -> dict[str, Any]:
-        """Give the drafter no new requests; returns its row. Raises ApiError."""
+        """Give the drafter no new requests; returns its object of `table`. Raises ApiError."""
         with _refusing(404):
             await self._call(lambda model: model.drain_drafter(name))
         return await self._changed(name)
 
     async def unload(self, name: str) -> list[dict[str, Any]]:
-        """Unload a drafter without running requests; returns the rows of the others. Raises ApiError."""
+        """Unload a drafter; returns the `table` of the others. Raises ApiError if running requests use it."""
 
         def remove(model: Any) -> int:
             pool = model.engine.pool
@@ -109,7 +111,8 @@ class Drafters:
         return await self.table()
 
     async def pin(self, cluster: str, name: str | None) -> dict[str, Any]:
-        """Pin a request class to a drafter, or unpin it (None); returns the class's row. Raises ApiError."""
+        """Pin a request class (`cluster`) to drafter `name`, so that all its requests use it; None unpins it. Returns
+        the class's object of `clusters`. Raises ApiError."""
 
         def pin(model: Any) -> None:
             if name not in (None, NONE):

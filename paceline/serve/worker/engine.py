@@ -23,7 +23,7 @@ class Cache(Protocol):
     num_rows: int
     max_len: int
     lengths: list[int]
-    """Positions in use in each row."""
+    """Number of positions in use, for each row."""
 
 
 class Target(Protocol):
@@ -34,8 +34,8 @@ class Target(Protocol):
 
 
 class Requests(Protocol):
-    """Requests in the engine: `waiting` without a cache row, `prefilling` with an incomplete prompt, `running` ones
-    decode."""
+    """Requests in the engine. `waiting` ones have no cache row yet, `prefilling` ones an incomplete prompt; `running`
+    ones decode."""
 
     @property
     def waiting(self) -> Collection[Sequence]: ...
@@ -49,7 +49,7 @@ class Requests(Protocol):
 
 class Engine(Protocol):
     rounds: list[RoundStats]
-    """Rounds of the latest step: at most one."""
+    """Statistics of the decode round in the latest step; empty if the step had none."""
     read: tuple[int, float]
     """Prompt tokens prefilled by the latest step, and the seconds spent on them; (0, 0.0) if unknown."""
     grammars: Any
@@ -68,9 +68,11 @@ class Engine(Protocol):
     def add(
         self, prompt_ids: list[int], params: SamplingParams, constraint: Constraint | None, route: Route | None, /
     ) -> int:
-        """Queue a request; returns its id. `route` selects one of several drafters.
+        """Queue a request; returns its id. `constraint` is the compiled grammar, `route` selects one of several
+        drafters.
 
-        Raises PacelineError on invalid input, without side effects."""
+        Raises PacelineError on invalid input, without side effects.
+        """
         ...
 
     def abort(self, request_id: int) -> Sequence | None:
@@ -96,18 +98,19 @@ class Model(Protocol):
 
     @property
     def drafter(self) -> Any:
-        """Default drafter of requests."""
+        """Default drafter of new requests."""
 
     @property
     def members(self) -> Mapping[str, Any]:
-        """Pool of drafters: name -> entry with its `drafter`, and `is_open` if new requests may use it."""
+        """The pool of drafters: name -> entry. An entry has `drafter`, and `is_open`: True if new requests may use
+        it."""
         ...
 
     def use_members(self, members: Any, /) -> None:
-        """Use the drafters of another, failed engine (its `members`)."""
+        """Replace the pool by `members`, the drafters of an engine that failed."""
 
     def renew(self) -> None:
-        """Create a new engine with an empty cache after a crash; keeps weights and drafters."""
+        """Create a new engine with an empty cache after a crash; keeps the weights and the drafters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ class ModelInfo:
     max_len: int
     """Context length: most tokens of prompt and answer together."""
     num_rows: int
-    """Cache rows: most answers that are generated together."""
+    """Rows of the KV cache: most answers that are generated at the same time."""
     vocab_size: int
     drafter: str
     """Names of all drafters, joined by commas."""

@@ -19,7 +19,7 @@ Command = Callable[[], None]
 
 
 class Inbox:
-    """FIFO queue: any thread posts commands, one thread takes them until it calls `close`."""
+    """FIFO queue of commands for one thread: any thread posts, that thread takes them until it calls `close`."""
 
     def __init__(self) -> None:
         self._commands: deque[Command] = deque()
@@ -44,7 +44,8 @@ class Inbox:
         self._commands.appendleft(command)
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Queue a function; the future gets its result or exception, or an ApiError if the inbox is closed."""
+        """Queue a function. Returns a future with its result or exception, or with an ApiError if the inbox is
+        closed."""
         future: Future[Any] = Future()
         with self._condition:
             if self._closed is not None:
@@ -57,7 +58,7 @@ class Inbox:
         return future
 
     def stop(self) -> None:
-        """Make `wait` return False when the queue is empty."""
+        """Ask the thread to end: `wait` returns False once the queue is empty."""
         with self._condition:
             self.is_stopping = True
             self._condition.notify()
@@ -76,7 +77,7 @@ class Inbox:
         return self._commands.popleft()
 
     def close(self, code: str) -> None:
-        """Fail all pending and later calls with this error of failures.json."""
+        """Fail all pending and later calls with the error `code` of failures.json."""
         with self._condition:
             self._closed = code
             self._commands.clear()

@@ -35,11 +35,12 @@ REMEDY = (
 )
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 Mock = float | tuple[float, ...] | Marginals
-"""Mocked acceptance: tokens per round, a survival curve, or marginals."""
+"""Mocked acceptance: tokens per round; a survival curve (shares of rounds whose first 1, 2, ... drafts are accepted);
+or marginals (acceptance by draft position and candidate rank)."""
 
 
 def read_mock(text: str) -> Mock:
-    """Parse --mock. Raises ConfigError.
+    """Parse the text of --mock. Raises ConfigError.
 
     Tokens per round must be 1 or more. A survival curve is written .8,.6,.4 or survival:.8,.6,.4, or read from a file:
     a JSON list, an object with a list "survival", or a run, trace or log that `paceline simulate --acceptance` accepts.
@@ -84,10 +85,11 @@ def _checked(shares: list[float]) -> tuple[float, ...]:
 
 
 def mocked_engine(engine: EngineConfig, mock: str, scratch: Path) -> EngineConfig:
-    """Return the engine settings with mocked acceptance, and with random weights if the model has only a config.
+    """Return engine settings with the mocked acceptance of `mock`, the text of --mock.
 
-    A config file or catalogue entry is written to a folder in `scratch` named after the model. Raises ConfigError,
-    ModelNotFoundError or UnsupportedModelError."""
+    The model may be a config.json or a name from `paceline simulate --list`: then its config is written to a new folder
+    in `scratch`, and the weights are random. Raises ConfigError, ModelNotFoundError or UnsupportedModelError.
+    """
     acceptance, path = read_mock(mock), Path(engine.model).expanduser()
     if isinstance(acceptance, Marginals):
         engine = replace(engine, mocked_marginals=acceptance.chances_KM)
@@ -125,8 +127,9 @@ def _with_config(engine: EngineConfig, config: dict[str, Any], folder: Path) -> 
 
 
 def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
-    """Return the drafter for a mocked server: for "default", the model's shipped drafter if it is installed, else
-    random-dflash, which costs as much. Raises ConfigError for a drafter that does not draft in every round."""
+    """Return the drafter for a mocked server. "default" is the drafter shipped for the model if it is installed, else
+    random-dflash: random weights that take as long. Raises ConfigError for a drafter that does not draft in every
+    round."""
     if name == "default":
         return name if shipped.local(model) else "random-dflash"
     if name == LOOKUP or (name == NONE and most_accepted > 1):
@@ -139,7 +142,7 @@ def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
 
 
 def check_yield(mock: Mock, num_drafted: int) -> None:
-    """Raises ConfigError if `num_drafted` drafts per round are too few for the mocked acceptance."""
+    """Raises ConfigError if the mocked acceptance needs more than `num_drafted` drafts per round."""
     mock = mock.survival if isinstance(mock, Marginals) else mock
     most = len(mock) + 1 if isinstance(mock, tuple) else mock
     if most > num_drafted + 1:

@@ -23,26 +23,27 @@ class Job:
     constraint: Constraint | None = None
     """Compiled grammar of `params`."""
     grammar_field: str | None = None
-    """Request field with the grammar, for errors."""
+    """Request field that contained the grammar; named in errors."""
     clock: Clock = field(default_factory=Clock)
     """Clock of the API request, shared by its jobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """New tokens of one answer from one step."""
+    """New tokens of one answer (one job), from one engine step."""
 
     index: int
     """Index of the job in its ticket."""
     chunk: Chunk
     """New text and tokens. Read `chunk.sequence`, which the engine modifies, only after `finish_reason` is set."""
     num_accepted: int
-    """Number of accepted drafts, which are the first of the tokens."""
+    """Number of the new tokens that are accepted drafts; these are the first ones."""
     logprobs: list[TokenLogprob]
 
 
 class Ticket:
-    """The answers to one API request. One task of the event loop reads it and must close it."""
+    """The answers to one API request, from submission to the end. One task of the event loop reads the events and must
+    close it."""
 
     def __init__(
         self,
@@ -81,13 +82,13 @@ class Ticket:
             self._abort(self)
 
     def put(self, event: Event) -> None:
-        """Add an event for `read`."""
+        """Add an event, which `read` returns."""
         self.num_left -= event.chunk.finish_reason is not None
         self._events.append(event)
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error, after the events so far."""
+        """End all answers with an error, which `read` raises after the events so far."""
         self.num_left, self._error = 0, error
         self._arrived.set()
 
@@ -96,21 +97,23 @@ Addressed = tuple[Ticket, Event | Exception]
 
 
 class Outbox:
-    """Passes events from the engine's thread to the event loop, batching several rounds, since waking the loop costs
-    CPU time.
+    """Passes events from the engine's thread to the event loop. Events of several rounds are batched, since waking the
+    loop costs CPU time.
 
     First tokens, ends and errors are delivered at once. Other events are delivered when waiting for the next round
     would exceed the interval, so slow rounds are delivered one by one.
     """
 
     def __init__(self, deliver: Callable[[list[Addressed]], None], interval_s: float) -> None:
-        """`deliver` gets the events in order; `interval_s` 0 delivers every round at once."""
+        """`deliver` is called with the events, in order. `interval_s` is the longest time that events wait; 0 delivers
+        every round at once."""
         self._deliver, self._interval_s = deliver, interval_s
         self._held: list[Addressed] = []
         self._oldest_s = 0.0
 
     def put(self, events: list[Addressed], now: float, step_s: float, *, is_urgent: bool) -> None:
-        """Add the events of a step that ended at `now` and took `step_s`, the estimated time of the next step."""
+        """Add the events of a step that ended at `now` and took `step_s` seconds; the next step is assumed to take as
+        long. `is_urgent` delivers all held events at once."""
         if not self._held:
             self._oldest_s = now
         self._held += events

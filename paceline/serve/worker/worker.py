@@ -39,7 +39,7 @@ State = Literal["loading", "ready", "restarting", "draining", "stopped", "failed
 COMPILERS = 2
 """Threads that compile grammars; a large grammar takes seconds, which must not delay other requests."""
 MAX_TAG = 128
-"""Longest tag; longer ones are cut."""
+"""Longest tag of a request, in characters; longer ones are cut."""
 MAX_LOADS = 3
 """Tries to rebuild the engine after a crash before the worker gives up."""
 STEADY_SECONDS = 10.0
@@ -115,14 +115,14 @@ class EngineWorker(Generic[M]):
             raise ApiError.known("stopped")
 
     def serving(self) -> ModelInfo:
-        """Return the model. Raises ApiError unless the server accepts requests."""
+        """Return the model's properties. Raises ApiError unless the server accepts requests."""
         if self.state not in ("ready", "restarting") or self.info is None:
             raise ApiError.known(self.state)
         return self.info
 
     @property
     def num_open(self) -> int:
-        """Waiting and running answers."""
+        """Number of answers that are waiting or running."""
         return sum(ticket.num_left for ticket in self._open)
 
     async def compiled(self, jobs: list[Job]) -> list[Job]:
