@@ -33,7 +33,8 @@ class LazyCommands(Mapping[str, Any]):
     """Command name -> command; a command is imported at its first lookup."""
 
     def __init__(self, entries: Mapping[str, Entry], prefix: str = "") -> None:
-        """`prefix`: prefix of the functions' names, `bench_` for the group `bench`."""
+        """`entries`: the commands' entries in the catalogue, by name. `prefix`: beginning of their functions' names,
+        such as `bench_` for the group `bench`."""
         self.entries, self.prefix = entries, prefix
         self._built: dict[str, Any] = {}
 
@@ -81,9 +82,11 @@ def keep_example_lines(text: str) -> str:
 
 
 class Group(TyperGroup):
-    """A command group whose help lists the catalogue's summaries in sections, without importing the commands."""
+    """A command group. Its help lists the commands in sections, with the catalogue's summaries, without importing
+    them."""
 
     sections: Mapping[str, Mapping[str, Entry]]
+    """Heading of a section -> its commands."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         names = [name for entries in self.sections.values() for name in entries]

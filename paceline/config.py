@@ -116,7 +116,8 @@ class EngineConfig:
 
     @property
     def mocked(self) -> float | tuple[float, ...] | Marginals | None:
-        """Mocked acceptance: tokens per round, a survival curve or marginals; None if the target decides."""
+        """Mocked acceptance: tokens per round, a survival curve (shares of rounds whose first 1, 2, ... drafts are
+        accepted) or marginals; None without mocking."""
         if self.mocked_marginals:
             return Marginals(self.mocked_marginals)
         return (
@@ -152,7 +153,8 @@ def _unknown_device(device: str) -> str:
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
-    """Replace "auto" for device and dtype; `backend` and `weight_format` are resolved when the model is loaded.
+    """Return the settings with "auto" replaced for device and dtype; `backend` and `weight_format` are resolved when
+    the model is loaded.
 
     Raises ConfigError if the device is missing, or if the backend does not support it.
     """
@@ -186,8 +188,8 @@ def _multiplies_bfloat16(device: str) -> bool:
 
 
 def read_api_keys(given: tuple[str, ...], file: Path | None, variable: str = "PACELINE_API_KEY") -> tuple[str, ...]:
-    """Return the keys `given`, those in `file` (one per line, # starts a comment) and those in the environment variable
-    `variable` (comma-separated), without duplicates. Raises ConfigError."""
+    """Return API keys without duplicates: those `given`, those in `file` (one per line, # starts a comment) and those
+    in the environment variable `variable` (comma-separated). Raises ConfigError."""
     more: list[str] = []
     if file is not None:
         unread = f"cannot read the API keys in {file}"

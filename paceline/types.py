@@ -128,12 +128,14 @@ class Sequence:
     num_reused: int = 0
     """Prompt positions reused from another sequence's cache (prefix cache hits)."""
     seed: int = 0
+    """Seed of the sampling noise: `params.seed`, or a random one."""
     finish_reason: FinishReason | None = None
     stopped_by: str = ""
     """The stop string that ended the text; a stop token is the last of `tokens` instead."""
     counts: Counter[int] = field(default_factory=Counter)
     """Occurrences of each token in the answer; counted only if penalties are on."""
     rounds: list[Round] = field(default_factory=list)
+    """Drafted and accepted tokens of each decode round so far."""
     lossless: bool = True
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -281,7 +283,7 @@ class DraftBlock:
 
     @classmethod
     def certain(cls, tokens_B: list[list[int]]) -> DraftBlock:
-        """Return a block of deterministic drafts: `probs_B` is None for every row."""
+        """Return a block of deterministic drafts: `probs_B` holds None for every row."""
         return cls(tokens_B, [None] * len(tokens_B))
 
     def cut(self, widths_B: Iterable[int | Tree]) -> DraftBlock:

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """One command, or a group of commands."""
+    """One command of the command line, or a group of commands such as `bench`."""
 
     module: str
     """The module under `paceline.commands` that defines it; empty for a group."""
     summary: str
     """One line of at most 58 characters, so that name and summary fit into 80 columns."""
     members: dict[str, Entry] | None = None
-    """The commands of a group. A member's function is named `group_member`."""
+    """The commands of a group by name; None for a command. Their functions are named `<group>_<command>`."""
 
 
 def _group(module: str, summary: str, **members: str) -> Entry:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.draft.formats.export import HeadRows
 
 SHOWN = 8
-"""Variations shown in the table; --json lists all."""
+"""Variations (alternative values of a setting) that `inspect` shows in its table; --json lists all."""
 Folder = Annotated[
     str,
     typer.Argument(

@@ -44,11 +44,11 @@ FIGURES = (
     *("num_prompt_tokens", "num_output_tokens", "tokens_per_s", "decode_tokens_per_s", "time_to_first_token_s"),
     *("tokens_per_round", "acceptance_rate", "accepted_histogram", "lossless"),
 )
-"""Fields of GenerationStats in the JSON line."""
+"""Fields of GenerationStats that the JSON line shows."""
 NO_OPTIONS = Without("logit_bias", "stop_token_ids", "max_drafted", "grammar", "lossy", "scaled_logprobs")
 """Sampling parameters that are not options of `generate`, or have options of their own there."""
 COMPARED = ("speedup", "identical", "first_difference", "top2_gap", "doubt")
-"""Fields of the comparison with plain decoding in the JSON line."""
+"""Fields of the comparison with plain decoding that the JSON line shows."""
 
 
 @options
@@ -117,7 +117,7 @@ def generate(
 
 
 def note_hidden_scores(sampling: SamplingParams, as_json: bool) -> None:
-    """Print a note if log-probabilities were requested without --json, which alone shows them."""
+    """Print a note if log-probabilities were requested without --json: only the JSON line shows them."""
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, name) is not None and not as_json:
             say(f"note: --{name.replace('_', '-')} shows only with --json")
@@ -134,7 +134,8 @@ def _compared(plain: Beside | None, peer: Beside | None) -> dict[str, Any]:
 
 
 def model_and_prompt(words: list[str], has_model: bool, prompt_file: Path | None) -> tuple[str | None, str]:
-    """Return the model, if it is named, and the prompt, from the words of the command line or from the prompt file."""
+    """Return (model name or None, prompt) from the words of the command line; with `prompt_file` the prompt is read
+    from it."""
     words = list(words)
     if prompt_file is None:
         prompt = prompt_of(words.pop() if words else None, "paceline generate")
@@ -148,7 +149,7 @@ def model_and_prompt(words: list[str], has_model: bool, prompt_file: Path | None
 
 
 def encode(llm: LLM, prompt: str, system: str | None, raw: bool) -> list[int]:
-    """Return the prompt's token ids; applies the chat template unless `raw`."""
+    """Return the prompt's token ids, with the chat template or, if `raw`, without it."""
     if raw:
         return llm.tokenizer.encode(prompt)
     opening = [{"role": "system", "content": system}] if system else []

@@ -49,7 +49,7 @@ from paceline.hardware import processor
 from paceline.runs.folder import check_file, check_place, plain
 
 IN_A_SENTENCE = r"(?<![\w/.-])[a-z]+_\w+(?![\w/-]|\.\w)"
-"""Matches a field's name in a message, but not in a path or another name."""
+"""Matches a field's name in an error message, but not in a path or another name."""
 WRITTEN = ("out", "save_results")
 """Parameters of commands that name a file or folder to be written."""
 SECTIONS = {
@@ -73,7 +73,7 @@ _hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
 class Opt:
-    """Overrides the option name, help, default or metavar of one field in a command."""
+    """How one field appears as an option of a command: its option name, help, default or metavar."""
 
     def __init__(
         self,
@@ -83,23 +83,23 @@ class Opt:
         metavar: str | None = None,
         comma: bool = False,
     ):
-        """`names` as in typer.Option; `comma` accepts a tuple of strings as `a,b` instead of a repeated option."""
+        """`names` as in typer.Option; `comma` reads a tuple of strings from `a,b` instead of a repeated option."""
         self.names, self.help, self.default, self.metavar, self.comma = names, help, default, metavar, comma
 
 
 class Changed:
-    """Overrides the options of the named fields."""
+    """Marker of a dataclass parameter: changes the options of these fields (field=Opt(...))."""
 
     def __init__(self, *fields: str, **opts: Opt) -> None:
         self.fields, self.opts = fields, opts
 
 
 class Only(Changed):
-    """Makes options of these fields only."""
+    """Marker of a dataclass parameter: only these fields become options."""
 
 
 class Without(Changed):
-    """Excludes these fields from the options."""
+    """Marker of a dataclass parameter: these fields do not become options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ def _note_threads(threads: int) -> None:
 
 
 def given(context: typer.Context, *sources: str) -> list[str]:
-    """Return the parameters whose values come from one of `sources`: COMMANDLINE, or DEFAULT_MAP (a --config file)."""
+    """Return the parameters that were set by one of `sources`: COMMANDLINE, or DEFAULT_MAP (a --config file)."""
     origins = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, origin in origins.items() if origin is not None and origin.name in sources]
 
@@ -267,7 +267,7 @@ def typed(command: Callable[..., Any], context: typer.Context) -> set[str]:
 
 
 def size(option: str, text: str | None) -> int | None:
-    """Convert 512M to 536870912; K, M, G and T are powers of 1024. Raises ConfigError."""
+    """Convert 512M to 536870912 bytes; K, M, G and T are powers of 1024. Raises ConfigError, which names `option`."""
     if text is None:
         return None
     number = text.strip().upper().removesuffix("B").removesuffix("I")
@@ -319,7 +319,7 @@ def _build(owner: type, values: list[tuple[_Option, Any]]) -> Any:
 
 @contextlib.contextmanager
 def named(names: dict[str, str], also: str = "") -> Iterator[None]:
-    """Replace fields by options (`names`: field -> option) in the messages of PacelineErrors.
+    """Context manager: replaces fields by options (`names`: field -> option) in the messages of PacelineErrors.
 
     Only words with an underscore outside paths are replaced, because "model" may be an ordinary word; `also` is a
     pattern of more words to replace."""
@@ -355,7 +355,7 @@ def _metavar(kind: _Kind, is_comma: bool) -> str | None:
 
 
 def split(option: str, text: str, base: type) -> list[Any]:
-    """Convert `1,8` to [1, 8]. Raises ConfigError."""
+    """Convert `1,8` to a list of `base` values, [1, 8]. Raises ConfigError, which names `option`."""
     try:
         return [base(part.strip()) for part in text.split(",") if part.strip()]
     except ValueError:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 REFUSED = 3
-"""Exit status of a command whose gate does not pass."""
+"""Exit status of a command that judged a model or drafter and rejected it."""
 
 
 def say(text: str) -> None:
@@ -37,7 +37,7 @@ def say(text: str) -> None:
 
 
 def finish(line: dict[str, Any], as_json: bool, status: int = 0) -> None:
-    """Print the JSON line, with --json, and exit with `status` unless it is 0."""
+    """End a command: print `line` as JSON, with --json, and exit with `status` unless it is 0."""
     if as_json:
         print(json.dumps(plain(line)), flush=True)
     if status:
@@ -45,15 +45,15 @@ def finish(line: dict[str, Any], as_json: bool, status: int = 0) -> None:
 
 
 def starting(model: str) -> None:
-    """Print "loading ..." at once, since imports and weights take seconds. Raises ModelNotFoundError for an invalid
-    name."""
+    """Check a model's name and print "loading ...", since imports and weights take seconds. Raises ModelNotFoundError
+    for an invalid name."""
     check_name(model)
     if sys.stderr.isatty():
         say(f"loading {model}")
 
 
 def introduce(llm: LLM) -> str:
-    """Return a description of the loaded model: the values chosen for "auto" and "default", and the memory used."""
+    """Return a text about the loaded model: the values chosen for "auto" and "default", and the memory used."""
     from paceline.model.backends import form_of
     from paceline.report.pages import render
 
@@ -61,7 +61,8 @@ def introduce(llm: LLM) -> str:
 
 
 class MinuteLines:
-    """Progress without a terminal: prints one line per minute with the share done and the time left."""
+    """Progress bar for output that is not a terminal: prints one line per minute with the share done and the time
+    left."""
 
     EVERY_S = 60.0
 
@@ -71,7 +72,8 @@ class MinuteLines:
         self._first = 0.0
 
     def advance(self, text: str, share: float | None = None) -> None:
-        """Count one item; `share` is the share done, if it is not the number of items / total."""
+        """Count one finished item. `share` is the share of all work done, from 0 to 1; None computes it from the number
+        of items."""
         self._done += 1
         if self._done == 1 and share is not None:
             self._first = share  # an earlier run may have done a part
@@ -92,7 +94,7 @@ class MinuteLines:
 
 
 class TerminalProgress(Progress):
-    """Prints the progress of a library call to stderr."""
+    """Prints the progress of a library call to stderr, with a progress bar in a terminal."""
 
     def say(self, text: str) -> None:
         say(text)
@@ -171,9 +173,11 @@ def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
 
 
 def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
-    """Load the model for one answer at a time, and print what was loaded; `word` names the model unless --model does.
+    """Load the model for one request at a time, and print what was loaded. `word` is the model's name as an argument,
+    used unless --model is given.
 
-    Raises ConfigError if more tokens per round are mocked than the drafter drafts."""
+    Raises ConfigError if more tokens per round are mocked than the drafter drafts.
+    """
     named = replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1)
     starting(named.model)
     from paceline.engine.llm import LLM
@@ -188,13 +192,13 @@ def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
 
 
 def is_named(engine: EngineConfig) -> bool:
-    """Return True if --model differs from the default."""
+    """Return True if the command line names a model: `engine.model` is not the default."""
     return engine.model != EngineConfig().model
 
 
 def prompt_of(word: str | None, example: str) -> str:
-    """Return the prompt from the command line, or stdin for `-`. Raises PromptError if it is missing; `example` shows
-    usage."""
+    """Return the prompt: `word`, or standard input if it is `-`. Raises PromptError if it is missing; `example` is a
+    command shown in the message."""
     if word is None:
         raise PromptError(f'there is no prompt: give one, as in {example} "Why is the sky blue?", or - for stdin')
     if word == "-":
@@ -210,7 +214,7 @@ def not_empty(prompt: str) -> str:
 
 
 def check_template(raw: bool, system: str | None) -> None:
-    """Raises ConfigError for a system message in raw text."""
+    """Raises ConfigError for a system message with --raw, which uses no chat template."""
     if raw and system:
         raise ConfigError("--system needs the chat template: leave --raw out")
 

@@ -17,9 +17,9 @@ TAKEN = (
     *("config", "model", "drafter", "num_drafted", "dtype", "max_batch", "max_len", "host", "port"),
     *("served_name", "api_key", "api_key_file", "words"),
 )
-"""Options that apply to other engines too."""
+"""Parameters of `serve` that apply to vLLM and SGLang too."""
 OTHERS = ("engine_command", "ready_minutes", "check", "expected", "strict")
-"""Options that apply to other engines only."""
+"""Parameters of `serve` that apply to vLLM and SGLang only."""
 
 
 def _given(context: typer.Context | None) -> list[str]:
@@ -28,7 +28,8 @@ def _given(context: typer.Context | None) -> list[str]:
 
 
 def check_own(words: Sequence[str], context: typer.Context | None) -> None:
-    """Raises ConfigError for options that paceline's own engine does not have."""
+    """Raises ConfigError if options for vLLM or SGLang were given without --engine: those in `OTHERS`, or `words` after
+    `--`."""
     refuse(
         ConfigError,
         (bool(words), f"what is {' '.join(words)!r}? Options behind -- are another engine's: give --engine too"),
@@ -47,8 +48,8 @@ def serve_with_other(
     words: tuple[str, ...],
     context: typer.Context | None,
 ) -> int:
-    """Run the other engine until it ends; returns its exit status. Raises ConfigError for options that it does not
-    have."""
+    """Run vLLM or SGLang until it ends; returns its exit status. `words` are passed to it. Raises ConfigError for
+    options that it does not have."""
     options = _given(context)
     for name in options:
         if name not in (*TAKEN, *OTHERS, "engine"):

@@ -25,7 +25,7 @@ Target = Annotated[
     Changed(model=Opt("--target", help="The target model: built-in name, folder, GGUF file or hub id.")),
 ]
 GIVEN = ("system", "before", "tools", "variables", "grammar")
-"""Answer settings of an application that are not options of `train`, which reads answers made with them."""
+"""Fields of AnswerConfig that are not options of `train`: `regenerate` uses them to make an application's answers."""
 ANSWERS = {"temperatures": Opt("--temperature"), "variables": Opt("--template-variable")}
 SHAPE = {
     "num_layers": Opt("--layers"),
@@ -110,7 +110,8 @@ def train(
 
 
 def kept_files(run: Path) -> list[str]:
-    """Return a sentence on the files needed only to resume the run, with their size, or an empty list."""
+    """Return a sentence on the files that only resuming the run needs, with their size, in a list; else an empty
+    list."""
     names = [
         path.name
         for path in sorted(run.iterdir())
@@ -140,7 +141,7 @@ def _dry_run(config: asks.TrainConfig, device_name: str | None) -> dict[str, Any
 
 
 PARTS = {"loss": "loop.loss", "optim": "loop.optim"}
-"""Parameter of the command -> its path in TrainConfig, where they differ."""
+"""Parameter of the command -> its path in TrainConfig, if the two differ."""
 
 
 def _merged(config: asks.TrainConfig, run_file: Path | None, names: set[str]) -> asks.TrainConfig:

@@ -35,7 +35,7 @@ TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text
 """Names, descriptions and bucket bounds of the metrics."""
 TOTALS, TIMES, BOUNDS = TEXTS["totals"], TEXTS["times"], TEXTS["bounds"]
 MOST_DRAFTED = 16
-"""Draft lengths above this share the last bucket."""
+"""Histograms of draft lengths have one bucket for each length up to this; longer drafts share the last bucket."""
 
 
 class _Histogram:
@@ -50,7 +50,8 @@ class _Histogram:
 
 
 class Metrics(Collector):
-    """Metrics of one model. One thread calls all methods except `refused` and `render`, which are thread-safe."""
+    """Prometheus metrics of one model. Only the engine's thread may call its methods, except `refused` and `render`,
+    which are thread-safe."""
 
     def __init__(self, model: str, traces: TraceWriter | None = None, *, lossless: bool = True) -> None:
         """`model` is the label model_name. `traces` gets every finished request, and its counters are reported too.
@@ -65,9 +66,9 @@ class Metrics(Collector):
         """(drafted, accepted) -> rounds, one per request in the batch, without lossy requests. All acceptance metrics
         are computed from it."""
         self.step_times: dict[tuple[str, int], tuple[int, float]] = {}
-        """(phase, size) -> (count, total seconds). Size is the positions of the target's pass for "verify", the longest
-        draft times the drafting rows for "draft", the tokens of the chunk for "prefill", and 1 for "step", the whole
-        step."""
+        """(phase, size) -> (count, total seconds). The size is the number of positions in the target's pass for
+        "verify", the longest draft times the drafting rows for "draft", the tokens of the chunk for "prefill", and
+        always 1 for "step", the whole engine step."""
         self.drafters = DrafterCounts()
         self._refusals: Counter[str] = Counter()
         self._model, self._traces = model, traces
@@ -149,7 +150,7 @@ class Metrics(Collector):
             self._traces.offer(sequence, outcome, tag)
 
     def refused(self, reason: str) -> None:
-        """Count a request rejected before it reached the engine; `reason` is one of a few fixed codes."""
+        """Count a request rejected before it reached the engine, under `reason`, one of a few fixed codes."""
         with self._lock:
             self._refusals[reason] += 1
 

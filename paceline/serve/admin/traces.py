@@ -377,7 +377,8 @@ def _served(seq: Sequence, outcome: str, tag: str | None, ended: float, total_s:
 
 
 def given(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from their defaults; biases become strings, because JSON has no -inf."""
+    """Return the sampling parameters that differ from their defaults, by name; logit biases become strings, because
+    JSON has no -inf."""
     defaults = asdict(SamplingParams())
     values = {name: value for name, value in asdict(params).items() if value != defaults[name]}
     if bias := values.get("logit_bias"):

@@ -27,13 +27,13 @@ KEYS = {
 }
 """Type of a content block -> its fields."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-"""Type of a tool choice -> tool choice of a chat."""
+"""Type of a tool choice in a Messages request -> tool choice of a chat request."""
 NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
-"""Field of a chat -> field of a request, where they differ."""
+"""Field of a chat request -> field of a Messages request, where the names differ."""
 
 
 class TextBlock(Closed):

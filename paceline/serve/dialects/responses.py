@@ -33,7 +33,7 @@ NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""Field of a chat -> field of a request, where they differ."""
+"""Field of a chat request -> field of a Responses request, where the names differ."""
 
 
 class ResponsePart(Closed):

@@ -62,7 +62,7 @@ PAGE_HEADERS = {
 
 
 def create_app(worker: EngineWorker) -> FastAPI:
-    """Create the application; the caller (`serve/run.py`) starts and drains the worker."""
+    """Create the application with all endpoints; the caller (`serve/run.py`) starts and drains the worker."""
     config = worker.config
     middleware = [Middleware(Gate, config=config, refused=worker.metrics.refused)]
     if config.cors_origins:

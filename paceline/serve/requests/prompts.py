@@ -131,7 +131,7 @@ def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[in
 
 
 def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True) -> list[int]:
-    """Return the token ids of a raw prompt. Raises RequestRefused if the tokenizer rejects it."""
+    """Return the token ids of a text, without a chat template. Raises RequestRefused if the tokenizer rejects it."""
     try:
         return tokenizer.encode(text, add_special_tokens)
     except PacelineError as error:
@@ -139,7 +139,7 @@ def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True
 
 
 def check_ids(ids: list[int], model: ModelInfo, field: str) -> list[int]:
-    """Return the ids. Raises RequestRefused for a token outside the vocabulary."""
+    """Return the ids unchanged. Raises RequestRefused, naming `field`, for a token outside the vocabulary."""
     wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
     if wrong is not None:
         raise RequestRefused(f"token {wrong} is outside the model's vocabulary of {model.vocab_size}", param=field)

@@ -1,5 +1,5 @@
-"""Queue of commands for the engine's thread: requests to add or drop, and functions to run. `ticket.Outbox` is its
-opposite.
+"""Queue of commands for the engine's thread: requests to add or drop, and functions to run. `ticket.Outbox` passes
+events in the opposite direction.
 
 A caller of `call` always gets a result or an error, even if the thread ends first.
 """
