@@ -76,7 +76,7 @@ class Builtin:
     gguf_sha256: str
     licence: str
     memory_bytes: int
-    """Peak CPU memory of `paceline generate`."""
+    """Peak memory of `paceline generate` with this model on a CPU, in bytes."""
     repo: str | None
     """Hub repository; None if the file is not on the hub."""
     pieces: tuple[Piece, ...]

@@ -99,7 +99,8 @@ class Lossy:
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any] | Lossy) -> Lossy:
-        """Parse a rule from text or a mapping (examples above). Raises SamplingError, which lists the valid names."""
+        """Parse a rule from text, such as "lenience:0.5,max_tv=0.02", or from a mapping of its values. Raises
+        SamplingError, which lists the valid names."""
         if isinstance(given, Lossy):
             return given
         values = _read(given) if isinstance(given, str) else dict(given)
@@ -198,7 +199,7 @@ class Ledger:
         self.sums.append(Spent(before.tv + tv, before.kl + kl, before.num_changed + is_changed))
 
     def keep(self, num_tokens: int) -> None:
-        """Drop all but the first `num_tokens` tokens."""
+        """Drop the records of all tokens after the first `num_tokens`."""
         del self.sums[num_tokens:]
 
     def price(self, rule: str) -> Price:

@@ -31,7 +31,7 @@ RowKind = Literal["greedy", "sampled", "seeded", "lossy", "lossy sampled"]
 NONE, LOOKUP = "none", "ngram"
 """Draft sources: no drafts, and n-gram drafts (prompt lookup)."""
 CANDIDATE = "candidate"
-"""Name of a drafter on trial, outside the pool."""
+"""Name of a drafter that serves a trial request before it joins the pool."""
 
 
 class Constraint(Protocol):
@@ -332,8 +332,11 @@ class RoundStats:
     lossless: bool
     """False if a lossy rule or mocked acceptance decided the round."""
     draft_s: float = 0.0
+    """Seconds of drafting."""
     verify_s: float = 0.0
+    """Seconds of the target's pass and of accepting or rejecting drafts."""
     host_s: float = 0.0
+    """Seconds of all other work: committing tokens, updating the caches and the drafter."""
     source_B: list[str] = field(default_factory=list)
     """Draft source of each row."""
     num_checked_B: list[int] = field(default_factory=list)

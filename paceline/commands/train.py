@@ -25,7 +25,8 @@ Target = Annotated[
     Changed(model=Opt("--target", help="The target model: built-in name, folder, GGUF file or hub id.")),
 ]
 GIVEN = ("system", "before", "tools", "variables", "grammar")
-"""Fields of AnswerConfig that are not options of `train`: `regenerate` uses them to make an application's answers."""
+"""Fields of AnswerConfig that describe an application. They are not options of `train`, which reads answers made with
+them."""
 ANSWERS = {"temperatures": Opt("--temperature"), "variables": Opt("--template-variable")}
 SHAPE = {
     "num_layers": Opt("--layers"),

@@ -184,8 +184,8 @@ class TraceWriter:
     def put(self, maker: Maker, *, wait: bool = False, is_full: bool = False) -> bool:
         """Queue `maker`, which builds the traces in the writer's thread; returns True if it was queued. Never raises.
 
-        A sample of the makers is queued (`TraceConfig.sample`). If the queue is full, `wait` waits; otherwise the maker
-        is lost, also if the caller's byte limit is reached (`is_full`).
+        Only a random share of the calls is recorded (`TraceConfig.sample`). If the queue is full, the call waits
+        (`wait`), or the traces are lost and counted; also if the caller's byte limit is reached (`is_full`).
         """
         if self._random.random() >= self._config.sample:
             return False

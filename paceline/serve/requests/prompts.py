@@ -86,10 +86,11 @@ def encode_chat(
     clock: Clock | None = None,
     **options: bool,
 ) -> list[int]:
-    """Return the token ids of a conversation (`options` as in `chat_text`); `clock` measures the template and the
-    tokenizer.
+    """Return the token ids of a conversation; `options` are those of `turn_options`. `clock` measures the template and
+    the tokenizer.
 
-    Raises RequestRefused for malformed messages, or if the template rejects them."""
+    Raises RequestRefused for malformed messages, or if the template rejects them.
+    """
     clock = clock or Clock()
     try:
         plain = [message.as_sent() for message in messages]
