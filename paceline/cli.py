@@ -30,7 +30,7 @@ HELP = (
 
 
 class LazyCommands(Mapping[str, Any]):
-    """Command name -> command; a command is imported at its first lookup."""
+    """Maps command names to commands; a command's module is imported when it is first looked up."""
 
     def __init__(self, entries: Mapping[str, Entry], prefix: str = "") -> None:
         """`entries`: the commands' entries in the catalogue, by name. `prefix`: beginning of their functions' names,

@@ -61,7 +61,8 @@ class Lenience:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Samples from a mixture of target and drafter (speculative cascades, 2405.19261)."""
+    """Samples from a mixture of the target's and the drafter's distributions (speculative cascades, arXiv
+    2405.19261)."""
 
     lam: Share = 1.0
     """Weight of the target; 1 is lossless."""
@@ -126,7 +127,7 @@ class Lossy:
         return cls(kind(**values), max_tv)
 
     def within(self, max_tv: float | None) -> Lossy:
-        """Return the rule with budget `max_tv`, unless its own budget is smaller."""
+        """Return the rule with the smaller of two budgets: its own and `max_tv`; None is no limit."""
         budgets = [budget for budget in (self.max_tv, max_tv) if budget is not None]
         return replace(self, max_tv=min(budgets, default=None))
 
@@ -166,7 +167,7 @@ class Spent(NamedTuple):
     kl: float = 0.0
     """KL divergence, in nats."""
     num_changed: int = 0
-    """Tokens that differ from the lossless rule's."""
+    """Number of tokens that differ from those of the lossless rule with the same random numbers."""
 
 
 @dataclass(slots=True)

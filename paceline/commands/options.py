@@ -261,7 +261,7 @@ def given(context: typer.Context, *sources: str) -> list[str]:
 
 
 def typed(command: Callable[..., Any], context: typer.Context) -> set[str]:
-    """Return the fields set on the command line of a command of `options`, as parameter.field: shape.num_layers."""
+    """Return the fields set on the command line, as parameter.field (shape.num_layers); `command` uses `options`."""
     fields: dict[str, str] = command.fields  # pyright: ignore[reportFunctionMemberAccess]
     return {fields[name] for name in given(context, "COMMANDLINE") if name in fields}
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 REFUSED = 3
-"""Exit status of a command that judged a model or drafter and rejected it."""
+"""Exit status of a command whose gate, a check of quality, rejected the result."""
 
 
 def say(text: str) -> None:
@@ -192,7 +192,7 @@ def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
 
 
 def is_named(engine: EngineConfig) -> bool:
-    """Return True if the command line names a model: `engine.model` is not the default."""
+    """Return True if the settings name another model than the default one."""
     return engine.model != EngineConfig().model
 
 

@@ -25,7 +25,8 @@ LLAMACPP = {
     "llamacpp:tokens_predicted_total": "vllm:generation_tokens_total",
     "llamacpp:requests_processing": "vllm:num_requests_running",
 }
-"""llama.cpp's metric names -> vLLM's; `_name` maps those of speculation, which lack `_total`."""
+"""llama.cpp's metric names -> vLLM's. Names of speculation metrics are not listed: only their prefix differs, and
+`_total`."""
 ENGINES = ("engine", "dp_rank")
 """Labels that number the engines of a server."""
 RANKS = frozenset(

@@ -52,7 +52,7 @@ class Client:
         self._closed.set()
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
-        """Return the response as JSON. Raises Refused, DownloadError."""
+        """Send a request, with retries; returns the JSON of the response. Raises Refused, DownloadError."""
         data = self.bytes(method, path, body, MAX_JSON_BYTES)
         try:
             return json.loads(data)
@@ -60,7 +60,8 @@ class Client:
             raise Refused(200, f"the answer of {self.url}{path} is no JSON") from error
 
     def bytes(self, method: str, path: str, body: Any, most: int) -> bytes:
-        """Return the response body, of at most `most` bytes. Raises Refused, and DownloadError after `patience_s`."""
+        """Send a request, with retries; returns the response body, of at most `most` bytes. Raises Refused, and
+        DownloadError after `patience_s`."""
         data, pause_s = None if body is None else json.dumps(body).encode(), FIRST_PAUSE_S
         began = time.monotonic()
         while True:

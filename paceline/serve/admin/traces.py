@@ -72,9 +72,10 @@ SCHEMA = pa.schema(
         *((f"{name}_s", _SECONDS) for name in TIMES),
     ]
 )
-"""`sampling` is JSON of the parameters that differ from their defaults. `drafted` and `accepted` list all rounds, even
-if redaction cut the answer. Times are in seconds, `first_token_s` and `total_s` since arrival. Unknown values are null:
-for other servers the rounds, most times, and the temperature if the client did not set it."""
+"""Columns of a trace file. `sampling` is JSON of the parameters that differ from their defaults. `drafted` and
+`accepted` list all rounds, even if redaction cut the answer. Times are in seconds, `first_token_s` and `total_s` since
+arrival. Unknown values are null: for other servers the rounds, most times, and the temperature if the client did not
+set it."""
 SOURCE = "traces"
 SHARD = re.compile(r"traces-\d{8}T\d{6}-[0-9a-f]{8}-\d{5,}\.parquet(\.[0-9a-f]{16}\.part)?")
 """File names of shards, and of parts left by killed writers; other files in the folder are never deleted."""
@@ -93,7 +94,7 @@ class Trace:
     """End of the answer, in seconds since 1970."""
     temperature: float | None
     sampling: dict[str, Any]
-    """Sampling parameters that differ from their defaults (`given`)."""
+    """Sampling parameters that differ from their defaults, by name."""
     eos_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     tag: str | None = None

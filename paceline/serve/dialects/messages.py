@@ -44,7 +44,7 @@ class TextBlock(Closed):
 
 
 class ContentBlock(Closed):
-    """A text, a tool call (tool_use), thinking, or the result of a call (tool_result)."""
+    """One block of a message: a text, a tool call (tool_use), thinking, or the result of a call (tool_result)."""
 
     unused: ClassVar[dict[str, str]] = fields.MESSAGES_NESTED_UNUSED["content"]
 
@@ -79,7 +79,7 @@ class MessageTool(Closed):
 
 
 class MessageToolChoice(Closed):
-    """auto, any (at least one call), tool (this tool) or none."""
+    """Choice of a tool: auto, any (at least one call), tool (the named one) or none."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, description="tool: name of the tool.")
@@ -99,7 +99,8 @@ class OutputConfig(Closed):
 
 
 class Thinking(Closed):
-    """disabled sets the chat template's variable enable_thinking to false, all others to true."""
+    """Reasoning of the model: disabled sets the chat template's variable enable_thinking to false, all others to
+    true."""
 
     unused: ClassVar[dict[str, str]] = fields.MESSAGES_NESTED_UNUSED["thinking"]
 

@@ -26,7 +26,7 @@ KEYS = {
     "function_call_output": {"call_id", "output"},
     "reasoning": {"summary", "content"},
 }
-"""Type of an item -> its fields."""
+"""Type of an item in the conversation -> its fields."""
 NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -47,7 +47,7 @@ class ResponsePart(Closed):
 
 
 class ResponseItem(Closed):
-    """A message, reasoning, a function call, or the output of a call."""
+    """One item of a conversation: a message, reasoning, a function call, or the output of a call."""
 
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["input"]
 
@@ -81,7 +81,7 @@ class ResponseToolChoice(Closed):
 
 
 class TextFormat(Closed):
-    """text, json_object, or json_schema (with `schema`)."""
+    """Format of the answer: text, json_object, or json_schema (with `schema`)."""
 
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["format"]
 

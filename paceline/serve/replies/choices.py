@@ -16,7 +16,7 @@ from paceline.types import TokenLogprob
 
 
 class ChatReply(Reply):
-    """One choice of a chat completion."""
+    """One answer of a chat completion, as an entry of `choices`."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: ChatRequest) -> None:
         super().__init__(index, tokenizer, request, has_logprobs=bool(request.logprobs))
@@ -70,7 +70,7 @@ class ChatReply(Reply):
 
 
 class TextReply(Reply):
-    """One choice of a text completion."""
+    """One answer of a text completion, as an entry of `choices`."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: CompletionRequest, echo: str) -> None:
         super().__init__(index, tokenizer, request, has_logprobs=request.logprobs is not None)

@@ -29,7 +29,7 @@ from paceline.types import Round, Sequence, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
-"""Replaces -inf, which JSON does not have, as in OpenAI's API."""
+"""Log-probability sent instead of -inf, which JSON does not have, as in OpenAI's API."""
 T = TypeVar("T")
 log = logging.getLogger("paceline.serve")
 
@@ -41,11 +41,11 @@ class Reply(ABC):
     def __init__(self, index: int, tokenizer: Tokenizer, request: Sampling, *, has_logprobs: bool) -> None:
         self.index, self.tokenizer = index, tokenizer
         self.sequence: Sequence | None = None
-        """Set when the answer is complete."""
+        """The engine's record of the request, set when the answer is complete."""
         self._text = ""
         self._logprobs: list[TokenLogprob] = []
         self.pieces: list[dict[str, Any]] = []
-        """Unsent tokens as {"text", "drafted"}, for requests with `paceline_timings`."""
+        """Tokens not sent yet, as {"text", "drafted"}; only for requests with `paceline_timings`."""
         self._has_logprobs, self._has_ids = has_logprobs, bool(request.return_token_ids)
         self._ids: list[int] = []
         """Unsent token ids."""
@@ -106,7 +106,7 @@ class Exchange:
     """One API request and its answers: turns the worker's events into a response object or a stream."""
 
     end = DONE
-    """Bytes after the last event of a stream."""
+    """Bytes sent after the last event of a stream."""
 
     def __init__(
         self,

@@ -65,8 +65,8 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock
 def completion_jobs(
     request: CompletionRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None
 ) -> tuple[list[Job], list[str]]:
-    """Convert a text completion request to jobs, `n` for each prompt, in order. Also returns the text before each job's
-    answer (`echo`). Run it in a thread.
+    """Convert a text completion request to jobs, `n` for each prompt, in order. Also returns for each job the text to
+    put before its answer: with `echo` the prompt, else "". Run it in a thread.
 
     Raises RequestRefused.
     """

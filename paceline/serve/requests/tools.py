@@ -25,7 +25,8 @@ def tools_of(request: ChatRequest | TokenizeRequest) -> list[Tool]:
 
 
 def forced_schema(request: ChatRequest) -> str | None:
-    """Return the JSON schema of a forced call, or None if the answer may be text."""
+    """Return the JSON schema that the answer must follow because `tool_choice` forces a call; None if it may be
+    text."""
     choice = request.tool_choice
     if choice is None or choice in ("none", "auto"):
         return None

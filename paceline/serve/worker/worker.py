@@ -43,7 +43,7 @@ MAX_TAG = 128
 MAX_LOADS = 3
 """Tries to rebuild the engine after a crash before the worker gives up."""
 STEADY_SECONDS = 10.0
-"""An engine that crashes after more seconds than this is rebuilt with the loaded weights; otherwise the model is
+"""If the engine crashes after more seconds than this, it is rebuilt with the loaded weights; if earlier, the model is
 reloaded."""
 log = logging.getLogger("paceline.serve")
 
