@@ -1,10 +1,13 @@
-"""The library calls behind `paceline simulate` and `paceline simulate-serving`.
+"""Library calls behind `paceline simulate` and `paceline simulate-serving`.
 
-`set_up` turns names, files and machines into the costs of a round, with the limits and warnings that apply to them.
+`set_up` resolves names, files and machines to the costs of a round in seconds, with sentences on the limits of the
+prediction and warnings.
 
-answer = predict_all(CostsConfig(model="Qwen3-8B", hardware="H100"), PredictConfig(batch=(1, 8), acceptance="0.8,0.75"))
-answer.predictions[0].best_draft_length
-simulate_server(CostsConfig(table=Path("runs/steps")), ServingConfig(rate=(0.5, 1, 2))).loads
+    answer = predict_all(
+        CostsConfig(model="Qwen3-8B", hardware="H100"), PredictConfig(batch=(1, 8), acceptance="0.8,0.75")
+    )
+    answer.predictions[0].best_draft_length
+    simulate_server(CostsConfig(table=Path("runs/steps")), ServingConfig(rate=(0.5, 1, 2))).loads
 """
 
 from __future__ import annotations
@@ -49,19 +52,19 @@ from paceline.simulate.trees import BEST, TreePrediction, expected_of, parse_siz
 
 MAX_ROWS, MAX_DRAFT = 8, 16
 SHARES = (0.3, 0.6, 0.8, 0.95, 1.2)
-"""Default rates of open loops, as shares of the capacity of plain decoding."""
+"""Default request rates of open loops, as shares of the capacity of plain decoding."""
 DEFAULT_MODEL = "smollm2-135m"
 THIS = "this"
 
 
 @dataclass(slots=True)
 class Setup:
-    """The costs of a round, with their limits and warnings."""
+    """The costs of a round in seconds, with sentences on the limits of the prediction and warnings."""
 
     costs: StepCosts
     title: str
     kind: str
-    """toy, roofline, measured or calibrated."""
+    """Source of the costs: toy, roofline, measured or calibrated."""
     shape: ModelShape | None = None
     deployment: Deployment | None = None
     limits: list[str] = field(default_factory=list)
@@ -71,10 +74,11 @@ class Setup:
     bare: StepCosts | None = None
     """The costs without the overhead; None without an overhead."""
     assumed: str = ""
-    """The sentence of `assumed.assumed`."""
+    """Sentence that lists the assumed default values (`simulate/assumed.py`)."""
 
     def ignore(self, config: CostsConfig, *names: str) -> Setup:
-        """Add a warning for those of these options that were given, because they have no effect."""
+        """Adds one warning that names the options in `names` that are set in `config`: they have no effect with these
+        costs. Returns the setup."""
         given = [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) is not None]
         if given:
             self.warnings.append(f"{', '.join(given)} has no effect here: the {self.kind} model knows better")
@@ -82,8 +86,8 @@ class Setup:
 
 
 def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
-    """Resolves the costs and adds the overhead at the first load's context. `loads` affect warnings. Raises
-    PacelineError."""
+    """Returns the costs of a round that `config` selects, with the overhead at the first load's context. Warnings
+    depend on all `loads`. Raises PacelineError."""
     setup = _source(config, loads)
     overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
     if overhead:
@@ -144,8 +148,8 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
 def deployment_of(
     config: CostsConfig, known: Precisions, measured: Machine | None = None, locality: float = 0.0
 ) -> Deployment:
-    """Returns the deployment: the requested machine, or else the `measured` one; the requested precisions, or else the
-    `known` ones; the requested expert locality, or else the measured `locality`."""
+    """Returns the machine, precisions and expert locality of a prediction. Each is that of `config`; where `config` has
+    none, it is `measured`, `known` or `locality`."""
     number, name = counted(config.hardware)
     if number > 1 and config.gpus not in (1, number):
         raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")
@@ -156,7 +160,7 @@ def deployment_of(
 
 
 def counted(hardware: str | None) -> tuple[int, str | None]:
-    """ "2x H100" -> (2, "H100"), "H100" -> (1, "H100"). Raises ConfigError for a number below 1."""
+    """Splits "2x H100" into (2, "H100"); "H100" gives (1, "H100"). Raises ConfigError for a number below 1."""
     match = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(.*\S)\s*", hardware or "", re.IGNORECASE)
     if not match:
         return 1, hardware
@@ -197,20 +201,22 @@ def _title(shape: ModelShape, deployment: Deployment) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Predictions for each batch, with their limits and warnings."""
+    """Predictions for each batch size, with sentences on their limits and warnings."""
 
     setup: Setup
     acceptance: Acceptance
     predictions: list[Prediction]
     flags: dict[str, str]
-    """Server -> command line that serves the first batch's prediction."""
+    """Server -> command line that serves the model with the draft length predicted for the first batch size."""
     without: list[tuple[int, float]] = field(default_factory=list)
-    """(best draft length, speed-up) for each batch without the overhead; empty without an overhead."""
+    """(best draft length, speed-up) for each batch size, predicted without the overhead; empty if there is no
+    overhead."""
     trees: list[TreePrediction] = field(default_factory=list)
-    """Tree predictions for each batch, if requested."""
+    """Predictions of draft trees for each batch size, if requested."""
 
     def as_json(self) -> dict[str, Any]:
-        """JSON output: the first batch's prediction at the top level, all batches under "sweep"."""
+        """Returns the JSON output: the first batch size's prediction at the top level, those of all batch sizes under
+        "sweep"."""
         deployment = self.setup.deployment
         return {
             **asdict(self.predictions[0]),
@@ -238,7 +244,7 @@ class Answer:
 
 
 def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
-    """Predicts each batch. Raises PacelineError."""
+    """Predicts the speed-up of speculation for each batch size. Raises PacelineError."""
     marginals = read_marginals(config.marginals or "greedy") if config.tree else None
     if marginals and not config.acceptance:
         kind, acceptance_text = "histogram" if marginals.num_rounds else "conditional", "of the marginals"
@@ -308,14 +314,14 @@ class ServerAnswer:
     setup: Setup
     server: ServerShape
     survival: Survival
-    """The survival curve of the simulation."""
+    """Survival curve that the simulation draws from: share of rounds whose first i drafts are accepted."""
     loads: list[LoadFigures] = field(default_factory=list)
     compared: list[Compared] = field(default_factory=list)
-    """Results of a replayed run, instead of `loads`."""
+    """Simulated and measured results, if a recorded run is replayed; `loads` is empty then."""
 
     @property
     def num_within(self) -> int:
-        """Number of comparisons within the error limits."""
+        """Number of results in `compared` whose errors are within the limits."""
         return sum(each.is_within for each in self.compared)
 
     def as_json(self, config: ServingConfig) -> dict[str, Any]:
@@ -337,7 +343,8 @@ class ServerAnswer:
 
 
 def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
-    """Simulates each load under each policy, or replays the run `config.against`. Raises PacelineError."""
+    """Simulates each load under each policy (rule for the number of drafts), or replays the recorded run
+    `config.against`. Raises PacelineError."""
     passes = read_passes(config.against) if config.against else []
     jobs = [job for each in passes for job in each.jobs]
     if not passes:

@@ -1,7 +1,7 @@
 """Default assumptions of predictions, the same for every command.
 
-CONTEXT, STREAMS, ACCEPTANCE         # the defaults of `simulate`, `simulate-serving`, `advise` and `train --dry-run`
-assumed(context=320, streams=8)      # "assumed: 320 tokens of context (...), ..."
+CONTEXT, STREAMS, ACCEPTANCE      # the defaults of `simulate`, `simulate-serving`, `advise`, `train --dry-run`
+assumed(context=320, streams=8)   # "assumed: 320 tokens of context (...), ..."
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ ACCEPTANCE = "0.8"
 
 
 def assumed(context: float = CONTEXT, streams: str | int = STREAMS, acceptance: str = ACCEPTANCE) -> str:
-    """Returns the assumptions of a prediction in one sentence, each with the default that it differs from."""
+    """Returns the assumptions of a prediction in one sentence; a value that differs from the default is followed by the
+    default."""
     parts = [
         _part(f"{context:,.0f} tokens of context", context != CONTEXT, f"{CONTEXT:,}"),
         _part(

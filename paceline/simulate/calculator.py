@@ -31,7 +31,7 @@ FOLDER = Path(__file__).parent / "page"
 _PURE = "formulas config_reader hf_config flags limits results state argument watch"
 _NEED_PAGE = "marks charts editor controls cards tabs tokens columns assumptions problem tools views page"
 PURE = tuple(f"{name}.js" for name in _PURE.split())
-"""Modules that also run without a page. Each module needs only earlier ones."""
+"""JavaScript modules that also run outside a page, in order of their imports."""
 SCRIPTS = (*PURE, *(f"{name}.js" for name in _NEED_PAGE.split()))
 CHARTS = "vendor/uPlot.iife.min.js"
 PIECE = re.compile(r"\s*\S{1,6}")
@@ -39,7 +39,7 @@ IMPORT = re.compile(r"^import [^;]+;\n", re.MULTILINE)
 
 
 def page(this_machine: Machine | None = None) -> str:
-    """Returns the whole page; `this_machine` is listed in addition to the known machines."""
+    """Returns the HTML of the page. `this_machine` is listed in addition to the known machines."""
     script, style = _read(CHARTS) + joined(), _read("vendor/uPlot.min.css") + look() + _read("calculator.css")
     parts = {
         "SCRIPT-HASH": hash_of(script),
@@ -54,13 +54,14 @@ def page(this_machine: Machine | None = None) -> str:
 
 
 def joined(names: Sequence[str] = SCRIPTS) -> str:
-    """Returns modules of the page joined into one script, after the JSON tables that they import."""
+    """Returns JavaScript modules of the page joined into one script, after the JSON tables that they import."""
     tables = f"const CONFIG_KEYS = {embedded(catalogue.KEYS)}, FLAGS = {embedded(FLAGS)};\n"
     return tables + "".join(IMPORT.sub("", _read(name)) for name in names)
 
 
 def data(this_machine: Machine | None = None) -> dict[str, Any]:
-    """Returns the page's data: the package's own tables. A machine's "option" is its name on the command line."""
+    """Returns the data embedded in the page: models, machines, number formats, texts and measured points. A machine's
+    "option" is its name on the command line."""
     machines = {name: {**asdict(machine), "option": name} for name, machine in catalogue.machines().items()}
     if this_machine is not None:
         machines["this machine"] = {**asdict(this_machine), "option": "this"}
@@ -80,8 +81,7 @@ def data(this_machine: Machine | None = None) -> dict[str, Any]:
 
 
 def measured() -> dict[str, dict[str, Any]]:
-    """Returns the measured points of the page: name -> label, note and points in the form that `bench.speedup_chart`
-    reads."""
+    """Returns the measured speed-ups shown in the page's chart: name of a series -> its label, note and points."""
     system = landmarks.TOLD["systems"][0]
     points = [each for each in system["points"] if "tokens_per_round" in each]
     published = [
@@ -114,7 +114,7 @@ def _point(label: str, tokens_per_round: float, speedup: float, is_mocked: bool)
 
 
 def passage() -> list[str]:
-    """Returns the text of the two animated columns in pieces of about one token; no model generated it."""
+    """Returns the sample text of the animated columns, split into pieces of about one token; no model generated it."""
     return PIECE.findall(_read("passage.txt").strip())
 
 
@@ -138,7 +138,7 @@ def _short(number: float) -> str:
 
 
 def embedded(value: Any) -> str:
-    """Returns JSON in which HTML markup is escaped."""
+    """Returns a value as JSON with HTML markup escaped, to be embedded in a page."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -15,7 +15,7 @@ DraftLength = Annotated[int, within("between 0 and 1024", least=0, most=1024)]
 
 @dataclass(frozen=True, slots=True)
 class CostsConfig:
-    """Source of step times: a model on a machine, measured steps, a calibration, or the toy model. Raises
+    """Selects the source of step times: a model on a machine, measured steps, a calibration, or the toy model. Raises
     ConfigError."""
 
     model: str | None = None
@@ -71,7 +71,7 @@ class CostsConfig:
 
 @dataclass(frozen=True, slots=True)
 class PredictConfig:
-    """Settings of a prediction. Raises ConfigError."""
+    """Options of a speed-up prediction. Raises ConfigError."""
 
     batch: tuple[Count, ...] = (1,)
     """Batch size; several, comma-separated, make a sweep."""
@@ -199,7 +199,7 @@ class PriceConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdviceConfig:
-    """Traffic, and prices of machines. Raises ConfigError."""
+    """Traffic, training machine and prices for `paceline advise`. Raises ConfigError."""
 
     streams: Count | None = None
     """Requests that decode together [default: the number that the server of --url runs, else 1]."""

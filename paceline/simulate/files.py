@@ -17,7 +17,8 @@ T = TypeVar("T")
 def read_json(
     file: Path, remedy: str, missing: type[PacelineError] = ConfigError, damaged: type[PacelineError] = ConfigError
 ) -> Any:
-    """Reads a JSON file. Raises `missing` if it cannot be read and `damaged` if it is not JSON, both with `remedy`."""
+    """Returns the content of a JSON file. Raises the error class `missing` if it cannot be read, `damaged` if it is not
+    JSON. `remedy`: advice added to the message."""
     if not file.exists():
         raise missing(f"there is no {file}: {remedy}")
     unreadable = reraised(missing, f"cannot read {file}", "check its permissions", OSError)
@@ -26,7 +27,8 @@ def read_json(
 
 
 def read_objects(file: Path, remedy: str) -> list[dict[str, Any]]:
-    """Reads the objects of a JSON file: a single one, a list, or one per line. Raises ConfigError with `remedy`."""
+    """Returns the objects of a JSON file: a single one, a list, or one per line. Raises ConfigError; `remedy`: advice
+    added to the message."""
     with reraised(ConfigError, f"cannot read {file}", remedy, OSError, UnicodeDecodeError):
         text = file.read_text(encoding="utf-8")
     try:
@@ -58,7 +60,7 @@ def check_amounts(record: Any) -> None:
 
 
 def record_of(kind: type[T], content: Any) -> T:
-    """Builds a dataclass from a JSON object that must contain all of its number fields. Raises ValueError."""
+    """Builds a dataclass of type `kind` from a JSON object, which must contain all number fields. Raises ValueError."""
     values = content if isinstance(content, dict) else {}
     record = kind(**{field.name: values.get(field.name) for field in fields(kind)})  # pyright: ignore[reportArgumentType]
     check_amounts(record)

@@ -1,4 +1,4 @@
-"""The command lines of servers that realise a prediction, from `flags.json`."""
+"""Builds the command lines of servers that serve a model with a predicted draft length, from `flags.json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ METHODS, PLACEHOLDER = FLAGS["methods"], FLAGS["placeholder"]
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A model and drafter to serve."""
+    """Model, drafter and draft length to serve."""
 
     model: str
     method: str = "dflash"
@@ -36,10 +36,10 @@ class Serving:
 
 
 def server_flags(serving: Serving) -> dict[str, str]:
-    """Returns the command line of each server that realises a prediction; with 0 drafts, plain decoding.
+    """Returns server -> command line that serves this model and drafter; with 0 drafts, plain decoding.
 
-    Block sizes count the anchor: drafts + 1. If paceline cannot serve the setting, its entry is a remark instead of a
-    command.
+    Block sizes in these command lines are drafts + 1: they include the last accepted token. If paceline cannot serve
+    the setting, its entry is a remark instead of a command.
     """
     method, drafts = METHODS[serving.method], serving.num_drafted
     checkpoint = {"model": serving.drafter} if method["model"] else {}

@@ -1,12 +1,13 @@
-"""Compares published systems with the roofline's predictions, without and with an overhead fitted to the plain rate
-alone.
+"""Compares published speeds of other systems with the roofline's predictions: without an overhead, and with one that is
+fitted to the rate of plain decoding alone.
 
     for row in served():
         row.published, row.without, row.within, row.error_with
 
 `landmarks.json` has the published figures, their sources and the assumptions; `python docs/make_landmarks.py` writes
-the tables into docs/explanation/landmarks.md. A point's own figures are not used in its prediction: the overhead comes
-from the system's plain rate of one stream; drafter costs, chances and contexts are those of the published walk-through.
+the tables into docs/explanation/landmarks.md. A published speed-up is not used in its own prediction: the overhead
+comes from the system's plain rate of one stream. Drafter costs, chances and contexts are those of a published
+calculation (the walk-through).
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from paceline.simulate.speedup import Load, best, constant, curve, from_survival
 
 TOLD: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 COST, MOST = 0.10, 16
-"""Cost of a drafter pass as a share of a plain pass, and maximum draft length, in the walk-through."""
+"""Assumptions of the walk-through (a published calculation): cost of a drafter pass as a share of a plain target pass
+(COST), and maximum draft length (MOST)."""
 WAYS = {"token by token": (0.75, None), "in blocks": (0.89, 16)}
-"""(acceptance chance of a draft, drafts per pass) of the walk-through's two drafters."""
+"""Drafting method of the walk-through -> (chance that a draft is accepted, drafts per pass; None: one)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One published rate of a system, in tokens/s of one stream. Speed-ups are over plain decoding and count all
-    streams."""
+    """One published rate of a system, in tokens/s of one stream, and its prediction. Speed-ups are over plain decoding
+    and cover all streams."""
 
     system: str
     setting: str
@@ -49,7 +51,7 @@ class Served:
     """Predicted speed-up with the overhead."""
     overhead_ms: float
     needed: float
-    """Tokens per round that would give the published speed-up with the overhead."""
+    """Tokens per round at which the prediction with the overhead equals the published speed-up."""
 
     @property
     def error_without(self) -> float:
@@ -97,7 +99,7 @@ def _point(system: dict[str, Any], point: dict[str, Any], costs: RooflineCosts, 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """One speed-up of the published walk-through, which ignores overheads."""
+    """One speed-up of the walk-through (a published calculation without overheads), and its prediction."""
 
     model: str
     way: str
@@ -114,7 +116,7 @@ class Walked:
 
 
 def walked() -> Iterator[Walked]:
-    """Yields the rows of both tables of the walk-through."""
+    """Yields published and predicted speed-ups of the walk-through's two tables."""
     table = TOLD["walkthrough"]
     for model, ways in table["models"].items():
         shape = catalogue.find(model)
@@ -130,7 +132,7 @@ def walked() -> Iterator[Walked]:
 
 @dataclass(frozen=True, slots=True)
 class BestLengths:
-    """Best draft lengths of one drafter, by number of streams."""
+    """Published and predicted best draft lengths of one drafter, by number of streams."""
 
     drafter: str
     streams: list[int]
@@ -143,7 +145,7 @@ class BestLengths:
 
 
 def best_lengths() -> Iterator[BestLengths]:
-    """Computes best lengths from measured survival and each drafter's own roofline."""
+    """Yields each drafter's best draft lengths, computed from its measured survival curve and its own roofline."""
     table = TOLD["best_lengths"]
     shape, machine = catalogue.find(table["model"]), catalogue.machines()["B200"]
     deployment = Deployment(machine, shape.precisions)
@@ -158,8 +160,8 @@ def best_lengths() -> Iterator[BestLengths]:
 
 
 def experts() -> list[tuple[int, float, float, float]]:
-    """Returns (positions, measured, predicted uniform, predicted with locality) numbers of distinct experts in a
-    layer."""
+    """Returns numbers of distinct experts read in a layer: (positions, measured, predicted for independent positions,
+    predicted with MEASURED_LOCALITY)."""
     table = TOLD["experts"]
     return [
         (

@@ -1,4 +1,4 @@
-"""Limits and warnings of a prediction, as sentences: printed with every result."""
+"""Writes the sentences printed with every prediction: its limits (what it ignores or assumes) and warnings."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text
 DEFAULT_COST = 0.1
 """Default cost of a drafter pass, as a share of a target pass."""
 LOOKUPS = ("ngram",)
-"""Methods that do not run a model."""
+"""Drafting methods that do not run a model."""
 
 
 def cost_by_method(costs: CostsConfig, method: str | None) -> tuple[CostsConfig, list[str]]:
-    """Returns the costs with the drafter cost of a method, unless another option sets it, and the limits that explain
-    it."""
+    """Returns the costs with the drafter cost of this drafting method, and sentences that explain it. Costs that set
+    the drafter in another way are returned unchanged, without a sentence."""
     is_said = costs.drafter_cost is not None or costs.drafter_params is not None
     if method is None or is_said or costs.toy or costs.table is not None or costs.calibration is not None:
         return costs, []
@@ -41,7 +41,7 @@ def cost_by_method(costs: CostsConfig, method: str | None) -> tuple[CostsConfig,
 
 
 def roofline_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
-    """Limits of a roofline prediction for a shape on a machine."""
+    """Returns sentences on the limits of a roofline prediction for this model and machine."""
     limits: list[str] = list(TEXTS["roofline"])
     if shape.experts and deployment.expert_locality == 0:
         limits.append(TEXTS["uniform_experts"].format(locality=f"--expert-locality {MEASURED_LOCALITY}"))
@@ -70,7 +70,7 @@ def _rate_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
 
 
 def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
-    """Limits of the acceptance data."""
+    """Returns sentences on the limits of the acceptance data, e.g. for draft positions beyond the given ones."""
     if acceptance.kind == "constant":
         return [TEXTS["constant"]]
     limits = []
@@ -82,8 +82,8 @@ def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
 
 
 def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Load]) -> list[str]:
-    """Warnings for the smallest load that exceeds the memory (larger ones do too), and for a context that is too
-    long."""
+    """Returns warnings: for the smallest load that exceeds the memory, and for a context longer than the model
+    supports."""
     needs = [(memory_need(shape, deployment, each.batch, each.context), each) for each in loads]
     needs.sort(key=lambda pair: pair[1].batch)
     too_large = [memory_warning(need, load, deployment, shape) for need, load in needs if not need.fits][:1]
@@ -91,7 +91,7 @@ def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Loa
 
 
 def memory_warning(need: MemoryNeed, load: Load, deployment: Deployment, shape: ModelShape | None = None) -> str | None:
-    """Returns a warning if weights and caches do not fit, with a number of GPUs that the heads can be divided among."""
+    """Returns a warning with the sufficient number of GPUs if weights and caches do not fit into memory, or None."""
     if need.fits:
         return None
     weights, cache, memory = need.weight_bytes, need.cache_bytes, need.memory_bytes

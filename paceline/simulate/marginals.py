@@ -1,9 +1,9 @@
-"""Reads marginals: built in, or counted by `paceline bench decode --plan tree:32`.
+"""Reads marginals (acceptance chances by draft position and candidate rank): built in, or counted by `paceline bench
+decode --plan tree:32`.
 
-read_marginals("greedy")                 # or sampled: `marginals.json`, measured with the drafter shipped for
-smollm2-135m read_marginals("runs/bench-decode-1")    # the setting with the most rounds; runs/bench-decode-1:default
-picks a drafter read_marginals("mine.json")              # {"marginals": {"tried": [...], "stood": [[...], ...]}} or
-[[0.7, 0.1], ...]
+    read_marginals("greedy")               # or sampled: `marginals.json`, measured with smollm2-135m's shipped drafter
+    read_marginals("runs/bench-decode-1")  # the setting with the most rounds; runs/bench-decode-1:default: one drafter
+    read_marginals("mine.json")            # {"marginals": {"tried": [...], "stood": [[...], ...]}} or [[0.7, 0.1], ...]
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ REMEDY = (
 
 
 def built_in() -> dict[str, dict[str, Any]]:
-    """Returns the built-in counts by name: "about", "tried" and "stood"."""
+    """Returns name -> built-in counts: "about" (description), "tried" (by draft position: rounds that reached it) and
+    "stood" (by draft position and candidate rank: rounds in which this candidate was the target's token)."""
     return read_json(BUILT_IN, "install paceline again")
 
 
 def read_marginals(text: str) -> Marginals:
-    """Reads built-in marginals by name, or those of a run or file. Raises ConfigError."""
+    """Returns marginals. `text`: a built-in name, a run folder, RUN:DRAFTER, or a JSON file. Raises ConfigError."""
     if text in (known := built_in()):
         return Marginals.of(Tally.of(known[text]))
     path, drafter = with_name(text)
@@ -40,7 +41,8 @@ def read_marginals(text: str) -> Marginals:
 
 
 def marginals_in(content: Any, name: str, drafter: str = "") -> Marginals:
-    """Returns the marginals in a file's content; `name` is used in errors. Raises ConfigError."""
+    """Returns the marginals in a JSON file's content. `name`: the file's name, for errors; `drafter`: reads only this
+    drafter of a run. Raises ConfigError."""
     if isinstance(content, dict) and isinstance(content.get("results"), list):
         return Marginals.of(Tally.of(_of_run(content["results"], name, drafter)))
     marginals = content.get("marginals") if isinstance(content, dict) else content

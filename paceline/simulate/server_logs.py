@@ -70,13 +70,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Everything that a server's log or metrics report."""
+    """Figures that a server's log or metrics report."""
 
     server: str
-    """vLLM, SGLang, llama.cpp or paceline."""
+    """Name of the server software: vLLM, SGLang, llama.cpp or paceline."""
     samples: list[Sample]
     tokens_per_round: float | None
-    """Mean over rounds with drafts; None if nothing was drafted."""
+    """Acceptance length: mean tokens per round with drafts; None if nothing was drafted."""
     survival: tuple[float, ...] = ()
     """Share of rounds whose first i drafts were all accepted, if reported."""
     tokens: float = 0.0
@@ -88,13 +88,13 @@ class Seen:
 
 
 def is_server_text(text: str) -> bool:
-    """True for the beginning of a log or of metrics that `parse_server` reads."""
+    """True if the text begins like a log or metrics that `parse_server` reads."""
     return any(mark in text for mark in (*PREFIXES, "Avg generation throughput:", "Decode batch"))
 
 
 def read_server(file: Path, model: str | None = None) -> Seen:
-    """Reads a log, or the text of GET /metrics; with several models, that of `model` or of FILE:MODEL. Raises
-    ConfigError if the file does not exist or has no known line."""
+    """Reads a server's log, or the saved text of GET /metrics. If it covers several models, `model` or FILE:MODEL
+    selects one. Raises ConfigError if the file does not exist or has no known line."""
     path, name = with_name(str(file))
     file, model = Path(path), name or model
     with reraised(
@@ -107,8 +107,8 @@ def read_server(file: Path, model: str | None = None) -> Seen:
 
 
 def parse_server(text: str, name: str = "the text", model: str | None = None) -> Seen:
-    """Parses a log or metrics; of metrics with several models, those of `model`. Raises ConfigError if it has no known
-    line, or if several models are present and none is selected."""
+    """Parses the text of a log or of metrics. `name`: the text's name, for errors. `model`: selects one of several
+    models. Raises ConfigError if no line is known, or if there are several models and none is selected."""
     lines = text.splitlines()
     if any(line.startswith(PREFIXES) for line in lines):
         return _metrics(text, name, model)

@@ -1,17 +1,16 @@
 """Predicts speed-up by draft length, tokens per second and the time split of a round, from acceptance and costs.
 
-speedup(g) = N(g) * round(0) / round(g), where round(g) = target pass of g + 1 positions + drafting of g + host;
-speedup(0) = 1. With no host time this is N(g) / [T(B, g+1, S) / T(B, 1, S) + D(g)]. N(g) comes from one chance, a
-chance for each draft position, or a recorded run:
+speedup(g) = N(g) * round(0) / round(g), where g is the number of drafts, N(g) the tokens per round, and round(g) =
+target pass of g + 1 positions + drafting of g + host. N(g) comes from acceptance in one of these forms:
 
-    0.8                      one chance          0.8,0.75,0.7            a chance for each position, given that earlier
-    ones are
-                                                                         accepted
-    survival:.77,.57,.42     shares of rounds    histogram:20,10,5,2     counts of rounds with 0, 1, 2, ... accepted
-    drafts runs/bench-decode-x      a bench run's results (or results.json), a trace in JSON lines or Parquet vllm.log
-    a log of vLLM or SGLang, or the text of GET /metrics (`server_logs.py`)
+    0.8                       one chance for every draft
+    0.8,0.75,0.7              a chance for each position, given that earlier ones are accepted
+    survival:.77,.57,.42      shares of rounds whose first 1, 2, 3 drafts are accepted
+    histogram:20,10,5,2       counts of rounds with 0, 1, 2, 3 accepted drafts
+    runs/bench-decode-x       a bench run (or its results.json), or a trace in JSON lines or Parquet
+    vllm.log                  a log of vLLM or SGLang, or the text of GET /metrics (`server_logs.py`)
 
-A bench run counts with its setting with the most accepted drafts; runs/x:default selects a drafter.
+If a bench run has several settings, the one with the most accepted drafts counts; runs/x:default selects a drafter.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ DELTAS = (-0.1, -0.05, -0.01, 0.01, 0.05, 0.1)
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Acceptance chances by draft position; deeper drafts than given have the last one. Raises ConfigError outside
-    0..1."""
+    """Acceptance chances by draft position. Positions beyond the given ones have the last chance. Raises ConfigError
+    for chances outside 0..1."""
 
     conditional: tuple[float, ...]
     """conditional[i - 1]: chance that draft i is accepted if all earlier ones are."""
     kind: Literal["constant", "conditional", "survival", "histogram"] = "conditional"
-    """The form in which it was given."""
+    """Form in which the acceptance was given."""
     num_rounds: int = 0
-    """Number of recorded rounds; 0 if it was not recorded."""
+    """Number of recorded rounds that the chances come from; 0 if they were not recorded."""
 
     def __post_init__(self) -> None:
         if not self.conditional:
@@ -59,26 +58,26 @@ class Acceptance:
 
     @property
     def depth(self) -> int:
-        """Number of drafts with a given chance; 0 for a constant, which holds for every draft."""
+        """Number of draft positions with a chance of their own; 0 for a constant, which holds for every position."""
         return 0 if self.kind == "constant" else len(self.conditional)
 
     def at(self, place: int) -> float:
-        """Chance that draft `place`, counted from 1, is accepted if all earlier ones are."""
+        """Returns the chance that draft number `place`, counted from 1, is accepted if all earlier ones are."""
         return self.conditional[min(place, len(self.conditional)) - 1]
 
     def survival(self, num_drafted: int) -> list[float]:
-        """Share of rounds whose first i drafts are all accepted, for i = 1..num_drafted."""
+        """Returns the share of rounds whose first i drafts are all accepted, for i = 1..num_drafted."""
         return list(itertools.accumulate(map(self.at, range(1, num_drafted + 1)), operator.mul))
 
 
 def tokens_per_round(acceptance: Acceptance, num_drafted: int) -> float:
-    """Returns N(g) = 1 + sum over i <= g of survival_i, including the bonus token; (1 - p^(g+1)) / (1 - p) for one
-    chance p."""
+    """Returns the acceptance length for `num_drafted` drafts: 1 (the bonus token) + the sum of
+    `Acceptance.survival`."""
     return 1.0 + sum(acceptance.survival(num_drafted))
 
 
 def shifted(acceptance: Acceptance, points: float) -> Acceptance:
-    """Returns the acceptance with every chance raised by `points` (0.01 is one point), clipped to 0..1."""
+    """Returns the acceptance with `points` added to every chance (0.01 is one percentage point), clipped to 0..1."""
     return replace(
         acceptance, conditional=tuple(min(max(chance + points, 0.0), 1.0) for chance in acceptance.conditional)
     )
@@ -116,11 +115,11 @@ def from_survival(shares: Sequence[float]) -> Acceptance:
 
 
 def from_histogram(counts: Sequence[float]) -> Acceptance:
-    """Builds the acceptance from `counts[n]`, the rounds with exactly n accepted drafts, as in bench results and
-    traces.
+    """Builds the acceptance from `counts[n]`, the number of rounds with exactly n accepted drafts, as in bench results
+    and traces.
 
-    Shorter rounds count as if they had drafted the maximum, so the chances of late drafts are slightly too low. Raises
-    ConfigError without rounds or without drafts.
+    All rounds are assumed to draft the maximum number; if some drafted fewer, the chances of late drafts are slightly
+    too low. Raises ConfigError without rounds or without drafts.
     """
     if not all(map(is_amount, counts)) or len(counts) < 2 or sum(counts) == 0:
         raise ConfigError(
@@ -133,8 +132,8 @@ def from_histogram(counts: Sequence[float]) -> Acceptance:
 
 
 def from_rounds(rounds: Iterable[tuple[int, int]]) -> Acceptance:
-    """Builds the acceptance from (drafted, accepted) of each round; counts each draft over the rounds that reached
-    it."""
+    """Builds the acceptance from (drafted, accepted) of each round. The chance of a position is its share of accepted
+    drafts in the rounds that reached it."""
     pairs = [(drafted, accepted) for drafted, accepted in rounds if drafted > 0]
     if not pairs:
         raise ConfigError("no round drafted anything: record a run with a drafter")
@@ -155,7 +154,7 @@ WRITTEN = {
 
 
 def parse_acceptance(text: str) -> Acceptance:
-    """Parses the forms of the module's docstring. Raises ConfigError, which shows how to write it."""
+    """Parses acceptance in any form of the module's docstring. Raises ConfigError, which shows the forms."""
     kind, colon, rest = text.partition(":")
     if colon and kind.strip().lower() in WRITTEN:
         return WRITTEN[kind.strip().lower()](_numbers(rest, text))
@@ -239,7 +238,7 @@ def _pairs(drafted: Any, accepted: Any) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A batch of sequences and the maximum draft length. Raises ConfigError for impossible values."""
+    """Batch size, context length and maximum draft length of a prediction. Raises ConfigError for impossible values."""
 
     batch: Count = 1
     """Sequences that decode together."""
@@ -254,7 +253,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The best speed-up with another acceptance."""
+    """The best draft length and speed-up if every acceptance chance were higher or lower."""
 
     points: float
     """Added to every acceptance chance; 0.01 is one point."""
@@ -266,7 +265,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Speed-ups of one load by draft length, and figures at the best length."""
+    """Predicted speed-up of one load by draft length, and figures at the best length."""
 
     batch: int
     best_draft_length: int
@@ -281,22 +280,24 @@ class Prediction:
     round_s: float
     plain_round_s: float
     time_split: dict[str, float]
-    """Share of each part in a round at the best length; they add up to 1."""
+    """Part of a round -> its share of the round's time at the best length; shares add up to 1."""
     sensitivity: list[Change]
 
 
 def curve(round_s: Sequence[float], acceptance: Acceptance) -> list[tuple[int, float]]:
-    """Returns (drafts, speed-up) from 0 drafts on; `round_s[g]`: seconds of a round with g drafts."""
+    """Returns (drafts, speed-up) pairs, from 0 drafts on. `round_s[g]`: seconds of a round with g drafts."""
     return [(length, tokens_per_round(acceptance, length) * round_s[0] / spent) for length, spent in enumerate(round_s)]
 
 
 def best(points: list[tuple[int, float]]) -> tuple[int, float]:
-    """Returns the point with the highest speed-up; of equals the shortest draft."""
+    """Returns the (drafts, speed-up) point with the highest speed-up; the one with the fewest drafts if several are
+    equal."""
     return max(points, key=lambda point: (point[1], -point[0]))
 
 
 def predict(costs: StepCosts, acceptance: Acceptance, load: Load, has_unit: bool = True) -> Prediction:
-    """Predicts one load. `has_unit`: True if costs are in seconds; those of the toy model are not."""
+    """Predicts the speed-up of one load for each draft length. `has_unit`: True if costs are in seconds; the toy
+    model's are not."""
     round_s = [costs.round_s(load.batch, length, load.context) for length in range(load.max_draft + 1)]
     points = curve(round_s, acceptance)
     length, highest = best(points)

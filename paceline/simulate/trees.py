@@ -1,8 +1,10 @@
-"""Predicts the speed-up of draft trees from measured marginals.
+"""Predicts the speed-up of draft trees from measured marginals: acceptance chances by draft position and candidate
+rank.
 
 speed-up(tree of n) = E[tokens of n] * round(0) / round(tree of n), where round(tree of n) = target pass of n + 1
-positions + drafting + host. A block drafter's pass covers all slots and costs the same for any tree; a drafter that
-drafts token by token is assumed to need as many passes as the tree is deep. E[tokens of n] is `Marginals.expected`.
+positions + drafting + host. A chain is a draft without branches. A block drafter's pass covers all draft positions and
+costs the same for any tree; a drafter that drafts token by token is assumed to need as many passes as the tree is deep.
+E[tokens of n] is `Marginals.expected`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ BEST = "best"
 
 @dataclass(frozen=True, slots=True)
 class TreePoint:
-    """Prediction for a tree of `nodes` drafts in every round of every sequence."""
+    """Prediction for trees of `nodes` drafts, one for each sequence in every round."""
 
     nodes: int
     tokens_per_round: float
@@ -31,24 +33,25 @@ class TreePoint:
     """Tokens per second of all sequences together; None if times have no unit."""
     round_s: float
     over_chain: float
-    """Tokens per second relative to the best chain."""
+    """Tokens per second relative to the best chain (drafts without branches)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreePrediction:
-    """Predictions of trees for one load, compared with the best chain of the same marginals."""
+    """Predictions of draft trees for one load, compared with the best chain of the same marginals (chances by draft
+    position and candidate rank)."""
 
     batch: int
     best_nodes: int
-    """The smallest tree with the highest speed-up, of up to MOST_NODES drafts; 0: plain decoding is faster than any
-    tree."""
+    """Drafts of the tree with the highest speed-up, the smallest if several are equal; 0: plain decoding is faster than
+    any tree."""
     best: TreePoint
     points: list[TreePoint]
-    """Predictions for the requested sizes."""
+    """Predictions for the requested numbers of drafts."""
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """ "8,32" -> (8, 32), "best" -> (). Raises ConfigError."""
+    """Parses tree sizes: "8,32" -> (8, 32), "best" -> (). Raises ConfigError."""
     if text.strip() == BEST:
         return ()
     parts = [part.strip() for part in text.split(",")]
@@ -60,7 +63,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def expected_of(marginals: Marginals, num_slots: int) -> list[Expected]:
-    """Returns the averages of trees with 0 .. MOST_NODES drafts over the first slots."""
+    """Returns mean tokens and depth of trees with 0, 1, ... MOST_NODES drafts, over the first `num_slots` draft
+    positions."""
     if not num_slots:
         return [Expected(1.0, 0.0)] * (MOST_NODES + 1)
     return marginals.first_slots(num_slots).expected(MOST_NODES)
@@ -74,7 +78,8 @@ def predict_trees(
     sizes: Sequence[int],
     has_unit: bool = True,
 ) -> TreePrediction:
-    """Predicts one load. `expected`: from `expected_of`; `chain`: the prediction of the same load."""
+    """Predicts trees for one load: the best size, and the requested `sizes`. `expected`: result of `expected_of`.
+    `chain`: prediction of chains for the same load. `has_unit`: True if costs are in seconds."""
 
     def point(nodes: int) -> TreePoint:
         tokens, depth = expected[nodes]

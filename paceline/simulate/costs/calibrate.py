@@ -38,18 +38,18 @@ from paceline.simulate.costs.rounds import (
 from paceline.simulate.costs.shapes import FORMATS, ModelShape, Precisions
 
 HELD_OUT = 3
-"""Every third size is held out of the fit."""
+"""One of this number of sizes is held out of the fit, to measure the prediction error."""
 FEWEST = 6
 """Minimum number of sizes for a fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A measured time."""
+    """One measured time in seconds, and the size it was measured at."""
 
     batch: float
     width: float
-    """Positions per row of a pass, or drafts per row."""
+    """Positions per row of a target pass, or drafts per row of a drafting measurement."""
     context: float
     seconds: float
 
@@ -60,22 +60,22 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Measurements of one or several steps.json."""
+    """Measurements of one or several steps.json (files of `paceline bench steps`)."""
 
     verify: list[Observation]
     draft: list[Observation]
     rounds: list[Observation]
-    """Whole rounds of (batch, positions), if measured."""
+    """Times of whole rounds, if measured; width: positions per row of the target pass."""
     host_s: float
     model: str = ""
     drafter: str = ""
     experts: tuple[tuple[float, float, float], ...] = ()
-    """(batch, positions, distinct experts of a layer that the pass read), for a mixture of experts."""
+    """For a mixture of experts: (batch, positions, distinct experts that the pass read in a layer)."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Measured and predicted seconds of a held-out size."""
+    """Measured and predicted seconds at a size that was held out of the fit."""
 
     batch: float
     positions: float
@@ -90,7 +90,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A calibration, its measurements, and its errors on held-out sizes."""
+    """A calibration, the measurements it was fitted to, and its errors on held-out sizes."""
 
     steps: Steps
     calibration: Calibration
@@ -99,7 +99,7 @@ class Fitted:
 
     @property
     def mean_error(self) -> float:
-        """Mean absolute relative error."""
+        """Mean absolute relative error of tokens per second over the held-out sizes."""
         return statistics.fmean(abs(point.error) for point in self.held_out)
 
     @property
@@ -113,7 +113,8 @@ class Fitted:
 
 
 def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
-    """Fits to the step times of runs of `paceline bench steps`. Raises PacelineError."""
+    """Fits the roofline to the measured step times in `paths` (runs of `paceline bench steps`). Raises
+    PacelineError."""
     files = [read_steps(path) for path in paths]
     steps, shape = steps_of(files), _measured_shape(config, files[0])
     known, measured = precisions_of(files[0], shape.precisions), machine_of(files[0])
@@ -122,7 +123,8 @@ def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
 
 
 def locality_of(steps: Steps, shape: ModelShape) -> float:
-    """Returns the expert locality that best fits the counted experts (relative errors); 0 without counts.
+    """Returns the expert locality (0: positions select experts independently; 1: all positions share them) that best
+    fits the counted experts, by relative errors; 0 without counts.
 
     Positions of random weights share more experts than those of text, so measured times are fitted with the experts
     actually read.
@@ -154,8 +156,8 @@ def _measured_shape(config: CostsConfig, steps: dict[str, Any]) -> ModelShape:
 
 
 def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
-    """Combines the measurements of several files. Raises ConfigError for invalid times, and if there are too few to
-    fit."""
+    """Combines the measurements of several steps.json files. Raises ConfigError for invalid times, or if there are too
+    few sizes for a fit."""
     for steps in files:
         table_of(steps)  # refuses values that are no times
         if steps.get("rounds"):
@@ -189,8 +191,8 @@ def machine_of(steps: dict[str, Any]) -> Machine | None:
 
 
 def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
-    """Returns the measured precisions: weights as stored (a GGUF file's first block format), the rest in the run's
-    dtype."""
+    """Returns the number formats of the measured model: weights as stored (a GGUF file's first block format), all else
+    in the run's dtype."""
     dtype, stored = str(steps.get("dtype", "")), str(steps.get("weight_format", "")).partition("+")[0].lower()
     rest = dtype if dtype in FORMATS else known.kv
     weights = stored if stored in FORMATS else rest
@@ -198,13 +200,14 @@ def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
 
 
 def fitted(steps: Steps, shape: ModelShape, deployment: Deployment) -> Fitted:
-    """Fits to all sizes, and to two of three sizes to predict the third. Raises ConfigError without a held-out size."""
+    """Fits to all sizes; also fits to two thirds of the sizes and measures the error on the others. Raises ConfigError
+    if no size can be held out."""
     calibration = fit(steps, shape, deployment)
     return Fitted(steps, calibration, calibration.costs(shape, deployment), predicted(steps, shape, deployment))
 
 
 def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
-    """Fits all terms to all sizes."""
+    """Fits the costs of target pass, drafting and host to all sizes."""
     draft = fit_draft(steps.draft) if steps.draft else None
     verify = fit_pass(steps.verify, shape, deployment)
     where = (deployment.machine, deployment.precisions, deployment.expert_locality)
@@ -212,7 +215,7 @@ def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
 
 
 def fit_pass(times: list[Observation], shape: ModelShape, deployment: Deployment) -> PassFit:
-    """Fits a target pass: the ratio of the factors by search, the rest by least squares."""
+    """Fits a target pass: searches the ratio of reading to computing, and solves for the rest by least squares."""
     parts = [_part_seconds(each, shape, deployment) for each in times]
     others = np.array([[1.0, each.batch * each.width, each.batch * each.context] for each in times])
 
@@ -231,8 +234,8 @@ def _part_seconds(each: Observation, shape: ModelShape, deployment: Deployment) 
 
 
 def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
-    """Returns the share of the machine's bandwidth reached by a pass of one position, and of its arithmetic between
-    passes of 64 and 128 positions.
+    """Returns (share of the machine's bandwidth reached by a pass of one position, share of its arithmetic rate reached
+    by the positions from 64 to 128).
 
     Fixed costs of a pass lower the first share, costs per position the second. The fitted factors alone are ambiguous,
     since sizes of one model seldom separate such overheads from slower reading or computing.
@@ -252,7 +255,7 @@ def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
 
 
 def fit_draft(times: list[Observation]) -> DraftFit:
-    """Fits a block drafter and one that drafts token by token; returns the better fit."""
+    """Fits one cost model with one pass for all drafts, and one with a pass per draft; returns the better fit."""
     fits = [_fit_draft(times, is_block) for is_block in (True, False)]
     return min(fits, key=lambda pair: pair[0])[1]
 
@@ -315,7 +318,8 @@ def _searched(solve: Callable[[float], tuple[float, np.ndarray]]) -> float:
 
 
 def predicted(steps: Steps, shape: ModelShape, deployment: Deployment) -> list[HeldOut]:
-    """Fits to two of three sizes and predicts the third: whole rounds of the widths that were drafted, else passes."""
+    """Fits to two thirds of the sizes and predicts the held-out ones. Returns measured and predicted seconds of whole
+    rounds."""
     held = held_out_sizes(steps)
     training = replace(
         steps,
@@ -334,7 +338,8 @@ def predicted(steps: Steps, shape: ModelShape, deployment: Deployment) -> list[H
 
 
 def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
-    """Returns every third (batch, positions), spread over both; never the smallest or the largest."""
+    """Returns the held-out sizes: every third (batch, positions) of each batch size, never the smallest or the largest
+    of all."""
     batches = sorted({each.batch for each in steps.verify})
     held = set()
     for number, batch in enumerate(batches):
@@ -344,7 +349,8 @@ def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
 
 
 def measured_rounds(steps: Steps) -> list[Observation]:
-    """Returns rounds of plain decoding and of every width that was drafted."""
+    """Returns times of whole rounds: of plain decoding, and of each size at which drafting was measured. If rounds were
+    not measured as a whole, the times of their parts are added."""
     drafts = {(each.batch, each.width + 1, each.context): each.seconds for each in steps.draft}
     rounds = steps.rounds or [
         replace(each, seconds=each.seconds + drafts.get((*each.size, each.context), 0.0) + steps.host_s)

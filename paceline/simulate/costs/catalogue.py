@@ -36,7 +36,7 @@ DECODED = frozenset(each["family"] for each in _FAMILIES.values())
 
 
 def entries() -> dict[str, dict[str, Any]]:
-    """Returns name -> entry, by family; each has its "source" and its "hub" id, which may be None."""
+    """Returns model name -> entry of the catalogue; each entry has its "source" and its "hub" id, which may be None."""
     models: dict[str, dict[str, Any]] = {}
     for file in sorted((HERE / "catalogue").glob("*.json")):
         family = json.loads(file.read_text(encoding="utf-8"))
@@ -49,7 +49,7 @@ def entries() -> dict[str, dict[str, Any]]:
 
 
 def machines() -> dict[str, Machine]:
-    """Returns the known machines by name; the file has the sources of the figures."""
+    """Returns the known machines by name; machines.json has the sources of the figures."""
     known = json.loads((HERE / "machines.json").read_text(encoding="utf-8"))["machines"]
     return {entry["name"]: Machine(**entry) for entry in known}
 
@@ -71,7 +71,7 @@ def all_shapes() -> dict[str, ModelShape]:
 
 
 def shape_of_entry(entry: dict[str, Any]) -> ModelShape:
-    """Returns an entry's shape. Raises UnsupportedModelError with the entry's reason if its size is not public."""
+    """Returns the model shape of a catalogue entry. Raises UnsupportedModelError with the reason if it has none."""
     if "unavailable" in entry:
         raise UnsupportedModelError(f"{entry['name']}: {entry['unavailable']}")
     if "shape" in entry:
@@ -81,8 +81,8 @@ def shape_of_entry(entry: dict[str, Any]) -> ModelShape:
 
 
 def find(model: str) -> ModelShape:
-    """Finds a model's shape: by a catalogue name (ignoring case and the owner of a hub id), a config.json, a folder
-    with one, a shape's JSON, or a GGUF file's header.
+    """Returns a model's shape. `model`: a catalogue name (case and hub owner are ignored), a config.json or its folder,
+    a JSON file of shape fields, or a GGUF file.
 
     Raises ModelNotFoundError with the nearest names, UnsupportedModelError if the file cannot be read.
     """
@@ -95,8 +95,8 @@ def find(model: str) -> ModelShape:
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """Returns the config.json of a catalogue name, with the keys that the catalogue has. Raises the errors of
-    `find`."""
+    """Returns a catalogue model's config.json keys. Raises ModelNotFoundError, or UnsupportedModelError without such
+    keys."""
     entry = _entry(model)
     if "config" not in entry:
         reason = entry.get("unavailable", "the catalogue knows its size and not its config.json")
@@ -117,13 +117,13 @@ def _entry(model: str) -> dict[str, Any]:
 
 
 def has_decoder(model: str) -> bool:
-    """True if paceline's own decoder runs this model, or if the catalogue does not have it."""
+    """True if paceline's own decoder runs this model. Also True for a model that is not in the catalogue."""
     entry = entries().get(model)
     return entry is None or entry.get("config", {}).get("model_type") in DECODED
 
 
 def served_name(model: str) -> str:
-    """Returns the model name for a server: the hub id of a catalogue name; other names unchanged."""
+    """Returns the model name for a server's command line: the hub id of a catalogue name, else `model` unchanged."""
     entry = entries().get(model)
     return str(entry["hub"]) if entry and entry["hub"] else model
 
@@ -139,7 +139,7 @@ def _from_file(file: Path) -> ModelShape:
 
 
 def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelShape:
-    """Reads a config.json. Raises UnsupportedModelError, which names the missing or unknown key."""
+    """Returns the model shape of a config.json. Raises UnsupportedModelError with the missing or unknown key."""
     read = ConfigReader(config)
     layers, hidden, vocab = range(read.whole("num_hidden_layers")), read.whole("hidden_size"), read.whole("vocab_size")
     attention = [attention_of(read, layer) for layer in layers]
@@ -281,8 +281,8 @@ class ConfigReader:
 
     @property
     def precisions(self) -> Precisions:
-        """Precisions from the stored dtype and the quantisation; attention and cache are 16-bit unless a server option
-        changes that.
+        """Returns number formats by the stored dtype and the quantisation; attention and cache are 16-bit, which a
+        server option can change.
 
         Experts may have another format than the rest: MXFP4 in gpt-oss, fp4 in DeepSeek V4.
         """
@@ -302,7 +302,7 @@ class ConfigReader:
 
 
 def attention_of(read: ConfigReader, layer: int) -> tuple[Attention, int]:
-    """Returns one layer's attention, as a group of one layer, and the parameters of its matrices."""
+    """Returns (attention of one layer as a group of one layer, number of parameters of its matrices)."""
     kind = read.layer_kind(layer)
     if kind == "linear_attention":
         return _linear(read)
@@ -374,7 +374,7 @@ def _indexer(read: ConfigReader) -> dict[str, int]:
 
 
 def feed_forward_parameters(read: ConfigReader, layer: int) -> int:
-    """Returns the parameters of one layer's dense feed-forward part, or of its experts' router."""
+    """Returns the number of parameters of one layer's dense feed-forward part, or of its router if it has experts."""
     if not read.is_sparse(layer):
         return 3 * read.whole("hidden_size") * read.whole("intermediate_size")
     return read.whole("hidden_size") * (read.num_experts + read.has("shared_expert_intermediate_size"))

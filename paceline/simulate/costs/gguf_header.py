@@ -36,7 +36,7 @@ PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], float]:
-    """Returns (the keys of its config.json, mean bytes per weight); reads all parts of a split model. Raises
+    """Returns (keys of the model's config.json, mean bytes per weight), from all parts of a split file. Raises
     UnsupportedModelError if the file is not a complete GGUF file of a known model."""
     damaged = (OSError, ValueError, KeyError, TypeError, struct.error)
     with reraised(UnsupportedModelError, f"{file} is no GGUF file that can be read", "fetch it again", *damaged):

@@ -1,11 +1,12 @@
-"""Overhead of a round in addition to its predicted cost: launches, scheduling, sampling, synchronisation. One constant.
+"""Overhead of a round: one constant for launches, scheduling, sampling and synchronisation, added to the predicted
+cost.
 
     added_s = overhead_s(costs, Load(1, 4096), plain_rate=75.0)
     costs = with_overhead(costs, added_s)
 
-It is given, or computed from one measured rate of plain decoding alone, so that predictions with it can be compared
-with measured speed-ups, or fitted to the rounds in a server's log. It enters as `StepCosts.host_s`; the formulas of
-`speedup.py` stay the same.
+The overhead is given, or computed from one measured rate of plain decoding, or fitted to the rounds in a server's log.
+Measured speed-ups are not used, so predictions with an overhead can be compared with them. It is a part of
+`StepCosts.host_s`; the formulas of `speedup.py` stay the same.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Overhead:
 
     seconds: float
     source: str
-    """Description of the source, for people."""
+    """Description of the source for readers."""
 
 
 def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
@@ -62,8 +63,8 @@ def with_overhead(costs: StepCosts, added_s: float) -> StepCosts:
 def overhead_of(
     costs: StepCosts, context: int, overhead_ms: float | None, plain_rate: float | None, server_log: Path | None
 ) -> Overhead | None:
-    """Returns the overhead that is given in one of three forms. `plain_rate`: tokens/s of one stream. Raises
-    ConfigError."""
+    """Returns the overhead: given in milliseconds, computed from `plain_rate` (tokens/s of plain decoding with one
+    stream), or fitted to a server's log. None if all three are None. Raises ConfigError."""
     if overhead_ms is not None:
         return Overhead(overhead_ms / 1e3, "as given")
     if server_log is not None:
@@ -76,7 +77,8 @@ def overhead_of(
 
 
 def fitted(costs: StepCosts, context: int, seen: Seen, name: str) -> Overhead:
-    """Returns the median of a server's round times minus `costs`. `context`: used if the log does not report its own.
+    """Returns the overhead fitted to a server's log: the median of round time minus `costs`. `context`: used if the log
+    does not report the context. `name`: the log's name, for messages.
 
     Raises ConfigError if no round is known, or if the rounds were faster than `costs`.
     """

@@ -18,24 +18,24 @@ from paceline.simulate.costs.shapes import Attention, ModelShape, Precisions, ar
 
 COLLECTIVE_LATENCY_S = 5e-6
 MEASURED_LOCALITY = 0.255
-"""Expert locality that fits the distinct experts measured for 1 to 16 consecutive positions (8 of 256 each) within
+"""Expert locality that predicts the measured distinct experts of 1 to 16 consecutive positions (8 of 256 each) within
 2%."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Arithmetic (FLOP) and memory traffic (bytes) of one part of a pass."""
+    """Arithmetic (FLOP) and memory traffic (bytes) of one part of a pass, such as attention."""
 
     part: str
     flops: float
     num_bytes: float
     number_format: str
-    """Number format, which determines the arithmetic rate."""
+    """Number format of the arithmetic, which determines its rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Machine, precisions and parallelism of a target. Raises ConfigError for impossible values."""
+    """Machine, number formats and parallelism on which a target runs. Raises ConfigError for impossible values."""
 
     machine: Machine
     precisions: Precisions
@@ -73,7 +73,7 @@ def distinct_experts(num_routed: int, per_token: int, batch: float, positions: f
 
 
 def attended(group: Attention, context: float) -> float:
-    """Returns the cache entries that one query reads in one layer."""
+    """Returns the number of cache entries that one query reads in one layer."""
     if group.kind == "linear":
         return 0.0
     if group.ratio is None:
@@ -83,8 +83,8 @@ def attended(group: Attention, context: float) -> float:
 
 
 def attention_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
-    """Returns attention's work over all layers of a group and all sequences: a cache is read once per sequence and
-    pass."""
+    """Returns the work of attention over all layers of a group and all sequences. Each pass reads a sequence's cache
+    once, for all its positions."""
     times, seen = batch * group.layers, attended(group, context)
     if group.kind == "linear":
         return Work("attention", 0.0, times * group.state_bytes, precisions.attention)
@@ -94,7 +94,8 @@ def attention_work(group: Attention, precisions: Precisions, batch: float, posit
 
 
 def indexer_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
-    """Returns the work of the indexer's scores over the whole compressed history."""
+    """Returns the work of the indexer (sparse attention), which scores the whole compressed history of each
+    sequence."""
     times, ratio = batch * group.layers, group.ratio or 1
     flops = times * 2.0 * group.indexer_heads * group.indexer_dim * (context // ratio) * positions
     read = times * (context / ratio) * group.indexer_dim * num_bytes(precisions.indexer)
@@ -102,8 +103,8 @@ def indexer_work(group: Attention, precisions: Precisions, batch: float, positio
 
 
 def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions: float, context: float) -> list[Work]:
-    """Returns all work of a pass. Attention and indexer are one work each, or with `per_layer` one per group of
-    layers."""
+    """Returns the work of each part of a pass. Attention is one entry and the indexer another; with `per_layer`, each
+    group of layers has its own entries."""
     precisions, tokens = deployment.precisions, batch * positions
     works = [
         Work("projections", 2.0 * shape.dense * tokens, shape.dense * num_bytes(precisions.weights), precisions.weights)
@@ -141,9 +142,9 @@ def pass_seconds(
     reading: float = 1.0,
     computing: float = 1.0,
 ) -> dict[str, float]:
-    """Returns the seconds of one pass by part: projections, experts, attention, collectives.
+    """Returns part -> seconds of one pass: projections, experts, attention, collectives.
 
-    `reading` and `computing` are factors on the seconds of reading and of arithmetic at the machine's full rates.
+    `reading` and `computing` multiply the seconds of reading and of arithmetic at the machine's full rates.
     """
     parts = {"projections": 0.0, "experts": 0.0, "attention": 0.0}
     for work in works_of(shape, deployment, batch, positions, context):
@@ -154,7 +155,7 @@ def pass_seconds(
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Required and available memory, in bytes."""
+    """Memory that weights and caches need, and memory of the GPUs, in bytes."""
 
     weight_bytes: float
     cache_bytes: float
@@ -177,7 +178,8 @@ def memory_need(shape: ModelShape, deployment: Deployment, batch: int, context: 
 
 
 def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
-    """Returns one sequence's cache bytes in one layer; a compressed history has one entry per `ratio` positions."""
+    """Returns the cache bytes of one sequence in one layer. A compressed history has one entry per `ratio`
+    positions."""
     if group.kind == "linear":
         return group.state_bytes
     entry_bytes = group.entry_values * num_bytes(precisions.kv)
@@ -190,14 +192,14 @@ def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
 
 
 def shares_evenly(shape: ModelShape) -> list[int]:
-    """Returns the numbers of GPUs that all heads can be divided among, by the rules of vLLM and SGLang: query heads are
-    a multiple of it, key heads a multiple or a divisor. Empty if the heads are unknown."""
+    """Returns the numbers of GPUs that can share all heads, by the rules of vLLM and SGLang: each divides the number of
+    query heads, and divides the number of key heads or is a multiple of it. Empty if the heads are unknown."""
     most = max((group.heads for group in shape.attention), default=0)
     return [number for number in range(1, most + 1) if all(_is_even(group, number) for group in shape.attention)]
 
 
 def check_shares(shape: ModelShape, num_gpus: int) -> None:
-    """Raises ConfigError if `num_gpus` is not in `shares_evenly`."""
+    """Raises ConfigError if the model's heads cannot be divided among `num_gpus` GPUs."""
     fitting = shares_evenly(shape)
     if fitting and num_gpus not in fitting:
         group = next(each for each in shape.attention if not _is_even(each, num_gpus))

@@ -46,24 +46,24 @@ class FractionDrafter:
     """Drafts of one drafter pass (DFlash); None: one token per pass (MTP, EAGLE, a small model)."""
 
     def draft_s(self, num_drafted: int, batch: float, plain_s: float) -> float:
-        """Returns the seconds of drafting for `batch` sequences. `plain_s`: a target pass of one position for each of
-        them."""
+        """Returns the seconds of drafting for `batch` sequences. `plain_s`: seconds of a target pass with one position
+        of each."""
         return self.fraction * plain_s * _passes(num_drafted, self.block)
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeDrafter:
-    """Drafter cost by its own roofline: each pass takes the larger of its arithmetic and its reading.
+    """Drafter cost from its own roofline: each pass takes the larger of its arithmetic and its reading of weights.
 
     t_mtp(g, B) = g * max(2*P*B/R, b*P/BW);   t_dflash(B) = max(2*P*B*D/R, b*P/BW) with D positions a block.
     """
 
     dense: float
-    """Parameters that every pass reads, including the head."""
+    """Parameters that every pass reads (P), including the head."""
     flops_per_s: float
     bytes_per_s: float
     num_bytes: float = 2.0
-    """Bytes of one parameter."""
+    """Bytes of one parameter (b)."""
     block: int | None = None
     """Drafts of one drafter pass; None: one token per pass."""
 
@@ -87,9 +87,9 @@ class DraftFit:
     position_s: float = 0.0
     """Seconds of each position of a drafter pass; a pass has at least `floor` positions."""
     floor: float = 0.0
-    """Minimum positions of a pass for its cost."""
+    """Minimum number of positions that a pass is charged for."""
     row_s: float = 0.0
-    """Seconds of each row of the batch."""
+    """Seconds of each batch row."""
     is_block: bool = True
     """True: one pass makes all drafts of a row; False: one pass for each draft."""
 
@@ -122,30 +122,30 @@ NO_COST = FractionDrafter(0.0)
 
 
 class StepCosts:
-    """Base class: seconds of a round's parts. Subclasses define `split`, and `draft_s` and `host_s` unless they are
-    0."""
+    """Base class: seconds of a round's parts. Subclasses define `split`, and, unless they are 0, `draft_s` and
+    `host_s`."""
 
     __slots__ = ()
     host_s: float = 0.0
-    """Seconds of a round outside target and drafter."""
+    """Seconds of a round outside target and drafter: launches, scheduling, sampling."""
     prefill_adapts: bool = False
     """True if the measured engine shortens prefill chunks while requests are running."""
 
     @property
     def max_draft(self) -> int | None:
-        """Maximum measured drafts of a round; None if only plain passes were measured, or nothing."""
+        """Maximum number of drafts per round that was measured; None without measured drafting."""
         return None
 
     def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
-        """Returns the seconds of one target pass by part; each sequence has `positions` new and `context` cached
-        tokens."""
+        """Returns part of the model -> seconds in one target pass. Each sequence has `positions` new and `context`
+        cached tokens."""
         raise NotImplementedError
 
     def verify_s(self, batch: float, positions: float, context: float) -> float:
         return sum(self.split(batch, positions, context).values())
 
     def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
-        """Returns the seconds of drafting `num_drafted` tokens for each sequence."""
+        """Returns the seconds of drafting `num_drafted` tokens for each of `batch` sequences."""
         return 0.0
 
     def round_s(self, batch: float, num_drafted: int, context: float) -> float:
@@ -166,14 +166,14 @@ class ToyCosts(StepCosts):
 
 @dataclass(frozen=True, slots=True)
 class RooflineCosts(StepCosts):
-    """Costs from the roofline of a target and a drafter's cost."""
+    """Round costs of a model shape and a drafter, computed by the roofline model of a machine."""
 
     shape: ModelShape
     deployment: Deployment
     drafter: DrafterCost = NO_COST
     host_s: float = 0.0
     fit: PassFit | None = None
-    """Fitted factors of the machine; None: its full rates."""
+    """Factors fitted to measured times of the machine; None: its full rates."""
 
     def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
         plain_s = self.verify_s(batch, 1, context) if isinstance(self.drafter, FractionDrafter) else 0.0
@@ -190,7 +190,7 @@ class RooflineCosts(StepCosts):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Fitted parameters, and the model and machine that were measured."""
+    """Roofline parameters fitted to measured times, with the model and machine that were measured."""
 
     verify: PassFit
     draft: DraftFit | None
@@ -202,10 +202,11 @@ class Calibration:
     machine: Machine | None = None
     precisions: Precisions | None = None
     expert_locality: float = 0.0
-    """Expert locality in the passes it was fitted to."""
+    """Expert locality (0: positions select experts independently; 1: they share them) in the measured passes."""
 
     def costs(self, shape: ModelShape, deployment: Deployment, drafter: DrafterCost = NO_COST) -> RooflineCosts:
-        """Returns costs of the calibrated model, or an estimate for another; `drafter` is used if none was measured."""
+        """Returns the costs of this model on this machine; for another model than the calibrated one it is an estimate.
+        `drafter` is used if no drafter was measured."""
         return RooflineCosts(shape, deployment, self.draft or drafter, self.host_s, self.verify)
 
     def as_json(self) -> dict[str, Any]:
@@ -213,7 +214,7 @@ class Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Reads a file of `Calibration.as_json`, or a folder with a calibration.json. Raises ConfigError."""
+    """Reads a calibration.json, or a folder that contains one. Raises ConfigError."""
     file = path / "calibration.json" if path.is_dir() else path
     content = read_json(file, "paceline simulate --calibrate makes one")
     if not isinstance(content, dict) or content.get("kind") != "paceline calibration":
@@ -235,14 +236,15 @@ def read_calibration(path: Path) -> Calibration:
 
 @dataclass(frozen=True, slots=True)
 class TimeTable:
-    """Seconds by (batch, width), on a grid that may have gaps."""
+    """Measured seconds by (batch, width), on a grid that may have gaps. Width: positions or drafts per row."""
 
     rows: tuple[tuple[float, tuple[tuple[float, float], ...]], ...]
-    """(batch, ((width, seconds), ...)): both ascending, seconds non-decreasing in a row."""
+    """(batch, ((width, seconds), ...)) in ascending order; the seconds of a batch never decrease with the width."""
 
     @classmethod
     def of(cls, points: Sequence[Sequence[float]], what: str = "verify") -> TimeTable:
-        """Builds a table. Raises ConfigError for points that are not [batch, width, seconds]."""
+        """Builds a table from [batch, width, seconds] points. Raises ConfigError, which mentions `what`, for other
+        points."""
         best: dict[float, dict[float, float]] = {}
         for batch, width, seconds in cls.points(points, what):
             row = best.setdefault(batch, {})
@@ -253,7 +255,7 @@ class TimeTable:
 
     @staticmethod
     def points(points: Sequence[Sequence[float]], what: str) -> list[tuple[float, float, float]]:
-        """Converts points to numbers. Raises the error of `of`."""
+        """Converts points to numbers. Raises ConfigError for a point that is not [batch, width, seconds] above 0."""
         numbers = []
         for point in points:
             is_point = isinstance(point, list | tuple) and len(point) == 3
@@ -263,7 +265,7 @@ class TimeTable:
         return numbers
 
     def seconds(self, batch: float, width: float) -> float:
-        """Interpolates linearly in both; larger sizes never take less."""
+        """Returns the seconds at a size, interpolated linearly in batch and width; a larger size never takes less."""
         most, row = self.rows[-1]
         if batch > most:
             more = batch / most
@@ -287,14 +289,14 @@ class MeasuredCosts(StepCosts):
 
     verify: TimeTable
     draft: TimeTable | None
-    """None if no drafter was measured; `drafter` is its cost then."""
+    """Seconds of drafting by (batch, drafts); None if no drafter was measured, then `drafter` gives the cost."""
     prefill: TimeTable
-    """Seconds of a prefill chunk by its tokens; batch is 1."""
+    """Seconds of a prefill chunk by its number of tokens, at batch 1."""
     host_s: float = 0.0
     context: float = 0.0
     """Tokens in each sequence's cache during the measurement; 0 if unknown."""
     title: str = ""
-    """Description of model and machine, for people."""
+    """Description of model and machine for readers."""
     prefill_adapts: bool = False
     drafter: FractionDrafter = NO_COST
 
@@ -316,12 +318,13 @@ class MeasuredCosts(StepCosts):
 
 
 def read_table(path: Path) -> MeasuredCosts:
-    """Reads a steps.json, its folder, or a file of the form above. Raises ConfigError."""
+    """Reads a steps.json of measured times, or its folder; the module's docstring has the format. Raises
+    ConfigError."""
     return table_of(read_steps(path), str(path))
 
 
 def read_steps(path: Path) -> dict[str, Any]:
-    """Reads a table's JSON object. Raises ConfigError for any other content."""
+    """Reads the JSON object of a steps.json. Raises ConfigError for any other content."""
     file = path / "steps.json" if path.is_dir() else path
     steps = read_json(file, "paceline bench steps --out FOLDER makes one")
     if isinstance(steps, list):
@@ -332,7 +335,7 @@ def read_steps(path: Path) -> dict[str, Any]:
 
 
 def table_of(steps: dict[str, Any], title: str = "") -> MeasuredCosts:
-    """Builds costs from a table's JSON object. Raises ConfigError for invalid times."""
+    """Builds costs from the JSON object of a steps.json. Raises ConfigError for invalid times."""
     draft = steps.get("draft") or []
     host_s, context = steps.get("host_s", 0.0), steps.get("context", 0)
     if not (is_amount(host_s) and is_amount(context)):

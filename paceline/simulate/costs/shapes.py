@@ -45,7 +45,8 @@ def num_bytes(name: str) -> float:
 
 
 def arithmetic(name: str, flops_per_s: dict[str, float]) -> str:
-    """Returns the arithmetic rate that a machine uses for a format. Raises ConfigError if it has no suitable rate."""
+    """Returns the name of the arithmetic rate that a machine uses for a number format. Raises ConfigError if it has
+    none."""
     for rate in FORMATS[name].computes_as:
         if flops_per_s.get(rate):
             return rate
@@ -70,8 +71,8 @@ class Precisions:
 
 
 def with_precisions(known: Precisions, text: str | None) -> Precisions:
-    """Returns `known` changed by "fp8" (weights and experts) or "weights=fp8,experts=fp4,kv=fp8". Raises
-    ConfigError."""
+    """Returns the number formats `known`, changed by a text such as "fp8" (weights and experts) or
+    "weights=fp8,experts=fp4,kv=fp8". Raises ConfigError."""
     changed: dict[str, str] = {}
     for word in (text or "").split(","):
         part, equals, name = word.partition("=")
@@ -90,7 +91,7 @@ def with_precisions(known: Precisions, text: str | None) -> Precisions:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """A group of layers with the same attention."""
+    """Attention sizes of a group of layers that are alike."""
 
     kind: Literal["gqa", "mla", "linear"]
     layers: int
@@ -98,23 +99,23 @@ class Attention:
     kv_heads: int = 0
     head_dim: int = 0
     latent: int = 0
-    """mla: width of the compressed key and value."""
+    """Only mla: width of the compressed key and value."""
     rope: int = 0
-    """mla: width of the rotary part."""
+    """Only mla: width of the rotary part of a key."""
     window: int | None = None
-    """Maximum positions that are read; None: all. With `ratio`: the positions that are read uncompressed."""
+    """Maximum positions that a query reads; None: all. With `ratio`: the positions it reads uncompressed."""
     ratio: int | None = None
-    """mla: positions per compressed history entry."""
+    """Only mla: positions per entry of the compressed history; None if there is no such history."""
     topk: int | None = None
-    """mla: maximum history entries that are read, selected by the indexer; None: all."""
+    """Only mla: maximum history entries that a query reads, selected by the indexer; None: all."""
     indexer_heads: int = 0
     indexer_dim: int = 0
     state_bytes: float = 0.0
-    """linear: bytes of one sequence's state in one layer, read and rewritten; replaces the cache."""
+    """Only linear: bytes of one sequence's state in one layer, read and rewritten in each pass; there is no cache."""
 
     @property
     def entry_values(self) -> int:
-        """Values per cache entry."""
+        """Number of values in a cache entry."""
         return self.latent + self.rope if self.kind == "mla" else 2 * self.kv_heads * self.head_dim
 
 
@@ -142,7 +143,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Shape of a target model."""
+    """Sizes of a target model that determine its costs."""
 
     name: str
     num_layers: int
@@ -187,7 +188,7 @@ def _check(shape: ModelShape) -> None:
 
 
 def from_json(entry: dict[str, Any]) -> ModelShape:
-    """Builds a shape from JSON, the reverse of `asdict`. Raises UnsupportedModelError for unknown or missing fields."""
+    """Builds a shape from the JSON object of its fields. Raises UnsupportedModelError for unknown or missing fields."""
     what, remedy = (
         f"{entry.get('name', 'a shape')}: the entry cannot be read",
         "see docs/explanation/prediction.md for its fields",

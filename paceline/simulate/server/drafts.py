@@ -11,32 +11,31 @@ from paceline.plan.marginals import CONCENTRATION, Marginals
 from paceline.plan.trees import NONE_OF_THEM, Candidates, Outcome, Tree
 
 Survival = tuple[float, ...]
-"""survival[i]: share of rounds whose first i + 1 drafts would all be accepted, one entry for each draft; 0 beyond the
-end."""
+"""Survival curve: entry i is the share of rounds whose first i + 1 drafts would all be accepted; 0 beyond the end."""
 
 
 def num_accepted(survival: Survival, luck: float, num_drafted: int) -> int:
-    """Returns the number of accepted drafts of a round. `luck` in [0, 1) decides; more drafts never have fewer
-    accepted."""
+    """Returns the number of accepted drafts of a round. `luck`: the round's random number in [0, 1). With the same
+    `luck`, a higher `num_drafted` never gives fewer accepted drafts."""
     return sum(luck < share for share in survival[:num_drafted])
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """One row's drafts in a round."""
+    """Drafts of one batch row in a round, and their outcome if they are verified."""
 
     num_right: int
     """Number of drafts that would be accepted if all were verified."""
     confidence: list[float] | None = None
-    """The log-probability of the drafter's top token at each slot; see `DraftBlock.sure_B`."""
+    """Log-probability that the drafter gives its top token at each draft position; None if it reports none."""
     candidates: Candidates | None = None
-    """Candidates for a tree; tokens are ranks."""
+    """Candidates for a tree at each draft position; each token id is replaced by its rank."""
     ranks: tuple[int, ...] = ()
-    """Rank of the target's token at each slot; NONE_OF_THEM if it is not a candidate."""
+    """Rank of the target's token among the candidates of each draft position; NONE_OF_THEM if it is not a candidate."""
 
     def checked(self, width: int | Tree) -> tuple[int, Outcome | None]:
-        """Returns the number of accepted drafts if the first `width`, or a tree, are verified, and the outcome of the
-        tree."""
+        """Returns (number of accepted drafts, outcome of the tree) after verification of `width`: that many first
+        drafts, or a tree. Without a tree the outcome is None."""
         if isinstance(width, int):
             return min(self.num_right, width), None
         children, accepted = width.children(), list[int]()
@@ -49,9 +48,9 @@ class Drafted:
 
 
 def drafted(survival: Survival, luck: random.Random, count: int, has_confidence: bool) -> Drafted:
-    """Draws the outcome of `count` drafts. With a confidence, each draft is right with the probability that the drafter
-    states; these probabilities are Beta distributed around the chances of the survival curve, so that rounds have this
-    curve on average."""
+    """Draws the outcome of `count` drafts of one row. With `has_confidence`, each draft also gets a stated probability,
+    with which it is accepted. Stated probabilities are Beta distributed around the chances of the survival curve, so
+    that rounds follow this curve on average."""
     if not has_confidence or not count:
         return Drafted(num_accepted(survival, luck.random(), count) if count else 0)
     confidence, num_right, is_right, before = list[float](), 0, True, 1.0
@@ -66,7 +65,8 @@ def drafted(survival: Survival, luck: random.Random, count: int, has_confidence:
 
 
 def drafted_candidates(marginals: Marginals, luck: random.Random, count: int, num_candidates: int) -> Drafted:
-    """Draws the outcome of `count` slots with their top tokens; each is right with its stated probability."""
+    """Draws candidates and outcome of `count` draft positions of one row, from measured marginals (chances by position
+    and candidate rank). Each candidate is the target's token with its stated probability."""
     weigh, named = marginals.drawn(luck), range(num_candidates)
     count = min(count, len(marginals.chances_KM))
     chances_KM = [weigh(slot, [0.0] * num_candidates) for slot in range(count)]

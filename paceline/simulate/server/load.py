@@ -24,12 +24,12 @@ from paceline.simulate.server.server import Case, Job, Outcome, SimulatedRequest
 LONGEST = 1_000_000
 """Maximum tokens of a prompt or an answer."""
 Lengths = Callable[[random.Random], int]
-"""Draws a number of tokens."""
+"""Function that draws a random number of tokens."""
 
 
 def parse_lengths(option: str, text: str) -> Lengths:
-    """Parses 128, 64-512 (each equally likely) or lognormal:MEDIAN,SIGMA (sigma of the logarithm). Raises
-    ConfigError."""
+    """Parses a distribution of token counts: 128, 64-512 (equally likely) or lognormal:MEDIAN,SIGMA (sigma of the
+    logarithm). Raises ConfigError."""
     kind, _, values = text.strip().rpartition(":")
     try:
         if kind == "lognormal":
@@ -49,15 +49,15 @@ def parse_lengths(option: str, text: str) -> Lengths:
 
 
 def poisson(rate: float, number: int, seed: int) -> list[float]:
-    """Returns arrival times of a Poisson process with `rate` per second, the same that `paceline bench serving`
-    uses."""
+    """Returns `number` arrival times in seconds of a Poisson process with `rate` per second; `paceline bench serving`
+    uses the same ones."""
     source = random.Random(seed)
     return list(itertools.accumulate(source.expovariate(rate) for _ in range(number)))
 
 
 def workload(number: int, prompt: Lengths, answer: Lengths, seed: int) -> list[Job]:
-    """Returns requests that all arrive at time 0; `arriving` spreads them. A seed gives the same lengths at every
-    load."""
+    """Returns `number` requests with random lengths that all arrive at time 0; `arriving` sets other times. A seed
+    gives the same lengths at every load."""
     source = random.Random(f"lengths {seed}")
     return [Job(0.0, prompt(source), answer(source)) for _ in range(number)]
 
@@ -80,7 +80,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """Results for one load under one policy. Times in seconds."""
+    """Results for one load under one policy (rule for the number of drafts). Times are in seconds."""
 
     policy: str
     rate: float | None
@@ -89,26 +89,26 @@ class LoadFigures:
     """Requests in flight of a closed loop; None for an open one."""
     num_requests: int
     tokens_per_s: float
-    """Output tokens over the seconds from the start to the last token."""
+    """Output tokens per second, from the start to the last token."""
     requests_per_s: float
     first_token: Spread
     inter_token: Spread
-    """Each answer's mean time between tokens after the first."""
+    """Spread over answers of the mean time between tokens after the first."""
     total: Spread
-    """From a request's arrival to its last token."""
+    """Spread over requests of the time from arrival to the last token."""
     wait: Spread
-    """From a request's arrival until it has a row."""
+    """Spread over requests of the time in the queue: from arrival until the request gets a batch row."""
     utilisation: float
     """Share of the time in which the server was busy."""
     mean_rows: float
-    """Mean number of rows, weighted by the rounds' durations."""
+    """Mean number of occupied batch rows, weighted by the rounds' durations."""
     mean_queue: float
-    """Requests without a row, averaged over time."""
+    """Mean number of requests in the queue over time."""
     max_queue: int
     tokens_per_round: float
     drafted_per_round: float
     capacity_per_s: float
-    """Capacity: requests per second that the server finishes if one is always waiting."""
+    """Capacity: requests per second that the server finishes if its queue is never empty."""
     is_saturated: bool
     """True if requests arrive faster than the capacity, so that queue and waiting times keep growing."""
 
@@ -158,8 +158,8 @@ def _longest_queue(requests: Sequence[SimulatedRequest]) -> int:
 
 
 def capacity(case: Case, policy: str) -> float:
-    """Returns the capacity in requests/s: all requests arrive at the start; the time after the last admission is
-    ignored."""
+    """Returns the server's capacity in requests per second: all requests arrive at the start, and the time after the
+    last one has left the queue is ignored."""
     outcome = case.run(policy, [replace(job, arrives_at=0.0) for job in case.jobs])
     full_s = max((each.admitted_at for each in outcome.requests), default=0.0)
     num_tokens = sum(count for each in outcome.requests for when, count in each.chunks if when <= full_s)

@@ -26,17 +26,17 @@ from paceline.simulate.server.server import Case, ServerShape
 from paceline.simulate.speedup import Acceptance, tokens_per_round
 
 MEASURES = {"total": "total", "first-token": "first_token", "inter-token": "inter_token"}
-"""Name in --slo -> field of LoadFigures."""
+"""Name of a latency in --slo -> field of LoadFigures."""
 LIMIT = re.compile(r"(mean|p50|p90|p99)-(total|first-token|inter-token)=([0-9.]+)(ms|s)")
 LEAST, HALVINGS = 0.01, 9
-"""Smallest rate that is tried, as a share of the capacity; number of bisection steps."""
+"""Smallest rate that is tried, as a share of the server's capacity (LEAST); number of bisection steps (HALVINGS)."""
 CHUNK = 2048
-"""Maximum prompt tokens of a step, the default of vLLM and SGLang."""
+"""Maximum prompt tokens of a step, as in vLLM and SGLang by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A response-time limit: for a percentile (or the mean) of all requests."""
+    """A response-time limit in seconds for a percentile, or for the mean, over all requests."""
 
     percentile: str
     measure: str
@@ -49,7 +49,7 @@ class Limit:
 
 
 def parse_slo(text: str | None) -> list[Limit]:
-    """Parses limits such as p90-total=2s, comma-separated. Raises ConfigError."""
+    """Parses response-time limits such as p90-total=2s, comma-separated. Raises ConfigError."""
     limits = []
     for part in (text or "").split(","):
         if not part.strip():
@@ -69,11 +69,11 @@ def parse_slo(text: str | None) -> list[Limit]:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """Maximum load of a server with `rows` rows, under one variant. Times are those at that rate."""
+    """Maximum request rate of one variant on a server with `rows` batch rows, and the latencies at that rate."""
 
     rows: int
     name: str
-    """plain, with drafts, or one more token."""
+    """Variant: plain, with drafts, or one more token."""
     requests_per_s: float
     """Maximum request rate; 0 if not even a single request meets the limits."""
     tokens_per_s: float
@@ -87,7 +87,7 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Results of the three variants for each number of rows, and sentences that summarise them."""
+    """Results of the three variants for each batch size, and sentences that summarise them."""
 
     title: str
     rows: list[Priced]
@@ -122,8 +122,8 @@ def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, pric
 
 
 def one_more(acceptance: Acceptance, num_drafted: int) -> Acceptance:
-    """Returns the acceptance with all failure chances reduced by the same factor, so that `num_drafted` drafts give one
-    more token per round, or all of them."""
+    """Returns the acceptance at which `num_drafted` drafts give one more token per round, or all drafts if that is
+    less. Every chance of a rejection is reduced by the same factor."""
     wanted = min(tokens_per_round(acceptance, num_drafted) + 1, num_drafted + 1.0)
     chances = [acceptance.at(place) for place in range(1, max(num_drafted, 1) + 1)]
 

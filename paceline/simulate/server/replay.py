@@ -3,9 +3,10 @@
     passes = read_passes(Path("runs/bench-serving-..."))
     rows = compare(passes, costs, ServerShape(), survival)
 
-Taken from the run: when requests were due (open loops) or how many were in flight (closed loops), prompt tokens to
-compute, answer tokens, acceptance, and, unless `costs` are given, the duration of a pass of each size (`own_costs`).
-Predicted: the content and number of steps, and so all times that a client observes.
+The run gives the due times of requests (open loops) or the number in flight (closed loops), the prompt tokens to
+compute, the answer tokens, and the acceptance. Without `costs`, it also gives the duration of a pass of each size
+(`own_costs`). The simulator predicts the content and number of the server's steps, and so all times that a client
+observes.
 """
 
 from __future__ import annotations
@@ -32,30 +33,31 @@ from paceline.simulate.server.server import Case, Job, Lookups, Outcome, ServerS
 from paceline.types import LOOKUP, NONE
 
 THROUGHPUT_WITHIN, FIRST_TOKEN_WITHIN = 0.10, 0.30
-"""Maximum relative errors of tokens per second and of the median time to the first token for a correct prediction."""
+"""Maximum relative errors of a correct prediction: of tokens per second, and of the median time to the first token."""
 NEEDED = ("repetition", "due_s", "first_s", "num_prompt", "num_reused", "num_tokens", "wall_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One pass of the run: one repetition of one load with one setting."""
+    """One recorded pass: all requests of one load, sent once to the server with one `speculate` setting."""
 
     speculate: str
     load: Arrivals
     jobs: list[Job]
-    """Requests in the order they were sent, without failed ones."""
+    """Requests in the order they were sent; failed ones are left out."""
     wall_s: float
     first_token_s: list[float]
     """Seconds to the first token of each job."""
     rounds: Rounds
-    """Rounds of all jobs."""
+    """Totals over the rounds of all jobs."""
     own: Rounds
-    """Rounds with the drafter's own drafts; all rounds if the run does not record sources."""
+    """Totals over the rounds with drafts of the drafter itself; over all rounds if the run does not record the source
+    of drafts."""
     lookup: Rounds = field(default_factory=Rounds)
-    """Rounds with prompt lookup drafts, in addition to a drafter."""
+    """Totals over the rounds with prompt lookup drafts, if the server used these in addition to a drafter."""
     steps: list[tuple[str, float, float, float]] = field(default_factory=list)
-    """(kind, size, count, total seconds) of the steps, as in serve's Metrics.step_times; empty if they are not
-    recorded."""
+    """(kind, positions, count, total seconds) of the server's steps, where kind is verify, prefill, draft or step (the
+    whole); empty if they are not recorded."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -64,13 +66,13 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Simulated and measured figures of one load and setting: medians over repetitions; first tokens over all
-    answers."""
+    """Simulated and measured figures of one load and setting. Figures are medians over repetitions; times to the first
+    token are medians over all answers."""
 
     load: str
     speculate: str
     policy: str
-    """The simulator's policy for this setting."""
+    """The simulator's policy that corresponds to `speculate`: off, adaptive, or a number of drafts."""
     num_requests: int
     measured_tokens_per_s: float
     simulated_tokens_per_s: float
@@ -100,7 +102,7 @@ class Compared:
 
 
 def read_passes(folder: Path) -> list[Recorded]:
-    """Reads the passes of a run folder in the order they ran. Raises ConfigError without a pass to replay."""
+    """Reads the passes of a run folder in the order they ran. Raises ConfigError if there is no pass to replay."""
     file = folder / "metrics.jsonl"
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in read_objects(file, "--against takes the folder of a run of paceline bench serving"):
@@ -176,7 +178,7 @@ def _sources(line: dict[str, Any]) -> tuple[Rounds, Rounds]:
 
 
 def rows_of(folder: Path) -> int | None:
-    """Returns --max-batch of the run's servers; None if it is not recorded."""
+    """Returns the maximum batch size (--max-batch) of the run's servers; None if it is not recorded."""
     try:
         words = json.loads((folder / "config.json").read_text(encoding="utf-8"))["server"]
         return int(words[words.index("--max-batch") + 1])
@@ -185,13 +187,13 @@ def rows_of(folder: Path) -> int | None:
 
 
 def recorded_survival(passes: Sequence[Recorded]) -> Survival:
-    """Returns the drafter's survival curve from the load and setting with the most drafts per round; () if nothing was
+    """Returns the drafter's survival curve: share of rounds whose first i drafts were accepted. () if nothing was
     drafted.
 
-    Rounds with prompt lookup drafts or without drafts do not count if the run records sources. The curve is exact if
-    every round had the same number of drafts. If the server chose the number, that of a single round is unknown:
-    positions up to the mean number are assumed to be always drafted, and later ones to have the mean chance of these. A
-    run with the setting `full` knows all of them.
+    It comes from the load and setting with the most drafts per round. Rounds without drafts and those with prompt
+    lookup drafts are left out if the run records the source of drafts. The curve is exact if every round had the same
+    number of drafts (setting `full`). Otherwise it is an estimate: positions up to the mean number of drafts count as
+    always drafted, and later positions get the mean chance of the earlier ones.
     """
     drafting = [each for each in passes if each.own.num_drafted and sum(each.own.accepted_histogram)]
     if not drafting:
@@ -203,8 +205,9 @@ def recorded_survival(passes: Sequence[Recorded]) -> Survival:
 
 
 def recorded_lookups(passes: Sequence[Recorded]) -> Lookups | None:
-    """Returns the prompt lookup drafts of the load with the largest share of them; None without such drafts, or if
-    prompt lookup is the drafter. Lookup drafts that the server did not verify are not recorded."""
+    """Returns the share and the acceptance of prompt lookup drafts, from the load and setting with the largest share.
+    None if there are no such drafts, or if prompt lookup is the drafter. Drafts that the server did not verify are not
+    recorded."""
     groups: dict[tuple[Arrivals, str], list[Recorded]] = {}
     for each in passes:
         if each.lookup.num_drafted and each.lookup != each.own:
@@ -228,7 +231,7 @@ def _survival(rounds: Rounds) -> Survival:
 
 
 def policy_for(speculate: str, most: int) -> str:
-    """Returns the simulator's policy for a `speculate` setting of the benchmark."""
+    """Returns the simulator's policy for a `speculate` setting of the benchmark. `most`: maximum drafts per round."""
     if speculate == "auto":
         return "adaptive" if most else "off"
     wanted = most if speculate == "full" else int(speculate) if speculate.isdecimal() else 0
@@ -236,8 +239,8 @@ def policy_for(speculate: str, most: int) -> str:
 
 
 def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
-    """Returns the step times of each pass: the mean of each size over the whole run, scaled to the speed of the pass,
-    so that the pass's own steps have their measured total. Raises ConfigError if the run does not record step times."""
+    """Returns measured step times for each pass: the mean seconds of each step size over the whole run, scaled by the
+    speed of this pass relative to the run. Raises ConfigError if the run does not record step times."""
     if not all(each.steps for each in passes):
         raise ConfigError(
             "the run does not tell what its steps took: run paceline bench serving again, or give --steps"
@@ -283,9 +286,10 @@ def _rising(steps: list[tuple[float, float, float]]) -> dict[float, float]:
 def compare(
     passes: Sequence[Recorded], costs: StepCosts | None, server: ServerShape, survival: Survival, *, seed: int = 0
 ) -> list[Compared]:
-    """Simulates each load and setting; with `costs` None, each pass has its own. Raises ConfigError.
+    """Simulates each load and setting and compares it with the measurement. Without `costs`, each pass uses the step
+    times of `own_costs`. Raises ConfigError.
 
-    Passes run in their recorded order, and a setting's planner keeps its estimates from one to the next.
+    Passes run in their recorded order. A setting's planner keeps its estimates from one pass to the next.
     """
     lookups, planners = recorded_lookups(passes), dict[str, Planner]()
     groups: dict[tuple[Arrivals, str], list[tuple[Recorded, Outcome]]] = {}

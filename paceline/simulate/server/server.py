@@ -1,18 +1,17 @@
-"""Simulates a server: requests arrive, wait, are prefilled, decode together in rounds, and leave. No model, no torch,
-seeded.
+"""Simulates a server: requests arrive, wait, are prefilled, decode together in rounds, and leave. Runs no model, needs
+no PyTorch, and is seeded.
 
     outcome = Case(jobs, costs, ServerShape(max_rows=8), survival).run("best")
 
-The steps are those of `engine/scheduler.py` and `engine/engine.py`: each has at most one prefill chunk and one decode
-round over all rows, including one whose prompt was just finished. A step's tokens are sent at its end; a request that
-arrives during a step waits for the next one. A round takes `verify_s + draft_s + host_s`; its accepted drafts are drawn
-from a survival curve.
+The steps are those of `engine/scheduler.py` and `engine/engine.py`. Each has at most one prefill chunk, and one decode
+round over all batch rows, including a row whose prompt was just finished. A step's tokens are sent at its end. A
+request that arrives during a step waits for the next one. A round takes `verify_s + draft_s + host_s`; its accepted
+drafts are drawn from a survival curve.
 
-A planner decides what is drafted, usually the engine's own (`paceline/plan/planner.py`): the policies off, a number of
-drafts and adaptive are `serve --speculate`'s off, N and auto. The policy best knows acceptance and costs and takes the
-number with the highest goodput for the running rows, `sum of E[tokens | g] / round_s(rows, g)` (Finn,
-adaptive-speculation,
-2026): the optimum of a table by batch size.
+A planner decides the number of drafts by a policy. Off, a number and adaptive are `serve --speculate`'s off, N and
+auto, with the engine's own planner (`paceline/plan/planner.py`). Best knows acceptance and costs, and takes the number
+with the most tokens per second for the running rows: `sum of E[tokens | g] / round_s(rows, g)` (Finn,
+adaptive-speculation, 2026).
 """
 
 from __future__ import annotations
@@ -37,27 +36,28 @@ from paceline.types import LOOKUP, RoundStats, RowKind, Take
 SOURCE = "drafter"
 """Source of a simulated row's drafts, except for prompt lookup drafts (LOOKUP), which take no time."""
 MEASURED = tuple(1 << power for power in range(11))
-"""Positions of the passes whose times an adaptive planner gets; an engine measures the same ones at its start."""
+"""Pass sizes in token positions. An adaptive planner is given their times; an engine measures the same sizes when it
+starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request."""
+    """One request: its arrival and its numbers of tokens."""
 
     arrives_at: float
-    """Arrival in seconds after the start. A closed loop ignores it and sends a request when an earlier answer is
+    """Arrival in seconds after the start. Closed loops ignore it: they send a request when an earlier answer is
     done."""
     prompt_tokens: int
-    """Prompt tokens to compute, without those in a prefix cache."""
+    """Prompt tokens to compute; those in a prefix cache are not counted."""
     answer_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
-    """Prompt lookup drafts, in addition to the drafter's own."""
+    """Frequency and acceptance of prompt lookup drafts, which a server uses in addition to its drafter."""
 
     share: float
-    """Share of a row's rounds that have a lookup draft."""
+    """Share of a batch row's rounds that have a prompt lookup draft."""
     survival: Survival
 
     @property
@@ -86,17 +86,17 @@ class Case:
     costs: StepCosts
     server: ServerShape
     survival: Survival
-    """Survival curve; its length is the maximum number of drafts of a round."""
+    """Survival curve of the drafter; its length is the maximum number of drafts of a round."""
     seed: int = 0
     lookups: Lookups | None = None
-    """Prompt lookup drafts, used only by the policy adaptive, as in a server."""
+    """Prompt lookup drafts; only the policy adaptive uses them, as in a server."""
     marginals: Marginals | None = None
-    """Marginals of a block drafter, used instead of the curve by the policies adaptive and tree:N, which may verify
-    trees."""
+    """Chances by draft position and candidate rank of a block drafter. The policies adaptive and tree:N use them
+    instead of the survival curve, and may verify trees."""
 
     @property
     def context(self) -> float:
-        """Mean tokens in a row's cache: its prompt and half its answer."""
+        """Mean tokens in a row's cache: the prompt and half the answer."""
         return statistics.fmean(job.prompt_tokens + job.answer_tokens / 2 for job in self.jobs)
 
     def run(self, policy: str, jobs: Sequence[Job] | None = None, concurrency: int | None = None) -> Outcome:
@@ -118,7 +118,7 @@ class SimulatedRequest:
     luck: random.Random = field(repr=False)
     """Random numbers that decide acceptance, independent of other requests."""
     admitted_at: float = 0.0
-    """Time at which it got a row."""
+    """Time at which it got a batch row."""
     first_token_at: float = 0.0
     finished_at: float = 0.0
     num_prefilled: int = 0
@@ -127,13 +127,13 @@ class SimulatedRequest:
     """(time, number of tokens) of each delivery."""
     num_rounds: int = 0
     num_drafted_total: int = 0
-    """Drafts in all its rounds."""
+    """Drafts over all its rounds."""
     num_accepted_total: int = 0
-    """Accepted drafts in all its rounds."""
+    """Accepted drafts over all its rounds."""
 
     @property
     def wait_s(self) -> float:
-        """Seconds from arrival to a row."""
+        """Seconds in the queue: from arrival to a batch row."""
         return self.admitted_at - self.arrived_at
 
     @property
@@ -157,7 +157,7 @@ class SimulatedRequest:
         return self.job.answer_tokens - self.num_tokens
 
     def add_tokens(self, count: int, now: float) -> None:
-        """Deliver `count` tokens, but at most the rest of the answer."""
+        """Delivers `count` tokens at time `now`, but not more than the answer has left."""
         count = min(count, self.num_left)
         self.num_tokens += count
         self.first_token_at = self.first_token_at if self.chunks else now
@@ -167,16 +167,16 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a simulation: all requests, and the server's time."""
+    """Result of a simulation: all requests with their times, and seconds spent by the server."""
 
     requests: list[SimulatedRequest]
     """In the order of the jobs."""
     busy_s: float
     """Seconds in which the server was busy."""
     prefill_s: float
-    """Seconds of prefill chunks."""
+    """Seconds spent on prefill chunks."""
     row_seconds: float
-    """Sum over rounds of seconds times rows."""
+    """Sum over rounds of seconds times occupied batch rows."""
 
     @property
     def wall_s(self) -> float:
@@ -189,10 +189,11 @@ class Outcome:
 
 
 class Simulation:
-    """Clock, queue and rows of a server that serves all jobs."""
+    """Simulates one server that serves all jobs: its clock, queue and batch rows."""
 
     def __init__(self, case: Case, planner: Planner, jobs: Sequence[Job], concurrency: int | None = None) -> None:
-        """`concurrency`: jobs kept in flight, whatever their arrival times. Raises ConfigError for impossible input."""
+        """`concurrency`: number of jobs in flight; their arrival times are then ignored. Raises ConfigError for
+        impossible input."""
         if any(not 0 <= job.arrives_at < math.inf or job.prompt_tokens < 1 or job.answer_tokens < 1 for job in jobs):
             raise ConfigError(
                 "every request needs an arrival time of 0 or later, and at least one token of prompt and answer"
@@ -314,8 +315,8 @@ class Simulation:
 
 @dataclass(slots=True)
 class BestPlanner(FixedPlanner):
-    """Plans the number of drafts with the most tokens per second, from known acceptance and costs; the same for every
-    row."""
+    """Plans the number of drafts with the most tokens per second, from known acceptance and costs. All rows get the
+    same number."""
 
     survival: Survival = ()
     round_s: Callable[[int, int], float] = field(default=lambda rows, count: 1.0)
@@ -323,7 +324,8 @@ class BestPlanner(FixedPlanner):
     _known: dict[int, int] = field(default_factory=dict)
 
     def choose(self, num_rows: int) -> int:
-        """Returns the drafts per row in a round of `num_rows` rows; the smallest of equally good numbers."""
+        """Returns the number of drafts per row in a round of `num_rows` rows; the smallest one if several are equally
+        good."""
         if num_rows not in self._known:
             expected = list(itertools.accumulate((1.0, *self.survival)))
             gains = [tokens / self.round_s(num_rows, count) for count, tokens in enumerate(expected)]
@@ -335,7 +337,7 @@ class BestPlanner(FixedPlanner):
 
 
 class OffPlanner(AdaptivePlanner):
-    """Plans no drafts, and the same chunks as the engine's planner."""
+    """Plans rounds without drafts, and the same prefill chunks as the engine's planner."""
 
     def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
         return Offer(source, ())
@@ -344,9 +346,10 @@ class OffPlanner(AdaptivePlanner):
 def make_planner(
     name: str, survival: Survival, costs: StepCosts, context: float, most_chunk: int, grows_trees: bool = False
 ) -> Planner:
-    """Returns a new planner for off, best, adaptive, a number of drafts or tree:N. Raises ConfigError.
+    """Returns a new planner for a policy: off, best, adaptive, a number of drafts or tree:N. Raises ConfigError.
 
-    `context`: mean tokens in a row's cache, at which costs are taken. `grows_trees`: True if marginals are known.
+    `context`: mean tokens in a row's cache, at which costs are taken. `most_chunk`: maximum tokens of a prefill chunk.
+    `grows_trees`: True if marginals are known, so that trees can be drafted.
     """
     if name == "off":
         return OffPlanner(PassCosts([(1, 1.0)]), most_chunk=most_chunk, adapts_chunks=costs.prefill_adapts)
