@@ -1,1 +1,1 @@
-"""Benchmarks in the real engine: plain decoding, then each drafter, in one process, next to the machine's ceiling."""
+"""Benchmarks in the real engine, in one process: plain decoding, then each drafter, with the hardware's upper bound."""

@@ -1,4 +1,4 @@
-"""Compares answers with plain decoding's and with those of Transformers' `generate`, in one process, with the same
+"""Compares answers with those of plain decoding and of Transformers' `generate`, in one process, with the same
 weights."""
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from paceline.types import SamplingParams
 LOOKUP_TOKENS = 10
 """Transformers' prompt_lookup_num_tokens; the value is from its documentation."""
 PEERS = {"transformers": {}, "transformers-lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS}}
-"""Name of a peer -> options of its `generate`."""
+"""Name of an engine to compare with -> options of Transformers' `generate`."""
 
 
 def transformers_model(path: Path, dtype: torch.dtype) -> Any:
-    """Load a model in Transformers' own code; the weights of a GGUF file are dequantised. Raises ConfigError if
+    """Load a model with Transformers' own code; weights of a GGUF file are dequantised. Raises ConfigError if
     Transformers does not support the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -50,9 +50,8 @@ def transformers_model(path: Path, dtype: torch.dtype) -> Any:
 
 
 class TransformersPeer:
-    """Runs Transformers' greedy `generate`, one request at a time, with the LLM's weights, device and threads. The
-    dtype is the LLM's too. On a CPU without bfloat16 instructions float32 is used instead, which is many times faster
-    there."""
+    """Runs Transformers' greedy `generate`, one request at a time, with the weights, device, dtype and threads of an
+    LLM. On a CPU without bfloat16 instructions it uses float32 instead, which is many times faster there."""
 
     def __init__(self, llm: LLM) -> None:
         from transformers.utils import logging
@@ -72,7 +71,7 @@ class TransformersPeer:
         ignore_eos: bool,
         on_answer: Callable[[], None] = ignore,
     ) -> Pass:
-        """Answer the requests one after another; `name` is a key of PEERS."""
+        """Answer the requests one after another and return their times. `name`: a key of PEERS."""
         answers = []
         started = time.perf_counter()
         for request in requests:
@@ -111,20 +110,21 @@ class Beside:
     tokens_per_s: float
     """Tokens per second of the other engine."""
     speedup: float | None
-    """Speed-up over the other engine; None if the times rule it out, see `doubt`."""
+    """Speed-up over the other engine; None if the measured times are implausible, see `doubt`."""
     identical: bool | None = None
     """True if the tokens are equal; None for sampled answers, where only the distribution has to be equal."""
     first_difference: int | None = None
     """Number of equal tokens before the first difference; None if all are equal."""
     top2_gap: float | None = None
-    """Best logit minus second-best at the first difference; near 0 the target had a near-tie there."""
+    """Target's best logit minus its second-best at the first difference; near 0 both tokens were almost equally
+    probable."""
     doubt: str | None = None
-    """Reason for a missing verdict on the speed-up, from `statistics.doubt`; None for Transformers, a different
-    engine."""
+    """Reason why the speed-up allows no verdict; None if it does, and for Transformers, whose speed is not checked."""
 
 
 def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Completion:
-    """Answer with plain decoding, after a warm-up of it and of the drafter; then restore the drafter."""
+    """Answer the prompt with plain decoding, after a warm-up with and without drafts; then restore the LLM's
+    drafter."""
     drafter = llm.drafter
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens), logprobs=None)
     llm.generate_ids([token_ids], warm_up)
@@ -137,7 +137,7 @@ def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Co
 
 
 def beside_plain(llm: LLM, completion: Completion, plain: Completion, params: SamplingParams) -> Beside:
-    """Compare the answer with `plain`, the result of `answer_plainly`."""
+    """Compare the answer `completion` with `plain`, the result of `answer_plainly` for the same prompt."""
     speed = plain.stats.tokens_per_s
     parted = (
         parting(llm.target, plain.prompt_token_ids, completion.token_ids, plain.token_ids) if params.is_greedy else None
@@ -149,7 +149,7 @@ def beside_plain(llm: LLM, completion: Completion, plain: Completion, params: Sa
 
 
 def beside_transformers(llm: LLM, completion: Completion, params: SamplingParams) -> Beside:
-    """Compare the answer with Transformers' greedy answer to the same prompt, timed after a warm-up."""
+    """Compare the answer `completion` with Transformers' greedy answer to the same prompt, timed after a warm-up."""
     peer, request = TransformersPeer(llm), [Request("prompt", completion.prompt_token_ids)]
     peer.run("transformers", request, WARM_UP_TOKENS, True)
     answer = peer.run("transformers", request, params.max_tokens, params.ignore_eos).answers[0]

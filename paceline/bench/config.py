@@ -1,4 +1,4 @@
-"""Configurations of the benchmarks: frozen dataclasses whose fields are the options of a command. Imports quickly."""
+"""Options of the benchmarks: frozen dataclasses with a field for each option of a command. Imports quickly."""
 
 from __future__ import annotations
 
@@ -73,18 +73,21 @@ def check_peers(names: Sequence[str]) -> None:
 
 
 class MockSetting(NamedTuple):
-    """One setting of mocked acceptance."""
+    """Mocked acceptance in one measurement: the number of accepted drafts is set, not decided by the target's
+    output."""
 
     batch: int
     tokens_per_round: float
-    """Mocked acceptance length; for a tree, the one that its marginals imply."""
+    """Mocked acceptance length (tokens per round, with the bonus token); for a tree, the one that its marginals
+    imply."""
     num_nodes: int = 0
-    """Drafts of a tree; 0 for a chain."""
+    """Number of drafts in a tree; 0 for a chain (drafts without branches)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MockConfig:
-    """Options of `bench decode` with mocked acceptance. Raises ConfigError on invalid values."""
+    """Options of `bench decode` with mocked acceptance (a set number of accepted drafts). Raises ConfigError on invalid
+    values."""
 
     tokens_per_round: tuple[Yield, ...] = (1.0, 2.0, 4.0, 8.0)
     """Acceptance lengths to mock, the bonus token included, on random prompts. 1, plain decoding, is always
@@ -128,7 +131,7 @@ class MockConfig:
 
     @property
     def needed_len(self) -> int:
-        """Tokens per cache row that the measurement needs."""
+        """Tokens of cache that the measurement needs for each request."""
         widest = max([*map(self.drafts, self.tokens_per_round), *self.trees, 0])
         return self.prompt_tokens + self.max_tokens + widest + 1
 
@@ -154,12 +157,12 @@ class StepsConfig:
 
     @property
     def growth(self) -> int:
-        """Upper bound of the tokens that one pass over all widths adds to a row, its first round included."""
+        """Maximum number of tokens that one series of all pass widths adds to a row's cache, with its first round."""
         return int((self.max_positions + 2) * (self.tokens_per_round + 1))
 
     @property
     def needed_len(self) -> int:
-        """Tokens per cache row that the measurement needs."""
+        """Tokens of cache that the measurement needs for each row."""
         return self.context + self.growth + self.max_positions
 
 
@@ -278,7 +281,7 @@ class ArmsConfig:
 
     @property
     def named_drafters(self) -> list[tuple[str, str]]:
-        """(name, drafter) pairs; a folder is named by its last part."""
+        """Pairs of (contender's name, drafter); a drafter's folder is named by its last part."""
         return [
             _named(drafter, drafter.rstrip("/").rpartition("/")[2] or drafter)
             for drafter in dict.fromkeys(self.drafters)
@@ -286,7 +289,7 @@ class ArmsConfig:
 
     @property
     def named_urls(self) -> list[tuple[str, str]]:
-        """(name, URL) pairs."""
+        """Pairs of (contender's name, URL)."""
         return [_named(url, url) for url in dict.fromkeys(self.urls)]
 
 

@@ -1,12 +1,11 @@
-"""Evaluates one drafter in the real engine, prompt set by prompt set: acceptance, speed-up, losslessness and sample
-texts.
+"""Evaluates one drafter in the real engine on each prompt set: acceptance, speed-up, losslessness and sample texts.
 
     evaluation = evaluate("runs/drafter", ["gsm8k.jsonl", "mt_bench.jsonl"], BenchConfig(batches=(1, 8)))
 
-`paceline evaluate` prints the result. Each set is measured as in `bench.decode` (plain decoding, then the drafter, same
-process, same requests). evaluation.json is rewritten after each set, and a second call with the same `out` measures
-only missing sets. Looping text is easy to draft and inflates acceptance, so each set also reports the share of answers
-that end in a loop, and tokens per round without them.
+`paceline evaluate` prints the result. Each set is measured as in `bench.decode`: plain decoding, then the drafter, on
+the same requests in one process. evaluation.json is rewritten after each set, and a second call with the same `out`
+measures only missing sets. Looping text is easy to draft and inflates acceptance, so each set also reports the share of
+answers that end in a loop, and tokens per round without these answers.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from paceline.simulate.files import read_json
 BUILTIN = "built-in"
 EVALUATION = "evaluation.json"
 IDENTITY = ("model", "dtype", "backend", "isa", "weight_bytes", "device", "machine")
-"""Keys that must be equal for two sets to be in one evaluation; for the machine, only its name."""
+"""Keys of model and machine that must be equal for all sets of an evaluation; of the machine, only its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class PromptSet:
 
     @property
     def noted(self) -> dict[str, Any]:
-        """Number and hash of the prompts. A set that was measured before is skipped only if these are equal."""
+        """Number and hash of the prompts. A measured set is skipped in a second run only if both are unchanged."""
         content = json.dumps([_content(prompt) for prompt in self.prompts])
         return {"num_prompts": len(self.prompts), "prompts_sha256": hashlib.sha256(content.encode()).hexdigest()}
 
@@ -60,7 +59,8 @@ def _content(prompt: Prompt) -> list[Any]:
 
 
 def read_sets(sources: tuple[str, ...], limit: int | None) -> list[PromptSet]:
-    """Read each source once, named by its file; two files with the same name are named by their paths."""
+    """Read the prompts of each source once. A set is named after its file; files of the same name are named by their
+    paths."""
     if not sources:
         return [PromptSet(BUILTIN, BUILTIN, read_prompts(BUILTIN_PROMPTS, limit))]
     sources = tuple(dict.fromkeys(sources))
@@ -70,8 +70,8 @@ def read_sets(sources: tuple[str, ...], limit: int | None) -> list[PromptSet]:
 
 
 def fingerprint(drafter: str) -> str | None:
-    """Return the hash of the drafter's weights, so that results of different weights are not mixed; None if built
-    in."""
+    """Return the hash of a drafter's weights, so that results of different weights are not mixed; None for a built-in
+    drafter."""
     if drafter in DRAFTERS:
         return None
     path = checkpoint_of(drafter)
@@ -87,21 +87,21 @@ def fingerprint(drafter: str) -> str | None:
 
 @dataclass(slots=True)
 class Evaluation:
-    """Results of a drafter on the prompt sets measured so far, and the run folder with evaluation.json."""
+    """Results of one drafter on the prompt sets measured up to now; stored in the run folder's evaluation.json."""
 
     drafter: str
     settings: dict[str, Any]
-    """Requested settings."""
+    """Settings of the evaluation as requested."""
     run: RunFolder
     about: dict[str, Any] = field(default_factory=dict)
-    """Description of model and machine, from `bench.decode.introduction`; {} before the first set."""
+    """Description of model and machine (`bench.decode.introduction`); {} before the first set."""
     sets: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name -> result of `set_figures`, and the source of the prompts."""
+    """Prompt set -> its results (`bench.decode.set_figures`), with the source of the prompts."""
 
     @classmethod
     def open(cls, drafter: str, settings: dict[str, Any], out: Path | None, sources: tuple[str, ...]) -> Evaluation:
-        """Return a new evaluation, or the one in `out`. Raises ConfigError if that has other settings, or is
-        damaged."""
+        """Return a new evaluation, or the one stored in `out`. Raises ConfigError if the stored one has other settings
+        or is damaged."""
         if out and (out / EVALUATION).is_file():
             saved = read_json(out / EVALUATION, "choose another --out")
             if not isinstance(saved, dict) or any(name not in saved for name in ("settings", "sets", *ABOUT)):
@@ -115,12 +115,13 @@ class Evaluation:
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        """Rows of all sets; "prompts" is the name of the row's set."""
+        """One record for each prompt set and setting; "prompts" is the name of the set."""
         return [{"prompts": name, **row} for name, figures in self.sets.items() for row in figures["results"]]
 
     @property
     def heldout(self) -> dict[str, float]:
-        """Set -> the drafter's tokens per round at batch 1, temperature 0; a set without that setting is left out."""
+        """Prompt set -> the drafter's tokens per round at batch 1 and temperature 0. Sets without that setting are left
+        out."""
         return {
             row["prompts"]: row["tokens_per_round"]
             for row in self.results
@@ -132,7 +133,7 @@ class Evaluation:
         return plain({**line, "results": self.results, "heldout": self.heldout})
 
     def has(self, prompt_set: PromptSet) -> bool:
-        """Return True if this set is measured. Raises ConfigError if it was measured with other prompts."""
+        """Return True if the set is already measured. Raises ConfigError if it was measured with other prompts."""
         done = self.sets.get(prompt_set.name)
         if done is None:
             return False
@@ -141,7 +142,8 @@ class Evaluation:
         return True
 
     def refuse_change(self, before: dict[str, Any], now: dict[str, Any], where: str = "") -> None:
-        """Raise ConfigError that lists each setting that differs, with old and new value."""
+        """Raise ConfigError if settings differ; its message lists each one with old and new value. `where`: start of
+        the message."""
         changed = [f"{name} {old} -> {new}" for name, (old, new) in differences(before, now).items()]
         if changed:
             raise ConfigError(
@@ -169,13 +171,12 @@ def evaluate(
     shows_context: bool = False,
     progress: Progress = SILENT,
 ) -> Evaluation:
-    """Evaluate on every prompt set that is not in `out` yet; the model is loaded only if there is one.
+    """Evaluate the drafter on every prompt set that is not in `out` yet; load the model only if there is such a set.
 
     `prompts`: files or data set ids [default: the built-in set]. `limit`: use only the first prompts of each. `config`:
-    its
-    drafters are ignored. `engine`: its drafter, num_drafted and max_batch are ignored. `out`: a new folder, an earlier
-    evaluation's to continue it, or a training run's. `shows_context`: also report each set's acceptance length by
-    context.
+    its drafters are ignored. `engine`: its drafter, num_drafted and max_batch are ignored. `out`: a new folder, the
+    folder of an earlier evaluation (which is continued), or a training run's. `shows_context`: also report each set's
+    acceptance length by context length.
 
     Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, ConfigError if `out` contains sets
     that were evaluated with other settings.

@@ -1,9 +1,9 @@
-"""Measures gain and cost of lossy rules: plain decoding, lossless speculation and each rule alternate on tasks with
-checkable answers.
+"""Measures gain and cost of lossy acceptance rules. Plain decoding, lossless speculation and each rule alternate on
+tasks with checkable answers.
 
     paceline bench lossy --tasks tickets=heldout.jsonl,humaneval=humaneval.jsonl --settings "typical;lenience:0.5"
 
-Total variation and divergence come from the requests' ledgers (`verify/lossy.py`), computed in the verify passes.
+Total variation and divergence from the target's distribution are computed in the verify passes (`verify/lossy.py`).
 Speeds are compared with lossless speculation request by request; intervals are bootstraps over requests.
 """
 
@@ -26,14 +26,14 @@ from paceline.types import SamplingParams
 
 PLAIN, LOSSLESS = "plain decoding", "lossless"
 FEWEST = 5
-"""Requests that an interval of speeds needs."""
+"""Minimum number of requests for an interval of speeds."""
 MARKERS = "oD^vPX"
-"""Markers of lossy settings; the next one is used when all colours are used."""
+"""matplotlib markers of lossy settings; the next marker is used once all colours are used."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """Results of one setting on one task."""
+    """Results of one setting (plain decoding, lossless speculation or a lossy rule) on one task."""
 
     task: str
     setting: str
@@ -41,28 +41,28 @@ class Result:
     tokens_per_round: float
     tokens_per_s: float
     beside_lossless: float | None
-    """Tokens per second over lossless speculation's, request by request. None if the setting is faster than plain
-    decoding by more than its acceptance length: then the machine was busy."""
+    """Ratio of tokens per second to lossless speculation's, on the same requests. None if the speed-up over plain
+    decoding exceeds the acceptance length: then the machine was busy."""
     beside_lossless_interval: Interval
     mean_tv: float
     mean_kl: float
-    """Nats; for greedy answers as defined in `verify/lossy.py`."""
+    """Mean KL divergence from the target's distribution, in nats; `verify/lossy.py` defines it for greedy answers."""
     share_changed: float
     score: float
     score_interval: Interval
     score_gain: float
-    """Mean score minus lossless speculation's, request by request."""
+    """Mean difference of the task score from lossless speculation's, on the same requests."""
     score_gain_interval: Interval
 
     @property
     def is_faster(self) -> bool:
-        """True if the whole interval is above 1 and the rule changed the output distribution."""
+        """True if the whole interval of the speed ratio is above 1 and the rule changed the output distribution."""
         low = self.beside_lossless_interval[0]
         return low is not None and low > 1.0 and self.mean_tv > 0
 
 
 class LossyBench:
-    """Runs all tasks and settings on one loaded model whose requests may use lossy rules."""
+    """Runs all tasks with all settings on one loaded model that allows lossy rules. Call `run()`, then `results()`."""
 
     def __init__(self, llm: LLM, drafter: str, config: LossyConfig) -> None:
         self.llm, self.config = llm, config
@@ -153,8 +153,8 @@ def _by_token(answers: list[Answer], name: str) -> float:
 
 
 def verdict(results: list[Result]) -> str:
-    """Return the conclusion in Markdown: the rules that are faster than lossless speculation, with their cost, if any
-    is."""
+    """Return the conclusion in Markdown: each rule that is faster than lossless speculation, with the quality it
+    loses."""
     lossy = [result for result in results if not result.lossless]
     faster = [result for result in lossy if result.is_faster]
     if not lossy:
@@ -213,8 +213,8 @@ def table(results: list[Result]) -> Table:
 
 
 def draw(results: list[Result]) -> str:
-    """Return an SVG of score and total variation over tokens/s, one column per task; a line joins Pareto-optimal
-    settings."""
+    """Return an SVG chart of score and total variation over tokens/s, one column per task. A line joins the
+    Pareto-optimal settings."""
     tasks = list(dict.fromkeys(result.task for result in results))
     with new_figure(WIDTH_INCHES * max(len(tasks), 1.4), 1.4 * WIDTH_INCHES) as figure:
         grid = figure.subplots(2, len(tasks), squeeze=False)

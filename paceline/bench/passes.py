@@ -1,4 +1,4 @@
-"""Runs one timed pass: a fixed list of requests through the engine, `batch` of them in flight."""
+"""Runs one timed pass: sends a fixed list of requests through the engine, at most `batch` at the same time."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from paceline.types import Round, SamplingParams
 from paceline.verify.rules import mocked
 
 CHUNK = 256
-"""Tokens of a prefill pass."""
+"""Maximum prompt tokens of a prefill pass."""
 
 
 def described(llm: LLM) -> dict[str, Any]:
-    """Return model, device, dtype and weight format, for records of results."""
+    """Return model, device, dtype and weight format as a dict, to be stored with results."""
     form = form_of(llm.target)
     return {
         "model": llm.config.model,
@@ -48,8 +48,9 @@ def described(llm: LLM) -> dict[str, Any]:
 def mocked_engine(
     llm: LLM, drafter: Drafter, acceptance: float | Marginals, num_nodes: int = 0, device_rounds: bool | None = None
 ) -> Engine:
-    """Return an engine with mocked acceptance, independent of the target's output. `acceptance`: tokens accepted per
-    round, or marginals that set the acceptance of trees of `num_nodes` drafts."""
+    """Return an engine with mocked acceptance: the number of accepted drafts does not depend on the target's output.
+    `acceptance`: tokens per round, or marginals (chances by draft position and candidate rank) for trees of `num_nodes`
+    drafts. `device_rounds`: as in `Engine`."""
     chunk, planner = llm.config.prefill_chunk, None
     if isinstance(acceptance, Marginals):
         planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=acceptance)
@@ -66,19 +67,20 @@ def mocked_engine(
 
 
 def random_prompt(seed: int | str, length: int, vocab_size: int) -> list[int]:
-    """Return random tokens, different for each seed: the KV cache of an equal prompt would be reused, not computed."""
+    """Return `length` random token ids. A different seed gives different tokens, so that no KV cache of an equal prompt
+    is reused."""
     draw = random.Random(seed)
     return [draw.randrange(vocab_size) for _ in range(length)]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One turn of one prompt, as the token ids that are given to every contender."""
+    """One user turn of a prompt: the same token ids for every drafter and engine in a comparison."""
 
     name: str
     token_ids: list[int]
     turn: str = ""
-    """The user's last message as text, for reports."""
+    """Text of the user's last message, for reports."""
 
 
 @dataclass(slots=True)
@@ -90,12 +92,12 @@ class Answer:
     rounds: list[Round] = field(default_factory=list)
     lossless: bool = True
     price: Price | None = None
-    """Cost of a lossy rule; None without one."""
+    """Deviation from the target's distribution caused by a lossy rule; None without such a rule."""
 
 
 @dataclass(slots=True)
 class Pass:
-    """Answers of one pass, in the order of the requests, and its time by stage."""
+    """Answers of one pass in the order of the requests, with its seconds by stage."""
 
     answers: list[Answer]
     wall_s: float = 0.0
@@ -103,9 +105,9 @@ class Pass:
     draft_s: float = 0.0
     verify_s: float = 0.0
     num_passes: int = 0
-    """Number of the target's decoding passes; each reads all weights."""
+    """Number of the target's forward passes for decoding; each reads all weights."""
     marginals: Tally = field(default_factory=Tally)
-    """Ranks of the target's tokens among the drafter's candidates, if the plan records them."""
+    """Counts of the rank that the target's token has among the drafter's candidates, if the planner records them."""
 
     @property
     def num_tokens(self) -> int:
@@ -113,20 +115,20 @@ class Pass:
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens over wall time, prefill included."""
+        """Output tokens per second of wall time, prefill included."""
         return self.num_tokens / self.wall_s if self.wall_s else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Tokens after each answer's first, over the time that was not prefill; None if prefill was not timed
-        separately."""
+        """Output tokens per second without prefill: tokens after each answer's first, over the time that was not
+        prefill. None if prefill was not timed separately."""
         if self.prefill_s is None or self.wall_s <= self.prefill_s:
             return None
         return (self.num_tokens - len(self.answers)) / (self.wall_s - self.prefill_s)
 
     @property
     def seconds(self) -> dict[str, float | None]:
-        """Seconds by stage; a peer reports only the total, "wall"."""
+        """Seconds by stage. Transformers reports only the total, "wall"."""
         if self.prefill_s is None:
             return {"prefill": None, "draft": None, "verify": None, "host": None, "wall": self.wall_s}
         stages = {"prefill": self.prefill_s, "draft": self.draft_s, "verify": self.verify_s}
@@ -183,21 +185,21 @@ def run_pass(
 
 
 def rates(passes: list[Pass]) -> list[tuple[float, ...]]:
-    """Return (tokens, median seconds over the repetitions) of each request."""
+    """Return (number of tokens, median seconds over the repetitions) of each request."""
     requests = zip(*(run.answers for run in passes), strict=True)
     return [(float(len(same[0].token_ids)), statistics.median(answer.seconds for answer in same)) for same in requests]
 
 
 def rate_ratio(items: list[tuple[float, ...]]) -> float:
-    """Return the ratio of tokens per second. `items`: for each request (tokens, seconds, other's tokens, other's
-    seconds)."""
+    """Return the ratio of two rates in tokens per second. `items`: for each request (tokens, seconds, tokens of the
+    other, seconds of the other)."""
     own, other = ratio_of_sums([item[:2] for item in items]), ratio_of_sums([item[2:] for item in items])
     return own / other if other else 0.0
 
 
 class Engines:
-    """One engine per drafter over one LLM's weights and cache: each drafter is bound, and its weights packed, only
-    once."""
+    """Holds one engine per drafter; all use one LLM's weights and cache. Each drafter is bound to the target, and its
+    weights packed, only once."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -211,7 +213,7 @@ class Engines:
         self._made[name] = self._llm.new_engine(drafter)
 
     def use(self, name: str) -> Engine:
-        """Give the LLM this drafter and its engine, and empty the cache so that no prefix of an earlier pass is
+        """Switch the LLM to this drafter and its engine, and empty the cache, so that no prefix of an earlier pass is
         reused."""
         llm = self._llm
         llm.engine, llm.drafter = self._made[name], self[name]
@@ -225,10 +227,10 @@ class Engines:
 
 
 def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[list[Request], int]:
-    """Return one request per user turn, and the number of turns that were left out because they do not fit the context.
+    """Return one request per user turn, and the number of turns that were left out because they exceed the context.
 
-    Later turns follow plain greedy answers, so that every contender gets the same tokens. Raises ContextLengthError if
-    no turn fits.
+    A later turn follows the plain greedy answers to the earlier ones, so that all drafters get the same tokens. Raises
+    ContextLengthError if no turn fits.
     """
     requests: list[Request] = []
     num_skipped = 0
@@ -256,8 +258,9 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
 
 
 def parting(target: Target, prompt_ids: list[int], ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
-    """Return (length of the common prefix of two answers, target's best logit minus its second-best there); None if
-    equal. A gap of 0 is a tie. The engine must be idle, since a cache row is used."""
+    """Compare two answers: return (number of equal tokens before the first difference, target's best logit minus its
+    second-best there), or None if they are equal. A gap of 0 is a tie. The engine must be idle, since a cache row is
+    used."""
     index = first_difference(ours, theirs)
     if index is None:
         return None

@@ -1,5 +1,5 @@
-"""Library calls of `bench decode` (on prompts or with mocked acceptance), `bench steps` and `bench lossy`: load,
-measure, write reports.
+"""Library calls of `bench decode` (on prompts or with mocked acceptance), `bench steps` and `bench lossy`. Each loads
+the model, measures, and writes reports.
 
     line = bench_decode(EngineConfig(), BenchConfig(batches=(1, 8)), limit=4)
 
@@ -35,7 +35,7 @@ from paceline.runs.folder import RunFolder
 from paceline.simulate.costs.catalogue import shape_of
 
 DISTURBED = 0.15
-"""Spread of repeated times above which a notice says that other programs were running."""
+"""Relative spread of repeated times above which a notice warns that other programs were running."""
 
 
 def bench_decode(
@@ -46,7 +46,8 @@ def bench_decode(
     out: Path | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Measure prompts x drafters x temperatures x batch sizes on one loaded model."""
+    """Measure decoding speed on one loaded model for every combination of prompts, drafter, temperature and batch
+    size."""
     prompt_list = read_prompts(prompts or BUILTIN_PROMPTS, limit)
     settings = {"llm": engine, "bench": config, "prompts": prompts or "built-in", "limit": limit}
     run = RunFolder.create("bench-decode", settings, out)
@@ -71,7 +72,8 @@ def bench_decode(
 def bench_mock(
     engine: EngineConfig, config: MockConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
-    """Measure each mocked acceptance length in turn, next to the roofline's prediction."""
+    """Measure decoding speed for each mocked acceptance length in turn, and compare it with the roofline's
+    prediction."""
     run = RunFolder.create("bench-decode", {"llm": engine, "mock": config}, out)
     engine = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
     llm, machine = loaded(engine, progress)
@@ -98,7 +100,8 @@ def bench_mock(
 def bench_steps(
     engine: EngineConfig, config: StepsConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
-    """Measure the seconds of verification, drafting and the host at every size, in turns."""
+    """Measure the seconds of verification, drafting and the host for each batch size and number of positions, in
+    turns."""
     run = RunFolder.create("bench-steps", {"llm": engine, "steps": config, "drafter": engine.drafter}, out)
     sized = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
     llm, machine = loaded(sized, progress)
@@ -135,7 +138,7 @@ def bench_steps(
 def bench_lossy(
     engine: EngineConfig, config: LossyConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
-    """Measure plain decoding, lossless speculation and each lossy setting in turn, on each task."""
+    """Measure plain decoding, lossless speculation and each lossy rule in turn, on each task."""
     run = RunFolder.create("bench-lossy", {"llm": engine, "lossy": config}, out)
     llm, machine = loaded(replace(engine, max_batch=1), progress, allow_lossy=True)
     bench = LossyBench(llm, engine.drafter, config)
@@ -208,8 +211,8 @@ def ceiling_line(llm: LLM, machine: Machine) -> str:
 
 
 def loaded(engine: EngineConfig, progress: Progress, **more: Any) -> tuple[LLM, Machine]:
-    """Load the model without a drafter, report it and the machine's ceiling, and return both. `more`: arguments of
-    `LLM.of`."""
+    """Load the model without a drafter, report it and the machine's upper bound, and return both. `more`: further
+    arguments of `LLM.of`."""
     llm = LLM.of(replace(engine, drafter="none"), **more)
     machine = this_machine(llm.config.device)
     progress.loaded(llm)
@@ -218,7 +221,7 @@ def loaded(engine: EngineConfig, progress: Progress, **more: Any) -> tuple[LLM, 
 
 
 def raw_runs(bench: Bench) -> list[dict[str, Any]]:
-    """Return every pass with each answer's counts and times, without texts."""
+    """Return a record of every pass with each answer's token counts and times, without texts."""
     return [
         {
             **asdict(setting),
@@ -242,8 +245,8 @@ def raw_runs(bench: Bench) -> list[dict[str, Any]]:
 
 
 def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, Any]) -> str | None:
-    """Write report.md, results.json, texts.json and report.html. Returns a notice if report.html could not be
-    written."""
+    """Write report.md, results.json, texts.json and report.html into the run folder. Returns a notice if report.html
+    could not be written."""
     results: list[Result] = line["results"]
     llm, config = bench.llm, bench.config
     report = markdown(

@@ -1,5 +1,5 @@
-"""Measures the cost of rounds with mocked acceptance, in the engine's own rounds. Their texts are meaningless and not
-lossless.
+"""Measures the cost of decoding rounds in the engine with mocked acceptance: the number of accepted drafts is set. The
+texts are meaningless.
 
     paceline bench steps --drafter random-dflash --context 256        ->  runs/bench-steps-*/steps.json
 
@@ -9,9 +9,9 @@ also counts the experts that each size reads. The output is an input of `pacelin
 
     paceline bench decode --weights random --mock-tokens-per-round 1,2,4,8
 
-`MockBench` measures the speed of a drafter with a given acceptance length, next to the roofline, after SGLang's
-experiment with dummy weights (docs/explanation/prediction.md): the cost of a round is real, its acceptance is set.
-Prompts are random tokens.
+`MockBench` measures the speed of a drafter with a given acceptance length and compares it with the roofline, like
+SGLang's experiment with dummy weights (docs/explanation/prediction.md). The cost of a round is real. Prompts are random
+tokens.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ Size = tuple[int, int]
 
 
 class FilledDrafter(Drafter):
-    """Runs the inner drafter's computation but drafts random tokens, for measurements.
+    """Runs another drafter (`inner`) at its full cost, but returns random tokens as drafts. For measurements only.
 
     A drafter with random weights repeats one token, for which a mixture of experts would read the same few experts.
-    Threads, taps and caches are the inner drafter's.
+    Threads, tapped layers and caches are those of `inner`.
     """
 
     is_at_hand = False
@@ -91,7 +91,7 @@ def add_round(times: Times, num_rows: int, width: int, wall_s: float, draft_s: f
 
 
 class StepBench:
-    """Measures step times of a loaded model and a drafter: `run()`, then `as_json()`."""
+    """Measures the step times of a loaded model and a drafter. Call `run()`, then `as_json()`."""
 
     def __init__(self, llm: LLM, config: StepsConfig, drafter: str) -> None:
         self.llm, self.config, self.name = llm, config, drafter
@@ -111,7 +111,8 @@ class StepBench:
         self._engine = mocked_engine(llm, filled, config.tokens_per_round)
 
     def run(self, on_turn: Callable[[str], None] = ignore) -> None:
-        """Measure all sizes in turn, `repeat` times after a warm-up; the order of widths changes with each turn."""
+        """Measure every size in turn, `repeat` times after a warm-up. Pass widths change their order with each
+        repetition."""
         order = random.Random(0)
         for turn in range(-1, self.config.repeat):
             times = self.times if turn >= 0 else no_times()
@@ -163,8 +164,8 @@ class StepBench:
         self._engine.planner = FixedPlanner(width, self.llm.config.prefill_chunk, whole_blocks=False)
 
     def as_json(self, machine: Machine, model_config: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the content of steps.json: medians over the repetitions; draft times of the drafter's own widths
-        only."""
+        """Return the content of steps.json: median times over the repetitions. Drafting times cover only the numbers of
+        drafts that the drafter makes itself."""
         llm, times = self.llm, self.times
         own = {size: spent for size, spent in times["draft"].items() if size[1] <= self.drafter.num_drafted}
         return {
@@ -193,18 +194,18 @@ class StepBench:
 
 
 def num_parameters(drafter: DFlashDrafter) -> int:
-    """Return the number of parameters that every round reads. Codebooks are excluded: a round reads only a few of their
-    rows."""
+    """Return the number of the drafter's parameters that every round reads. Its codebooks are excluded: a round reads
+    only a few of their rows."""
     return sum(weight.numel() for name, weight in drafter.network.named_parameters() if "codebook" not in name)
 
 
 def table(times: dict[Size, list[float]]) -> list[list[float]]:
-    """Return [[rows, width, median seconds], ...], sorted."""
+    """Return the times by size as a sorted list of [rows, width, median seconds]."""
     return [[*size, statistics.median(spent)] for size, spent in sorted(times.items())]
 
 
 def spread(times: dict[Size, list[float]]) -> float:
-    """Return how noisy the machine was: interquartile range over median of a size's times, as the median over all
+    """Return the relative noise of the times: interquartile range over median of each size, as the median over all
     sizes."""
     shares = []
     for runs in times.values():
@@ -215,7 +216,7 @@ def spread(times: dict[Size, list[float]]) -> float:
 
 
 class MockBench:
-    """Measures mocked acceptance on a loaded model: `run()`, then `results()`."""
+    """Measures decoding speed with mocked acceptance on a loaded model. Call `run()`, then `results()`."""
 
     def __init__(self, llm: LLM, config: MockConfig, shape: ModelShape, machine: Machine) -> None:
         self.llm, self.config = llm, config
@@ -248,7 +249,7 @@ class MockBench:
         return drafter
 
     def run(self, on_pass: Callable[[str], None] = ignore) -> None:
-        """Run all settings `repeat` times, in alternating order, after a short warm-up pass of each."""
+        """Run all settings `repeat` times, in alternating order, after a short warm-up of each."""
         for number in range(-1, self.config.repeat):
             for setting in self.settings[:: -1 if number % 2 else 1]:
                 done = self._pass(setting, number)

@@ -7,8 +7,8 @@ server reports durations of its own (`return_timings`, `serve/http/clock.py`). T
 the first byte minus the server's. From the first byte to the end both measure the same interval, and any difference is
 reported as unattributed.
 
-Contenders take turns of a few requests each, so that machine noise affects all of them equally; they are compared with
-the first contender request by request.
+The contenders (servers, in code also `arms`) take turns of a few requests each, so that machine noise affects all of
+them equally. Each is compared with the first contender, request by request.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from paceline.simulate.server.load import poisson
 
 TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 SEGMENTS: dict[str, list[str]] = TEXTS["segments"]
-"""Segment of a bar -> its parts."""
+"""Segment of a chart's bar -> the parts of a request's time that it contains."""
 GROUPS: dict[str, list[str]] = TEXTS["groups"]
-"""Group that contenders are compared by -> its segments."""
+"""Group (communication, host, prefill, decode) -> its segments. Contenders are compared by group."""
 PARTS = [part for parts in SEGMENTS.values() for part in parts]
 UNATTRIBUTED = "unattributed"
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 NEAR = 0.05
-"""A percentile's bar is the mean of the requests whose rank is within this share of it, so that its parts sum to its
-height."""
+"""Width of a percentile's bar: it is the mean of the requests whose rank is at most this share from the percentile, so
+that its parts sum to its height."""
 SERVER_PARTS = {"sending": "send_s"}
-"""Part -> its key in the server's timings, if that is not the part's name with "_s"."""
+"""Part -> its key in the server's timings, for parts whose key is not the name with "_s" appended."""
 
 
 Alone = Callable[[Contender], AbstractContextManager[None]]
-"""Returns a context that is active while a contender is measured."""
+"""Function that returns a context manager; the context is active while this contender is measured."""
 
 
 @dataclass(slots=True)
 class Measured:
-    """Measurement of one request to one contender."""
+    """Measured times of one request to one contender."""
 
     error: str | None = None
     total_s: float = 0.0
@@ -62,7 +62,7 @@ class Measured:
     late_s: float = 0.0
     """Client-side delay between scheduled and actual sending, in seconds; excluded from all parts."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Part -> seconds; the sum is `total_s`."""
+    """Part of the time -> seconds; they sum to `total_s`."""
     is_told: bool = False
     """True if the server reported its timings."""
     num_tokens: int = 0
@@ -100,7 +100,7 @@ def measured(stream: Stream) -> Measured:
 
 
 def parts_of(stream: Stream, answer: Answer) -> dict[str, float]:
-    """Return part -> seconds, which sum to the time from sending to the end.
+    """Return part -> seconds of one answer; they sum to the time from sending to the end.
 
     A paceline server reports its `timings` as defined in `serve/http/clock.py`; llama.cpp's server reports prompt_ms
     and predicted_ms. For other servers all time on the server is one part.
@@ -125,7 +125,7 @@ def parts_of(stream: Stream, answer: Answer) -> dict[str, float]:
 
 @dataclass(slots=True)
 class LatencyResult:
-    """Results of one workload and contender, in seconds, over the answers of all repetitions."""
+    """Latencies of one contender on one workload, in seconds, over the answers of all repetitions."""
 
     workload: str
     arm: str
@@ -135,16 +135,16 @@ class LatencyResult:
     total: Spread
     first_token: Spread
     groups: dict[str, Spread]
-    """Group (communication, host, prefill, decode) -> seconds."""
+    """Group (communication, host, prefill, decode) -> spread of its seconds."""
     parts: dict[str, Spread]
-    """Part -> seconds, for the parts that were measured."""
+    """Part -> spread of its seconds, for the parts that were measured."""
     bars: dict[str, dict[str, float]]
-    """p50, p90, p99 -> seconds by segment: means of the requests near that percentile of the total."""
+    """Percentile (p50, p90, p99) -> seconds by segment: means of the requests whose total is near it."""
     unattributed: float | None
     """Share of the total time of all answers that no part explains; errors of single answers partly cancel."""
     is_told: bool
     largest: str | None
-    """Segment that is largest in the p50 bar."""
+    """Segment with the most time in the p50 bar."""
     num_tokens: float | None
     """Mean tokens per answer."""
     tokens_per_round: float | None
@@ -155,7 +155,8 @@ class LatencyResult:
 
 @dataclass(slots=True)
 class Pair:
-    """Comparison of a contender with the first one on the same requests, for one group of parts or for the total."""
+    """Comparison of contender `arm` with the first one, `against`, on the same requests. `part`: a group of parts, or
+    the total."""
 
     workload: str
     arm: str
@@ -164,7 +165,8 @@ class Pair:
     p50_s: float
     against_p50_s: float
     cut: float | None
-    """1 - p50 over the other's p50: 0.25 is a quarter less. None if the times rule it out, see `doubt`."""
+    """Relative reduction of the median (p50): 0.25 is a quarter less time. None if the times are implausible, see
+    `doubt`."""
     difference_s: float
     """Median difference over the requests, in seconds."""
     interval_s: Interval
@@ -172,17 +174,18 @@ class Pair:
     lossless: bool
     """True if both contenders are lossless."""
     doubt: str | None = None
-    """Reason for a missing verdict on the comparison with plain decoding, from `statistics.doubt`."""
+    """Reason why the comparison with plain decoding allows no verdict, or None."""
 
 
 class LatencyBench:
-    """Sends the workloads to all contenders and summarises the measurements: `run()`, then `results()` and
+    """Sends the workloads to all contenders and summarises their times. Call `run()`, then `results()` and
     `pairs()`."""
 
     def __init__(
         self, arms: list[Contender], workloads: list[Workload], config: LatencyConfig, alone: Alone = nullcontext
     ) -> None:
-        """`alone(arm)` is entered while the contender is measured, e.g. to pause other servers on the same machine."""
+        """`arms`: the contenders. The context `alone(arm)` is active while a contender is measured, e.g. to pause other
+        servers on the same machine."""
         self.arms, self.workloads, self.config, self._alone = arms, workloads, config, alone
         self.measured = {(workload.name, arm.name): list[Measured]() for workload in workloads for arm in arms}
         self._forms: dict[tuple[str, str], str] = {}
@@ -193,8 +196,8 @@ class LatencyBench:
         return self.config.repeat * len(self.arms) * sum(len(workload.requests) for workload in self.workloads)
 
     def run(self, on_answer: Callable[[str], None] = ignore) -> None:
-        """Send all workloads `repeat` times, a few requests to each contender in turn. Raises ConfigError if one
-        rejects them."""
+        """Send all workloads `repeat` times, a few requests to each contender in turn. Raises ConfigError if a
+        contender rejects a workload."""
         try:
             for workload in self.workloads:
                 for arm in self.arms:
@@ -267,7 +270,7 @@ class LatencyBench:
         return [_result(*names, answers) for names, answers in self.measured.items()]
 
     def pairs(self) -> list[Pair]:
-        """Return the comparison of every contender with the first, in total and per group."""
+        """Return the comparison of every contender with the first one, in total and for each group of parts."""
         first = self.arms[0].name
         return [
             pair
@@ -360,7 +363,7 @@ def _result(workload: str, arm: str, answers: list[Measured]) -> LatencyResult:
 
 
 def bar_of(answers: Sequence[Measured], share: float) -> dict[str, float]:
-    """Return segment -> mean seconds of the answers whose total is near this percentile."""
+    """Return segment -> mean seconds over the answers whose total is near the percentile `share` (0 to 1)."""
     ordered = sorted(answers, key=lambda answer: answer.total_s)
     middle, width = share * (len(ordered) - 1), max(NEAR * len(ordered), 0.5)
     near = [answer for place, answer in enumerate(ordered) if abs(place - middle) <= width]

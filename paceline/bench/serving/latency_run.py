@@ -26,7 +26,7 @@ from paceline.report.tables import SILENT, Column, Progress, Table, flat, spread
 from paceline.runs.folder import RunFolder
 
 ENOUGH = 0.02
-"""Largest acceptable share of unattributed time."""
+"""Maximum share of unattributed time at which the parts count as a full explanation."""
 COLUMNS = (
     Column("workload", lambda result: result.workload),
     Column("arm", lambda result: result.arm),
@@ -53,7 +53,7 @@ PART_COLUMNS = (
     spread_column("p50 / p90 / p99 ms", lambda line: line[2], 1000, 2),
     Column("what it is", lambda line: TEXTS["meanings"][line[1]]),
 )
-"""Columns for rows of (result, part, spread of its seconds)."""
+"""Columns of the table of parts; each row is (result, part, spread of its seconds)."""
 PAIR_COLUMNS = (
     Column("workload", lambda pair: pair.workload),
     Column("arm", lambda pair: pair.arm),
@@ -83,10 +83,11 @@ def bench_latency(
     progress: Progress = SILENT,
     alone: Alone = contextlib.nullcontext,
 ) -> dict[str, Any]:
-    """Measure latency and write the report. Returns the command's JSON output; "run" is the run folder.
+    """Measure request latency and write the report. Returns the command's JSON output; "run" is the run folder.
 
     `workloads`: names of built-in workloads; `prompts`: files of prompts [default: the workload voice]. `schema`: JSON
-    schema of the answers to the files' prompts. Raises ConfigError if no contender accepts requests.
+    schema of the answers to the files' prompts. `alone`: returns a context that is active while one server is measured.
+    Raises ConfigError if no server accepts requests.
     """
     chosen = _read_workloads(workloads, prompts, schema, limit)
     key = next(iter(read_api_keys((), arms.api_key_file)), None)  # not an option: options are stored in the run folder
@@ -154,7 +155,8 @@ def _arm(name: str, url: str, key: str | None, model: str | None, config: Latenc
 
 
 def verdict_on(results: list[LatencyResult], pairs: list[Pair]) -> str:
-    """Return what the parts of the requests have shown."""
+    """Return the verdict as text: how well the parts explain the measured time, which results are not lossless, and how
+    much less time decoding takes in each comparison."""
     timed = [result.unattributed or 0.0 for result in results if result.is_told]
     worst = max(timed, default=0.0)
     only, advice = ("", "") if worst <= ENOUGH else ("only ", ": look at unattributed first")
@@ -225,7 +227,7 @@ def _report(
 
 
 def remedy_of(result: LatencyResult) -> str:
-    """Return one sentence on the largest segment at the median, and how to reduce it."""
+    """Return one sentence that names the largest segment of the median latency and advises how to reduce it."""
     assert result.largest
     bar = result.bars["p50"]
     share = bar[result.largest] / (sum(bar.values()) or 1.0)
@@ -236,7 +238,7 @@ def remedy_of(result: LatencyResult) -> str:
 
 
 def bars_of(results: Sequence[LatencyResult]) -> list[Plot]:
-    """Plot for each workload the p50, p90 and p99 of each contender as stacked bars, in milliseconds."""
+    """Return a plot for each workload: the p50, p90 and p99 of each contender as stacked bars, in milliseconds."""
     names = list(SEGMENTS)
     return [
         stacked(

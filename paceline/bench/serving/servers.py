@@ -30,8 +30,8 @@ from paceline.simulate.server.load import Arrivals
 
 CONTENDERS = (BASELINE, "auto")
 OWNER = "paceline"
-"""Value of `owned_by` in /v1/models of a paceline server, which supports the fields `speculate` and
-`return_metrics`."""
+"""Value of `owned_by` in /v1/models that identifies a paceline server, which supports the request fields `speculate`
+and `return_metrics`."""
 STOP_SECONDS = 40
 """Timeout in seconds for a started server to end before it is killed."""
 
@@ -80,8 +80,8 @@ def bench_serving(
     out: Path | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Measure a server under load; an unusable server raises an error first. Returns JSON output; "run" is the run
-    folder."""
+    """Measure a server under load and write the report. Returns the command's JSON output; "run" is the run folder.
+    Raises an error before any measurement if the server cannot be used."""
     prompt_list = read_prompts(prompts or BUILTIN_PROMPTS, limit)
     key = next(
         iter(read_api_keys((), servers.api_key_file)), None
@@ -223,8 +223,8 @@ def _running(servers: ServersConfig, url: str, key: str | None, timeout_s: float
 
 
 def look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
-    """Return (name of the model, True for a paceline server). Raises an error with a remedy if the server cannot be
-    used."""
+    """Return (name of the model, True for a paceline server) of the server at `url`. Raises an error with advice if the
+    server cannot be used."""
     missing = reraised(
         DownloadError, f"there is no server at {url}", "start one with paceline serve, or check --url", OSError
     )
@@ -266,7 +266,8 @@ def _started(
 
 @contextlib.contextmanager
 def started(named: Sequence[tuple[str, Sequence[str]]], folder: Path, progress: Progress) -> Iterator[list[str]]:
-    """Start `paceline serve` for each (name, options) and yield the URLs; logs are written to `folder`.
+    """Context that starts `paceline serve` for each (name, options), yields their URLs, and stops them. Logs are
+    written to `folder`.
 
     Servers start one after the other, because a server measures its passes before it is ready, and the start of others
     would disturb that. An idle server uses no processor time. Raises ConfigError if one cannot be started.

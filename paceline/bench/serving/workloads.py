@@ -1,7 +1,7 @@
 """Workloads of `bench latency`: built-in ones from `workloads.json`, or the prompts of a file.
 
-The calls of a workload contain all turns, the assistant's too, so that every contender gets the same requests whatever
-it answers. The prompt of a turn begins with the whole prompt of the turn before.
+A request of a conversation contains all earlier turns, with fixed answers of the assistant, so that every server gets
+the same requests whatever it answers. It begins with the whole prompt of the turn before.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from paceline.data.prompts import Prompt, read_prompts
 
 WORKLOADS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 OWN_MAX_TOKENS = 128
-"""Longest answer to the prompts of a file, in tokens."""
+"""Maximum tokens of an answer to the prompts of a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request, the same for every contender."""
+    """One request, sent unchanged to every server that is compared."""
 
     prompt: Prompt
     schema: dict[str, Any] | None = None
@@ -29,7 +29,7 @@ class WorkloadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests and their arrival rate."""
+    """A list of requests and their arrival rate."""
 
     name: str
     about: str
@@ -40,7 +40,7 @@ class Workload:
 
 
 def named_workload(name: str, limit: int | None = None) -> Workload:
-    """Return the first `limit` requests of a built-in workload."""
+    """Return a built-in workload, with at most its first `limit` requests."""
     workload = WORKLOADS[name]
     opening = [{"role": "system", "content": workload["system"]}] if "system" in workload else []
     requests: list[WorkloadRequest] = []
@@ -58,8 +58,8 @@ def named_workload(name: str, limit: int | None = None) -> Workload:
 
 
 def workload_of(source: str | Path, limit: int | None = None, schema: dict[str, Any] | None = None) -> Workload:
-    """Return the prompts of a file as a workload, one after the other. File formats and errors are those of
-    `read_prompts`."""
+    """Return the prompts of a file as a workload whose requests are sent one after the other. `read_prompts` has the
+    file formats and errors. `schema`: JSON schema of the answers."""
     prompts = read_prompts(source, limit)
     requests = [WorkloadRequest(prompt, schema) for prompt in prompts]
     return Workload(
