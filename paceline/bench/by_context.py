@@ -1,6 +1,7 @@
 """Acceptance length by context length: a drafter trained on short documents often gets worse on long ones.
 
-by_context([(prompt_len, answer.rounds), ...]) # [{"from": 0, "to": 512, "rounds": 80, "tokens_per_round": 3.1}, ...]
+by_context([(prompt_len, answer.rounds), ...])
+# [{"from": 0, "to": 512, "rounds": 80, "tokens_per_round": 3.1}, ...]
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from paceline.report.tables import Column, Table
 from paceline.types import Round
 
 SHORTEST = 512
-"""Upper end of the first bin, in tokens; each next bin ends at twice as many."""
+"""Upper end of the first bin of context lengths, in tokens; each further bin ends at twice the previous end."""
 
 
 def by_context(answers: Iterable[tuple[int, Sequence[Round]]]) -> list[dict[str, Any]]:
-    """Return bins of context length, each with the number of rounds that began in it and their acceptance length.
-    `answers`: (tokens of the prompt, rounds of its answer). Rounds without drafts lengthen the context but are not
-    counted."""
+    """Return bins of context length, each with its number of rounds and their acceptance length. `answers`: (tokens of
+    the prompt, rounds of its answer). A round is in the bin of the context at its start. Rounds without drafts lengthen
+    the context but are not counted."""
     by_end = defaultdict[int, list[Round]](list)
     for length, rounds in answers:
         for one in rounds:

@@ -54,10 +54,10 @@ ABOUT = (
     "weight_bytes",
     "ceiling_tokens_per_s",
 )
-"""Keys of `introduction`."""
+"""Keys of the description that `introduction` returns."""
 ABOUT += ("max_tokens", "repeat")
 NUM_TEXTS = 4
-"""Texts stored for each prompt set and temperature."""
+"""Number of sample texts stored for each prompt set and temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +76,24 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """First difference between an answer and the baseline's, with the target's logit gap there."""
+    """First difference between an answer and the baseline's answer, with the target's logit gap there."""
 
     request: str
     index: int
-    """Number of equal tokens before the difference."""
+    """Number of equal tokens before the first difference."""
     top2_gap: float
-    """Best logit minus second-best after the common prefix; 0 is a tie."""
+    """Target's best logit minus its second-best at the difference; 0 is a tie."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Drafting:
-    """Acceptance statistics of a set of answers; the defaults are those of a peer, which reports no rounds."""
+    """Acceptance statistics over a set of answers. The defaults are for Transformers, which reports no rounds."""
 
     tokens_per_round: float | None = None
     tokens_per_round_interval: Interval = (None, None)
     """Bootstrap interval over answers."""
     acceptance_rate: float | None = None
-    """Accepted drafts over drafts; None without drafts."""
+    """Share of drafts that were accepted; None without drafts."""
     survival: list[float] = field(default_factory=list)
     accepted_histogram: list[int] = field(default_factory=list)
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Drafting:
 
 
 def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafting:
-    """Return the acceptance statistics of `answers`, each a list of its rounds. `num_drafted`: length of the survival
+    """Return the acceptance statistics of `answers`, each a list of rounds. `num_drafted`: length of the survival
     curve."""
     rounds = [one for answer in answers for one in answer]
     if not rounds:
@@ -128,7 +128,7 @@ def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafti
 
 @dataclass(slots=True, kw_only=True)
 class Result(Drafting):
-    """Results of one setting, see `Bench.results`. Acceptance is that of the first repetition."""
+    """Results of one setting (drafter, temperature, batch size). Acceptance is that of the first repetition."""
 
     drafter: str
     """Drafter as requested."""
@@ -141,18 +141,18 @@ class Result(Drafting):
     """Tokens per second of the slowest and the fastest repetition."""
     decode_tokens_per_s: float | None
     speedup: float | None
-    """Speed-up over plain decoding; None if the times rule it out, see `doubt`."""
+    """Speed-up over plain decoding; None if the times are implausible, see `doubt`."""
     speedup_interval: tuple[float | None, float | None]
-    """95% bootstrap interval over prompts."""
+    """95% bootstrap interval of the speed-up over prompts."""
     speedup_vs: dict[str, float]
-    """Peer -> speed-up over it, for each peer that ran at this batch and temperature."""
+    """Name of a Transformers setting -> speed-up over it, at the same batch size and temperature."""
     identical: float | None
     """Share of greedy answers whose tokens equal plain decoding's; None if sampled."""
     lossless: bool | None
     seconds: dict[str, float | None]
     """Seconds by stage: prefill, draft, verify, host, wall."""
     bytes_per_s: float | None
-    """Weight bytes read per second of verification, over all repetitions."""
+    """Bytes of weights that verification reads per second, over all repetitions."""
     repetition: float
     num_answers: int
     num_output_tokens: int
@@ -160,10 +160,10 @@ class Result(Drafting):
     """Ranks of the target's tokens among the drafter's candidates, for `simulate --marginals`; None if not recorded."""
     differences: list[Difference] = field(default_factory=list)
     doubt: str | None = None
-    """Reason for a missing verdict on the speed-up, from `statistics.doubt`."""
+    """Reason why the speed-up allows no verdict, or None."""
 
     def __post_init__(self) -> None:
-        """Remove an impossible speed-up, also one that was read from an older version's file."""
+        """Removes an implausible speed-up, also one that was read from an older version's file."""
         if self.drafter != BASELINE and self.drafter not in PEERS:
             self.doubt = self.doubt or doubt(self.speedup, self.tokens_per_round, self.num_output_tokens)
             self.speedup = possible_speedup(self.speedup, self.tokens_per_round)
@@ -176,7 +176,7 @@ class Result(Drafting):
 
 
 class Bench:
-    """Runs all settings on a loaded model and summarises the passes: `run()`, then `results()`."""
+    """Runs all settings on a loaded model and summarises the passes. Call `run()`, then `results()`."""
 
     def __init__(
         self, llm: LLM, prompts: list[Prompt], config: BenchConfig, notice: Callable[[str], None] = print
@@ -205,7 +205,7 @@ class Bench:
 
     @property
     def num_answers(self) -> int:
-        """Number of answers that `run` generates: the length of its progress bar."""
+        """Number of answers that `run` generates, which is the length of its progress bar."""
         return len(self.settings) * self.config.repeat * len(self.requests)
 
     def run(
@@ -283,11 +283,12 @@ class Bench:
 
 
 def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]:
-    """Return the ratio of tokens per second (median over paired repetitions), with a bootstrap interval over prompts.
+    """Return (speed-up of the passes `ours` over `theirs`, its bootstrap interval over prompts). The speed-up is the
+    ratio of tokens per second: median over paired repetitions.
 
-    With several requests in flight, an answer's time includes time in which others run. As all batch slots except the
-    last few are always occupied, tokens over the sum of these times is throughput divided by the batch size, which
-    cancels in the ratio. Idle slots at the end affect only the value, so the interval is scaled to be around the value.
+    The interval compares tokens over the sum of the answers' times, which include time in which other requests run. As
+    almost all batch slots are always occupied, this is throughput divided by the batch size, which cancels in the
+    ratio. Slots that are idle at the end affect only the speed-up, so the interval is scaled to be around it.
     """
     ratios = [
         one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s
@@ -322,7 +323,7 @@ def differences(target: Target, requests: list[Request], ours: Pass, baseline: P
 
 
 def introduction(llm: LLM, machine: Machine, config: BenchConfig) -> dict[str, Any]:
-    """Return a description of model, machine and settings, with the keys of ABOUT."""
+    """Return a description of model, machine and settings: a dict with the keys of ABOUT."""
     return {
         **described(llm),
         "machine": plain(machine),
@@ -337,8 +338,7 @@ def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
 
 
 def set_figures(bench: Bench) -> dict[str, Any]:
-    """Return the results on one prompt set and, for the last drafter, statistics of looping answers and sample texts by
-    temperature.
+    """Return the results on one prompt set, and for the last drafter statistics of looping answers and sample texts.
 
     "looping_share" is that of the lowest temperature, where models loop most. "without_loops" counts only non-looping
     answers (None without any). "by_context": acceptance length by context at the lowest temperature. "num_skipped":

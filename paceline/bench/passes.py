@@ -50,7 +50,7 @@ def mocked_engine(
 ) -> Engine:
     """Return an engine with mocked acceptance: the number of accepted drafts does not depend on the target's output.
     `acceptance`: tokens per round, or marginals (chances by draft position and candidate rank) for trees of `num_nodes`
-    drafts. `device_rounds`: as in `Engine`."""
+    drafts. `device_rounds`: compute each round as one CUDA graph where possible; None: the engine decides."""
     chunk, planner = llm.config.prefill_chunk, None
     if isinstance(acceptance, Marginals):
         planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=acceptance)

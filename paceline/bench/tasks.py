@@ -24,25 +24,26 @@ from paceline.errors import PromptError, reraised
 
 LIMIT_S, LIMIT_BYTES, WAIT_S = 5, 2**30, 15
 PASSED = 42
-"""Exit status after all tests have run; an answer that ends the process early fails."""
+"""Exit status of a process in which all tests passed; an answer that ends the process early fails."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Prompts of a task, and the rows with their right answers."""
+    """Prompts of a task, and the data rows with their right answers."""
 
     name: str
     prompts: list[Prompt]
     rows: list[Row]
-    """Row of each prompt, with the right answer."""
+    """Data row of each prompt, in the same order, with the right answer."""
 
     def score(self, index: int, text: str) -> float:
         return float(SCORERS[self.name](self.rows[index], text))
 
 
 def read_task(given: str, limit: int | None = None) -> Task:
-    """Read a task from NAME=FILE. Raises PromptError if the task is unknown, or the file does not contain its rows."""
+    """Read a task from the option NAME=FILE. Raises PromptError if the task is unknown, or if the file does not have
+    its format."""
     name, _, file = given.partition("=")
     if name not in SCORERS or not file:
         raise PromptError(f"task {given!r:.80} is none: write it as NAME=FILE, of {', '.join(SCORERS)}")
@@ -81,7 +82,7 @@ def score_ticket(row: Row, text: str) -> bool:
 
 
 def score_number(row: Row, text: str) -> bool:
-    """Return True if the last number of the text is that of the published answer."""
+    """Return True if the last number in the text equals the published answer (GSM8K)."""
     numbers = re.findall(r"-?\d[\d,]*\.?\d*", text)
     wanted = row["answer"].rpartition("####")[2].strip().replace(",", "")
     right = float(wanted)
@@ -89,7 +90,7 @@ def score_number(row: Row, text: str) -> bool:
 
 
 def score_code(row: Row, text: str) -> bool:
-    """Return True if the published tests pass."""
+    """Return True if the code in the text passes the published tests (HumanEval)."""
     code = code_of(text)
     whole = code if f"def {row['entry_point']}" in code else row["prompt"] + code
     return runs(f"{row['prompt']}    pass\n\n{whole}\n\n{row['test']}\n\ncheck({row['entry_point']})\n")
@@ -104,7 +105,7 @@ NEEDED = {"tickets": {"messages"}, "gsm8k": {"question", "answer"}, "humaneval":
 
 
 def code_of(text: str) -> str:
-    """Return the first Python block of a Markdown answer, or the whole text without one."""
+    """Return the first Python code block of a Markdown answer, or the whole text if there is no block."""
     block = re.search(r"```(?:python)?\n(.*?)```", text, re.DOTALL)
     return block.group(1) if block else text
 

@@ -34,13 +34,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Plot = tuple[str, str]
-"""Title and SVG element; the element is "" without data to plot."""
+"""Title and SVG element of a plot; the element is "" if there are no data."""
 COLORS = ("#3b82c4", "#d55e00", "#0a9a72", "#b05fa5", "#a87b00", "#7f7f7f")
-"""Distinguishable with colour blindness; contrast of at least 3:1 on white and on dark pages."""
+"""Colours of a plot's lines: distinguishable with colour blindness, contrast of at least 3:1 on white and dark
+pages."""
 INK = "#010203"
-"""Placeholder colour in matplotlib's output, replaced by the page's text colour."""
+"""Placeholder colour in matplotlib's output; it is replaced by the page's text colour."""
 WIDTH_INCHES = 4.4
-"""Width of a plot: 302 points, so that text is not scaled down on a phone of 390 pixels."""
+"""Width of a plot in inches (302 points), so that text is not scaled down on a phone of 390 pixels."""
 FEW_POINTS = 30
 LONGEST_LABEL = 20
 INKED = (
@@ -56,7 +57,7 @@ STYLE: Any = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_ma
 
 
 def render(template: str, **values: Any) -> str:
-    """Return the text of `templates/<template>.j2` with these values."""
+    """Return the text of the Jinja template `templates/<template>.j2`, filled with `values`."""
     return _environment().get_template(template + ".j2").render(values)
 
 
@@ -79,7 +80,7 @@ def _environment() -> Environment:
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """Format a number with thousands separators; other values become a dash."""
+    """Format a number with thousands separators; floats have `digits` decimals. Other values become a dash."""
     return (
         "-"
         if not isinstance(value, int | float)
@@ -94,7 +95,8 @@ Block = str | Table | list[str]
 
 
 def markdown(title: str, *blocks: Block) -> str:
-    """Return a report in Markdown: the title, then the blocks. An empty list becomes "None."."""
+    """Return a report in Markdown: the title, then the blocks (paragraphs, tables, lists). An empty list becomes
+    "None."."""
     texts = [f"# {title}"]
     for part in blocks:
         if isinstance(part, list):
@@ -112,11 +114,10 @@ def write_report(
     sections: dict[str, list[Block]],
     **values: Any,
 ) -> str | None:
-    """Write report.md and report.html. Returns a notice if report.html could not be written.
+    """Write report.md and report.html into the run folder. Returns a notice if report.html could not be written.
 
-    `draw` makes the plots at the end of the first section of the page. `sections`: heading -> blocks. `values`, for the
-    page
-    only: `tone`; `explained`, keys of the glossary in `words.html.j2`; `settings`, (name, value) pairs.
+    `draw`: returns the plots, shown at the end of the page's first section. `sections`: heading -> blocks. `values` are
+    for the page only: `tone`; `explained`, keys of the glossary in `words.html.j2`; `settings`, (name, value) pairs.
     """
     blocks = [part for heading, parts in sections.items() if parts for part in (f"## {heading}", *parts)]
     run.write("report.md", markdown(title, verdict, *blocks))
@@ -138,8 +139,9 @@ def write_load_report(
     listed: dict[str, list[str]],
     **values: Any,
 ) -> str | None:
-    """Write the report of a server under load, measured or simulated. `about`: first paragraph. `note`: explanation of
-    the columns of `figures`. `listed`: heading -> sentences. `values`: further arguments of `write_report`."""
+    """Write the report of a server under load, measured or simulated. `draw`: returns the plots. `about`: first
+    paragraph. `note`: explanation of the columns of `figures`. `listed`: heading -> sentences. `values`: for
+    `write_report`."""
     sections: dict[str, list[Block]] = {"Under load": [about] if about else [], "Figures": [note, figures]}
     sections |= {heading: [sentences] for heading, sentences in listed.items()}
     return write_report(run, draw, sections=sections, explained=["load"], **values)
@@ -158,7 +160,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A labelled position on the x axis, such as the time of an event."""
+    """A labelled vertical line at a position of the x axis, such as the time of an event."""
 
     x: float
     label: str
@@ -173,7 +175,8 @@ def curves(
     ylim: tuple[float, float | None] | None = None,
     marks: Sequence[Mark] = (),
 ) -> Plot:
-    """Plot lines over a common axis; an empty series is left out. `marks` become dotted vertical lines with labels."""
+    """Plot lines over a common x axis; a series without data is left out. `marks` become dotted vertical lines with
+    labels."""
     shown = [line for line in series if len(line.x)]
 
     def fill(axes: Axes) -> None:
@@ -200,16 +203,17 @@ def curves(
 
 @dataclass(frozen=True, slots=True)
 class LoadPlot:
-    """A quantity of a server plotted over its load."""
+    """Description of a plot: a quantity of a server over its load."""
 
     title: str
     ylabel: str
-    """Axis label. For a `Spread` of seconds it is the unit: s or ms."""
+    """Label of the y axis; for a `Spread` (percentiles of seconds) it is the unit: s or ms."""
     take: Callable[[Any], Spread | float | None]
-    """Reads the quantity from a record. A `Spread` of seconds is plotted as its median, with p99 as a faint line."""
+    """Returns the quantity of a record. A `Spread` of seconds is plotted as its median, with p99 as a faint line."""
 
     def values(self, record: Any) -> dict[str, float | None]:
-        """Return suffix of the line's label -> value."""
+        """Return the record's values to plot, each by the suffix of its line's label: " p50" and " p99" for a `Spread`,
+        else ""."""
         quantity = self.take(record)
         if not isinstance(quantity, Spread):
             return {"": quantity}
@@ -260,8 +264,8 @@ def bars(
     first: int = 0,
     ylim: tuple[float, float] | None = None,
 ) -> Plot:
-    """Plot grouped bars, one colour per group. Positions count from `first`; the bars of a position are centred on its
-    tick."""
+    """Plot grouped bars; each group (label, values) has one colour. Value i of all groups is drawn around the tick
+    `first` + i."""
     shown = [(label, values) for label, values in groups if len(values)]
 
     def fill(axes: Axes) -> None:
@@ -285,8 +289,8 @@ def _offset(groups: Sequence[tuple[str, Sequence[float]]], index: int, place: in
 def ranges(
     title: str, rows: Sequence[tuple[str, float, Sequence[float | None], int]], xlabel: str, mark: float | None = None
 ) -> Plot:
-    """Plot horizontal bars with error bars, one per (label, value, interval, colour). `mark` adds a dotted vertical
-    line."""
+    """Plot horizontal bars with error bars. `rows`: (label, value, interval, index of the colour). `mark` adds a dotted
+    vertical line."""
 
     def fill(axes: Axes) -> None:
         for place, (_, value, (low, high), color) in enumerate(rows):
@@ -302,7 +306,8 @@ def ranges(
 
 
 def stacked(title: str, rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], xlabel: str) -> Plot:
-    """Plot one bar per row, stacked from parts called `names`. Negative values count as 0; empty parts are left out."""
+    """Plot one stacked bar per row (label, values); `names` are the labels of the parts. Negative values count as 0;
+    empty parts are left out."""
     shown = [place for place in range(len(names)) if any(values[place] > 0 for _, values in rows)]
 
     def fill(axes: Axes) -> None:
@@ -328,14 +333,14 @@ def stacked(title: str, rows: Sequence[tuple[str, Sequence[float]]], names: Sequ
 
 
 def short(label: str) -> str:
-    """Return the label, shortened to its end if it is long: the end of a path is the most specific."""
+    """Return a label, cut to its last characters if it is long: the end of a path is the most specific."""
     return label if len(label) <= LONGEST_LABEL else "…" + label[1 - LONGEST_LABEL :]
 
 
 @contextlib.contextmanager
 def new_figure(width: float, height: float, ink: str = "black") -> Iterator[Figure]:
-    """Yield an empty matplotlib figure of this size in inches, to be filled and saved within the context. `ink`: colour
-    of text and axes. Equal input gives equal SVG bytes. Raises ConfigError if matplotlib is missing."""
+    """Context that yields an empty matplotlib figure of this size in inches, to be filled and saved inside. `ink`:
+    colour of text and axes. Equal input gives equal SVG bytes. Raises ConfigError if matplotlib is missing."""
     with needing(ConfigError, "drawing needs matplotlib: pip install 'paceline[plots]'"):
         import matplotlib
         from matplotlib.figure import Figure

@@ -20,11 +20,11 @@ import numpy as np
 from paceline.types import Round
 
 Interval = tuple[float | None, float | None]
-"""Lower and upper end of a 95% interval; (None, None) if there is only one sample."""
+"""Lower and upper end of a 95% interval; (None, None) with a single sample."""
 BUSY = "the machine was busy: repeat"
-"""Shown in place of a measured speed-up that is higher than speculation can give."""
+"""Text shown instead of a speed-up that is higher than speculation can give."""
 FEWEST_TOKENS = 100
-"""Output tokens that a verdict on a speed-up needs. Fewer mean about forty rounds, where random variation dominates."""
+"""Minimum output tokens for a verdict on a speed-up: fewer are about forty rounds, where random variation dominates."""
 
 
 def is_possible(speedup: float, tokens_per_round: float | None) -> bool:
@@ -38,27 +38,28 @@ def is_possible(speedup: float, tokens_per_round: float | None) -> bool:
 
 
 def possible_speedup(speedup: float | None, tokens_per_round: float | None) -> float | None:
-    """Return the measured speed-up over plain decoding, or None if `is_possible` rules it out. Every speed-up that is
-    printed, plotted or stored passes through here; `doubt` explains a missing one."""
+    """Return the measured speed-up over plain decoding, or None if it exceeds the acceptance length and so must be
+    wrong. Every speed-up that is printed, plotted or stored passes through here; `doubt` explains a missing one."""
     return speedup if speedup is not None and is_possible(speedup, tokens_per_round) else None
 
 
 GAIN, LOAD_GAIN, EVEN = 1.1, 1.05, 0.97
-"""Speed-ups from which a verdict is a gain (the second: under load), and below which drafting costs time."""
+"""Limits of a verdict on a speed-up: a gain from GAIN on (LOAD_GAIN: under load); drafting costs time below EVEN."""
 Tone = Literal["good", "cost", "bad", ""]
 """Colour of a verdict: green for a gain, amber for a cost, red for an error, grey without verdict or difference."""
 
 
 def tone_of(speedups: Sequence[float], gain: float = GAIN) -> Tone:
-    """Return "cost" if any speed-up is below EVEN, "good" if the best is a gain, otherwise ""."""
+    """Return the colour of a verdict: "cost" if any speed-up is below EVEN, else "good" if the best is `gain` or more,
+    else ""."""
     if not speedups:
         return ""
     return "cost" if min(speedups) < EVEN else "good" if max(speedups) >= gain else ""
 
 
 def doubt(speedup: float | None, tokens_per_round: float | None, num_tokens: int | None) -> str | None:
-    """Return the reason why a measured speed-up allows no verdict, or None. `num_tokens`: output tokens timed, if
-    known."""
+    """Return the reason why a measured speed-up allows no verdict (implausible, or too few tokens), or None if it
+    allows one. `num_tokens`: output tokens timed, if known."""
     if speedup is not None and not is_possible(speedup, tokens_per_round):
         return BUSY
     if num_tokens is not None and num_tokens < FEWEST_TOKENS:
@@ -68,7 +69,7 @@ def doubt(speedup: float | None, tokens_per_round: float | None, num_tokens: int
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and percentiles of a set of values; None if the set is empty."""
+    """Mean and percentiles of a set of values; all None if the set is empty."""
 
     mean: float | None
     p50: float | None
@@ -88,20 +89,20 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def add_histograms(histograms: Sequence[Sequence[int]]) -> list[int]:
-    """Return the element-wise sum; shorter histograms are padded with zeros."""
+    """Return the element-wise sum of histograms; shorter ones are padded with zeros."""
     return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Totals over a set of rounds: rounds, drafted tokens and accepted tokens."""
+    """Totals over a set of decode rounds: number of rounds, drafted tokens and accepted tokens."""
 
     num_rounds: int = 0
     """Decode rounds: each is one verification pass of the target."""
     num_drafted: int = 0
     """Drafted tokens of all rounds."""
     accepted_histogram: tuple[int, ...] = ()
-    """accepted_histogram[n]: rounds in which exactly n drafts were accepted."""
+    """Entry n: number of rounds in which exactly n drafts were accepted."""
 
     @classmethod
     def counted(cls, rounds: Iterable[Round]) -> Rounds:
@@ -118,7 +119,7 @@ class Rounds:
 
     @classmethod
     def by_source(cls, rounds: Sequence[Round]) -> dict[str, Rounds]:
-        """Return source of drafts ("dflash", "ngram", "none") -> totals of its rounds."""
+        """Return source of drafts ("dflash", "ngram", "none") -> totals over its rounds."""
         sources = sorted({one.source for one in rounds})
         return {source: cls.counted(one for one in rounds if one.source == source) for source in sources}
 
@@ -134,24 +135,26 @@ class Rounds:
 
     @property
     def tokens_per_round(self) -> float:
-        """Acceptance length: mean of accepted drafts plus the target's own token, per round; 1.0 without a round."""
+        """Acceptance length: mean tokens per round, accepted drafts plus the target's own token; 1.0 without a
+        round."""
         return 1.0 + self.num_accepted / self.num_rounds if self.num_rounds else 1.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts over drafts; 0.0 without drafts."""
+        """Share of drafts that were accepted; 0.0 without drafts."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
 
 def shares(histogram: Sequence[int]) -> list[float]:
-    """Return the `accepted_histogram` as shares of all rounds; [] without a round."""
+    """Return an `accepted_histogram` divided by the number of rounds; [] without a round."""
     num_rounds = sum(histogram)
     return [rounds / num_rounds for rounds in histogram] if num_rounds else []
 
 
 def survival(histogram: Sequence[float], num_drafted: int = 0) -> list[float]:
-    """Return the share of rounds whose first i drafts were all accepted, at index i - 1, for i = 1..num_drafted. Rounds
-    near the end of an answer draft fewer tokens but count as rounds, so short answers lower the tail a little."""
+    """Return the survival curve of an `accepted_histogram`: entry i - 1 is the share of rounds whose first i drafts
+    were all accepted, for i = 1..num_drafted. Rounds near the end of an answer draft fewer tokens but count too, so
+    short answers lower the tail a little."""
     num_rounds = sum(histogram)
     depth = max(num_drafted, len(histogram) - 1)
     return [sum(histogram[i:]) / num_rounds for i in range(1, depth + 1)] if num_rounds else []
@@ -160,7 +163,8 @@ def survival(histogram: Sequence[float], num_drafted: int = 0) -> list[float]:
 def bootstrap(
     items: Sequence[tuple[float, ...]], figure: Callable[[list[tuple[float, ...]]], float], num_draws: int = 1000
 ) -> Interval:
-    """Return the 95% percentile interval of `figure` over resampled items (Efron and Tibshirani, chapter 13)."""
+    """Return the 95% percentile interval of `figure` (a statistic of a list of items) over `num_draws` resampled lists
+    (Efron and Tibshirani, chapter 13)."""
     if len(items) < 2:
         return None, None
     draw = random.Random(0)
@@ -175,8 +179,8 @@ def ratio_of_sums(pairs: Sequence[tuple[float, ...]]) -> float:
 
 
 def repetition(answers: Sequence[Sequence[int]], size: int = 8) -> float:
-    """Return the share of token n-grams that occurred earlier in the same answer. Near 1 the text loops: easy to
-    draft."""
+    """Return the share of token n-grams of length `size` that occurred earlier in the same answer. Near 1 the text
+    loops and is easy to draft."""
     num_all = sum(max(len(answer) - size + 1, 0) for answer in answers)
     num_distinct = sum(
         len({tuple(answer[at : at + size]) for at in range(len(answer) - size + 1)}) for answer in answers
@@ -185,20 +189,21 @@ def repetition(answers: Sequence[Sequence[int]], size: int = 8) -> float:
 
 
 def is_loop(token_ids: Sequence[int], tail: int = 32, max_period: int = 8) -> bool:
-    """Return True if the last `tail` tokens repeat with a period of at most `max_period`; False for a shorter
+    """Return True if the last `tail` tokens repeat with a period of at most `max_period` tokens; False for a shorter
     answer."""
     last = list(token_ids[-tail:])
     return len(last) == tail and any(last[period:] == last[:-period] for period in range(1, max_period + 1))
 
 
 def num_common(ours: list[int], theirs: list[int]) -> int:
-    """Return the length of the common prefix; compares slices of 64 tokens first, for speed."""
+    """Return the number of equal tokens before the first difference; compares slices of 64 tokens first, for speed."""
     most = min(len(ours), len(theirs))
     piece = next((at for at in range(0, most, 64) if ours[at : at + 64] != theirs[at : at + 64]), most)
     return next((at for at in range(piece, most) if ours[at] != theirs[at]), most)
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """Return the index of the first different token, or the shorter length if one is a prefix; None if equal."""
+    """Return the index of the first token that differs; if one answer continues the other, the shorter length; None if
+    equal."""
     at = num_common(list(ours), list(theirs))
     return None if at == len(ours) == len(theirs) else at

@@ -1,4 +1,4 @@
-"""The style sheet shared by all pages. Chat and /docs load it; calculator, compare and reports include its text."""
+"""Style sheet of all pages. The chat page and /docs load it; calculator, compare and report pages include its text."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ LOOK = Path(__file__).with_name("style.css")
 
 
 def look() -> str:
-    """Return the text of style.css."""
+    """Return the CSS text of style.css."""
     return LOOK.read_text(encoding="utf-8")

@@ -1,11 +1,11 @@
 """Progress messages of long work, and one table for the terminal, Markdown reports and HTML reports.
 
-    columns = [Column("drafter", lambda row: row.name), Column("tokens/s", lambda row: row.rate, "{:.1f}",
-    align="right")] table = Table(columns, results, title="Decoding", notes=["rate: median of 3 repetitions"])
-    table.show()             # to stderr {{ table(results) }}     # in a template of `report/templates`, for report.md
-    and report.html
+    columns = [Column("drafter", lambda row: row.name), Column("tokens/s", lambda row: row.rate, "{:.1f}", "right")]
+    table = Table(columns, results, title="Decoding", notes=["rate: median of 3 repetitions"])
+    table.show()             # to stderr
+    {{ table(results) }}     # in a template of `report/templates`, for report.md and report.html
 
-A row is any record; each column reads its cell from it. Library calls report their progress to a `Progress`; the
+A row is any object; each column reads its cell from it. Library calls report their progress to a `Progress`; the
 commands' implementation writes to the terminal. Imports no PyTorch, and rich only when a table is shown.
 """
 
@@ -24,21 +24,22 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 MISSING = "-"
-"""Text of a cell without a value."""
+"""Text of a cell that has no value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a table."""
+    """One column of a table: its name, and how to read and format its cells."""
 
     name: str
     cell: Callable[[Any], Any]
     """Returns the cell's value for a row; None is shown as a dash."""
     form: str = "{}"
-    """Format of a value for `str.format`: "{:.1f} s"."""
+    """Format string for `str.format`, such as "{:.1f} s"."""
     align: Literal["left", "right"] = "left"
     cut: str = ""
-    """Text from which a narrow terminal drops the rest of the cell: " [" drops the interval of "1.50 [1.40, 1.60]"."""
+    """Separator: a narrow terminal drops it and the rest of the cell. " [" drops the interval of "1.50 [1.40,
+    1.60]"."""
     is_spare: bool = False
     """True if the column is dropped when the terminal is too narrow for all columns."""
 
@@ -49,14 +50,15 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Records shown as rows under columns; `notes` are sentences below the table."""
+    """A table: each object in `rows` is shown as one row; `notes` are sentences below the table."""
 
     columns: Sequence[Column]
     rows: Sequence[Any]
     title: str = ""
     notes: Sequence[str] = ()
     width: int = 160
-    """Characters that whole cells need; a narrower terminal shortens them by `Column.cut`."""
+    """Minimum width of a terminal, in characters, for uncut cells; a narrower one gets cells shortened by
+    `Column.cut`."""
 
     def texts(self) -> list[list[str]]:
         """Return the cells of every row as text."""
@@ -71,7 +73,7 @@ class Table:
         return "\n\n".join([*heading, "\n".join([lines[0], rule, *lines[1:]]), *self.notes])
 
     def show(self, *, stderr: bool = True) -> None:
-        """Print to the terminal, or to a file or pipe with whole cells."""
+        """Print the table to stderr or stdout. A file or pipe gets uncut cells."""
         from rich.console import Console
 
         console = Console(stderr=stderr)
@@ -86,7 +88,8 @@ class Table:
             console.print(note, markup=False, highlight=False)
 
     def cells(self, width: int) -> tuple[list[Column], list[list[str]]]:
-        """Return the columns and cells for a terminal of `width` characters."""
+        """Return columns and rows of cell texts that fit a terminal of `width` characters: cells are cut, then columns
+        dropped."""
         columns, rows = list(self.columns), self.texts()
         if width >= self.width:
             return columns, rows
@@ -140,24 +143,26 @@ def ignore(*_: object) -> None:
 
 
 class Advance(Protocol):
-    """Progress callback: one more item is done."""
+    """Progress callback, called when one more item is done."""
 
     def __call__(self, text: str, share: float | None = None, /) -> None:
-        """`text`: the current item. `share`: completed share of the whole (0 to 1), if the number of items does not
-        show it."""
+        """`text`: description of the current item. `share`: completed share of all work (0 to 1), if it differs from
+        the share of items."""
 
 
 class Progress:
-    """Receives progress; the base class ignores it. `commands.shared.TerminalProgress` writes it to stderr."""
+    """Receives progress reports of long work and ignores them. `commands.shared.TerminalProgress` writes them to
+    stderr."""
 
     def say(self, text: str) -> None:
         """Report one line of text."""
 
     def loaded(self, llm: Any) -> None:
-        """Report that the model, an `engine.llm.LLM`, is loaded."""
+        """Report that the model `llm` (an `engine.llm.LLM`) is loaded."""
 
     def bar(self, what: str, total: int) -> contextlib.AbstractContextManager[Advance]:
-        """Return a context whose value is called once for each of `total` items."""
+        """Return a context that shows a progress bar called `what`. It yields a callback, to be called once for each of
+        `total` items."""
         return contextlib.nullcontext(ignore)
 
     def table(self, table: Table) -> None:
@@ -170,7 +175,8 @@ SILENT = Progress()
 def spread_column(
     name: str, of: Callable[[Any], Spread], scale: float, digits: int, shown: Sequence[str] = ("p50", "p90", "p99")
 ) -> Column:
-    """Return a column with mean and percentiles of a `Spread`, scaled; a narrow terminal shows only the first."""
+    """Return a column that shows mean or percentiles of a `Spread`, multiplied by `scale`; a narrow terminal shows only
+    the first. `of`: returns the Spread of a row."""
 
     def cell(record: Any) -> str:
         values = [getattr(of(record), name) for name in shown]
@@ -180,7 +186,7 @@ def spread_column(
 
 
 def with_interval(value: float | None, interval: Interval | None, form: str = "{:.2f}", unit: str = "") -> str | None:
-    """Return a value with its interval, if it has one: "1.50x [1.40, 1.60]"; None without a value."""
+    """Format a value with its interval, if there is one: "1.50x [1.40, 1.60]"; None without a value."""
     if value is None:
         return None
     low, high = interval or (None, None)
@@ -197,7 +203,7 @@ def printable(text: str) -> str:
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """{"bench": {"seed": 0}} -> [("bench.seed", 0)]"""
+    """Flattens nested settings: {"bench": {"seed": 0}} -> [("bench.seed", 0)]."""
     pairs: list[tuple[str, Any]] = []
     for key, value in settings.items():
         pairs += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
@@ -205,6 +211,7 @@ def flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return name -> (old value, new value) of each setting that differs; None for a setting that is absent."""
+    """Return name -> (old value, new value) of each setting that differs; None for a setting that is absent on one
+    side."""
     old, new = dict(flat(before)), dict(flat(now))
     return {name: (old.get(name), new.get(name)) for name in sorted(old | new) if old.get(name) != new.get(name)}

@@ -6,10 +6,10 @@ a model.
     write_whole(Path("columns.svg"), svg(timing))
     draw_png(timing, Path("columns.png"))
 
-Times are those of one sequence of the batch: one token per round without drafts, or a burst per round as given by the
-acceptance curve. Accepted drafts are spread evenly over rounds instead of drawn at random (`kept_drafts`), so that a
-short text also has the predicted rate. The calculator's third tab computes the same numbers (`simulate/page/watch.js`).
-Prefill is not included.
+Times are those of one sequence of the batch, without prefill. Each round gives one token without drafts, or several
+tokens by the acceptance curve. Accepted drafts are spread evenly over rounds instead of drawn at random
+(`kept_drafts`), so that a short text also has the predicted rate. The calculator page computes the same numbers in its
+third tab (`simulate/page/watch.js`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ LINE, CELL = 0.19, 0.075
 
 def kept_drafts(survival: Sequence[float], number: int) -> int:
     """Return the number of drafts accepted in round `number`, counted from 1. `survival[i]`: share of rounds whose
-    first i + 1 drafts are accepted."""
+    first i + 1 drafts are accepted. The same round always has the same number."""
     threshold = (number * GOLDEN) % 1.0
     return sum(survived > threshold for survived in survival)
 
 
 def token_times(survival: Sequence[float], first_s: float, round_s: float, count: int) -> list[tuple[float, int, bool]]:
-    """Return (seconds, round, is drafted) of `count` tokens: the first after `first_s`, then rounds of `round_s`."""
+    """Return (seconds, number of the round, True for a draft) of `count` tokens: the first token comes after `first_s`,
+    then each round takes `round_s`."""
     times = [(first_s, 0, False)]
     number = 0
     while len(times) < count:
@@ -51,8 +52,8 @@ def token_times(survival: Sequence[float], first_s: float, round_s: float, count
 
 
 def predicted(costs: CostsConfig, config: ChartConfig) -> Timing:
-    """Return the sample text with token times at both rates. Raises ConfigError for costs without times, or invalid
-    acceptance."""
+    """Return the sample text with predicted token times, with and without drafts. Raises ConfigError for costs without
+    times, or invalid acceptance."""
     load = Load(config.batch, config.context, config.max_draft)
     setup, acceptance = set_up(costs, [load]), parse_acceptance(config.acceptance)
     prediction, pieces = predict(setup.costs, acceptance, load), passage()
@@ -99,7 +100,7 @@ def _drafts(length: int, block: int | None) -> str:
 
 
 def draw_png(timing: Timing, png: Path) -> None:
-    """Draw both columns complete, with their speeds. Raises ConfigError if matplotlib is missing."""
+    """Draw both columns with their full text and their speeds. Raises ConfigError if matplotlib is missing."""
     sides = [list(runs(side)) for side in (timing.off, timing.on)]
     num_lines = max(run.line for side in sides for run in side) + 1
     wide, high = 2 * 60 * CELL, (num_lines + 5) * LINE

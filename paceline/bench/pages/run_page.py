@@ -2,10 +2,10 @@
 
     paceline report runs/train-20260101-120000
 
-`read_run` reads the run folder: settings, command, training metrics, and an evaluation or a `bench decode`.
-metrics.jsonl has one line per step; some contain "heldout" and "ood", or these have their own line. A resumed run
-repeats steps, and the last value of a step is used. `page` returns the HTML; sections without data are left out. Equal
-input gives equal bytes.
+`read_run` reads the run folder: settings, command, training metrics, and the results of `evaluate` or `bench decode`.
+metrics.jsonl has one line per training step. Results of checks on held-out prompts ("heldout") and out-of-domain
+prompts ("ood") are in these lines or in lines of their own. A resumed run repeats steps; the last value of a step is
+used. `page` returns the HTML; sections without data are left out. Equal input gives equal bytes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from paceline.simulate.files import read_json
 
 Line = dict[str, Any]
 GOOD_TRAINING = 2.5
-"""Tokens per round on served held-out prompts from which a training is rated good."""
+"""Tokens per round on held-out prompts in the real engine from which a training is rated good."""
 KINDS = {"heldout": "held out", "ood": "out of domain"}
-"""Metrics key of a check -> its label."""
+"""Metrics key of a check during training -> its label."""
 
 
 def speedup_cell(result: Result) -> str | None:
-    """Return the speed-up with its interval, or "busy: repeat"."""
+    """Return the text of a table cell: the speed-up with its interval, or "busy: repeat" for implausible times."""
     return with_interval(result.speedup, result.speedup_interval, unit="x") or (result.doubt and "busy: repeat")
 
 
@@ -46,7 +46,7 @@ DECODING_NOTE = (
     "draft. "
     "Brackets: 95% bootstrap intervals over prompts."
 )
-"""Explanation of COLUMNS, for the reports."""
+"""Explanation of the columns of `table`, for the reports."""
 COLUMNS = (
     Column("drafter", lambda result: result.drafter),
     Column("batch", lambda result: result.batch, align="right"),
@@ -73,13 +73,13 @@ LOOPING_COLUMNS = (
 
 
 def table(results: list[Result]) -> Table:
-    """Return a table with a row per setting; a narrow terminal omits the intervals."""
+    """Return a table of decoding results with one row per setting; a narrow terminal omits the intervals."""
     return Table(COLUMNS, results, width=140)
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """Content of a run folder."""
+    """Content of a run folder: training metrics and results. A Line is a JSON object."""
 
     path: Path
     config: Line = field(default_factory=dict)
@@ -87,13 +87,13 @@ class RunData:
     steps: list[Line] = field(default_factory=list)
     """Training metrics sorted by step, one line per step."""
     checks: list[Line] = field(default_factory=list)
-    """Held-out and out-of-domain metrics, in the same form."""
+    """Metrics of checks on held-out and out-of-domain prompts, sorted by step, one line per step."""
     plan: Line = field(default_factory=dict)
-    """Expected results of a training (plan.json)."""
+    """Expected results of a training, written before it (plan.json)."""
     served: Line = field(default_factory=dict)
-    """Results on held-out prompts in the real engine after training (heldout.json)."""
+    """Results on held-out prompts in the real engine, measured after the training (heldout.json)."""
     evaluation: Line = field(default_factory=dict)
-    """Content of evaluation.json, or of the results.json of `bench decode`."""
+    """Content of evaluation.json, or of results.json of `bench decode`; {} without either."""
 
     @property
     def is_evaluation(self) -> bool:
@@ -103,13 +103,12 @@ class RunData:
 
     @property
     def sets(self) -> dict[str, Line]:
-        """Prompt set -> its result of `bench.decode.set_figures`."""
+        """Name of a prompt set -> its results (`bench.decode.set_figures`)."""
         bench = {str(self.config.get("prompts", "prompts")): self.evaluation} if self.evaluation else {}
         return self.evaluation.get("sets", bench)
 
     def results(self) -> list[tuple[str, Result]]:
-        """Return (label of the curves, result) pairs; the label is the prompt set, or the drafter for `bench
-        decode`."""
+        """Return (label, result) pairs for plots. The label is the prompt set; for `bench decode` it is the drafter."""
         known = {item.name for item in fields(Result)}
         return [
             (
@@ -160,15 +159,16 @@ def _object(path: Path) -> Line:
 
 
 def numbers(lines: list[Line], key: str, kind: str = "", over: str = "blocks") -> tuple[list[float], list[float]]:
-    """Return the values of `over` (default: blocks trained on so far) and of `key`, from lines that have both. `kind`:
-    read `key` from this check ("heldout" or "ood") of the line."""
+    """Return two lists from lines that have both values: of the key `over` (default: blocks trained on up to this
+    step), and of `key`. With `kind`, `key` is read from the line's check "heldout" or "ood"."""
     pairs = [(line.get(over), ((line.get(kind) or {}) if kind else line).get(key)) for line in lines]
     known = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
     return [x for x, _ in known], [y for _, y in known]
 
 
 def thinned(x: list[float], y: list[float], most: int = 300) -> tuple[list[float], list[float]]:
-    """Return at most `most` points, each the mean of neighbours, which limits the page's size and the noise."""
+    """Return the points (x, y) reduced to at most `most`, each the mean of neighbours. This limits the page's size and
+    noise."""
     size = -(-len(x) // most)
     if size <= 1:
         return x, y
@@ -198,8 +198,8 @@ def page(run: RunData) -> str:
 
 
 def run_tone(run: RunData) -> Tone:
-    """Return the colour of `verdict_of`; grey without a reliable result, or for a speed-up whose interval contains
-    1."""
+    """Return the colour of the run's verdict; grey without a reliable result, or if the interval of the speed-up
+    contains 1."""
     drafted = _drafted([result for _, result in run.results()])
     if any(result.lossless is False for result in drafted):
         return "bad"
@@ -221,27 +221,28 @@ def _drafted(results: Sequence[Result]) -> list[Result]:
 
 
 def is_worse(run: RunData) -> bool:
-    """Return True if the trained drafter has fewer tokens per round than the target's shipped drafter on the same
-    prompts."""
+    """Return True if the trained drafter has fewer tokens per round than the drafter shipped for this target, on the
+    same prompts."""
     shipped = (run.served.get("default_drafter") or {}).get("tokens_per_round")
     own = run.served.get("tokens_per_round")
     return shipped is not None and own is not None and own < shipped
 
 
 def verdict_on(results: Sequence[Result], looping: Sequence[Line] = ()) -> str:
-    """Return the verdict on decoding results, and the next step. `looping`: from `set_figures`."""
+    """Return the verdict on decoding results, and the next step to take. `looping`: statistics of answers that repeat
+    themselves ("looping" of `set_figures`)."""
     return render("verdict.txt", results=_drafted(results), looping=looping).strip()
 
 
 def verdict_of(run: RunData) -> str:
-    """Return the verdict on the run's decoding results; without these, on its training."""
+    """Return the verdict on the run's decoding results, or on its training if there are no such results."""
     results = [result for _, result in run.results()]
     looping = [entry for figures in run.sets.values() for entry in figures.get("looping", [])]
     return verdict_on(results, looping) if results else training_verdict(run)
 
 
 def training_verdict(run: RunData) -> str:
-    """Return the verdict on a training run, expected and measured, and the next step."""
+    """Return the verdict on a training run, by expected and measured results, and the next step to take."""
     served, speedup = run.served.get("tokens_per_round"), run.served.get("speedup")
     values = {"served": served, "speedup": possible_speedup(speedup, served), "is_worse": is_worse(run)}
     values["doubt"] = run.served.get("doubt") or doubt(speedup, served, None)

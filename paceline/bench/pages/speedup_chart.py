@@ -1,13 +1,13 @@
-"""Charts speed-up over tokens per round: free rounds, the roofline's prediction, and measurements.
+"""Charts speed-up over tokens per round: rounds without costs, the roofline's prediction, and measurements.
 
     chart = made(costs_config, ChartConfig(results=(Path("runs/mock"), Path("runs/bench-decode-1"))))
     chart.slopes                     # {"toy": 1.0, "roofline": 0.71, "mocked": 0.66, "drafters": 0.52}
     draw(chart, svg=Path("speedup.svg"), png=Path("speedup.png"))
 
-The toy model is the dashed line y = x: drafting and verification cost nothing. The roofline's curve (or that of
-calibrated or measured steps, with an overhead: as in `paceline simulate`) drafts one token fewer than a round yields,
-the least work for this acceptance, as mocked runs do. Real drafters draft more tokens than are accepted, so they are
-below it. A slope is the least-squares slope through (1, 1): 1 for the toy model, 0 for no gain.
+The toy model is the dashed line y = x: drafting and verification cost nothing. The second curve is the roofline's (or
+that of calibrated or measured steps). It drafts one token fewer than a round yields, the minimum for this acceptance;
+runs with mocked acceptance do the same. Real drafters draft more tokens than are accepted, so they are below the curve.
+A slope is the least-squares slope through (1, 1): 1 for the toy model, 0 for no gain.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FEWEST, MOST = 8, 64
-"""Smallest (FEWEST) and largest upper end of the axis, in tokens per round."""
+"""Smallest and largest value at which the axis of tokens per round may end."""
 TITLE_CHARACTERS = 95
 """Characters per line of the chart's title."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -40,13 +40,13 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured setting."""
+    """One measured setting: its tokens per round and its speed-up."""
 
     label: str
     tokens_per_round: float
     speedup: float
     is_mocked: bool
-    """True if acceptance was mocked: not lossless."""
+    """True if acceptance was mocked (the number of accepted drafts was set), so that texts are not lossless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class Chart:
 
     title: str
     kind: str
-    """Label of the curve: roofline, calibrated or measured steps."""
+    """Source of the curve, which is its label: roofline, calibrated or measured steps."""
     curve: list[tuple[float, float]]
     """(tokens per round, speed-up), starting at (1, 1)."""
     points: list[Point]
     slopes: dict[str, float] = field(default_factory=dict)
-    """Series -> slope, for series with a point above one token per round."""
+    """Name of a series -> its slope through (1, 1), for series with a point above one token per round."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,7 +72,8 @@ class Chart:
 
 
 def made(costs: CostsConfig, config: ChartConfig) -> Chart:
-    """Return the chart's data. Raises PacelineError for unreadable costs, or a run without a setting at this batch."""
+    """Return the chart's data. Raises PacelineError for unreadable costs, or for a run without a result at this batch
+    size."""
     batch, context = config.batch, config.context
     setup = set_up(costs, [Load(batch, context)])
     points = [point for run in config.results for point in read_points(run, batch)]
@@ -94,15 +95,15 @@ def made(costs: CostsConfig, config: ChartConfig) -> Chart:
 
 
 def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the least-squares slope through (1, 1): sum (x - 1)(y - 1) / sum (x - 1)^2; None if all points have x =
-    1."""
+    """Return the least-squares slope of (x, y) pairs through (1, 1): sum (x - 1)(y - 1) / sum (x - 1)^2; None if all x
+    are 1."""
     whole = sum((x - 1) ** 2 for x, _ in pairs)
     return sum((x - 1) * (y - 1) for x, y in pairs) / whole if whole > 0 else None
 
 
 def read_points(run: Path, batch: int) -> list[Point]:
-    """Return a bench decode run's settings at this batch, without impossible speed-ups. Raises ConfigError without
-    any."""
+    """Return the results of a bench decode run at this batch size, without implausible speed-ups. Raises ConfigError if
+    there are no results."""
     file = run / "results.json" if run.is_dir() else run
     objects = read_objects(file, "--results takes the folder of a run of paceline bench decode, or its results.json")
     results = objects[0].get("results") if len(objects) == 1 else None

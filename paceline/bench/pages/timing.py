@@ -1,11 +1,11 @@
-"""Records when each token came, with speculation off and on, in the real engine, and replays it, for `paceline
-compare`.
+"""Records when each token was generated, with speculation off and on, in the real engine, and replays both for
+`paceline compare`.
 
     timing = record(llm, prompt_ids, SamplingParams(max_tokens=128), prompt="Why is the sky blue?")
     run.write_json(NAME, timing)        # and back: read_timing(folder)
 
 Times are the engine's, in seconds from the request's arrival; all tokens of a round have the same time. Both settings
-alternate in one process, and for each the repetition of median length is used.
+alternate in one process. The repetition of median duration is used for each.
 
 `page` replays them in one self-contained file. Prompts and answers are embedded as JSON and shown as text only; the
 content security policy allows only the script with its hash, and no downloads. `svg` is a picture with two columns that
@@ -44,27 +44,27 @@ from paceline.types import SamplingParams, Sequence
 NAME = "timing.json"
 VERSION = 1
 SPEEDS, LEAST_S = (1.0, 0.5, 0.25, 0.1), 3.0
-"""Replay speeds, and the shortest replay in seconds (LEAST_S). The default is the fastest speed with a replay of that
-length."""
+"""Replay speeds (1.0 is real time), and the minimum duration of a replay in seconds. The default is the fastest speed
+with at least this duration."""
 MOST_TOKENS = 20_000
-"""Longest answer accepted by `read_timing`: a page with more tokens would be too slow."""
+"""Maximum tokens of an answer that `read_timing` accepts: a page with more would be too slow."""
 CELLS = 55
-"""Monospaced characters that fit into a column of the template."""
+"""Number of monospaced characters in a line of the picture's columns."""
 MOST_LINES = 26
 MOST_TICKS = 90
-"""Largest number of clock steps; each takes at least 0.1 s of the replay."""
+"""Maximum number of updates of the clock in the picture; each is shown for at least 0.1 s."""
 HOLD_S = 3.0
-"""Seconds for which the end is shown before the replay restarts."""
+"""Seconds for which the final state is shown before the replay restarts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedToken:
     text: str
-    """"" for the end token, and for an incomplete character, which is shown with a later token."""
+    """Text of the token; "" for the end token, and for an incomplete character, which is shown with a later token."""
     at_s: float
     """Seconds after the request's arrival."""
     round: int
-    """Index of the round; 0 is prefill. Tokens of a round come together."""
+    """Index of the round; 0 is prefill. All tokens of a round have the same time."""
     is_drafted: bool
     """True for an accepted draft, false for the target's own token."""
 
@@ -74,7 +74,7 @@ class TimedAnswer:
     """One answer with the time of each token."""
 
     drafter: str
-    """"none" with speculation off."""
+    """Name of the drafter; "none" with speculation off."""
     tokens: tuple[TimedToken, ...]
     lossless: bool = True
 
@@ -88,7 +88,7 @@ class TimedAnswer:
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens over total time, prefill included."""
+        """Output tokens per second of total time, prefill included."""
         return len(self.tokens) / self.total_s
 
     @property
@@ -97,13 +97,13 @@ class TimedAnswer:
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens per round, without the first token, which is prefill's."""
+        """Tokens per decode round; the first token is left out, because prefill generates it."""
         return (len(self.tokens) - 1) / self.tokens[-1].round if self.tokens[-1].round else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Both answers to one prompt, with a description of model and machine."""
+    """Answers to one prompt with speculation off and on, and a description of model and machine."""
 
     prompt: str
     model: str
@@ -117,16 +117,17 @@ class Timing:
     """Number of equal tokens before the answers differ; None if they are equal."""
     version: int = VERSION
     predicted: str | None = None
-    """Replaces the verdict if the times are predicted and no model ran (`bench/pages/predicted.py`)."""
+    """Verdict to show instead of a measured one, if the times are predicted and no model ran
+    (`bench/pages/predicted.py`)."""
 
     @property
     def speedup(self) -> float | None:
-        """Tokens per second, on over off; None if the times rule it out, see `doubt`."""
+        """Tokens per second with speculation over those without; None if the times are implausible, see `doubt`."""
         return possible_speedup(self._measured, self.on.tokens_per_round)
 
     @property
     def doubt(self) -> str | None:
-        """Reason for a missing verdict on the speed-up, from `statistics.doubt`."""
+        """Reason why the speed-up allows no verdict, or None."""
         return doubt(self._measured, self.on.tokens_per_round, len(self.on.tokens))
 
     @property
@@ -135,7 +136,7 @@ class Timing:
 
     @property
     def usual_speed(self) -> float:
-        """Initial replay speed: real time, or slow enough to follow."""
+        """Default replay speed: real time, or slower if the answers are too fast to follow."""
         end_s = max(self.off.total_s, self.on.total_s)
         return next((speed for speed in SPEEDS if end_s / speed >= LEAST_S), SPEEDS[-1])
 
@@ -170,7 +171,8 @@ def record(
     repeat: int = 3,
     on_answer: Callable[[str], None] = ignore,
 ) -> Timing:
-    """Answer `repeat` times each way with the LLM's drafter, and restore it."""
+    """Answer the prompt `repeat` times without and with the LLM's drafter, then restore the drafter. Returns the token
+    times of both."""
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
     engines = Engines(llm)
     engines.add("on", llm.drafter)
@@ -204,7 +206,8 @@ def record(
 
 
 def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
-    """Return the token times of a finished sequence; `detokenizer` must be new."""
+    """Return the times of all tokens of a finished sequence. `detokenizer`: a new one, which has not decoded any
+    token."""
     ids = sequence.output_ids
     origins = [(0, False)]
     for number, one in enumerate(sequence.rounds, start=1):
@@ -256,7 +259,7 @@ def page(timing: Timing) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Part of a line whose tokens came in one round, all drafted or all the target's own."""
+    """Part of a line of text with tokens of one round: either all drafted, or all the target's own."""
 
     line: int
     cell: int
@@ -269,7 +272,7 @@ class Run:
 
 
 def svg(timing: Timing, speed: float | None = None) -> str:
-    """Return the animated picture at `speed` times real time [default: slow enough to follow]."""
+    """Return an animated SVG of both answers, replayed at `speed` times real time [default: slow enough to follow]."""
     speed = speed or timing.usual_speed
     sides = (timing.off, timing.on)
     laid_out = [list(runs(side)) for side in sides]
@@ -303,7 +306,7 @@ def _said(side: TimedAnswer, now_s: float) -> str:
 
 
 def runs(side: TimedAnswer) -> Iterator[Run]:
-    """Yield the answer's text in lines of CELLS cells, broken between words where possible."""
+    """Yield the parts of the answer's text, in lines of CELLS characters, broken between words where possible."""
     text = Text(overflow="fold")
     for (number, is_drafted), group in groupby(side.tokens, key=lambda token: (token.round, token.is_drafted)):
         letters = "".join(token.text for token in group).replace("\r", "").replace("\t", "    ")

@@ -1,4 +1,4 @@
-"""Measures a server under load: the same requests at each load, alternating between speculation off and on.
+"""Measures a server under load: sends the same requests at each load, alternately with speculation off and on.
 
     paceline bench serving --concurrency 1,4 --limit 8
 
@@ -33,30 +33,30 @@ from paceline.report.tables import ignore
 from paceline.simulate.server.load import Arrivals, poisson
 
 BASELINE = "off"
-"""Name of the contender that others are compared with."""
+"""Name of the contender (server setting) that the others are compared with."""
 DONE = b"[DONE]"
 ROUNDS_OF_REQUESTS = 4
-"""Least number of a closed loop's requests, per request in flight."""
+"""Minimum number of requests in a closed loop, per request in flight."""
 OPEN_SECONDS = 10.0
-"""Least duration of an open loop, in seconds."""
+"""Minimum duration of an open loop, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A server, or one way to use it."""
+    """A server, or one setting of it, that is compared with others."""
 
     name: str
     client: Client
     fields: dict[str, Any] = field(default_factory=dict)
-    """Fields added to each request."""
+    """JSON fields added to each request, such as `speculate`."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """Outcome of one request."""
+    """Result of one request: counts and times, or an error."""
 
     error: str | None = None
-    """Reason of a failure; the other fields are then meaningless."""
+    """Reason why the request failed; the other fields are then meaningless."""
     first_s: float = 0.0
     """Seconds from the due time to the first text."""
     total_s: float = 0.0
@@ -65,21 +65,22 @@ class Answer:
     late_s: float = 0.0
     """Client-side delay between due time and sending, in seconds."""
     chunk_gaps_s: list[float] = field(default_factory=list)
-    """Seconds between consecutive chunks of text."""
+    """Seconds between consecutive chunks (messages of the stream)."""
     num_prompt: int = 0
     num_reused: int = 0
-    """Prompt tokens that the server found in its cache."""
+    """Number of prompt tokens that the server found in its cache."""
     num_tokens: int = 0
     num_accepted: int | None = None
     """Accepted drafts; None if the server does not report them."""
     num_drafted: int | None = None
     num_rounds: int | None = None
     accepted_histogram: list[int] = field(default_factory=list)
-    """accepted_histogram[n]: rounds in which exactly n drafts were accepted."""
+    """Entry n: number of rounds in which exactly n drafts were accepted."""
     lossless: bool = True
     """False if the server reports mocked acceptance."""
     rounds_by_source: dict[str, Any] = field(default_factory=dict)
-    """Source of drafts -> num_rounds, num_drafted and accepted_histogram of its rounds, as reported by the server."""
+    """Source of drafts ("dflash", "ngram") -> num_rounds, num_drafted and accepted_histogram of its rounds, as the
+    server reports them."""
     text: str = ""
     timings: dict[str, Any] = field(default_factory=dict)
     """Durations reported by the server, unchanged."""
@@ -92,7 +93,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Pass:
-    """All requests of one load to one contender, once."""
+    """All requests of one load, sent once to one contender (a server or one setting of it)."""
 
     wall_s: float
     client_cpu_s: float
@@ -114,42 +115,43 @@ class Pass:
 
 @dataclass(slots=True)
 class ServingResult:
-    """Results of one load and contender, in seconds, over the answers of all repetitions."""
+    """Results of one contender at one load, over the answers of all repetitions; times in seconds."""
 
     load: Arrivals
     speculate: str
     num_answers: int
     num_failed: int
     failures: dict[str, int]
-    """Reason -> number of requests."""
+    """Reason of a failure -> number of requests that failed."""
     tokens_per_s: float
-    """Output tokens over the wall time of a pass: median over repetitions."""
+    """Output tokens per second of a pass: median over repetitions."""
     tokens_per_s_range: tuple[float, float]
     first_token: Spread
     inter_token: Spread
-    """Spread over answers of the mean time between tokens after the first."""
+    """Spread over answers of the mean seconds between tokens after the first."""
     inter_chunk: Spread
     total: Spread
     tokens_per_round: float | None
     speedup: float | None
-    """Mean time of an answer with speculation off over this one's, same requests: median over repetitions. None if the
-    times rule it out, see `doubt`. At an open rate requests also delay one another, so no value is ruled out."""
+    """Mean answer time with speculation off, divided by this contender's, on the same requests: median over
+    repetitions. None if the times are implausible, see `doubt`. At an open rate requests also delay one another, so any
+    value counts."""
     identical: float | None
     """Share of greedy texts that are equal to those with speculation off."""
     reused: float | None
     """Share of prompt tokens that the server found in its cache."""
     client_cpu: float
-    """CPU time of this client over wall time: the share of one core."""
+    """CPU seconds of this client per second of wall time; 1.0 is one full core."""
     late: Spread
-    """Client-side delay between due time and sending."""
+    """Spread of the client-side delay between due time and sending, in seconds."""
     lossless: bool = True
     """False if any answer was reported as not lossless, e.g. with mocked acceptance."""
     doubt: str | None = None
-    """Reason for a missing verdict on the speed-up, from `statistics.doubt`."""
+    """Reason why the speed-up allows no verdict, or None."""
 
 
 class ServingBench:
-    """Sends the requests to all contenders at all loads and summarises the passes: `run()`, then `results()`."""
+    """Sends the requests to all contenders at all loads and summarises the passes. Call `run()`, then `results()`."""
 
     def __init__(self, contenders: list[Contender], model: str, prompts: list[Prompt], config: ServingConfig) -> None:
         self.contenders, self.config, self._model, self._prompts = contenders, config, model, prompts
@@ -166,7 +168,7 @@ class ServingBench:
 
     @property
     def num_answers(self) -> int:
-        """Number of requests that `run` sends: the length of its progress bar."""
+        """Number of requests that `run` sends, which is the length of its progress bar."""
         return self.config.repeat * len(self.contenders) * sum(self.num_requests(load) for load in self.loads)
 
     def run(
@@ -252,7 +254,8 @@ def _steps(client: Client) -> dict[tuple[str, int], tuple[int, float]]:
 def api_request(
     prompt: Prompt, index: int, config: ServingConfig | LatencyConfig, max_tokens: int, fields: dict[str, Any]
 ) -> tuple[str, bytes]:
-    """Return (API path, JSON body) of a streamed request; `index` is added to the configured seed."""
+    """Return (API path, JSON body) of a streamed request for this prompt. Its seed is the configured one plus
+    `index`."""
     path, own = prompt.api_request()
     options = {"max_tokens": max_tokens, "temperature": config.temperature, "seed": config.seed + index}
     body = {"stream": True, "stream_options": {"include_usage": True}, **options, **fields, **own}
@@ -266,9 +269,9 @@ def send_all(
     due: Sequence[float] | None,
     on_answer: Callable[[], None],
 ) -> list[Stream]:
-    """Send the requests (API path, JSON body) and return their streams. Closed loop: keeps `concurrency` requests in
-    flight. Open loop, with `due`: sends each request at its time (seconds of time.perf_counter), regardless of earlier
-    ones."""
+    """Send requests, each given as (API path, JSON body), and return their streams. With `concurrency` (closed loop),
+    this many requests are in flight. With `due` (open loop), each is sent at its time (time.perf_counter seconds),
+    whether earlier ones are answered or not."""
 
     def send(index: int, due_s: float | None = None) -> Stream:
         stream = client.post(*requests[index], due_s)
@@ -307,7 +310,8 @@ def _identical(passes: list[Pass], baseline: list[Pass]) -> float | None:
 
 
 def read_answer(stream: Stream, began_s: float = 0.0) -> Answer:
-    """Parse a streamed chat or text completion of a pass that began at `began_s`."""
+    """Parse the stream of a chat or text completion. `began_s`: start of the pass, from which the due time is
+    counted."""
     if stream.failure:
         return Answer(error=stream.failure)
     if stream.status != 200:
