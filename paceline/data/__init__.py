@@ -1,1 +1,1 @@
-"""Prompts, conversations and answers: reading them from files, and storing answers."""
+"""Reads prompts, conversations and answers from files, and stores answers."""

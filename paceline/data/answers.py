@@ -1,6 +1,6 @@
 """Stores answers as Parquet shards: exact token ids, with the boundary between prompt and answer.
 
-    runs/x/answers/answers-r0-00000.parquet     columns: SCHEMA; one row per assistant turn
+    runs/x/answers/answers-r0-00000.parquet     columns: SCHEMA; one row per answer of the assistant
 
 `regenerate` writes the shards and `features` reads them. A shard is written atomically; until then its answers are in a
 journal (`journal.py`). Each process writes files of its own, so no locks are needed. The server's traces
@@ -45,7 +45,8 @@ best first, and their log-probabilities (nats) at temperature 1, before penaltie
 
 
 class Kept(Protocol):
-    """Storage for answers that a Regenerator can write to and resume from. Implemented by AnswerShards."""
+    """Interface of a storage for answers: a `Regenerator` writes to it and resumes from it. AnswerShards implements
+    it."""
 
     folder: Path
 
@@ -56,7 +57,7 @@ class Kept(Protocol):
 
 
 class AnswerShards:
-    """Reads and writes a folder of answer shards; each process has one writer."""
+    """A folder of answer shards (Parquet files): reads all of them, and writes those of one process."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.folder = folder
@@ -66,7 +67,8 @@ class AnswerShards:
         self._journal, self._is_recovered = Journal(), False
 
     def write(self, answers: list[Answer]) -> Path:
-        """Write one shard atomically and return its path. Raises CacheError if the disk cannot be written to."""
+        """Write the answers as one new shard, atomically, and return its path. Raises CacheError if the disk cannot be
+        written to."""
         path, journal = self.folder / f"answers-r{self._rank}-{self._next:05d}.parquet", self._journal_path(self._next)
         for answer in answers:
             self._journal.begun.pop(answer.key, None)
@@ -80,11 +82,12 @@ class AnswerShards:
 
     def note(self, answer: Answer, is_over: bool) -> None:
         """Append an answer to the journal, which keeps it until a shard contains it. `is_over`: the conversation has
-        ended. The caller then passes all its answers to `write`."""
+        ended; the caller then passes all its answers to `write`."""
         self._journal.note(self._journal_path(self._next), answer, is_over)
 
     def recover(self) -> dict[str, list[Answer]]:
-        """Return the answers of this process's unfinished conversations, by key; write finished ones as a shard."""
+        """Recover from a killed run: write the finished conversations in this process's journals as a shard, and return
+        the answers of unfinished ones by key."""
         if not self._is_recovered:
             self._is_recovered = True
             old = self._journals(f"r{self._rank}-")
@@ -101,7 +104,7 @@ class AnswerShards:
         return {key: [*answers] for key, answers in self._journal.begun.items()}
 
     def keys(self) -> set[str]:
-        """Return the keys of all conversations written by any process. Raises PromptError on a damaged shard."""
+        """Return the keys of all finished conversations of all processes. Raises PromptError on a damaged shard."""
         finished, _ = read_journals(self._journals())
         return {key for path in self._paths() for key in _read(path, ["key"])["key"].to_pylist()} | {
             answer.key for answer in finished
@@ -112,8 +115,8 @@ class AnswerShards:
         return self.read()
 
     def read(self, dropped: Dropped | None = None) -> Iterator[Answer]:
-        """Yield the same answers as iteration. Unusable rows are counted in `dropped`, or raise PromptError without
-        it."""
+        """Yield the answers of all shards, then of finished conversations in journals. Unusable rows are counted in
+        `dropped`, or raise PromptError if `dropped` is not given."""
         finished, _ = read_journals(self._journals())
         for path in self._paths():
             if path.exists():  # a running server deletes its oldest traces
@@ -137,8 +140,8 @@ class AnswerShards:
 
 
 def read_answers(path: Path | str, dropped: Dropped | None = None) -> Iterator[Answer]:
-    """Yield the answers of a Parquet file. Raises PromptError, also on a row without token ids unless `dropped` counts
-    it."""
+    """Yield the answers of a Parquet file. Raises PromptError if it cannot be read. A row without token ids is counted
+    in `dropped`, or raises PromptError if `dropped` is not given."""
     for number, row in enumerate(_read(path, SCHEMA.names).to_pylist(), start=1):
         if row["key"] is None or not _are_ids(row["prompt_ids"]) or not _are_ids(row["answer_ids"]):
             error = RowError(f"{path}, row {number}: no key, or no token ids of prompt and answer", "without token ids")
@@ -156,7 +159,7 @@ def _are_ids(ids: list[int | None] | None) -> bool:
 
 
 def has_answers(path: Path) -> bool:
-    """Return True for a Parquet file, or a folder of such files, with the columns of answers."""
+    """Return True for a Parquet file with the columns of answers, or a folder of such files."""
     if path.is_dir():
         return any([*path.glob("answers-*.parquet"), *path.glob("traces-*.parquet")])
     if path.suffix != ".parquet" or not path.is_file():

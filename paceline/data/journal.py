@@ -1,4 +1,5 @@
-"""Journals answers that are not in a shard yet, one JSON line each, so that a killed process loses only unwritten ones.
+"""Journals answers that are not in a shard (Parquet file) yet, one JSON line each, so that a killed process loses only
+unwritten ones.
 
     runs/x/answers/journal-r0-00003.jsonl     deleted once answers-r0-00003.parquet is written
 
@@ -23,10 +24,10 @@ OVER = "is_over"
 
 @dataclass(slots=True)
 class Answer:
-    """One answer of the target: its prompt, its tokens and its text."""
+    """One answer of the target: the tokens of its prompt, its tokens and its text."""
 
     key: str
-    """Identifies the conversation and the sample (source, prompt id, temperature). All turns of a conversation share
+    """Identifies a conversation and its sample (source, prompt id, temperature). All answers in a conversation share
     it."""
     source: str
     turn: int
@@ -40,7 +41,7 @@ class Answer:
     finish_reason: str
     text: str
     top_ids: list[list[int]] | None = None
-    """The target's most probable tokens at each position of the answer, best first; None unless requested."""
+    """The target's most probable tokens at each position of the answer, best first; None if they were not requested."""
     top_logprobs: list[list[float]] | None = None
     """Log-probabilities of `top_ids`, in nats."""
 
@@ -62,7 +63,7 @@ class Journal:
             append_lines(path, [_line(answer, is_over)])
 
     def carry(self, path: Path) -> None:
-        """Copy the answers of unfinished conversations into a new journal at `path`."""
+        """Copy the answers of unfinished conversations into a new journal file at `path`."""
         if self.begun:
             with whole_file(path, REMEDY) as scratch:
                 append_lines(scratch, (_line(answer, False) for answers in self.begun.values() for answer in answers))
@@ -73,7 +74,8 @@ def _line(answer: Answer, is_over: bool) -> dict[str, Any]:
 
 
 def read_journals(paths: Iterable[Path]) -> tuple[list[Answer], dict[str, list[Answer]]]:
-    """Return (answers of finished conversations, key -> answers of unfinished ones). Truncated lines are skipped."""
+    """Return (answers of finished conversations, conversation key -> answers of unfinished ones). Truncated lines are
+    skipped."""
     turns: dict[str, dict[int, Answer]] = {}
     over: set[str] = set()
     for path in paths:

@@ -1,8 +1,9 @@
 """Converts conversations and tools of OpenAI's API into one normal form for server, data rows, proxy, evals and
 library.
 
-`normalised` validates messages and names the invalid field. Its result is itself a valid request for any
-OpenAI-compatible server. `model/text/chat.py` renders it as a prompt.
+Normal form: contents and call arguments are text, and old keys are replaced. `normalised` validates messages and names
+the invalid field. Its result is itself a valid request for any OpenAI-compatible server. `model/text/chat.py` renders
+it as a prompt.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from paceline.errors import PromptError
 Message = dict[str, Any]
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Type of a text part -> the part's key that holds the text."""
+"""Type of a content part -> the part's key that holds its text."""
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """Keys of a message in normal form."""
 ALIASES = ("reasoning", "function_call", "refusal")
-"""Keys that are converted to others: `reasoning_content`, `tool_calls`, `content`."""
+"""Old keys of a message; they are converted to `reasoning_content`, `tool_calls` and `content`."""
 UNUSED_KEYS = {
     "annotations": "part of OpenAI's answers, which clients send back",
     "id": "clients' own name of the message",
@@ -29,7 +30,7 @@ UNUSED_KEYS = {
     "parsed": "the content once more, as the openai package parsed it",
     "provider_specific_fields": "litellm's notes on the answer",
 }
-"""Message key that is accepted but not part of the prompt -> reason. Clients send these keys back with answers."""
+"""Message key that is accepted but not used for the prompt -> reason. Clients send these keys back with answers."""
 UNUSED_PART_KEYS = {
     "annotations": "as of messages",
     "cache_control": "prefixes are always reused",
@@ -40,15 +41,15 @@ UNUSED_CALLED_KEYS = {
     "parsed_arguments": "the arguments once more, as the openai package parsed them",
     "provider_specific_fields": "as of messages",
 }
-"""Keys that are accepted and ignored, as UNUSED_KEYS: in a part of a content, in a call, and in the function of a
-call."""
+"""Keys that are accepted but not used for the prompt, by place: in a content part (UNUSED_PART_KEYS), in a tool call
+(UNUSED_CALL_KEYS), in a tool call's function (UNUSED_CALLED_KEYS)."""
 READ_KEYS = frozenset({*MESSAGE_KEYS, *ALIASES, *UNUSED_KEYS})
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")
-"""Keys of a function in normal form, in the order in which a prompt renders them."""
+"""Keys of a tool's function in normal form, in the order of the prompt."""
 
 
 class MessageError(PromptError):
-    """A message that cannot become part of a prompt; `field` is the path of the invalid field, e.g.
+    """A message cannot become part of a prompt. `field` is the path of the invalid field, e.g.
     `messages[1].content`."""
 
     def __init__(self, field: str, problem: str) -> None:
@@ -57,8 +58,9 @@ class MessageError(PromptError):
 
 
 def normalised(messages: Any, field: str = "messages") -> list[Message]:
-    """Return the conversation in normal form: contents and arguments as text, old keys replaced. Idempotent. Raises
-    MessageError on unknown keys, non-text parts, and call arguments that are not a JSON object."""
+    """Return the conversation in normal form: contents and call arguments as text, old keys replaced. Normal form is
+    returned unchanged. `field`: path of `messages`, for errors. Raises MessageError on unknown keys, parts that are not
+    text, and call arguments that are not a JSON object."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise MessageError(field, 'must be a list of {"role": ..., "content": ...}')
     return [_message(message, f"{field}[{place}]") for place, message in enumerate(messages)]
@@ -95,7 +97,8 @@ def _string(message: Message, key: str, field: str) -> str:
 
 
 def content_text(content: Any, field: str = "content") -> str:
-    """Return the text of a message's content; parts are joined by line breaks, as in vLLM. Raises MessageError."""
+    """Return the text of a message's content. Several parts are joined by line breaks, as in vLLM. Raises
+    MessageError."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, Mapping) or not isinstance(content, Iterable):
@@ -177,8 +180,8 @@ def _arguments(given: Any, field: str) -> str:
 
 
 def parsed_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises ValueError on other text, NaN and out-of-range numbers, RecursionError on deep
-    nesting."""
+    """Parse the text of a JSON object. Raises ValueError on other text, NaN and out-of-range numbers, RecursionError on
+    deep nesting."""
     value = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
     if not isinstance(value, dict):
         raise ValueError(f"it is of type {type(value).__name__}")
@@ -197,7 +200,7 @@ def _finite(digits: str) -> float:
 
 
 def normalised_tools(tools: Any, field: str = "tools") -> list[dict[str, Any]]:
-    """Return tools with their keys in a fixed order and without nulls. Raises MessageError."""
+    """Return the tools of a request with their keys in a fixed order and without nulls. Raises MessageError."""
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
         raise MessageError(field, 'must be a list of {"type": "function", "function": {"name": ...}}')
     return [_tool(tool, f"{field}[{place}]") for place, tool in enumerate(tools)]

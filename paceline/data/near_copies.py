@@ -1,4 +1,5 @@
-"""Finds near-duplicate texts by MinHash (Broder 1997) over 5-token shingles and an LSH index, from datasketch.
+"""Finds near-duplicate texts by MinHash (Broder 1997) over shingles (runs of 5 tokens) and an LSH index, from
+datasketch.
 
 Shingles that occur in more than COMMON of the texts, such as those of a shared system message, are ignored. Otherwise
 support tickets with the same page of instructions would count as near-duplicates.
@@ -16,12 +17,13 @@ from paceline.errors import ConfigError, needing
 
 SHINGLE, NUM_HASHES = 5, 128
 COMMON, FEW = 0.1, 20
-"""A shingle in more than this share of the texts (COMMON) is ignored, if there are at least FEW texts."""
+"""A shingle in more than this share of the texts (COMMON) is ignored, if there are at least FEW texts in all."""
 ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def pieces_of(token_ids: Sequence[int]) -> np.ndarray:
-    """Return the distinct hashes [pieces] of all runs of SHINGLE tokens; a shorter text is hashed as a whole."""
+    """Return the distinct hashes [pieces] of a text's shingles (runs of SHINGLE tokens); a shorter text has one
+    hash."""
     ids = np.asarray(token_ids, np.uint64) + np.uint64(1)
     size = min(SHINGLE, len(ids))
     hashes = np.zeros(len(ids) - size + 1, np.uint64)
@@ -32,7 +34,8 @@ def pieces_of(token_ids: Sequence[int]) -> np.ndarray:
 
 
 def common_pieces(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the sorted shingle hashes that occur in more than COMMON of the texts."""
+    """Return the sorted shingle hashes that occur in more than COMMON of the texts. `texts`: the shingle hashes of each
+    text."""
     if len(texts) < FEW:
         return np.empty(0, np.uint64)
     values, counts = np.unique(np.concatenate(texts), return_counts=True)
@@ -41,8 +44,8 @@ def common_pieces(texts: Sequence[np.ndarray]) -> np.ndarray:
 
 @cache
 def bands(threshold: float) -> tuple[int, int]:
-    """Return (bands, rows per band) of an LSH index for this threshold. Cached, since datasketch takes 0.2 s to find
-    them."""
+    """Return (bands, rows per band) of an LSH index for this similarity threshold. Cached, since datasketch takes 0.2 s
+    to find them."""
     from datasketch import MinHashLSH
 
     index = MinHashLSH(threshold=threshold, num_perm=NUM_HASHES)
@@ -50,7 +53,7 @@ def bands(threshold: float) -> tuple[int, int]:
 
 
 class Near:
-    """Index of texts that finds those with a Jaccard similarity of more than `overlap` to a given text."""
+    """Index of texts that finds near-duplicates of a text: those with a Jaccard similarity of more than `overlap`."""
 
     def __init__(self, overlap: float, common: np.ndarray) -> None:
         with needing(ConfigError, "near-copies are found with datasketch: pip install 'paceline[evals]'"):
@@ -63,8 +66,8 @@ class Near:
         self._pieces: dict[int, np.ndarray] = {}
 
     def like(self, pieces: np.ndarray) -> Iterator[int]:
-        """Yield the numbers of added texts that are near-duplicates of the text with these shingles. A text that
-        consists of common shingles only has no near-duplicate."""
+        """Yield the numbers of added texts that are near-duplicates of the text with these shingle hashes. A text of
+        only common shingles has no near-duplicate."""
         own = np.setdiff1d(pieces, self._common, assume_unique=True)
         if self._index is None or not len(own):
             return

@@ -1,8 +1,9 @@
 """Reads prompts from benchmark files (JSON lines), chats, Parquet, a server's traces, or a hub data set.
 
-    read_prompts("questions.jsonl", limit=20)      # question | text | prompt | turns | instruction | messages |
-    conversations read_prompts("traces")                         # a folder of Parquet files, or one of them
-    read_prompts("openai/gsm8k/main:test")         # a hub data set: owner/name[/config][:split]
+    read_prompts("questions.jsonl", limit=20)  # rows with one of the keys question, text, prompt, turns, instruction,
+                                               # messages, conversations
+    read_prompts("traces")                     # a folder of Parquet files, or one of them
+    read_prompts("openai/gsm8k/main:test")     # a hub data set: owner/name[/config][:split]
 
 The format is inferred from each row's keys. Keys that are not read are counted (`Dropped.unread`), or rejected with
 `strict`. Benchmarks get the wording of the DFlash paper's benchmark; a `question` whose `answer` contains "####" is
@@ -33,7 +34,8 @@ from paceline.types import GrammarSpec
 GSM8K = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 WORDINGS = (("{}", "question"), (HUMANEVAL, "prompt", "entry_point"), ("{}", "prompt"), ("{}", "text"))
-"""(wording, key of the text, further keys that the row must have). The first match is used."""
+"""(wording of the prompt, key of the text, further keys that the row must have). The first entry that fits a row is
+used."""
 METADATA_KEYS = (
     "id ids task_id question_id prompt_id conversation_id chat_id row_id uuid hash idx index key name sources "
     "data_source "
@@ -47,7 +49,7 @@ METADATA_KEYS = (
     "scorer"
 )
 NO_PART_OF_PROMPTS = frozenset(METADATA_KEYS.split())
-"""Row keys of names, origins and answers. They are ignored without notice, since the target writes its own answers."""
+"""Row keys for names, origins and answers. They are ignored without notice, since the target writes its own answers."""
 TOKEN_ROW_KEYS = (
     "prompt_ids answer_ids key source turn temperature finish_reason text top_ids top_logprobs tag ended sampling "
     "seed drafted "
@@ -56,23 +58,23 @@ TOKEN_ROW_KEYS = (
     "digest version"
 )
 BESIDE_TOKENS = NO_PART_OF_PROMPTS | frozenset(TOKEN_ROW_KEYS.split())
-"""Further keys of rows with `prompt_ids` (traces, answers, stores, suites); ignored, since the tokens are the whole
+"""Row keys that are ignored in rows with `prompt_ids` (traces, answers, stores, suites): the tokens are the whole
 prompt."""
 TASK_KEYS = ((frozenset({"test"}), ("entry_point",)), (frozenset({"code"}), ("test", "test_list")))
-"""(ignored keys, keys of which a row must have one): answers and tests of programming tasks. Other rows may use them
-for the subject of the prompt."""
+"""Keys that hold answers and tests of programming tasks: (ignored keys, keys of which the row must have one). In other
+rows these keys may be part of the prompt."""
 SPOKEN_KEYS = ("from", "role", "value", "content")
-"""Keys of a ShareGPT entry that are read."""
+"""Keys that are read from an entry of a ShareGPT conversation."""
 KNOWN_KEYS = "messages, conversations, turns, question, prompt, text, instruction"
 CHATS = ("conversations", "conversation")
-"""ShareGPT's key, and a common misspelling of it."""
+"""Row key of a ShareGPT conversation, and a common misspelling of it."""
 SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
     **dict.fromkeys(("system", "developer"), "system"),
 }
-"""ShareGPT's name of a speaker -> the role in the API."""
+"""ShareGPT's name of a speaker -> the message's role in OpenAI's API."""
 
 log = logging.getLogger("paceline.data.prompts")
 
@@ -85,19 +87,19 @@ class Prompt:
     messages: list[Message]
     """Messages before the model's first answer: an optional system message, and the first user turn."""
     turns: tuple[str, ...]
-    """All user turns; those after the first are sent after the model's own answers."""
+    """Texts of all user turns. Those after the first are sent after the model's own answers."""
     source: str
     """Name of the file or data set."""
     token_ids: tuple[int, ...] = ()
-    """Exact tokens to send, of the target's own vocabulary. If set, `messages` and `turns` are empty."""
+    """Exact token ids to send, in the target's vocabulary. If set, `messages` and `turns` are empty."""
     tools: tuple[Row, ...] = ()
     """Tools that the model may call, as in the API."""
     grammar: GrammarSpec | None = None
-    """Grammar of the answer, if this prompt's differs from that of the other prompts."""
+    """Grammar of the answer; None: that of all prompts, if any."""
     variables: tuple[tuple[str, Any], ...] = ()
     """Chat-template variables of this row, e.g. (("enable_thinking", False),)."""
     where: str = field(default="", repr=False, compare=False)
-    """File and line of the row, for messages. Not compared: equal rows are one prompt."""
+    """File and line of the row, for messages. Ignored in comparisons: equal rows are one prompt."""
 
     def api_request(self) -> tuple[str, dict[str, Any]]:
         """Return (API path, request fields) of this prompt. Turns after the first are not included."""
@@ -114,11 +116,12 @@ class Prompt:
 def read_prompts(
     source: str | Path, limit: int | None = None, dropped: Dropped | None = None, *, strict: bool = False
 ) -> list[Prompt]:
-    """Read the first `limit` prompts (default: all) of a JSON lines file, a Parquet file or folder, or a hub data set.
+    """Return the first `limit` prompts (default: all) of a JSON lines file, a Parquet file or folder, or a hub data
+    set.
 
-    Raises PromptError, naming file and line, if a row is malformed or of unknown format, or if there is not a single
-    prompt. With `dropped`, such rows are skipped and counted there by reason, as are keys that are not read; without
-    it, unread keys are logged. `strict` rejects both.
+    A malformed row, or one of unknown format, raises PromptError with its file and line; with `dropped`, it is skipped
+    and counted there by reason. Row keys that are not read are counted in `dropped`, or logged without it. With
+    `strict`, both raise PromptError. So does a source without a single prompt.
     """
     if limit is not None and limit < 1:
         raise PromptError(f"limit must be at least 1, not {limit}")
@@ -181,8 +184,8 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
 
 
 def unread_keys(row: Row, read: Iterable[str]) -> list[str]:
-    """Return the keys that have a value and are not in `read`. Parquet gives every row all keys, so empty ones do not
-    count."""
+    """Return the row's keys that have a value and are not in `read`. Empty keys do not count: Parquet gives every row
+    all keys."""
     known = set(read)
     return [printable(key) for key, value in row.items() if key not in known and value not in (None, "", [], {})]
 
@@ -192,8 +195,9 @@ def _keys_within(entries: list[Row], prefix: str, read: Iterable[str]) -> list[s
 
 
 def read_variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
-    """Return chat-template variables, sorted by name. Keys without a value are dropped: Parquet gives every row all
-    keys of its column. Raises PromptError if `given` is not an object, or contains a reserved name."""
+    """Return the chat-template variables of a row as (name, value) pairs, sorted by name. Keys without a value are
+    dropped: Parquet gives every row all keys of its column. Raises PromptError if `given` is not an object, or if a
+    name is reserved."""
     if given is None:
         return ()
     if not isinstance(given, dict):
@@ -248,12 +252,13 @@ def _traced(token_ids: Any, where: str, source: str) -> Prompt:
 
 
 def digest(token_ids: Iterable[int]) -> str:
-    """Return a hash of the prompt's token ids; traces contain it in their keys."""
+    """Return a hash of a prompt's token ids; it is part of a trace's key."""
     return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=8).hexdigest()
 
 
 def read_tools(tools: Any, where: str) -> tuple[Row, ...]:
-    """Return tools given as a list or as its JSON text. Raises PromptError if they do not have the API's format."""
+    """Return the tools of a row, given as a list or as its JSON text. Raises PromptError if they do not have the API's
+    format."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
@@ -326,7 +331,8 @@ def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, 
 
 
 def read_messages(messages: Any, where: str) -> list[Message]:
-    """Return messages in normal form; unknown keys are dropped. Raises PromptError on invalid messages."""
+    """Return a row's messages in normal form, without unknown keys. `where`: file and line, for errors. Raises
+    PromptError on invalid messages."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
     try:

@@ -1,7 +1,6 @@
 """Reads data rows from JSON lines and JSON arrays (both optionally gzipped), Parquet, and hub data sets.
 
-    for where, row in rows_of("chats.jsonl.gz")[1]: ...     # where: "chats.jsonl.gz, line 7"; row: a dict, or a
-    RowError
+    for where, row in rows_of("chats.jsonl.gz")[1]: ...  # where: "chats.jsonl.gz, line 7"; row: a dict, or a RowError
 
 A hub data set is `owner/name[/config][:split]`. Its Parquet or JSON files are downloaded one by one as they are read;
 its code is never run.
@@ -25,51 +24,51 @@ Row = dict[str, Any]
 Rows = Iterator[tuple[str, "Row | RowError"]]
 
 MAX_LINE_BYTES = 64 * 2**20
-"""Longest line in bytes; a longer one is rejected, since even a small gzip file can contain it."""
+"""Maximum bytes of a line; a longer one is rejected, since even a small gzip file can contain it."""
 MAX_ARRAY_BYTES = 2 * 2**30
-"""Largest JSON array, which is held in memory as a whole. JSON lines are streamed."""
+"""Maximum bytes of a JSON array, which is held in memory as a whole. JSON lines are streamed."""
 JSON_ENDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 CONVERTED = "refs/convert/parquet"
-"""Branch with the hub's own Parquet copy of a data set: <config>/<split>/0000.parquet."""
+"""Branch of a data set's repository with the hub's own Parquet copy, in files such as <config>/<split>/0000.parquet."""
 SPLITS = ("train", "test", "validation", "valid", "dev")
 
 
 def printable(text: Any) -> str:
-    """Return the value as text that can be encoded: an unpaired surrogate becomes its escape sequence."""
+    """Return the value as text that can be encoded as UTF-8: an unpaired surrogate becomes its escape sequence."""
     return str(text).encode("utf-8", "backslashreplace").decode()
 
 
 class RowError(PromptError):
-    """One row that cannot be used; other rows may be valid."""
+    """A row cannot be used; other rows of the file may be valid."""
 
     def __init__(self, message: str, reason: str = "malformed") -> None:
-        """`reason`: a short description under which rows with this problem are counted."""
+        """`reason`: short name of the problem; rows are counted under it."""
         super().__init__(message)
         self.reason = reason
 
 
 @dataclass(slots=True)
 class Dropped:
-    """Counts of skipped rows by reason, with the first row of each reason as an example."""
+    """Counts of skipped rows by reason, with one example (file and line) for each reason."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     unread: Counter[str] = field(default_factory=Counter)
-    """Key -> number of used rows in which the key's value was not read."""
+    """Key of a row -> number of used rows whose value for this key was ignored."""
 
     def add(self, reason: str, example: str, number: int = 1) -> None:
         self.counts[reason] += number
         self.examples.setdefault(reason, example)
 
     def update(self, other: Dropped) -> None:
-        """Add the counts of another source."""
+        """Add the counts of `other`, e.g. of another file."""
         for reason, number in other.counts.items():
             self.add(reason, other.examples[reason], number)
         self.unread.update(other.unread)
 
     @property
     def unread_text(self) -> str:
-        """ "not read: context (120 rows), choices (80)"; empty if every key was read."""
+        """Summary of ignored keys: "not read: context (120 rows), choices (80)"; empty if every key was read."""
         first, *others = [(key, number) for key, number in self.unread.most_common()] or [("", 0)]
         listed = [f"{first[0]} ({first[1]} rows)", *(f"{key} ({number})" for key, number in others)]
         return f"not read: {', '.join(listed)}" if self.unread else ""
@@ -78,7 +77,7 @@ class Dropped:
         return bool(self.counts)
 
     def __str__(self) -> str:
-        """ "3 rows left out: 2 not JSON (a.jsonl, line 7: ...), 1 empty (...)"."""
+        """Summary of skipped rows: "3 rows left out: 2 not JSON (a.jsonl, line 7: ...), 1 empty (...)"."""
         listed = ", ".join(
             f"{number} {reason} ({self.examples[reason]})" for reason, number in self.counts.most_common()
         )
@@ -86,8 +85,8 @@ class Dropped:
 
 
 def rows_of(source: str | Path) -> tuple[str, Rows]:
-    """Return (short name, rows) of a file, a folder of Parquet files, or a hub data set. Raises PromptError,
-    DownloadError."""
+    """Return (short name, rows) of a file, a folder of Parquet files, or a hub data set. Rows are (file and line, row)
+    pairs. Raises PromptError, DownloadError."""
     path, name = Path(source), str(source)
     if path.is_dir():
         return path.name, _folder_rows(path)
@@ -100,8 +99,8 @@ def rows_of(source: str | Path) -> tuple[str, Rows]:
 
 
 def file_rows(path: Path) -> Rows:
-    """Yield the rows of a file: Parquet (by its suffix), JSON lines or a JSON array. Raises PromptError if it is
-    unreadable."""
+    """Yield (file and line, row) of a file: Parquet (by its suffix), JSON lines or a JSON array. Raises PromptError if
+    it cannot be read."""
     return _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
 
 
@@ -229,8 +228,8 @@ def _hub_files(repo_id: str, config: str | None, split: str, name: str) -> Itera
 
 
 def choose_files(listed: list[str], config: str | None, split: str, name: str) -> list[str]:
-    """Return the data files of one config and split (default: `train`). Raises PromptError that lists the existing
-    files."""
+    """Return the data files of one config (subset of a hub data set) and one split (default: train), out of all files
+    `listed` in its repository. Raises PromptError, which lists the existing files, if there are no such files."""
     endings = (".parquet",) if any(file.endswith(".parquet") for file in listed) else JSON_ENDS
     files = [
         file

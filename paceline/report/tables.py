@@ -88,8 +88,8 @@ class Table:
             console.print(note, markup=False, highlight=False)
 
     def cells(self, width: int) -> tuple[list[Column], list[list[str]]]:
-        """Return columns and rows of cell texts that fit a terminal of `width` characters: cells are cut, then columns
-        dropped."""
+        """Return columns and rows of cell texts for a terminal of `width` characters. If it is too narrow, cells are
+        cut, then spare columns dropped."""
         columns, rows = list(self.columns), self.texts()
         if width >= self.width:
             return columns, rows
