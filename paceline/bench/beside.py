@@ -24,7 +24,7 @@ from paceline.report.tables import ignore
 from paceline.types import SamplingParams
 
 LOOKUP_TOKENS = 10
-"""Transformers' prompt_lookup_num_tokens; the value is from its documentation."""
+"""Value of Transformers' prompt_lookup_num_tokens (drafts per round), as in its documentation."""
 PEERS = {"transformers": {}, "transformers-lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS}}
 """Name of an engine to compare with -> options of Transformers' `generate`."""
 
@@ -114,7 +114,7 @@ class Beside:
     identical: bool | None = None
     """True if the tokens are equal; None for sampled answers, where only the distribution has to be equal."""
     first_difference: int | None = None
-    """Number of equal tokens before the first difference; None if all are equal."""
+    """Number of equal tokens before the first difference; None if the answers are equal."""
     top2_gap: float | None = None
     """Target's best logit minus its second-best at the first difference; near 0 both tokens were almost equally
     probable."""

@@ -91,13 +91,13 @@ class Drafting:
 
     tokens_per_round: float | None = None
     tokens_per_round_interval: Interval = (None, None)
-    """Bootstrap interval over answers."""
+    """95% bootstrap interval of `tokens_per_round` over answers."""
     acceptance_rate: float | None = None
     """Share of drafts that were accepted; None without drafts."""
     survival: list[float] = field(default_factory=list)
     accepted_histogram: list[int] = field(default_factory=list)
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Source of drafts -> share of rounds, tokens per round and acceptance rate of its rounds."""
+    """Source of drafts, e.g. "ngram" -> share of rounds, tokens per round and acceptance rate of its rounds."""
 
 
 def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafting:
@@ -131,14 +131,14 @@ class Result(Drafting):
     """Results of one setting (drafter, temperature, batch size). Acceptance is that of the first repetition."""
 
     drafter: str
-    """Drafter as requested."""
+    """Drafter as requested: a name or path."""
     drafter_name: str
-    """Name of the drafter that "default" or a path resolved to."""
+    """The drafter's own name, e.g. of the one that "default" or a path refers to."""
     batch: int
     temperature: float
     tokens_per_s: float
     tokens_per_s_range: tuple[float, float]
-    """Tokens per second of the slowest and the fastest repetition."""
+    """Tokens per second in the slowest and in the fastest repetition."""
     decode_tokens_per_s: float | None
     speedup: float | None
     """Speed-up over plain decoding; None if the times are implausible, see `doubt`."""
@@ -157,7 +157,7 @@ class Result(Drafting):
     num_answers: int
     num_output_tokens: int
     marginals: Tally | None = None
-    """Ranks of the target's tokens among the drafter's candidates, for `simulate --marginals`; None if not recorded."""
+    """Counts of the target's token's rank among the candidates, for `simulate --marginals`; None if not recorded."""
     differences: list[Difference] = field(default_factory=list)
     doubt: str | None = None
     """Reason why the speed-up allows no verdict, or None."""
@@ -211,7 +211,7 @@ class Bench:
     def run(
         self, on_answer: Callable[[Setting], None] = ignore, on_pass: Callable[[Setting, Pass], None] = ignore
     ) -> None:
-        """Run all settings in turn, `repeat` times."""
+        """Run every setting (drafter, temperature, batch size) once, in turn, and repeat this `repeat` times."""
         for _ in range(self.config.repeat):
             for setting in self.settings:
                 done = self._pass(setting, partial(on_answer, setting))
@@ -308,8 +308,7 @@ def median_of(values: list[float | None]) -> float | None:
 
 
 def differences(target: Target, requests: list[Request], ours: Pass, baseline: Pass) -> list[Difference]:
-    """Return the first difference of every answer from the baseline's. The engine must be idle, since a cache row is
-    used.
+    """Return the first difference of each answer from the baseline's. The engine must be idle: a cache row is used.
 
     In float32, greedy answers must be equal. In bfloat16, a pass over more tokens multiplies matrices of another shape
     and rounds differently, so near-ties may be decided differently; the logit gap is computed by one more pass over the

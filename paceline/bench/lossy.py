@@ -75,7 +75,7 @@ class LossyBench:
         self._engines.add("drafter", llm.make_drafter(drafter))
 
     def run(self, advance: Advance = ignore) -> None:
-        """Run all settings in turn in every repetition, after a short warm-up."""
+        """Run all tasks with every setting in turn, `repeat` times, after a short warm-up."""
         for task in self.tasks:
             requests, num_skipped = make_requests(self.llm, task.prompts, self.config.max_tokens)
             if num_skipped or len(requests) != len(task.prompts):
@@ -131,7 +131,7 @@ class LossyBench:
         )
 
     def texts(self) -> list[dict[str, str]]:
-        """Return the answers of the first repetition."""
+        """Return the texts of all answers of the first repetition."""
         return [
             {"task": task, "setting": setting, "text": answer.text}
             for (task, setting), passes in self.passes.items()
@@ -238,7 +238,7 @@ def draw(results: list[Result]) -> str:
 
 
 def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that are not dominated (both coordinates: more is better), sorted by the first coordinate."""
+    """Return the Pareto-optimal points (more is better in both coordinates), sorted by the first coordinate."""
     beaten = [any(a >= x and b >= y and (a, b) != (x, y) for a, b in points) for x, y in points]
     return sorted({point for point, is_beaten in zip(points, beaten, strict=True) if not is_beaten})
 

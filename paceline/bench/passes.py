@@ -88,7 +88,7 @@ class Answer:
     token_ids: list[int]
     text: str
     seconds: float
-    """Seconds from the start of its prefill to its last token."""
+    """Seconds from the start of the request's prefill to the last token."""
     rounds: list[Round] = field(default_factory=list)
     lossless: bool = True
     price: Price | None = None
@@ -142,7 +142,8 @@ def run_pass(
     batch: int,
     on_answer: Callable[[], None] = ignore,
 ) -> Pass:
-    """Answer the requests, at most `batch` at the same time; the next one starts as soon as one is done."""
+    """Answer all requests, at most `batch` at the same time: the next one starts as soon as one is finished. `params`:
+    sampling parameters of each request. `on_answer`: called after each answer."""
     waiting = deque(range(len(requests)))
     texts: dict[int, list[str]] = {}
     index_of: dict[int, int] = {}
@@ -209,7 +210,7 @@ class Engines:
         return self._made[name].drafter
 
     def add(self, name: str, drafter: Drafter) -> None:
-        """Create an engine for this drafter. Raises DrafterMismatchError."""
+        """Create an engine for this drafter and store it under `name`. Raises DrafterMismatchError."""
         self._made[name] = self._llm.new_engine(drafter)
 
     def use(self, name: str) -> Engine:

@@ -198,7 +198,7 @@ def stages_table(results: list[Result], machine: Machine) -> Table:
 
 
 def ceiling_line(llm: LLM, machine: Machine) -> str:
-    """Return a sentence with the upper bound of plain decoding's speed, from memory bandwidth."""
+    """Return a sentence with the highest possible speed of plain decoding, computed from memory bandwidth."""
     num_bytes = llm.target.weight_bytes
     rate = machine.read_bytes_per_s(num_bytes)
     cached = f" from memory, {rate / 1e9:.1f} GB/s of this much with its caches" if rate > machine.bytes_per_s else ""

@@ -72,9 +72,9 @@ class FilledDrafter(Drafter):
 
 
 Times = defaultdict[str, defaultdict[Size, list[float]]]
-"""Seconds of each repetition by stage and size. By (rows, positions): "verify" (target pass and verdict), "host"
-(commit, rollback, the drafter's update, text) and "rounds" (all of it). By (rows, drafts): "draft". By (1, tokens of a
-prompt): "prefill"."""
+"""Seconds of each repetition, by stage and size. Sizes are (rows, positions) for "verify" (target pass and acceptance),
+"host" (commit, rollback, the drafter's update, text) and "rounds" (all of it); (rows, drafts) for "draft"; (1, tokens
+of a prompt) for "prefill"."""
 
 
 def no_times() -> Times:

@@ -68,7 +68,7 @@ def read_task(given: str, limit: int | None = None) -> Task:
 
 
 def score_ticket(row: Row, text: str) -> bool:
-    """Return True if the text is a JSON object with the ticket's action and policy."""
+    """Return True if the text is a JSON object with the same action and policy as the ticket in `row`."""
     expected = re.search(r"Policy (\S+): (\S+)", row["messages"][-1]["content"])
     try:
         answer = json.loads(text)
@@ -111,7 +111,7 @@ def code_of(text: str) -> str:
 
 
 def runs(code: str) -> bool:
-    """Return True if the code runs to its end within limits of time and memory. Its output is discarded."""
+    """Return True if this Python code runs to its end within the limits of time and memory. Its output is discarded."""
     if sys.platform != "win32":
         import resource  # not in limit(): a forked process should not import
 

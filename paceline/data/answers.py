@@ -41,7 +41,7 @@ SCHEMA = pa.schema(
 )
 TOP = [("top_ids", pa.list_(pa.list_(pa.int32()))), ("top_logprobs", pa.list_(pa.list_(pa.float32())))]
 """Optional columns, written for `regenerate --top-k`: the target's most probable tokens at each position of the answer,
-best first, and their log-probabilities (nats) at temperature 1, before penalties and grammars."""
+best first, and their log-probabilities in nats (temperature 1, before penalties and grammars)."""
 
 
 class Kept(Protocol):

@@ -47,7 +47,7 @@ class Answer:
 
 
 class Journal:
-    """Writes the journal of one process; the file is created by the first answer."""
+    """Writes the journal of one process: answers that are not in a shard yet. The first answer creates the file."""
 
     def __init__(self) -> None:
         self.begun: dict[str, list[Answer]] = {}

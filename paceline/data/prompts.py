@@ -81,7 +81,7 @@ log = logging.getLogger("paceline.data.prompts")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One conversation to send to the model."""
+    """One conversation to send to the model, or its exact tokens."""
 
     id: str
     messages: list[Message]

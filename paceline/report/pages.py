@@ -149,7 +149,7 @@ def write_load_report(
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a plot. `is_faint` draws it thin and dashed."""
+    """One line of a plot: its label and points. `is_faint` draws it thin and dashed."""
 
     label: str
     x: Sequence[float]

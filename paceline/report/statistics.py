@@ -84,7 +84,7 @@ class Spread:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the quantile `share` (0 to 1) of non-empty `values`, interpolated linearly."""
+    """Return the quantile of `values` (not empty) at `share` (0 to 1), interpolated linearly."""
     return float(np.quantile(values, share))
 
 
@@ -173,7 +173,8 @@ def bootstrap(
 
 
 def ratio_of_sums(pairs: Sequence[tuple[float, ...]]) -> float:
-    """Return the sum of first elements over the sum of second elements, e.g. a token-weighted average."""
+    """Return the sum of first elements divided by the sum of second elements, e.g. tokens per second over several
+    answers."""
     below = sum(pair[1] for pair in pairs)
     return sum(pair[0] for pair in pairs) / below if below else 0.0
 

@@ -33,7 +33,7 @@ class Column:
 
     name: str
     cell: Callable[[Any], Any]
-    """Returns the cell's value for a row; None is shown as a dash."""
+    """Function that returns the cell's value for a row; None is shown as a dash."""
     form: str = "{}"
     """Format string for `str.format`, such as "{:.1f} s"."""
     align: Literal["left", "right"] = "left"
@@ -101,7 +101,7 @@ class Table:
         return columns, rows
 
     def stacked(self, width: int) -> str:
-        """Return each row as a line of `name: value` pairs, for a terminal that is too narrow for columns."""
+        """Return each row as one line of `name: value` pairs, for a terminal that is too narrow for columns."""
         columns, rows = self.cells(width)
         pairs = [[(column.name, cell) for column, cell in zip(columns, row, strict=True) if cell] for row in rows]
         named = [", ".join(f"{name}: {cell}" if name else cell for name, cell in row) for row in pairs]
@@ -130,7 +130,7 @@ def _needed(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> int:
 
 
 def block() -> str:
-    """Return a filled cell of a bar: "#" if stdout's encoding has no block character (LANG=C)."""
+    """Return the character for a filled cell of a bar; "#" if stdout's encoding has no block character (LANG=C)."""
     try:
         "█".encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

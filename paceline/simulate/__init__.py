@@ -1,1 +1,1 @@
-"""Predict what speculation brings before anything is built: no torch, no GPU (docs/explanation/prediction.md)."""
+"""Predicts the gain of speculation without building anything: no PyTorch, no GPU (docs/explanation/prediction.md)."""

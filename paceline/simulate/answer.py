@@ -309,7 +309,8 @@ def _serving(costs: CostsConfig, config: PredictConfig, setup: Setup, prediction
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """Results of a simulated server: one for each load and policy, or for each load and setting of a replayed run."""
+    """Results of a simulated server: one for each load and policy. For a replayed run: one for each load and
+    setting."""
 
     setup: Setup
     server: ServerShape

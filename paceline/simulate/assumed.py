@@ -7,11 +7,11 @@ assumed(context=320, streams=8)   # "assumed: 320 tokens of context (...), ..."
 from __future__ import annotations
 
 CONTEXT = 4096
-"""Tokens in the cache of each sequence."""
+"""Tokens in the cache of each sequence that are assumed by default."""
 STREAMS = 1
-"""Sequences that decode together."""
+"""Number of sequences that decode together, assumed by default."""
 ACCEPTANCE = "0.8"
-"""Chance of a draft to be accepted if all earlier ones are."""
+"""Chance that a draft is accepted if all earlier ones are, assumed by default."""
 
 
 def assumed(context: float = CONTEXT, streams: str | int = STREAMS, acceptance: str = ACCEPTANCE) -> str:

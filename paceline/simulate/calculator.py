@@ -144,7 +144,7 @@ def embedded(value: Any) -> str:
 
 
 def hash_of(text: str) -> str:
-    """Returns the hash of a script or style for a content security policy."""
+    """Returns the SHA-256 of a script or style sheet in the format of a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

@@ -52,7 +52,7 @@ def is_amount(value: Any) -> bool:
 
 
 def check_amounts(record: Any) -> None:
-    """Raises ValueError if a number field of a dataclass is not a number of 0 or more."""
+    """Raises ValueError if an int or float field of a dataclass instance is not a finite number of 0 or more."""
     for field in fields(record):
         value = getattr(record, field.name)
         if field.type in ("int", "float") and not is_amount(value):

@@ -44,11 +44,11 @@ class Served:
     """True if the tokens per round follow from an assumed chance and were not published."""
     rate: float
     published: float
-    """Published speed-up."""
+    """Published speed-up over plain decoding."""
     without: float
-    """Predicted speed-up by the roofline alone."""
+    """Speed-up predicted by the roofline alone."""
     within: float
-    """Predicted speed-up with the overhead."""
+    """Speed-up predicted by the roofline with the overhead."""
     overhead_ms: float
     needed: float
     """Tokens per round at which the prediction with the overhead equals the published speed-up."""
@@ -63,7 +63,7 @@ class Served:
 
 
 def served() -> Iterator[Served]:
-    """Yields every published rate, system by system."""
+    """Yields every published rate of every system, with its prediction."""
     for system in TOLD["systems"]:
         costs = _costs_of(system)
         added_s = overhead_s(costs, Load(1, system["context"]), system["plain_rate"])
@@ -108,7 +108,7 @@ class Walked:
     predicted: float
     best_draft_length: int
     said: str
-    """Quotation from the essay, if any."""
+    """Quotation from the published text on this speed-up, or ""."""
 
     @property
     def error(self) -> float:

@@ -21,7 +21,7 @@ from paceline.simulate.costs.shapes import ModelShape, arithmetic
 from paceline.simulate.speedup import Acceptance, Load
 
 TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-"""Sentence templates, shared with the page."""
+"""Templates of the sentences; the calculator page uses them too."""
 
 DEFAULT_COST = 0.1
 """Default cost of a drafter pass, as a share of a target pass."""

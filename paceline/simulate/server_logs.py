@@ -44,22 +44,22 @@ SGLANG_TOKENS = re.compile(r"#(?:full )?token: (\d+)")
 SGLANG_LENGTH = re.compile(rf"accept len: {NUMBER}")
 SGLANG_SHARE = re.compile(rf"accept rate: {NUMBER}")
 FEW_PROMPTS = 0.1
-"""Maximum prompt tokens of an interval that counts as decoding alone, as a share of generated tokens."""
+"""Maximum ratio of prompt tokens to generated tokens at which an interval counts as decoding alone."""
 LEAST_RATE = 0.02
-"""SGLang rounds its accept rate to two digits; below this rate the number of drafts cannot be derived from it."""
+"""Minimum SGLang accept rate from which the number of drafts is derived: logged rates are rounded to two digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One interval of decoding, or the mean over all intervals."""
+    """Decoding speed in one interval of a log, or the mean over all intervals."""
 
     running: int
-    """Requests that decoded together."""
+    """Number of requests that decoded together."""
     tokens_per_s: float
     """Tokens per second of all these requests together."""
     tokens_per_round: float = 1.0
     num_drafted: int = 0
-    """Drafts per request and round."""
+    """Number of drafts per request and round."""
     context: float | None = None
     """Tokens in the cache of each request, if reported."""
 
@@ -78,7 +78,7 @@ class Seen:
     tokens_per_round: float | None
     """Acceptance length: mean tokens per round with drafts; None if nothing was drafted."""
     survival: tuple[float, ...] = ()
-    """Share of rounds whose first i drafts were all accepted, if reported."""
+    """Survival curve: share of rounds whose first i drafts were all accepted, if reported."""
     tokens: float = 0.0
     """Tokens generated since the start, if reported."""
     answers: float = 0.0

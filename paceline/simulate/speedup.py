@@ -32,7 +32,7 @@ from paceline.simulate.files import is_amount, read_objects, with_name
 from paceline.simulate.server_logs import is_server_text, read_server
 
 HEAD_BYTES = 1 << 20
-"""Bytes at the beginning of a file that are searched for a server's known lines."""
+"""Number of bytes at the start of a file that are searched for the known lines of a server's log."""
 DELTAS = (-0.1, -0.05, -0.01, 0.01, 0.05, 0.1)
 
 
@@ -88,7 +88,8 @@ def constant(chance: float) -> Acceptance:
 
 
 def chance_for(wanted: float, num_drafted: int) -> float:
-    """Returns the constant chance at which `num_drafted` drafts give `wanted` tokens per round. Raises ConfigError."""
+    """Returns the acceptance chance, equal for all positions, at which `num_drafted` drafts give `wanted` tokens per
+    round. Raises ConfigError if there is no such chance."""
     if not 1 <= wanted <= num_drafted + 1:
         raise ConfigError(
             f"{num_drafted} drafts bring between 1 and {num_drafted + 1} tokens a round, never {wanted:g}"
@@ -256,11 +257,11 @@ class Change:
     """The best draft length and speed-up if every acceptance chance were higher or lower."""
 
     points: float
-    """Added to every acceptance chance; 0.01 is one point."""
+    """Number added to every acceptance chance; 0.01 is one percentage point."""
     best_draft_length: int
     speedup: float
     gain: float
-    """Relative change of the predicted speed-up."""
+    """Relative change of the predicted speed-up; 0.1 is 10% more."""
 
 
 @dataclass(frozen=True, slots=True)

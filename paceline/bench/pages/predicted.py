@@ -29,7 +29,7 @@ GOLDEN = 0.6180339887498949
 """Golden ratio minus 1. The fractional parts of its multiples are evenly distributed over 0 to 1."""
 COLORS = {"ink": "#1b1e22", "soft": "#59606a", "kept": "#0a6b57"}
 LINE, CELL = 0.19, 0.075
-"""Height of a line (LINE) and width of a character in the PNG, in inches."""
+"""Size of text in the PNG, in inches: height of a line (LINE) and width of a character (CELL)."""
 
 
 def kept_drafts(survival: Sequence[float], number: int) -> int:

@@ -51,7 +51,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Title, curve, points and slopes of the chart."""
+    """Data of the speed-up chart: title, curve, measured points and slopes."""
 
     title: str
     kind: str

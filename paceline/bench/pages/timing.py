@@ -71,7 +71,7 @@ class TimedToken:
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """One answer with the time of each token."""
+    """One answer as a list of tokens, each with its time."""
 
     drafter: str
     """Name of the drafter; "none" with speculation off."""
@@ -142,7 +142,7 @@ class Timing:
 
     @property
     def tone(self) -> Tone:
-        """Colour of the verdict; grey for a prediction."""
+        """Colour of the verdict; grey if the times are predicted."""
         if not self.on.lossless:
             return "bad"
         return "" if self.predicted is not None or self.doubt else tone_of([self._measured])
@@ -263,10 +263,10 @@ class Run:
 
     line: int
     cell: int
-    """Position of the first character in the line, in monospaced cells."""
+    """Column of the first character in the line, in monospaced cells from 0."""
     text: str
     width: int
-    """Width in monospaced cells."""
+    """Width of the text in monospaced cells."""
     round: int
     is_drafted: bool
 

@@ -60,7 +60,7 @@ class Measured:
     total_s: float = 0.0
     """Seconds from sending, including the connection, to the end."""
     late_s: float = 0.0
-    """Client-side delay between scheduled and actual sending, in seconds; excluded from all parts."""
+    """Client-side delay between scheduled and actual sending, in seconds; not included in any part."""
     parts: dict[str, float] = field(default_factory=dict)
     """Part of the time -> seconds; they sum to `total_s`."""
     is_told: bool = False
@@ -79,7 +79,7 @@ class Measured:
 
 
 def measured(stream: Stream) -> Measured:
-    """Return the measurement of a streamed answer."""
+    """Return the measured times of a streamed answer."""
     answer = read_answer(stream)
     if answer.error:
         return Measured(error=answer.error)
@@ -141,12 +141,12 @@ class LatencyResult:
     bars: dict[str, dict[str, float]]
     """Percentile (p50, p90, p99) -> seconds by segment: means of the requests whose total is near it."""
     unattributed: float | None
-    """Share of the total time of all answers that no part explains; errors of single answers partly cancel."""
+    """Share of the total time of all answers that no part explains; positive and negative errors of answers cancel."""
     is_told: bool
     largest: str | None
     """Segment with the most time in the p50 bar."""
     num_tokens: float | None
-    """Mean tokens per answer."""
+    """Mean number of tokens per answer."""
     tokens_per_round: float | None
     late: Spread
     lossless: bool
@@ -168,9 +168,9 @@ class Pair:
     """Relative reduction of the median (p50): 0.25 is a quarter less time. None if the times are implausible, see
     `doubt`."""
     difference_s: float
-    """Median difference over the requests, in seconds."""
+    """Median over requests of the difference to the first contender, in seconds."""
     interval_s: Interval
-    """95% interval over the requests, in seconds."""
+    """95% bootstrap interval of `difference_s` over requests, in seconds."""
     lossless: bool
     """True if both contenders are lossless."""
     doubt: str | None = None

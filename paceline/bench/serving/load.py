@@ -71,7 +71,7 @@ class Answer:
     """Number of prompt tokens that the server found in its cache."""
     num_tokens: int = 0
     num_accepted: int | None = None
-    """Accepted drafts; None if the server does not report them."""
+    """Number of accepted drafts; None if the server does not report it."""
     num_drafted: int | None = None
     num_rounds: int | None = None
     accepted_histogram: list[int] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Answer:
     server reports them."""
     text: str = ""
     timings: dict[str, Any] = field(default_factory=dict)
-    """Durations reported by the server, unchanged."""
+    """Durations that the server reported, unchanged."""
 
     @property
     def inter_token_s(self) -> float | None:
@@ -99,8 +99,8 @@ class Pass:
     client_cpu_s: float
     answers: list[Answer]
     steps: list[list[Any]] = field(default_factory=list)
-    """[kind, size, count, total seconds] of the engine's steps during the pass, if the server reports them (`GET
-    /steps`)."""
+    """[kind, size in tokens, count, total seconds] of the engine's steps during the pass, if the server reports them
+    (`GET /steps`)."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -176,7 +176,7 @@ class ServingBench:
         on_answer: Callable[[Arrivals, str], None] = ignore,
         on_pass: Callable[[Arrivals, str, Pass], None] = ignore,
     ) -> None:
-        """Run all loads `repeat` times; at each load the contenders take turns, in alternating order."""
+        """Run all loads `repeat` times. At each load the contenders run one after the other, in alternating order."""
         try:
             for contender in self.contenders:
                 self._pass(contender, self.loads[0], WARM_UP_TOKENS, 0)

@@ -33,7 +33,7 @@ OWNER = "paceline"
 """Value of `owned_by` in /v1/models that identifies a paceline server, which supports the request fields `speculate`
 and `return_metrics`."""
 STOP_SECONDS = 40
-"""Timeout in seconds for a started server to end before it is killed."""
+"""Seconds after which a started server that does not exit is killed."""
 
 
 def _speedup_cell(result: ServingResult) -> str | None:

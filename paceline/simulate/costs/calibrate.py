@@ -283,10 +283,10 @@ def _relative(columns: np.ndarray, times: list[Observation]) -> tuple[float, np.
 
 
 def nnls(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Returns the x >= 0 that minimises |columns @ x - wanted|. `columns`: [n, k] with a small k; `wanted`: [n];
-    returns [k].
+    """Non-negative least squares: returns the x >= 0 [k] that minimises |columns @ x - wanted|. `columns`: [n, k] with
+    a small k; `wanted`: [n].
 
-    It is the best over all subsets of columns whose own least squares have no negative term (Lawson and Hanson,
+    The result is the best over all subsets of columns whose own least squares have no negative term (Lawson and Hanson,
     "Solving Least Squares Problems", 1974, chapter 23). Columns are scaled to unit length first, so that seconds and
     counts weigh alike.
     """

@@ -29,10 +29,10 @@ from paceline.simulate.files import read_json
 
 HERE = Path(__file__).parent
 KEYS: dict[str, Any] = json.loads((HERE / "config_keys.json").read_text(encoding="utf-8"))
-"""Names of keys, families and layer types in config.json files; the file explains each table. The page reads it too."""
+"""Tables of key, family and layer-type names in config.json files; the page reads them too."""
 _FAMILIES = json.loads((HERE.parents[1] / "model" / "config" / "families.json").read_text(encoding="utf-8"))["families"]
 DECODED = frozenset(each["family"] for each in _FAMILIES.values())
-"""Values of a config's model_type that paceline's own decoder runs."""
+"""Values of "model_type" in a config.json that paceline's own decoder runs."""
 
 
 def entries() -> dict[str, dict[str, Any]]:
@@ -55,8 +55,8 @@ def machines() -> dict[str, Machine]:
 
 
 def machine(name: str) -> Machine | None:
-    """Returns the machine of this name, ignoring case, spaces, hyphens and the maker's name, or the only one whose
-    first word is `name`; None without a match."""
+    """Returns the machine with this name (case, spaces, hyphens and the maker's name are ignored), or the only one
+    whose first word is `name`; None without a match."""
     known, wanted = machines(), re.sub(r"[\s_-]", "", name).lower()
     names = {each.replace(" ", "").lower(): each for each in known}
     names |= {each.removeprefix("apple"): full for each, full in names.items()}
@@ -66,7 +66,7 @@ def machine(name: str) -> Machine | None:
 
 
 def all_shapes() -> dict[str, ModelShape]:
-    """Returns every model that can be predicted, by name."""
+    """Returns model name -> shape for every model that can be predicted."""
     return {name: shape_of_entry(entry) for name, entry in entries().items() if "unavailable" not in entry}
 
 
@@ -171,7 +171,7 @@ def _from_gguf(file: Path) -> ModelShape:
 
 
 class ConfigReader:
-    """Reads keys of a config.json under their various names, from the language model's part if there are several.
+    """Reads keys of a config.json under each family's names; in a multimodal config, those of the language model.
 
     Raises UnsupportedModelError, which names a key that is missing or not a number.
     """
@@ -198,7 +198,7 @@ class ConfigReader:
         return bool(self.config.get(name))
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """Returns a whole number of 0 or more; a null key counts as missing."""
+        """Returns the value of a key, an integer of 0 or more; a null value counts as missing."""
         keys = (name, *KEYS["other_names"].get(name, ()))
         value = next((self.config[key] for key in keys if self.config.get(key) is not None), None)
         if value is None:
@@ -381,7 +381,7 @@ def feed_forward_parameters(read: ConfigReader, layer: int) -> int:
 
 
 def experts_of(read: ConfigReader) -> Experts | None:
-    """Returns the experts summed over all sparse layers; None for a dense model."""
+    """Returns the expert parameters summed over all mixture-of-experts layers; None for a dense model."""
     layers = sum(read.is_sparse(layer) for layer in range(read.whole("num_hidden_layers")))
     if not layers:
         return None

@@ -22,7 +22,7 @@ BLOCKS = {
     11: (256, 110),
     12: (256, 144), 13: (256, 176), 14: (256, 210), 20: (32, 18), 23: (256, 136), 30: (1, 2), 39: (32, 17),
 }  # fmt: skip
-"""Tensor type -> (values, bytes) of a block: F32, F16, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, BF16, MXFP4."""
+"""GGUF tensor type -> (values, bytes) of a block: F32, F16, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, BF16, MXFP4."""
 SIZES = {
     "num_hidden_layers": "block_count", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
@@ -31,7 +31,7 @@ SIZES = {
     "sliding_window": "attention.sliding_window",
 }  # fmt: skip
 FAMILIES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
-"""llama.cpp's names of families that differ from those in Transformers."""
+"""llama.cpp's name of a model family -> its name in Transformers, where they differ."""
 PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
 
 

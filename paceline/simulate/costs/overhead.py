@@ -23,7 +23,7 @@ from paceline.simulate.speedup import Load
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Seconds added to every round, and their source."""
+    """Seconds added to every round, and the source of this number."""
 
     seconds: float
     source: str
@@ -31,11 +31,11 @@ class Overhead:
 
 
 def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
-    """Returns the seconds to add to a round of `costs` so that plain decoding of `load` gives each stream `plain_rate`
-    tokens/s.
+    """Returns the overhead in seconds: the difference between the measured and the predicted time of a plain round.
+    `plain_rate`: measured tokens/s of each stream of `load`, with plain decoding.
 
-    A plain step of all `load.batch` streams gives each of them one token: 1 / plain_rate - round(0). Raises ConfigError
-    if plain_rate is not above 0, or faster than `costs` allow without any overhead.
+    A plain round gives each stream one token, so the overhead is 1 / plain_rate - round(0). Raises ConfigError if
+    plain_rate is not above 0, or faster than `costs` allow without any overhead.
     """
     if not 0 < plain_rate < float("inf"):
         raise ConfigError(f"plain_rate must be above 0 tokens/s, not {plain_rate:g}")
@@ -53,7 +53,7 @@ def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
 
 
 def with_overhead(costs: StepCosts, added_s: float) -> StepCosts:
-    """Returns the costs with each round `added_s` seconds longer. Raises ConfigError for costs that are not in
+    """Returns the same costs with `added_s` seconds added to each round. Raises ConfigError for costs that are not in
     seconds."""
     if not isinstance(costs, RooflineCosts | MeasuredCosts):
         raise ConfigError("an overhead needs costs in seconds, the toy model has none: leave --toy or the overhead out")

@@ -42,7 +42,7 @@ class Deployment:
     num_gpus: Count = 1
     """Number of tensor-parallel GPUs: arithmetic and bandwidth add up, each layer needs two all-reduces."""
     expert_locality: Share = 0.0
-    """0: each position selects its experts independently; 1: all positions of a sequence share them."""
+    """0: each position selects its experts independently; 1: all positions of a sequence use the same ones."""
     per_layer: bool = False
     """True to take the larger of attention's arithmetic and reading for each kind of layer, not over all layers
     together."""
@@ -61,13 +61,13 @@ class Deployment:
         return self.machine.bytes_per_s * self.num_gpus
 
     def seconds(self, work: Work) -> tuple[float, float]:
-        """Returns (seconds of reading, seconds of arithmetic) at full rates."""
+        """Returns (seconds of reading, seconds of arithmetic) of this work at the machine's full rates."""
         return work.num_bytes / self.bytes_per_s, work.flops / self.flops_per_s(work.number_format)
 
 
 def distinct_experts(num_routed: int, per_token: int, batch: float, positions: float, locality: float = 0.0) -> float:
-    """Returns the expected distinct routed experts that a pass reads in a layer: E * (1 - (1 - k/E)^(B * q^(1 -
-    locality)))."""
+    """Returns the expected number of distinct routed experts that a pass reads in a layer: E * (1 - (1 - k/E)^(B * q^(1
+    - locality))), with E routed experts, k per token, B sequences and q positions of each."""
     tokens = batch * positions ** (1.0 - locality)
     return num_routed * (1.0 - (1.0 - per_token / num_routed) ** tokens)
 
@@ -125,7 +125,8 @@ def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions:
 
 
 def collective_seconds(shape: ModelShape, deployment: Deployment, tokens: float) -> float:
-    """Returns the seconds of two ring all-reduces of 16-bit activations per layer; 0 on one GPU."""
+    """Returns the seconds of communication between GPUs: two ring all-reduces of 16-bit activations per layer; 0 on one
+    GPU."""
     num_gpus = deployment.num_gpus
     if num_gpus == 1:
         return 0.0
@@ -159,9 +160,9 @@ class MemoryNeed:
 
     weight_bytes: float
     cache_bytes: float
-    """Cache of all sequences."""
+    """Bytes of the caches of all sequences."""
     memory_bytes: float
-    """Memory of all GPUs; 0 if unknown."""
+    """Memory of all GPUs together in bytes; 0 if unknown."""
 
     @property
     def fits(self) -> bool:

@@ -39,11 +39,12 @@ from paceline.simulate.files import check_amounts, is_amount, read_json, record_
 
 @dataclass(frozen=True, slots=True)
 class FractionDrafter:
-    """Drafter cost: a pass takes `fraction` of a plain target pass at the same batch."""
+    """Drafter cost as a share of the target's: each drafter pass takes `fraction` of a plain target pass at the same
+    batch."""
 
     fraction: float
     block: int | None = None
-    """Drafts of one drafter pass (DFlash); None: one token per pass (MTP, EAGLE, a small model)."""
+    """Number of drafts from one drafter pass (DFlash); None: one token per pass (MTP, EAGLE, a small model)."""
 
     def draft_s(self, num_drafted: int, batch: float, plain_s: float) -> float:
         """Returns the seconds of drafting for `batch` sequences. `plain_s`: seconds of a target pass with one position
@@ -65,7 +66,7 @@ class ShapeDrafter:
     num_bytes: float = 2.0
     """Bytes of one parameter (b)."""
     block: int | None = None
-    """Drafts of one drafter pass; None: one token per pass."""
+    """Number of drafts from one drafter pass; None: one token per pass."""
 
     def draft_s(self, num_drafted: int, batch: float, plain_s: float = 0.0) -> float:
         """Returns the seconds of drafting for `batch` sequences; `plain_s` is ignored."""
@@ -108,13 +109,13 @@ class PassFit:
     reading: float = 1.0
     """Factor on the seconds of reading at full bandwidth; its reciprocal is the share of bandwidth reached."""
     computing: float = 1.0
-    """Factor on the seconds of arithmetic at full rate; its reciprocal is the share reached."""
+    """Factor on the seconds of arithmetic at full rate; its reciprocal is the share of this rate reached."""
     fixed_s: float = 0.0
     """Seconds of each pass, whatever its size."""
     token_s: float = 0.0
-    """Seconds of each position of each row."""
+    """Seconds for each position of each row."""
     cached_token_s: float = 0.0
-    """Seconds of each token in the cache of each row."""
+    """Seconds for each cached token of each row."""
 
 
 DrafterCost = FractionDrafter | ShapeDrafter | DraftFit
@@ -158,7 +159,8 @@ class StepCosts:
 
 
 class ToyCosts(StepCosts):
-    """Toy costs: drafting and verifying cost nothing, so that the speed-up is the number of tokens per round."""
+    """Costs of the toy model: drafting and verification take no time, so that the speed-up equals the tokens per
+    round."""
 
     def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
         return {"target": 1.0}
@@ -194,7 +196,7 @@ class Calibration:
 
     verify: PassFit
     draft: DraftFit | None
-    """None if no drafter was measured."""
+    """Fitted drafter cost; None if no drafter was measured."""
     host_s: float
     """Seconds of a round outside target and drafter."""
     model: str = ""
@@ -278,14 +280,14 @@ class TimeTable:
 
     @property
     def span(self) -> tuple[float, float, float, float]:
-        """Smallest and largest batch, smallest and largest width."""
+        """Range of the measured sizes: (smallest batch, largest batch, smallest width, largest width)."""
         widths = [width for _, row in self.rows for width, _ in row]
         return self.rows[0][0], self.rows[-1][0], min(widths), max(widths)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts(StepCosts):
-    """Measured step times of one machine, model and drafter; independent of the context."""
+    """Costs from measured step times of one machine, model and drafter. They do not depend on the context."""
 
     verify: TimeTable
     draft: TimeTable | None

@@ -57,17 +57,17 @@ def arithmetic(name: str, flops_per_s: dict[str, float]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """Number format of each part."""
+    """Number format (bfloat16, float8, ...) of each part of a model."""
 
     weights: str = "bfloat16"
-    """Format of projections, head and everything except experts."""
+    """Number format of all weights except experts: projections, head and others."""
     experts: str = "bfloat16"
     attention: str = "bfloat16"
-    """Format of attention's arithmetic."""
+    """Number format in which attention is computed."""
     kv: str = "bfloat16"
-    """Format of cache entries."""
+    """Number format of cache entries (keys and values)."""
     indexer: str = "float8"
-    """Format of the indexer, which selects the positions that sparse attention reads: arithmetic and cache."""
+    """Number format of the indexer's arithmetic and cache; it selects the positions that sparse attention reads."""
 
 
 def with_precisions(known: Precisions, text: str | None) -> Precisions:
@@ -121,12 +121,13 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture-of-experts parameters, summed over all layers; assumes the same routing in each."""
+    """Parameters of all experts of a mixture-of-experts model, summed over its layers, which are assumed to route
+    alike."""
 
     num_routed: int
     per_token: int
     active: float
-    """Parameters used per token: `per_token` routed experts and the shared ones."""
+    """Parameters used for a token: `per_token` routed experts and the shared ones."""
     resident: float
     """Parameters in memory: all routed experts and the shared ones."""
 
@@ -167,7 +168,7 @@ class ModelShape:
 
     @property
     def num_active(self) -> float:
-        """Parameters used per token."""
+        """Parameters used for a token."""
         return self.dense + (self.experts.active if self.experts else 0.0)
 
 

@@ -63,13 +63,13 @@ def workload(number: int, prompt: Lengths, answer: Lengths, seed: int) -> list[J
 
 
 def arriving(jobs: Sequence[Job], times: Sequence[float]) -> list[Job]:
-    """Returns the same requests with these arrival times."""
+    """Returns the jobs with these arrival times, in seconds after the start."""
     return [replace(job, arrives_at=time) for job, time in zip(jobs, times, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Arrival of requests: a rate per second (open loop), or a number in flight (closed loop)."""
+    """Load of a server: request rate per second (open loop), or number of requests in flight (closed loop)."""
 
     rate: float | None = None
     concurrency: int | None = None
@@ -120,7 +120,7 @@ class LoadFigures:
 def figures_of(
     outcome: Outcome, policy: str, capacity_per_s: float, rate: float | None = None, concurrency: int | None = None
 ) -> LoadFigures:
-    """Computes the results of one simulation."""
+    """Computes the results of one simulation, for a load given by `rate` (open loop) or `concurrency` (closed loop)."""
     requests, wall_s = outcome.requests, outcome.wall_s
     num_rounds = sum(each.num_rounds for each in requests)
     return LoadFigures(

@@ -95,7 +95,8 @@ class Prices:
 
 
 def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, price: PriceConfig) -> Prices:
-    """Simulates the three variants for each batch size. Raises ConfigError for invalid limits, lengths or costs."""
+    """Simulates the three variants (plain, best draft length, one more token per round) at each batch size. Raises
+    ConfigError for invalid limits, lengths or costs."""
     limits = parse_slo(price.slo)
     if isinstance(costs, ToyCosts):
         raise ConfigError("a price needs costs in seconds, the toy model has none: leave --toy out")

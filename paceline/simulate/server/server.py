@@ -34,7 +34,7 @@ from paceline.simulate.server.drafts import Drafted, Survival, drafted, drafted_
 from paceline.types import LOOKUP, RoundStats, RowKind, Take
 
 SOURCE = "drafter"
-"""Source of a simulated row's drafts, except for prompt lookup drafts (LOOKUP), which take no time."""
+"""Name of the source of simulated drafts. Prompt lookup drafts have another (LOOKUP) and take no time."""
 MEASURED = tuple(1 << power for power in range(11))
 """Pass sizes in token positions. An adaptive planner is given their times; an engine measures the same sizes when it
 starts."""
@@ -68,19 +68,20 @@ class Lookups:
 
 @dataclass(frozen=True, slots=True)
 class ServerShape:
-    """Limits of a server."""
+    """Limits of the simulated server: batch size, prefill chunk, time outside the engine."""
 
     max_rows: int = 8
     """Requests that decode together."""
     prefill_chunk: int | None = 256
     """Maximum prompt tokens of a step; None prefills a prompt in one step."""
     request_s: float = 0.0
-    """Seconds of a request outside the engine before its first token: HTTP, tokenizing. They delay no other request."""
+    """Seconds that a request spends outside the engine (HTTP, tokenizing) before its first token, without delaying
+    others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Inputs of a simulation, except for its load and its policy."""
+    """Inputs of a simulation: requests, costs, server and acceptance. Load and policy are chosen by `run`."""
 
     jobs: Sequence[Job]
     costs: StepCosts
@@ -100,11 +101,12 @@ class Case:
         return statistics.fmean(job.prompt_tokens + job.answer_tokens / 2 for job in self.jobs)
 
     def run(self, policy: str, jobs: Sequence[Job] | None = None, concurrency: int | None = None) -> Outcome:
-        """Runs one simulation with a new planner. Raises ConfigError."""
+        """Simulates the server under this policy (rule for the number of drafts) with a new planner. `jobs`: other
+        requests than those of the case; `concurrency`: requests in flight (closed loop). Raises ConfigError."""
         return Simulation(self, self.planner(policy), self.jobs if jobs is None else jobs, concurrency).run()
 
     def planner(self, policy: str) -> Planner:
-        """Returns a new planner for a policy. Raises ConfigError."""
+        """Returns a new planner, which chooses the drafts of each round by this policy. Raises ConfigError."""
         chunk = self.server.prefill_chunk or max((job.prompt_tokens for job in self.jobs), default=1)
         return make_planner(policy, self.survival, self.costs, self.context, chunk, self.marginals is not None)
 
@@ -124,7 +126,7 @@ class SimulatedRequest:
     num_prefilled: int = 0
     num_tokens: int = 0
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    """(time, number of tokens) of each delivery."""
+    """(time, number of tokens) of each delivery to the client."""
     num_rounds: int = 0
     num_drafted_total: int = 0
     """Drafts over all its rounds."""
@@ -170,7 +172,7 @@ class Outcome:
     """Result of a simulation: all requests with their times, and seconds spent by the server."""
 
     requests: list[SimulatedRequest]
-    """In the order of the jobs."""
+    """All requests, in the order of the jobs."""
     busy_s: float
     """Seconds in which the server was busy."""
     prefill_s: float
@@ -320,7 +322,7 @@ class BestPlanner(FixedPlanner):
 
     survival: Survival = ()
     round_s: Callable[[int, int], float] = field(default=lambda rows, count: 1.0)
-    """(rows, drafts per row) -> seconds of a round."""
+    """Function (rows, drafts per row) -> seconds of a round."""
     _known: dict[int, int] = field(default_factory=dict)
 
     def choose(self, num_rows: int) -> int:
