@@ -1,7 +1,9 @@
-"""Acceptance length by context length: a drafter trained on short documents often gets worse on long ones.
+"""Acceptance length by context length.
 
-by_context([(prompt_len, answer.rounds), ...])
-# [{"from": 0, "to": 512, "rounds": 80, "tokens_per_round": 3.1}, ...]
+    by_context([(prompt_len, answer.rounds), ...])
+    # [{"from": 0, "to": 512, "rounds": 80, "tokens_per_round": 3.1}, ...]
+
+A drafter trained on short documents often gets worse on long ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Default assumptions of predictions, the same for every command.
+"""Default assumptions of predictions.
 
-CONTEXT, STREAMS, ACCEPTANCE      # the defaults of `simulate`, `simulate-serving`, `advise`, `train --dry-run`
-assumed(context=320, streams=8)   # "assumed: 320 tokens of context (...), ..."
+    CONTEXT, STREAMS, ACCEPTANCE      # the defaults of `simulate`, `simulate-serving`, `advise`, `train --dry-run`
+    assumed(context=320, streams=8)   # "assumed: 320 tokens of context (...), ..."
+
+They are the same for every command.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The calculator page: one self-contained HTML file with formulas, catalogue and machines, which works offline.
+"""Builds the calculator page: one self-contained HTML file with formulas, catalogue and machines, which works offline.
 
 `page/` holds its parts: JavaScript modules that are joined into one script, a style sheet, and uPlot for the charts
 (vendor/). The catalogue is embedded as JSON. The content security policy lists the hashes of script and style and

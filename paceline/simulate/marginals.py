@@ -1,9 +1,10 @@
-"""Reads marginals (acceptance chances by draft position and candidate rank): built in, or counted by `paceline bench
-decode --plan tree:32`.
+"""Reads marginals: acceptance chances by draft position and candidate rank.
 
     read_marginals("greedy")               # or sampled: `marginals.json`, measured with smollm2-135m's shipped drafter
     read_marginals("runs/bench-decode-1")  # the setting with the most rounds; runs/bench-decode-1:default: one drafter
     read_marginals("mine.json")            # {"marginals": {"tried": [...], "stood": [[...], ...]}} or [[0.7, 0.1], ...]
+
+They are built in, or counted by `paceline bench decode --plan tree:32`.
 """
 
 from __future__ import annotations

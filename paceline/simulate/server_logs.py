@@ -4,17 +4,17 @@
     seen.samples[0].round_s                     # seconds of a round with this many requests
     seen.survival                               # share of rounds whose first i drafts were accepted, if reported
 
-Lines that are read:
+Log lines that it reads (... is any text):
 
-    vLLM     Engine 000: Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 612.3 tokens/s, Running: 8
-    reqs, ...
+    vLLM     Engine 000: Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 612.3 tokens/s,
+             Running: 8 reqs, ...
              SpecDecoding metrics: Mean acceptance length: 3.20, ..., Per-position acceptance rate: 0.801, 0.620, ...
     SGLang   Decode batch, #running-req: 8, #token: 34816, ..., accept len: 3.20, accept rate: 0.55, ...,
              gen throughput (token/s): 456.7, #queue-req: 0
 
-Each line covers an interval. Only intervals with the same number of running requests at their beginning and end, and
-almost no prompt tokens, count as rounds. Counters of metrics (llama.cpp's too) are averaged since the start; the number
-of running requests is the present one.
+Each line covers an interval. An interval is used if it has the same number of running requests at its beginning and
+end, and almost no prompt tokens. Counters of metrics (llama.cpp's too) are averaged since the start; the number of
+running requests is the present one.
 """
 
 from __future__ import annotations

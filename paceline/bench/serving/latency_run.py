@@ -1,6 +1,8 @@
-"""Library call of `bench latency`: starts a server per drafter or uses running ones; writes report.md and report.html.
+"""Library call of `bench latency`: starts a server per drafter, or uses running ones, and measures their latency.
 
-line = bench_latency(ArmsConfig(drafters=("none", "default")), LatencyConfig(), workloads=("voice",))
+    line = bench_latency(ArmsConfig(drafters=("none", "default")), LatencyConfig(), workloads=("voice",))
+
+The results are in report.md and report.html of the run folder.
 """
 
 from __future__ import annotations

@@ -99,8 +99,9 @@ class Pass:
     client_cpu_s: float
     answers: list[Answer]
     steps: list[list[Any]] = field(default_factory=list)
-    """[kind, size in tokens, count, total seconds] of the engine's steps during the pass, if the server reports them
-    (`GET /steps`)."""
+    """[kind, size, count, total seconds] of the engine's steps during the pass, if the server reports them (`GET
+    /steps`). Size is in positions for verify (target pass) and draft, in tokens for prefill, and 1 for step (a whole
+    step)."""
 
     @property
     def tokens_per_s(self) -> float:

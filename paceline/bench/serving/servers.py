@@ -1,6 +1,8 @@
-"""Library call of `bench serving`: finds or starts servers, puts them under load, writes report.md and report.html.
+"""Library call of `bench serving`: finds or starts servers, and measures them under load.
 
-line = bench_serving(ServersConfig(url="http://127.0.0.1:8000"), ServingConfig(concurrencies=(1, 8)))
+    line = bench_serving(ServersConfig(url="http://127.0.0.1:8000"), ServingConfig(concurrencies=(1, 8)))
+
+The results are in report.md and report.html of the run folder.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ sizes.
     paceline bench steps --drafter random-dflash --out runs/steps
     paceline simulate --calibrate runs/steps            ->  runs/steps/calibration.json
 
-For a given ratio of reading to computing the fit is linear: non-negative least squares. The ratio is searched. Errors
-are relative, so that small passes weigh as much as large ones.
+For a given ratio of the reading factor to the computing factor the fit is linear (non-negative least squares); the
+ratio is found by search. Errors are relative, so that small passes weigh as much as large ones.
 """
 
 from __future__ import annotations

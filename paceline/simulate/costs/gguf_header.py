@@ -1,6 +1,6 @@
 """Reads a model's sizes from the header of a GGUF file: the keys of a config.json, and the mean bytes per weight.
 
-`model/gguf/container.py` reads such files to run them, with NumPy and the `gguf` package; predictions need neither.
+Needs neither NumPy nor the `gguf` package, unlike `model/gguf/container.py`, which reads such files to run them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The roofline model: seconds of one target pass, where each part takes the larger of its arithmetic and its memory
-traffic.
+"""The roofline model: seconds of one target pass. Each part takes the larger of its arithmetic and its memory traffic.
 
 Formulas: the project's performance model (docs/explanation/prediction.md), after Finn's "economics of speculative
-decoding" and
-Modal's spec-dec roofline. Units: seconds, bytes, FLOP. B sequences, q positions of each (drafts + 1), S tokens of
-context, t = B*q.
+decoding" and Modal's spec-dec roofline. Units: seconds, bytes, FLOP. B sequences, q positions of each (drafts + 1), S
+tokens of context, t = B*q.
 """
 
 from __future__ import annotations

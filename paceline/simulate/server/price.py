@@ -1,13 +1,12 @@
-"""Price of answers: the maximum request rate at which a machine meets the response times, and the price of 1,000
+"""Price of answers: the maximum request rate at which a machine meets the response-time limits, and the price of 1,000
 answers.
 
     result = priced(costs, acceptance, PredictConfig(batch=(8,)), PriceConfig(price_per_hour=2.5, slo="p90-total=2s"))
     result.rows[0].per_thousand
 
 Each rate is simulated like `paceline simulate-serving`: requests at random times, a queue, chunked prefill, rounds of
-all rows. The maximum rate that meets the response times is found by bisection; without response times it is the
-server's capacity. There are three variants: plain decoding, the best draft length for the running rows, and the latter
-with one more token per round.
+all rows. The maximum rate is found by bisection; without limits it is the server's capacity. There are three variants:
+plain decoding, the best draft length for the running rows, and the latter with one more accepted token per round.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ from paceline.simulate.server.server import Case, Job, Lookups, Outcome, ServerS
 from paceline.types import LOOKUP, NONE
 
 THROUGHPUT_WITHIN, FIRST_TOKEN_WITHIN = 0.10, 0.30
-"""Maximum relative errors of a correct prediction: of tokens per second, and of the median time to the first token."""
+"""Maximum relative errors at which a prediction counts as correct: of tokens per second (THROUGHPUT_WITHIN), and of the
+median time to the first token (FIRST_TOKEN_WITHIN)."""
 NEEDED = ("repetition", "due_s", "first_s", "num_prompt", "num_reused", "num_tokens", "wall_s")
 
 
@@ -56,8 +57,8 @@ class Recorded:
     lookup: Rounds = field(default_factory=Rounds)
     """Totals over the rounds with prompt lookup drafts, if the server used these in addition to a drafter."""
     steps: list[tuple[str, float, float, float]] = field(default_factory=list)
-    """(kind, positions, count, total seconds) of the server's steps, where kind is verify, prefill, draft or step (the
-    whole); empty if they are not recorded."""
+    """(kind, size, count, total seconds) of the engine's steps; empty if not recorded. Size is in positions for verify
+    (target pass) and draft, in tokens for prefill, and 1 for step (a whole step)."""
 
     @property
     def tokens_per_s(self) -> float:
