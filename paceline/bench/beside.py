@@ -110,7 +110,7 @@ class Beside:
     tokens_per_s: float
     """Tokens per second of the other engine."""
     speedup: float | None
-    """Speed-up over the other engine; None if the measured times are implausible, see `doubt`."""
+    """Speed-up over the other engine; None if it is higher than speculation can give, see `doubt`."""
     identical: bool | None = None
     """True if the tokens are equal; None for sampled answers, where only the distribution has to be equal."""
     first_difference: int | None = None
@@ -119,7 +119,7 @@ class Beside:
     """Target's best logit minus its second-best at the first difference; near 0 both tokens were almost equally
     probable."""
     doubt: str | None = None
-    """Reason why the speed-up allows no verdict; None if it does, and for Transformers, whose speed is not checked."""
+    """Reason not to trust the speed-up (machine busy, too few tokens), or None. Not checked for Transformers."""
 
 
 def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Completion:

@@ -141,7 +141,7 @@ class Result(Drafting):
     """Tokens per second in the slowest and in the fastest repetition."""
     decode_tokens_per_s: float | None
     speedup: float | None
-    """Speed-up over plain decoding; None if the times are implausible, see `doubt`."""
+    """Speed-up over plain decoding; None if it is higher than speculation can give, see `doubt`."""
     speedup_interval: tuple[float | None, float | None]
     """95% bootstrap interval of the speed-up over prompts."""
     speedup_vs: dict[str, float]
@@ -160,10 +160,10 @@ class Result(Drafting):
     """Counts of the target's token's rank among the candidates, for `simulate --marginals`; None if not recorded."""
     differences: list[Difference] = field(default_factory=list)
     doubt: str | None = None
-    """Reason why the speed-up allows no verdict, or None."""
+    """Reason not to trust the speed-up (machine busy, too few tokens), or None."""
 
     def __post_init__(self) -> None:
-        """Removes an implausible speed-up, also one that was read from an older version's file."""
+        """Removes a speed-up that is higher than speculation can give, also one from an older version's file."""
         if self.drafter != BASELINE and self.drafter not in PEERS:
             self.doubt = self.doubt or doubt(self.speedup, self.tokens_per_round, self.num_output_tokens)
             self.speedup = possible_speedup(self.speedup, self.tokens_per_round)
@@ -339,9 +339,9 @@ def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
 def set_figures(bench: Bench) -> dict[str, Any]:
     """Return the results on one prompt set, and for the last drafter statistics of looping answers and sample texts.
 
-    "looping_share" is that of the lowest temperature, where models loop most. "without_loops" counts only non-looping
-    answers (None without any). "by_context": acceptance length by context at the lowest temperature. "num_skipped":
-    turns that do not fit the context.
+    Keys: "looping_share" is that of the lowest temperature, where models loop most; "without_loops" is the acceptance
+    length over answers that do not loop (None without any); "by_context" is that by context length, at the lowest
+    temperature; "num_skipped" counts turns that exceed the context.
     """
     config = bench.config
     drafter, batch = config.drafters[-1], min(config.batches)

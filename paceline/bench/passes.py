@@ -67,8 +67,8 @@ def mocked_engine(
 
 
 def random_prompt(seed: int | str, length: int, vocab_size: int) -> list[int]:
-    """Return `length` random token ids. A different seed gives different tokens, so that no KV cache of an equal prompt
-    is reused."""
+    """Return `length` random token ids. Each seed gives other tokens, so that the KV cache of an earlier prompt is not
+    reused."""
     draw = random.Random(seed)
     return [draw.randrange(vocab_size) for _ in range(length)]
 

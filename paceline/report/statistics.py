@@ -30,9 +30,9 @@ FEWEST_TOKENS = 100
 def is_possible(speedup: float, tokens_per_round: float | None) -> bool:
     """Return False if a speed-up over plain decoding exceeds the acceptance length, both rounded to two digits.
 
-    A round costs at least one pass of the target, so speculation gains at most the tokens accepted per round. A higher
-    speed-up means that other programs ran while plain decoding was timed. `tokens_per_round` None (unknown) allows any
-    speed-up.
+    A round costs at least one pass of the target, so the speed-up of speculation is at most its tokens per round. A
+    higher value means that other programs ran while plain decoding was timed. If `tokens_per_round` is unknown (None),
+    any speed-up is possible.
     """
     return tokens_per_round is None or round(speedup, 2) <= round(tokens_per_round, 2)
 
@@ -58,8 +58,8 @@ def tone_of(speedups: Sequence[float], gain: float = GAIN) -> Tone:
 
 
 def doubt(speedup: float | None, tokens_per_round: float | None, num_tokens: int | None) -> str | None:
-    """Return the reason why a measured speed-up allows no verdict (implausible, or too few tokens), or None if it
-    allows one. `num_tokens`: output tokens timed, if known."""
+    """Return the reason not to trust a measured speed-up (higher than speculation can give, or too few tokens), or
+    None. `num_tokens`: output tokens timed, if known."""
     if speedup is not None and not is_possible(speedup, tokens_per_round):
         return BUSY
     if num_tokens is not None and num_tokens < FEWEST_TOKENS:

@@ -122,12 +122,13 @@ class Timing:
 
     @property
     def speedup(self) -> float | None:
-        """Tokens per second with speculation over those without; None if the times are implausible, see `doubt`."""
+        """Tokens per second with speculation over those without; None if higher than speculation can give, see
+        `doubt`."""
         return possible_speedup(self._measured, self.on.tokens_per_round)
 
     @property
     def doubt(self) -> str | None:
-        """Reason why the speed-up allows no verdict, or None."""
+        """Reason not to trust the speed-up (machine busy, too few tokens), or None."""
         return doubt(self._measured, self.on.tokens_per_round, len(self.on.tokens))
 
     @property

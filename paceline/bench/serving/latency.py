@@ -165,8 +165,8 @@ class Pair:
     p50_s: float
     against_p50_s: float
     cut: float | None
-    """Relative reduction of the median (p50): 0.25 is a quarter less time. None if the times are implausible, see
-    `doubt`."""
+    """Relative reduction of the median (p50): 0.25 is a quarter less time. None if it is higher than speculation can
+    give."""
     difference_s: float
     """Median over requests of the difference to the first contender, in seconds."""
     interval_s: Interval
@@ -174,7 +174,7 @@ class Pair:
     lossless: bool
     """True if both contenders are lossless."""
     doubt: str | None = None
-    """Reason why the comparison with plain decoding allows no verdict, or None."""
+    """Reason not to trust the comparison with plain decoding (machine busy, too few tokens), or None."""
 
 
 class LatencyBench:

@@ -135,8 +135,7 @@ class ServingResult:
     tokens_per_round: float | None
     speedup: float | None
     """Mean answer time with speculation off, divided by this contender's, on the same requests: median over
-    repetitions. None if the times are implausible, see `doubt`. At an open rate requests also delay one another, so any
-    value counts."""
+    repetitions. None if it is higher than speculation can give, see `doubt`; at an open rate any value counts."""
     identical: float | None
     """Share of greedy texts that are equal to those with speculation off."""
     reused: float | None
@@ -148,7 +147,7 @@ class ServingResult:
     lossless: bool = True
     """False if any answer was reported as not lossless, e.g. with mocked acceptance."""
     doubt: str | None = None
-    """Reason why the speed-up allows no verdict, or None."""
+    """Reason not to trust the speed-up (machine busy, too few tokens), or None."""
 
 
 class ServingBench:

@@ -49,7 +49,7 @@ def entries() -> dict[str, dict[str, Any]]:
 
 
 def machines() -> dict[str, Machine]:
-    """Returns the known machines by name; machines.json has the sources of the figures."""
+    """Returns name -> machine for the known machines; machines.json has the sources of their figures."""
     known = json.loads((HERE / "machines.json").read_text(encoding="utf-8"))["machines"]
     return {entry["name"]: Machine(**entry) for entry in known}
 

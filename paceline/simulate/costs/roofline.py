@@ -42,7 +42,7 @@ class Deployment:
     expert_locality: Share = 0.0
     """0: each position selects its experts independently; 1: all positions of a sequence use the same ones."""
     per_layer: bool = False
-    """True to take the larger of attention's arithmetic and reading for each kind of layer, not over all layers
+    """True: compare attention's arithmetic with its reading for each group of layers. False: for all layers
     together."""
 
     def __post_init__(self) -> None:

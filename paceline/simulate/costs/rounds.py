@@ -130,7 +130,7 @@ class StepCosts:
     host_s: float = 0.0
     """Seconds of a round outside target and drafter: launches, scheduling, sampling."""
     prefill_adapts: bool = False
-    """True if the measured engine shortens prefill chunks while requests are running."""
+    """True if the measured engine uses shorter prefill chunks while other requests decode."""
 
     @property
     def max_draft(self) -> int | None:
@@ -154,7 +154,7 @@ class StepCosts:
         return self.verify_s(batch, num_drafted + 1, context) + self.draft_s(batch, num_drafted, context) + self.host_s
 
     def prefill_s(self, tokens: int, context: int) -> float:
-        """Returns the seconds of a prefill chunk; `context` tokens are in the cache after it."""
+        """Returns the seconds of a prefill chunk of `tokens` tokens. `context`: tokens in the cache after it."""
         return self.verify_s(1, tokens, context)
 
 

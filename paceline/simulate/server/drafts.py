@@ -25,7 +25,7 @@ class Drafted:
     """Drafts of one batch row in a round, and their outcome if they are verified."""
 
     num_right: int
-    """Number of drafts that would be accepted if all were verified."""
+    """Number of drafts that would be accepted if all were verified in a chain."""
     confidence: list[float] | None = None
     """Log-probability that the drafter gives its top token at each draft position; None if it reports none."""
     candidates: Candidates | None = None

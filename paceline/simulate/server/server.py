@@ -118,7 +118,7 @@ class SimulatedRequest:
     job: Job
     arrived_at: float
     luck: random.Random = field(repr=False)
-    """Random numbers that decide acceptance, independent of other requests."""
+    """Random generator that decides acceptance, one per request."""
     admitted_at: float = 0.0
     """Time at which it got a batch row."""
     first_token_at: float = 0.0
