@@ -260,8 +260,7 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
 
 def parting(target: Target, prompt_ids: list[int], ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
     """Compare two answers: return (number of equal tokens before the first difference, target's best logit minus its
-    second-best there), or None if they are equal. A gap of 0 is a tie. The engine must be idle, since a cache row is
-    used."""
+    second-best there), or None if they are equal. A gap of 0 is a tie. The engine must be idle: a cache row is used."""
     index = first_difference(ours, theirs)
     if index is None:
         return None

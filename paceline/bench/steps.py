@@ -205,8 +205,8 @@ def table(times: dict[Size, list[float]]) -> list[list[float]]:
 
 
 def spread(times: dict[Size, list[float]]) -> float:
-    """Return the relative noise of the times: interquartile range over median of each size, as the median over all
-    sizes."""
+    """Return the relative noise of the times: for each size the interquartile range over the median; then the median of
+    these."""
     shares = []
     for runs in times.values():
         if len(runs) > 1:

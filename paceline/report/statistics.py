@@ -46,7 +46,7 @@ def possible_speedup(speedup: float | None, tokens_per_round: float | None) -> f
 GAIN, LOAD_GAIN, EVEN = 1.1, 1.05, 0.97
 """Limits of a verdict on a speed-up: a gain from GAIN on (LOAD_GAIN: under load); drafting costs time below EVEN."""
 Tone = Literal["good", "cost", "bad", ""]
-"""Colour of a verdict: green for a gain, amber for a cost, red for an error, grey without verdict or difference."""
+"""Colour of a verdict: good is green (a gain), cost is amber, bad is red (an error), "" is grey (no clear result)."""
 
 
 def tone_of(speedups: Sequence[float], gain: float = GAIN) -> Tone:

@@ -116,7 +116,8 @@ class Walked:
 
 
 def walked() -> Iterator[Walked]:
-    """Yields published and predicted speed-ups of the walk-through's two tables."""
+    """Yields the speed-ups of the two tables of the walk-through (a published calculation), each with its
+    prediction."""
     table = TOLD["walkthrough"]
     for model, ways in table["models"].items():
         shape = catalogue.find(model)

@@ -76,7 +76,7 @@ class Seen:
     """Name of the server software: vLLM, SGLang, llama.cpp or paceline."""
     samples: list[Sample]
     tokens_per_round: float | None
-    """Acceptance length: mean tokens per round with drafts; None if nothing was drafted."""
+    """Acceptance length: mean tokens per round with drafts; None without drafts."""
     survival: tuple[float, ...] = ()
     """Survival curve: share of rounds whose first i drafts were all accepted, if reported."""
     tokens: float = 0.0

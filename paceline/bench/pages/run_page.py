@@ -35,7 +35,8 @@ KINDS = {"heldout": "held out", "ood": "out of domain"}
 
 
 def speedup_cell(result: Result) -> str | None:
-    """Return the text of a table cell: the speed-up with its interval, or "busy: repeat" for implausible times."""
+    """Return the text of a table cell: the speed-up with its interval, or "busy: repeat" if it is higher than
+    possible."""
     return with_interval(result.speedup, result.speedup_interval, unit="x") or (result.doubt and "busy: repeat")
 
 

@@ -124,7 +124,7 @@ def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
 
 def locality_of(steps: Steps, shape: ModelShape) -> float:
     """Returns the expert locality (0: positions select experts independently; 1: all positions share them) that best
-    fits the counted experts, by relative errors; 0 without counts.
+    fits the measured numbers of distinct experts, by relative errors; 0 if these were not measured.
 
     Positions of random weights share more experts than those of text, so measured times are fitted with the experts
     actually read.
@@ -338,8 +338,8 @@ def predicted(steps: Steps, shape: ModelShape, deployment: Deployment) -> list[H
 
 
 def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
-    """Returns the held-out sizes: every third (batch, positions) of each batch size, never the smallest or the largest
-    of all."""
+    """Returns the (batch, positions) sizes to hold out: every third number of positions at each batch size, but neither
+    the smallest nor the largest size."""
     batches = sorted({each.batch for each in steps.verify})
     held = set()
     for number, batch in enumerate(batches):

@@ -63,8 +63,9 @@ def with_overhead(costs: StepCosts, added_s: float) -> StepCosts:
 def overhead_of(
     costs: StepCosts, context: int, overhead_ms: float | None, plain_rate: float | None, server_log: Path | None
 ) -> Overhead | None:
-    """Returns the overhead: given in milliseconds, computed from `plain_rate` (tokens/s of plain decoding with one
-    stream), or fitted to a server's log; None without any of these. Raises ConfigError."""
+    """Returns the overhead of a round from one of three sources: given in milliseconds, computed from `plain_rate`
+    (tokens/s of plain decoding with one stream), or fitted to a server's log. None if no source is given. Raises
+    ConfigError."""
     if overhead_ms is not None:
         return Overhead(overhead_ms / 1e3, "as given")
     if server_log is not None:

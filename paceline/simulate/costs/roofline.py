@@ -40,7 +40,8 @@ class Deployment:
     num_gpus: Count = 1
     """Number of tensor-parallel GPUs: arithmetic and bandwidth add up, each layer needs two all-reduces."""
     expert_locality: Share = 0.0
-    """0: each position selects its experts independently; 1: all positions of a sequence use the same ones."""
+    """Overlap of experts: 0: each position selects its experts independently; 1: all positions of a sequence use the
+    same."""
     per_layer: bool = False
     """True: compare attention's arithmetic with its reading for each group of layers. False: for all layers
     together."""
