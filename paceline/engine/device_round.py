@@ -1,10 +1,10 @@
-"""Whole rounds on the device: draft, verify, accept, commit and inject as one recorded region, with one read by the
-host.
+"""Whole rounds on the device: draft, verify, accept, commit and inject as one recorded region (CUDA graph). The host
+waits for the device once per round.
 
-Lengths, anchors and settings of all rows are stored on the device. A round drafts a block, verifies it, counts the
-accepted drafts, updates each row's length and anchor, and writes the features of all its positions into the drafter's
-cache; those after the accepted ones are unused, as in the target's cache. The host waits once and reads one small
-tensor. A round without drafts is plain decoding.
+Lengths, anchors (last committed tokens) and settings of all rows are stored on the device. A round drafts a block,
+verifies it, counts the accepted drafts, updates each row's length and anchor, and writes the features of all its
+positions into the drafter's cache; those after the accepted ones are unused, as in the target's cache. The host waits
+once and reads one small tensor. A round without drafts is plain decoding.
 
 A round qualifies if all its rows do: greedy, or sampled by temperature, min-p, top-k and top-p, with drafts of one
 DFlash drafter or none. Otherwise the whole batch takes `round.decode_round`. If sampling a row needs the whole
@@ -40,18 +40,18 @@ from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, 
 from paceline.verify.rules import Uniforms
 
 EVERYWHERE = False
-"""True if engines compute device rounds also without recording; set by tests."""
+"""True if engines also compute device rounds on devices without CUDA graphs; set by tests."""
 ROUNDS = "device"
-"""Key of device rounds in `DeviceRounds.counts`."""
+"""Key of `DeviceRounds.counts` that counts device rounds."""
 
 
 class Form(NamedTuple):
-    """Type of a recorded round, in addition to its shape."""
+    """Properties that select a recorded round, in addition to its numbers of rows and positions."""
 
     is_drawn: bool
-    """True if some rows are sampled; then every position runs the exponential race."""
+    """True if some rows are sampled; then all positions are sampled by the exponential race (see `race`)."""
     is_mocked: bool
-    """True if a table gives the number of accepted drafts (`verify.rules.mocked`)."""
+    """True if a table gives the number of accepted drafts, whatever the tokens are (`verify.rules.mocked`)."""
     drafter: DFlashDrafter | None = None
 
     @property
@@ -60,23 +60,24 @@ class Form(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of one row of a device round."""
+    """Result of one row in a device round."""
 
     num_accepted: int
     bonus: int
-    """The bonus token; FAILED or WHOLE without one."""
+    """Token id of the bonus token. FAILED: the logits were not finite. WHOLE: the host must sample from the whole
+    distribution."""
     drafts: list[int]
     """Verified drafts."""
     confidence: list[float]
 
 
 class StaticRound(Region):
-    """Recorded rounds of the cache rows 0..B-1 with up to K drafts each."""
+    """One recorded round (CUDA graph) for the cache rows 0..B-1, with up to K drafts each."""
 
     kind = "round"
 
     def __init__(self, decoder: GraphDecoder, rows: DeviceRows, form: Form, num_rows: int, count: int) -> None:
-        """`count`: J = K + 1."""
+        """`count`: J = K + 1, the verified positions of a row. `num_rows`: B."""
         device = decoder.device
         self._rows, self._form, self._num_rows, self._num_drafted = rows, form, num_rows, count - 1
         self.target_pass = decoder.static_pass(num_rows, count)
@@ -91,8 +92,8 @@ class StaticRound(Region):
         self.read_out = (
             torch.zeros_like(self._out, device="cpu").pin_memory() if is_cuda else torch.zeros_like(self._out)
         )
-        """Copy of the result in host memory: per row the accepted drafts, bonus token, width, drafts and
-        confidences."""
+        """Result [B, 3 + 2K] in host memory. Columns: number of accepted drafts, bonus token, number of verified
+        drafts, then K drafts and K confidences."""
         self.marks = Marks(device, 3)
 
     @property
@@ -104,7 +105,7 @@ class StaticRound(Region):
         return [self.read_out]
 
     def compute(self) -> None:
-        """Compute one round of all live rows: updates their state, fills both caches and `read_out`."""
+        """Compute one round of all rows that are not idle: update their state, both caches and `read_out`."""
         state, slot_K = self._rows.first(self._num_rows), self._slot_J[1:] - 1
         self.marks.set(0)
         tokens_BJ, confidence_BK, width_B = self._draft(state.is_live_B)
@@ -164,7 +165,7 @@ class StaticRound(Region):
         return torch.where(draws.is_greedy_B[:, None], best_BJ, drawn_BJ)
 
     def outcomes(self, rows: list[int]) -> list[Outcome]:
-        """Returns the results of the latest round for these rows; waits until the device has computed it."""
+        """Waits until the device has computed the latest round, and returns the results of these rows."""
         if self.read_out.device != self._out.device:
             done = torch.cuda.Event()
             done.record()
@@ -182,25 +183,26 @@ class StaticRound(Region):
         return self._form.drafter
 
     def logits_JV(self, row: int, count: int) -> Tensor:
-        """Returns the target's logits of a row of the latest round at its first `count` positions, [count, V]."""
+        """Returns the target's logits [count, V] at the first `count` positions of a row, from the latest round."""
         return self.target_pass.logits_TV.unflatten(0, (self._num_rows, -1))[row, :count]
 
 
 class DeviceRounds:
-    """Computes device rounds for one engine."""
+    """Computes device rounds for one engine, if a batch qualifies for them."""
 
     def __init__(self, target: GraphDecoder, pool: Pool, judge: RuleJudge) -> None:
         assert target.recorder is not None
         self._target, self._pool, self._judge, self._recorder = target, pool, judge, target.recorder
         self.counts = Counter[str]()
-        """Number of rounds: ROUNDS counts device rounds, the reasons count rounds that did not qualify. "whole
-        distribution" counts rows of device rounds that the host sampled."""
+        """Number of rounds by kind. ROUNDS counts device rounds; each reason counts the rounds that did not qualify
+        because of it. "whole distribution" counts rows of device rounds that the host sampled."""
 
     @classmethod
     def of(cls, target: Target, pool: Pool, judge: RuleJudge, wanted: bool | None) -> DeviceRounds | None:
-        """Returns an engine's device rounds if `wanted`; None: if the device replays recorded passes.
+        """Creates an engine's device rounds, or returns None if it shall not use them. `wanted`: True or False; None
+        decides by the target: yes if its passes run on CUDA and are recorded.
 
-        Raises ConfigError if they are wanted and not possible.
+        Raises ConfigError if `wanted` is True and the target cannot do it.
         """
         can = isinstance(target, GraphDecoder) and can_record(target.config)
         if wanted and not can:
@@ -213,8 +215,8 @@ class DeviceRounds:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the rounds of the pool's drafters, greedy and sampled, unless shapes are recorded at their first
-        use."""
+        """Record the CUDA graphs of rounds for the pool's drafters, greedy and sampled. No-op if graphs are recorded at
+        their first use."""
         if self._recorder.records_late:
             return
         paths = [each for each in self._pool.drafters if isinstance(each, DFlashDrafter) and each.round_path]

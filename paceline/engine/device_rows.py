@@ -1,4 +1,5 @@
-"""State of cache rows on the device, for `device_round.py`, the host's copy of it, and timing marks within a region."""
+"""State of cache rows on the device for `device_round.py`, the host's copy of it, and timing marks within a CUDA
+graph."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from paceline.verify.rules import Rule, Uniforms
 
 
 class RowValues(NamedTuple):
-    """State of one row: integers, then values that are float64 on the device. All zeros: idle."""
+    """State of one cache row. The first six values are integers, the others are float64 on the device. A row with only
+    zeros is idle (no request)."""
 
     length: int = 0
     anchor: int = 0
     left: int = 0
     """Tokens that the request may still generate; 0: idle."""
     most: int = 0
-    """Maximum drafts of a round."""
+    """Maximum drafts per round, by the planner."""
     seed: int = 0
     top_k: int = 0
     inverse_temperature: float = 0.0
@@ -41,12 +43,12 @@ class RowValues(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Drafts that the next round verifies."""
+        """Number of drafts that the next round verifies."""
         return max(min(self.most, self.left - 1), 0)
 
     @property
     def decisive(self) -> tuple[float, ...]:
-        """The values that affect the next round; empty for an idle row."""
+        """The values that can change the next round's result; empty for an idle row."""
         return (*self._replace(most=self.width),) if self.left > 0 else ()
 
 
@@ -55,7 +57,7 @@ _NUM_INTS = 6
 
 @dataclass(slots=True)
 class RowState:
-    """Views [B] of the values of the first rows."""
+    """Device tensors [B] with the values of the first B rows; writing to them changes the rows."""
 
     length_B: Tensor
     anchor_B: Tensor
@@ -72,7 +74,8 @@ class RowState:
         return torch.minimum(self.most_B, self.left_B - 1).clamp(min=0)
 
     def move(self, accepted_B: Tensor, bonus_B: Tensor) -> None:
-        """Commit the accepted drafts and the bonus token of each live row; a row with a negative token becomes idle."""
+        """Commit the accepted drafts and the bonus token of each row that is not idle. A row with a negative bonus
+        token becomes idle."""
         is_sound_B = bonus_B >= 0
         gained_B = (accepted_B + 1) * (self.is_live_B & is_sound_B)
         self.anchor_B.copy_(torch.where(gained_B > 0, bonus_B, self.anchor_B))
@@ -81,22 +84,21 @@ class RowState:
 
 
 class DeviceRows:
-    """Values of all rows of a cache, on its device. The host copies them only if they differ from the result of the
-    latest
-    round: a row joined, left, drafts another number of tokens, or was cut short."""
+    """Values of all cache rows on the device. The host copies its values there only if the device's own result differs:
+    a row joined or left, its number of drafts changed, or its answer was cut short."""
 
     def __init__(self, num_rows: int, max_len: int, device: torch.device) -> None:
         self._max_len, is_cuda = max_len, device.type == "cuda"
         shape = len(RowValues._fields), num_rows
         self.values = torch.zeros(shape, dtype=torch.int64, device=device)
-        """Values [9, R], int64; rows after the first six hold the bits of float64."""
+        """Values [9, R], int64; from index 6 on they hold the bits of float64 numbers."""
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
         self._known = [RowValues()] * num_rows
         self._survivors_RS: Tensor | None = None
         self._mocked: dict[int, tuple[Rule, Sequence]] = {}
 
     def first(self, num_rows: int) -> RowState:
-        """Returns views of the first rows."""
+        """Returns the values of the first `num_rows` rows, as views of the device tensor."""
         ints, floats = self.values[:_NUM_INTS, :num_rows], self.values[_NUM_INTS:, :num_rows].view(torch.float64)
         length_B, anchor_B, left_B, most_B, seed_B, top_k_B = ints.unbind()
         return RowState(length_B, anchor_B, left_B, most_B, Draws(seed_B, top_k_B, *floats.unbind()))
@@ -107,9 +109,9 @@ class DeviceRows:
         self._known = [RowValues()] * len(self._known)
 
     def set(self, sequences: list[Sequence], most_B: list[int]) -> None:
-        """Prepare the next round: these rows with at most `most_B` drafts, all others idle. Copies at most once and
-        does not
-        wait: the host waits for every round before it copies again."""
+        """Prepare the next round: these sequences' rows draft at most `most_B` tokens, all other rows are idle. Makes
+        at most one copy to the device and does not wait for it, because the host waits for every round before the next
+        copy."""
         wanted = [RowValues()] * len(self._known)
         for seq, most in zip(sequences, most_B, strict=True):
             wanted[seq.row] = RowValues.of(seq, most)
@@ -123,7 +125,7 @@ class DeviceRows:
         self._known = wanted
 
     def moved(self, row: int, num_accepted: int, bonus: int) -> None:
-        """Update the host's copy with a row's result on the device."""
+        """Update the host's copy of a row with the result that the device computed."""
         known = self._known[row]
         if bonus < 0:
             self._known[row] = known._replace(left=0)
@@ -132,7 +134,8 @@ class DeviceRows:
         self._known[row] = known._replace(length=known.length + gained, anchor=bonus, left=known.left - gained)
 
     def mock(self, rule: Rule, sequences: list[Sequence]) -> None:
-        """Fill the table of `survivors` from the rule, for these requests."""
+        """Fill the table that `survivors` reads, for these requests: the number of drafts that a mocked rule accepts at
+        each length."""
         assert rule.survives is not None
         if self._survivors_RS is None:
             self._survivors_RS = torch.zeros(
@@ -146,13 +149,14 @@ class DeviceRows:
             self._mocked[seq.row] = rule, seq
 
     def survivors(self, length_B: Tensor) -> Tensor:
-        """Returns the accepted drafts of mocked rows with these lengths [B], not limited by the verified ones."""
+        """Returns how many drafts a mocked rule accepts in each row, given the rows' lengths [B]. The result [B] is not
+        limited by the number of drafts."""
         assert self._survivors_RS is not None
         return self._survivors_RS[: len(length_B)].gather(1, length_B.clamp(max=self._max_len - 1)[:, None])[:, 0]
 
 
 class Marks:
-    """Times within a region: by events in the CUDA graph, on other devices by the host's clock."""
+    """Time marks within one recorded computation: events in its CUDA graph, or the host's clock on other devices."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._times = [0.0] * count
@@ -161,15 +165,15 @@ class Marks:
         self._events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(events)]
 
     def set(self, index: int) -> None:
-        """Record the time of this mark."""
+        """Record the time of the mark with this index."""
         if self._events:
             self._events[index].record()
         elif not self._is_cuda:
             self._times[index] = time.perf_counter()
 
     def seconds(self) -> list[float] | None:
-        """Returns the seconds between marks of the latest run, which must have ended; None if they cannot be
-        measured."""
+        """Returns the seconds between consecutive marks of the latest run, or None if they cannot be measured. The run
+        must have ended."""
         if self._is_cuda:
             pairs = zip(self._events, self._events[1:], strict=False)
             return [1e-3 * first.elapsed_time(last) for first, last in pairs] or None
@@ -178,7 +182,7 @@ class Marks:
 
 @functools.cache
 def can_time_graphs(device: torch.device) -> bool:
-    """True if events in a CUDA graph can be timed; tests it with a tiny graph."""
+    """True if this device can measure time by events within a CUDA graph. Tests it with a tiny graph."""
     try:
         first, last = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
         number, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()

@@ -47,18 +47,19 @@ from paceline.verify.rules import MOCKED
 
 @dataclass(slots=True)
 class Chunk:
-    """Output of one request in one step."""
+    """New output of one request in one engine step: tokens and text."""
 
     sequence: Sequence
     token_ids: list[int]
     text: str
-    """Final text; may lag behind the tokens (an incomplete character, the beginning of a stop string)."""
+    """Final text for these tokens. It may end before them, if they end in an incomplete character or in a possible stop
+    string."""
     finish_reason: FinishReason | None = None
     """"error" if the model failed on this request; `sequence.error` has the reason."""
 
 
 class Engine:
-    """Continuous batching over one target; `planner` plans each step."""
+    """Continuous batching with one target model; `planner` plans each step."""
 
     def __init__(
         self,
@@ -76,13 +77,11 @@ class Engine:
         max_tv: float | None = None,
         device_rounds: bool | None = None,
     ) -> None:
-        """`drafter` may be a mapping of several by name, the pool; `router` then chooses for requests that name none.
-        `planner`
-        None: all drafts of the drafter in every round, chunks of `prefill_chunk` prompt tokens. `lookups` adds prompt
-        lookup
-        drafts to a drafter that computes. `allow_lossy` permits lossy rules, with at most `max_tv` mean total
-        variation. `device_rounds` computes qualifying rounds as one recorded region each (`device_round.py`); None: if
-        the device replays passes."""
+        """`drafter`: the drafter, or a pool of drafters by name; `router` then chooses for requests that name none.
+        `planner` None: every round verifies all drafts, and chunks have `prefill_chunk` prompt tokens. `lookups` adds
+        prompt lookup drafts to the drafter's own. `allow_lossy` permits lossy rules, with at most `max_tv` mean total
+        variation. `device_rounds`: compute each qualifying round as one CUDA graph (`device_round.py`); None: if the
+        target's passes are recorded as CUDA graphs."""
         self.target, self.tokenizer = target, tokenizer
         self.planner = planner or FixedPlanner(most_chunk=prefill_chunk)
         self.pool = Pool(
@@ -103,31 +102,32 @@ class Engine:
         self.rounds: list[RoundStats] = []
         """Statistics of the latest step's rounds, at most one."""
         self.read = (0, 0.0)
-        """(prompt tokens, seconds) of the latest step's prefill."""
+        """Prefill of the latest step: (prompt tokens, seconds)."""
         self._requests: dict[int, tuple[Sequence, TextStream]] = {}
         self._guests: dict[int, Drafter] = {}
         """Request id -> drafter that is tried on this request alone."""
         self.ids = itertools.count()
-        """Request ids; a replacing engine continues the count, so that ids stay unique."""
+        """Counter of request ids. An engine that replaces this one continues it, so that ids stay unique."""
 
     @property
     def drafter(self) -> Drafter:
-        """The default drafter of new requests."""
+        """The pool's default drafter, for new requests."""
         return self.pool.drafter
 
     def swap(self, drafter: Drafter) -> None:
-        """Replace the default drafter for new requests; requests that run or have a row keep their drafter. Raises
-        DrafterMismatchError, and changes nothing, if it does not fit the target."""
+        """Replace the default drafter for new requests. Requests that already have a cache row keep their drafter.
+        Raises DrafterMismatchError, and changes nothing, if the drafter does not fit the target."""
         self.pool.swap(drafter)
         self._forget(drafter.name)
 
     def put(self, name: str, drafter: Drafter) -> None:
-        """Add `drafter` to the pool under this name, or replace the one there. Otherwise like `swap`."""
+        """Add `drafter` to the pool under this name, or replace the one with this name for new requests. Raises
+        DrafterMismatchError, or ConfigError for a reserved name, and changes nothing then."""
         self.pool.put(name, drafter)
         self._forget(name)
 
     def remove(self, name: str) -> None:
-        """Remove a drafter from the pool. Raises ConfigError for an unknown name."""
+        """Remove a drafter from the pool; running requests keep it. Raises ConfigError for an unknown name."""
         self.pool.remove(name)
         self._forget(name)
 
@@ -150,10 +150,10 @@ class Engine:
     ) -> int:
         """Queue a request; returns its id.
 
-        `constraint`: its grammar's state from `grammars`, if already compiled. `route`: the requested drafter of the
-        pool, or
-        the request's classes for the router. `guest`: a drafter to try on this request alone, which then goes to the
-        front of the queue. Raises PromptError, ContextLengthError or SamplingError for invalid input.
+        `constraint`: compiled state of its grammar, if the caller already has it (`grammars.compile`). `route`: the
+        pool's drafter that the request asks for, or the request's classes, from which the router chooses. `guest`: a
+        drafter outside the pool, tried on this request only; the request then goes to the front of the queue. Raises
+        PromptError, ContextLengthError or SamplingError for invalid input.
         """
         params = params or SamplingParams()
         self._check(prompt_ids, params)
@@ -208,7 +208,7 @@ class Engine:
             )
 
     def abort(self, request_id: int) -> Sequence | None:
-        """Drop a request in any state; returns its sequence, or None if it is finished or unknown."""
+        """End a request at once, waiting or running. Returns its sequence, or None if it is finished or unknown."""
         if request_id not in self._requests:
             return None
         seq, _ = self._requests[request_id]
@@ -218,8 +218,8 @@ class Engine:
         return seq
 
     def record(self, most_drafted: int = 0, *, grows_trees: bool = False) -> None:
-        """Record the passes of rounds on a device that replays passes: for as many drafts as the present drafters make,
-        or `most_drafted`, or for trees. Takes seconds on CUDA, during which all requests wait."""
+        """Record the passes that rounds need as CUDA graphs, if the device uses them: for the present drafters' drafts,
+        for `most_drafted` drafts, or for trees. Takes seconds on CUDA, during which all requests wait."""
         most = max(most_drafted, *(drafter.num_drafted for drafter in self.pool.drafters))
         if most and self.pool.lookups:
             most = max(most, self.pool.lookups.num_drafted)
@@ -230,13 +230,13 @@ class Engine:
             self.device_rounds.record()
 
     def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context, prefill chunks have the maximum size even while rows decode: for work that is not
-        streamed."""
+        """Within this context prefill chunks have the maximum size, even while other rows decode. For answers that are
+        not streamed."""
         return self.planner.chunks.whole() if isinstance(self.planner, AdaptivePlanner) else contextlib.nullcontext()
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
-        """Run at most one prefill chunk and one decode round; returns the output of each request."""
+        """Run at most one prefill chunk and one decode round. Returns the new output of each request."""
         self.rounds, self.read = [], (0, 0.0)
         if not (self.target.has_own_threads and self.pool.has_own_threads):
             return self._advance()
@@ -383,7 +383,7 @@ class Engine:
         self._guests.pop(seq.request_id, None)
 
     def check_integrity(self) -> None:
-        """Assert that the engine's bookkeeping is consistent; cheap enough for every step of a test."""
+        """Assert that the engine's bookkeeping is consistent. Fast enough to call after every step of a test."""
         self.scheduler.check_integrity()
         alive = {
             seq.request_id for seq in (*self.scheduler.waiting, *self.scheduler.prefilling, *self.scheduler.running)

@@ -31,26 +31,28 @@ MAX_CHARACTERS = 65_536
 """Maximum characters of a schema or regex; compiling is quadratic in the number of properties, two seconds at this
 length."""
 SPECIAL_LOOK = re.compile("<.*>", re.DOTALL)
-"""Added tokens that llguidance treats as special."""
+"""Pattern of added tokens that llguidance treats as special tokens."""
 _LEAST = -1e30
 """A logit below all others except -inf."""
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, from any thread; may outlive its engine.
+    """Compiles grammars for one tokenizer, from any thread. It may be used by several engines one after another.
 
     The first compilation reads the vocabulary, which takes about a second and holds the GIL; later ones do not hold it.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """`tokenizer.backend` is its `tokenizers.Tokenizer`; it is first used by the first grammar."""
+        """`tokenizer`: an object whose field `backend` is a `tokenizers.Tokenizer`; it is not used before the first
+        grammar."""
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._vocabulary: LLTokenizer | None = None
         self._reading = threading.Lock()
         self._compiled = lru_cache(maxsize=64)(self._compile)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Returns new state for one answer. Raises SamplingError for an invalid or unsupported schema or regex."""
+        """Returns a new grammar state, for one answer. Raises SamplingError for an invalid or unsupported schema or
+        regex."""
         return Grammar(self._compiled(spec).deep_copy())
 
     def _compile(self, spec: GrammarSpec) -> LLMatcher:
@@ -143,9 +145,9 @@ def _refusal(spec: GrammarSpec, reason: str) -> SamplingError:
 
 
 class Grammar:
-    """Grammar state of one answer: the tokens that may come next.
+    """Grammar state of one answer: which tokens may come next.
 
-    If the answer exceeds llguidance's limits, it `has_failed` and allows only the end token.
+    If the answer exceeds llguidance's limits, `has_failed` is True and only the end token is allowed.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -156,11 +158,11 @@ class Grammar:
         tokens."""
 
     def follow(self, seq: Sequence, drafts: list[int], corrects: bool = False) -> list[int]:
-        """Returns the leading drafts that the grammar allows; stores the masks of their positions and of the next one
-        for `mask`.
+        """Returns the leading drafts that the grammar allows, up to the first refused one. Stores which tokens are
+        allowed at each of their positions and the next one; `mask` uses that.
 
-        With `corrects` a refused draft is replaced by the grammar's token if it allows only one, which is sure to be
-        accepted.
+        With `corrects`, a refused draft is replaced if the grammar allows only one token there. That token is sure to
+        be accepted.
         """
         matcher = self._matcher
         matcher.consume_tokens(seq.tokens[seq.prompt_len + self._num_consumed :])
@@ -187,7 +189,7 @@ class Grammar:
         return self._matcher.is_error()
 
     def mask(self, seq: Sequence, logits_JV: Tensor) -> Tensor:
-        """Returns a copy of the logits [J, V] with -inf for refused tokens; positions after a refused draft are
+        """Returns a copy of the logits [J, V] in which refused tokens are -inf. Positions after a refused draft are
         unchanged.
 
         Those positions are never used, because the refused draft before them cannot be accepted.
@@ -217,8 +219,8 @@ def _only(mask: bytes) -> int | None:
 
 
 def within_grammars(batch: Batch, draft: DraftBlock) -> DraftBlock:
-    """Returns the drafts corrected and cut by the grammars, so that the target verifies only acceptable ones. Never
-    longer.
+    """Returns the drafts without those that the grammars refuse, so that the target does not verify them. A row's
+    drafts never become longer; some are corrected.
 
     Sampled drafts are not corrected, and a refused one stays as the last of its row: its replacement is sampled from
     the residual with its own distribution, and would have another distribution if the draft were removed.

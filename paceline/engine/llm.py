@@ -1,4 +1,4 @@
-"""The main class of the library: `LLM` loads a model and a drafter and generates: blocking, streaming, or batched.
+"""The library's main class: `LLM` loads a model and a drafter, and generates text: blocking, streaming or batched.
 
 llm = LLM("smollm2-135m", drafter="default", dtype="bfloat16")
 out = llm.chat([[{"role": "user", "content": "..."}]], SamplingParams(max_tokens=128))
@@ -45,16 +45,16 @@ Message = dict[str, Any]
 _RAW_TEXT = "pass the text itself to generate()"
 """Remedy for errors of `chat` templates."""
 LATER = 7
-"""Drafts per round for which passes are measured if a drafter may be added later."""
+"""Drafts per round that passes are measured for if there is no drafter yet but one may be added later."""
 
 
 class LLM:
-    """A model with its drafter. Settings are the fields of `EngineConfig`; `drafter` may also be a Drafter object.
+    """A model with its drafter. `settings` are the fields of `EngineConfig`; `drafter` may also be a Drafter object.
 
-    `drafters` gives several by name; the first is the default, and `router` chooses for requests of `engine.add` with a
-    route. `allow_lossy` permits lossy rules (`SamplingParams.lossy`) with at most `max_tv` mean total variation. Raises
-    the errors of
-    paceline.errors: a missing model, a drafter for another target, a cache beyond its budget.
+    `drafters` gives several drafters by name. The first is the default; `router` chooses one for requests of
+    `engine.add` with a route. `allow_lossy` permits lossy rules (`SamplingParams.lossy`) with at most `max_tv` mean
+    total variation. Raises the errors of paceline.errors: a missing model, a drafter for another target, a cache beyond
+    its budget.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class LLM:
             for name, spec in specs.items()
         }
         self.drafter = next(iter(created.values()))
-        """The default drafter."""
+        """The default drafter for new requests."""
         self.router = router
         self.allow_lossy, self.max_tv = allow_lossy, max_tv
         _fit_budget(self.config, self.target, list(created.values()))
         self.pass_costs: PassCosts | None = None
-        """Measured seconds of target passes; measured when a plan first needs them."""
+        """Seconds of target passes; None until an adaptive planner first needs them and they are measured."""
         self._planners: WeakKeyDictionary[Drafter, Planner] = WeakKeyDictionary()
         self._inboxes: dict[int, deque[Chunk]] = {}
         """Request id -> chunks for `generate` and `stream`, no matter which caller ran the step."""
@@ -98,19 +98,21 @@ class LLM:
 
     @classmethod
     def of(cls, config: EngineConfig, **more: Any) -> LLM:
-        """Creates an LLM from complete settings, as the commands do."""
+        """Creates an LLM from a complete config, as the commands do. `more`: other arguments of LLM, such as
+        `router`."""
         return cls(**(asdict(config) | more))
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all KV caches; allocated once, and exceeded only if drafters are added."""
+        """Bytes of all KV caches: the target's and the drafters'. They are allocated once; only added drafters increase
+        them."""
         return self.target.cache.num_bytes + sum(each.cache_bytes(self.target) for each in self.engine.pool.drafters)
 
     def new_engine(self, drafter: Drafter | Mapping[str, Drafter]) -> Engine:
-        """Returns an engine with the same weights and cache and another drafter, or several; use one engine at a time.
-        On CUDA this first records passes, which takes seconds.
+        """Returns another engine with the same weights and cache, and with this drafter or these drafters. Use only one
+        of the engines at a time. On CUDA this first records the passes as CUDA graphs, which takes seconds.
 
-        If the plan adapts and no number of drafts is set, prompt lookup is added to a drafter that computes.
+        If the planner is adaptive and no number of drafts is set, the engine also uses prompt lookup.
         """
         every, mock = [drafter] if isinstance(drafter, Drafter) else list(drafter.values()), self.config.mocked
         engine = Engine(
@@ -140,7 +142,8 @@ class LLM:
             self.record_passes(self.engine)
 
     def record_passes(self, engine: Engine) -> None:
-        """Record the passes of this engine's rounds if the device replays passes; existing recordings are reused."""
+        """Record the passes of this engine's rounds as CUDA graphs, if the device uses them. Existing recordings are
+        reused."""
         grows = self.config.trees if self._adapts else self.config.plan.startswith("tree")
         engine.record(LATER if self.router else 0, grows_trees=grows)
 
@@ -169,12 +172,12 @@ class LLM:
 
     def make_drafter(self, drafter: str | Drafter | None, **options: Any) -> Drafter:
         """Creates a drafter by name for this target; `options` go to its constructor. Raises the errors of
-        `draft.registry`."""
+        `draft.registry.make_drafter`."""
         return make_drafter(drafter, self.target, target_name=self.config.model, **options)
 
     def use_drafter(self, drafter: str | Drafter | None, **options: Any) -> None:
-        """Replace the drafter for new requests. Raises the errors of creating and binding it, and changes nothing
-        then."""
+        """Replace the drafter for new requests; `options` go to its constructor. Raises an error, and changes nothing,
+        if the drafter cannot be created or does not fit the target."""
         created = self.make_drafter(drafter, **options)
         self.engine.swap(created)
         self._pool_changed()
@@ -183,12 +186,13 @@ class LLM:
 
     @property
     def members(self) -> dict[str, Member]:
-        """The drafters of the pool by name, as copies. "none" is always available in addition."""
+        """The pool's drafters by name, each as a copy of its entry (`Member`). "none" is always available in
+        addition."""
         return {name: replace(member) for name, member in self.engine.pool.members.items()}
 
     def use_members(self, members: Mapping[str, Member]) -> None:
-        """Replace the engine by one with these drafters. Raises ConfigError while answers are running, or a binding
-        error."""
+        """Start a new engine with these drafters instead of the present ones. Raises ConfigError while answers are
+        running, and DrafterMismatchError for a drafter that does not fit the target."""
         self._refuse_while_running("drafters cannot be exchanged all at once")
         self._replace_engine(members)
 
@@ -206,19 +210,19 @@ class LLM:
         self.drafter = self.engine.drafter
 
     def put_drafter(self, name: str, drafter: Drafter) -> None:
-        """Add a drafter to the pool under this name, or replace the one there, which running requests keep. Raises the
-        errors of binding it; nothing has changed then."""
+        """Add a drafter to the pool under this name. It replaces one with the same name; running requests keep the old
+        one. Raises DrafterMismatchError, and changes nothing, if it does not fit the target."""
         self.engine.put(name, drafter)
         self._pool_changed()
 
     def drain_drafter(self, name: str) -> None:
-        """Stop giving this drafter to new requests. Raises ConfigError for an unknown name."""
+        """Stop giving this drafter to new requests; it stays in the pool. Raises ConfigError for an unknown name."""
         self.engine.pool.admit(name, False)
         self._pool_changed()
 
     def remove_drafter(self, name: str) -> None:
-        """Stop giving this drafter to new requests, and remove it after its last one. Raises the errors of
-        `drain_drafter`."""
+        """Stop giving this drafter to new requests, and remove it when its last request ends. Raises ConfigError for an
+        unknown name."""
         self.engine.remove(name)
         self._pool_changed()
 
@@ -246,8 +250,8 @@ class LLM:
         tools: Iterable[Message] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Returns a conversation's token ids by the model's chat template, with these `variables`. Raises
-        PromptError."""
+        """Returns the token ids of a conversation, by the model's chat template. `variables`: further values for the
+        template. Raises PromptError."""
         return chat_ids(self.tokenizer, messages, tools or (), variables)
 
     def chat(
@@ -256,7 +260,7 @@ class LLM:
         params: SamplingParams | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
-        """Answer each conversation; returns answers in the same order."""
+        """Answers each conversation, a list of messages. Returns the answers in the same order."""
         with way_out(_RAW_TEXT):
             prompts = [self.encode_chat(messages) for messages in conversations]
         return self.generate_ids(prompts, params, on_chunk)
@@ -264,7 +268,7 @@ class LLM:
     def generate(
         self, prompts: list[str], params: SamplingParams | None = None, on_chunk: Callable[[Chunk], None] | None = None
     ) -> list[Completion]:
-        """Continue each raw text, without a chat template."""
+        """Continues each raw text, without a chat template. Returns the answers in the same order."""
         return self.generate_ids([self.tokenizer.encode(prompt) for prompt in prompts], params, on_chunk)
 
     def generate_ids(
@@ -273,10 +277,11 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
-        """Continue each list of token ids. An error or interrupt aborts every request of this call.
+        """Continues each prompt, a list of token ids. Returns the answers in the same order. An error or interrupt
+        aborts every request of this call.
 
-        Without `on_chunk` and other streams prompts are prefilled in maximum chunks: the batch as a whole finishes
-        sooner.
+        Without `on_chunk` and without other streams, prompts are prefilled in chunks of maximum size: the batch as a
+        whole finishes sooner.
         """
         each = params if isinstance(params, list) else [params] * len(prompts)
         texts, done = [""] * len(prompts), dict[int, Completion]()
@@ -300,10 +305,11 @@ class LLM:
         return [done[place] for place in range(len(prompts))]
 
     def stream(self, prompt: list[Message] | str | list[int], params: SamplingParams | None = None) -> Generator[Chunk]:
-        """Yields chunks of one answer as they are committed. Messages go through the chat template, a string is raw
-        text.
+        """Yields parts of one answer when they are committed. `prompt`: messages for the chat template, raw text, or
+        token ids.
 
-        Several streams may be read in turns, and other answers generated between two chunks; each gets its own chunks.
+        Several streams may be read alternately, and other answers generated between two chunks; each gets its own
+        chunks.
         """
         with contextlib.closing(self._answer([(self._ids_of(prompt), params)])) as answering:
             for _, chunk in answering:

@@ -19,11 +19,12 @@ from paceline.verify.lossy import follow, lossy_rule
 from paceline.verify.rules import CheckedRow, RowVerdict, Uniforms
 
 NO_TOKEN = -1
-"""Placeholder of a missing token; also used by `ForwardOutput.best_T`."""
+"""Value that replaces a missing token id; also used by `ForwardOutput.best_T`."""
 
 
 def checked_row(seq: Sequence, tokens: list[int], draft_probs_KV: Tensor | None, logits_JV: Tensor) -> CheckedRow:
-    """Returns the inputs of a rule for a sampled row; `logits_JV`: after bias, penalties and grammar."""
+    """Returns a rule's inputs for one sampled row. `logits_JV`: logits of its J verified positions, after bias,
+    penalties and grammar."""
     uniforms = Uniforms.of(seq)
     return CheckedRow(
         tokens,
@@ -37,9 +38,10 @@ def checked_row(seq: Sequence, tokens: list[int], draft_probs_KV: Tensor | None,
 def judge_lossy(
     seq: Sequence, tokens: list[int], tree: Tree | None, draft_probs_KV: Tensor | None, logits_JV: Tensor
 ) -> tuple[RowVerdict, list[int]]:
-    """Returns the verdict, whose next token is NO_TOKEN without a distribution, and the accepted drafts, root to leaf.
+    """Judges one row's drafts by its lossy rule. Returns (verdict, indices of the accepted drafts, root to leaf). The
+    verdict's next token is NO_TOKEN if the logits give no distribution.
 
-    `logits_JV`: the model's own logits of the anchor, then of each draft.
+    `logits_JV`: the model's own logits after the anchor (last committed token), then after each draft.
     """
     assert seq.params.lossy is not None and seq.ledger is not None
     params, uniforms, lossy = seq.params, Uniforms.of(seq), seq.params.lossy

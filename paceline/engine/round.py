@@ -1,8 +1,8 @@
 """The decode round: draft, verify in one target pass, accept and commit. All other parts plug into it.
 
-`device_round.py` computes the same on the device for batches that qualify.
+`device_round.py` computes the same on the device, for batches that qualify.
 
-The judge turns the verify pass's logits into a verdict: each request's own distribution, judged by the selected rule.
+`RuleJudge` turns the verify pass's logits into a verdict: each request's own distribution, judged by the selected rule.
 Greedy rows without penalties need only the argmax of each position, computed for the whole batch at once; every other
 row first gets its bias, penalties and filters. The rules themselves are pure functions in `verify/rules.py`.
 """
@@ -30,14 +30,15 @@ from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, 
 from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms, match_prefix
 
 Narrow = Callable[[list[list[float] | None], list[Candidates | None] | None], list[int | Tree]]
-"""(sure_B, candidates_B of a DraftBlock) -> how many drafts of each row to verify, or which tree: `Planner.narrow`."""
+"""Function (sure_B, candidates_B of a DraftBlock) -> for each row the number of drafts, or the tree, to verify. See
+`Planner.narrow`."""
 
 
 def decode_round(
     batch: Batch, target: Target, drafter: Drafter | Pool, judge: RuleJudge, narrow: Narrow | None = None
 ) -> RoundStats:
-    """Run one round for every sequence of the batch: draft K tokens, verify J = K+1 positions, commit the accepted
-    ones."""
+    """Runs one round for all sequences of the batch: draft K tokens, verify J = K+1 positions, commit the accepted
+    ones. Returns the round's statistics."""
     started, recording_s = time.perf_counter(), target.recording_s
     proposed = drafter.propose(batch)
     if narrow:
@@ -74,14 +75,16 @@ def decode_round(
 
 
 def fail(batch: Batch, verdict: Verdict) -> None:
-    """Fail requests without a next token (non-finite logits, or all tokens forbidden); other rows continue."""
+    """End the requests for which the verdict has no next token, with an error: non-finite logits, or all tokens
+    forbidden. Other rows continue."""
     for seq, reason in zip(batch.sequences, verdict.failed_B or (), strict=False):
         if reason is not None:
             seq.finish_reason, seq.error = "error", NumericsError(reason)
 
 
 def verify_input(batch: Batch, draft: DraftBlock, only_argmax: bool = False) -> ForwardBatch:
-    """Returns each row's anchor and drafts, packed row after row."""
+    """Returns the input of the target's verify pass: each row's anchor (last committed token) and drafts, row after
+    row."""
     counts = [1 + len(tokens) for tokens in draft.tokens_B]
     rows = zip(batch.sequences, draft.tokens_B, strict=True)
     packed = [token for seq, tokens in rows for token in (seq.tokens[-1], *tokens)]
@@ -132,9 +135,9 @@ def _outcomes(draft: DraftBlock, verdict: Verdict) -> list[Outcome | None] | Non
 
 
 def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
-    """Append the accepted drafts and the bonus token to each sequence, up to a token that ends it.
+    """Append the accepted drafts and the bonus token to each sequence, up to a token that ends the answer.
 
-    Returns the number of tokens that each row gained: at least 1, but 0 for a failed request. `cached_len` becomes the
+    Returns the number of new tokens of each row: at least 1, but 0 for a failed request. `cached_len` becomes the
     length of the sequence without its last token.
     """
     fail(batch, verdict)
@@ -165,8 +168,8 @@ def _observed(
 
 
 class RuleJudge:
-    """Decides which drafts are accepted: by `rule`, but greedy rows by the longest match if the rule needs
-    probabilities."""
+    """Decides which drafts are accepted. Sampled rows are judged by `rule`. Greedy rows are judged by the longest match
+    if the rule needs probabilities."""
 
     def __init__(self, rule: Rule = RULES["auto"]) -> None:
         self.rule = rule
@@ -176,7 +179,7 @@ class RuleJudge:
         return self.rule.takes_trees
 
     def only_argmax(self, batch: Batch) -> bool:
-        """True if the judge needs only the largest logit of each position."""
+        """True if judging this batch needs only the most probable token of each position, not all logits."""
         return all(_is_plain(seq) and seq.params.logprobs is None for seq in batch.sequences)
 
     def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
@@ -282,8 +285,8 @@ class RuleJudge:
 
 
 def failure_reason(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
-    """Returns the reason for a missing token. `logits_JV`: the model's own, before penalties and grammar, if
-    relevant."""
+    """Returns the reason why a row has no next token, as a text. `logits_JV`: the model's own logits before penalties
+    and grammar; None if they do not matter."""
     best_J = [_NONE] * (num_accepted + 1) if logits_JV is None else ForwardOutput(logits_JV, None).best_T()
     if _NONE not in best_J:
         place = len(seq.tokens) + num_accepted
@@ -309,7 +312,8 @@ def _is_plain(seq: Sequence) -> bool:
 
 
 def is_shaped(seq: Sequence) -> bool:
-    """True if something besides temperature and filters changes a request's logits, or which drafts are accepted."""
+    """True if anything besides temperature and filters changes the request's logits or the accepted drafts: bias,
+    penalties, a grammar, and so on."""
     params = seq.params
     return (
         params.lossy is not None

@@ -37,7 +37,8 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self.running)
 
     def admit(self, choose: Callable[[Sequence, list[int]], int | None] | None = None) -> Iterator[Sequence]:
-        """Allocate free rows to waiting requests in order; `choose` may prefer one of the free rows."""
+        """Give free cache rows to waiting requests, in order of arrival; returns these requests. `choose`: function
+        that may select one of the free rows for a request."""
         while self.waiting and self._cache.num_free:
             seq = self.waiting.popleft()
             row = self._cache.allocate(choose(seq, self._cache.free_rows) if choose else None)
@@ -49,8 +50,8 @@ class Scheduler:
             yield seq
 
     def start_decoding(self, seq: Sequence) -> None:
-        """Move a request with a complete prompt to the running ones. Rows stay sorted, so that neighbours run as one
-        product."""
+        """Move a request from prefill to decoding, because its prompt is complete. Rows stay sorted, so that adjacent
+        rows are computed in one matrix product."""
         self.prefilling.remove(seq)
         self.running.append(seq)
         self.running.sort(key=lambda running: running.row)
@@ -88,8 +89,8 @@ LEAST = 16
 
 
 class PrefixReuse:
-    """Tracks the tokens in each row of the cache, and copies common prefixes. `Engine` reports admissions and
-    releases."""
+    """Prefix cache: remembers which tokens each cache row holds, and copies common prefixes of prompts to new rows.
+    `Engine` reports when a request gets or leaves a row."""
 
     def __init__(self, target: Target, drafters: Pool) -> None:
         self._target, self._drafters = target, drafters
@@ -97,19 +98,20 @@ class PrefixReuse:
         """Row without a sequence -> (tokens in its cache, the row's allocation counter at that time)."""
         self._running: dict[int, Sequence] = {}
         self.deferred: set[int] = set()
-        """Ids of requests that reuse a prefix only when their own prefill starts."""
+        """Ids of requests that wait for another request's prompt, and copy its prefix when their own prefill starts."""
         self.num_reused = 0
         """Prompt tokens reused instead of computed, since the engine started."""
 
     def best_row(self, seq: Sequence, free: list[int]) -> int | None:
-        """Returns the free row with the longest prefix of the prompt, if that is at least LEAST tokens."""
+        """Returns the free row that holds the longest prefix of the prompt, if that has at least LEAST tokens, else
+        None."""
         lengths = {row: _common(tokens, seq) for row, tokens in self._still_held().items() if row in free}
         best = max(lengths, key=lengths.__getitem__, default=None)
         return best if best is not None and lengths[best] >= LEAST else None
 
     def admitted(self, seq: Sequence) -> None:
-        """Call after `seq.row` is allocated and the drafter has started the row: reuses the longest prefix of another
-        row, or waits while another row is prefilling a longer one.
+        """Copy the longest prefix of the prompt from another row, or wait while another row is prefilling a longer one.
+        Call after the request got `seq.row` and the drafter has started it.
 
         A prompt with requested log-probabilities is computed completely, because a cache holds no logits.
         """
@@ -126,7 +128,7 @@ class PrefixReuse:
             self._take_over(seq)
 
     def reads(self, seq: Sequence) -> None:
-        """Call when the sequence's prefill starts."""
+        """Copy the prefix now if the request was waiting for another prompt. Call when the request's prefill starts."""
         if seq.request_id in self.deferred:
             self.deferred.remove(seq.request_id)
             self._take_over(seq)
@@ -154,7 +156,8 @@ class PrefixReuse:
         self._left.pop(seq.row, None)
 
     def released(self, seq: Sequence, *, is_sound: bool = True) -> None:
-        """Call before the sequence leaves `seq.row`; its keys and values may be reused if they are sound."""
+        """Remember the tokens in the row for later requests. Call before the sequence leaves `seq.row`. `is_sound`: its
+        keys and values are valid and may be reused."""
         self.deferred.discard(seq.request_id)
         if self._running.pop(seq.row, None) is not None and is_sound:
             self._left[seq.row] = seq.tokens[: seq.cached_len], self._target.cache.generations[seq.row]

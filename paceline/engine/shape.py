@@ -14,7 +14,8 @@ from paceline.types import SamplingParams, Sequence
 
 
 def forbidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-    """Returns the token ids of each bad word at the beginning of a text and, if different, after a space."""
+    """Returns the token ids of each of the request's bad words. A word has up to two encodings: at the beginning of a
+    text, and after a space."""
     spelled: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
         first = tuple(tokenizer.encode(word.lstrip(" "), add_special_tokens=False))
@@ -24,7 +25,8 @@ def forbidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[i
 
 
 def shape(seq: Sequence, logits_JV: Tensor, draft_tokens: list[int]) -> Tensor:
-    """Returns a copy of the logits [J, V] with -inf for forbidden tokens, or the logits themselves."""
+    """Returns a copy of the logits [J, V] in which forbidden tokens are -inf, or the same logits if nothing is
+    forbidden. `draft_tokens`: drafts of the verified positions."""
     if not seq.shapes_logits:
         return logits_JV
     logits_JV, num_vocab = logits_JV.clone(), logits_JV.shape[-1]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 SetThreads = Callable[[int], int]
-"""Sets the calling thread's number of threads; MKL's function returns the previous one."""
+"""Function that sets the number of threads for the calling thread. MKL's function returns the previous number."""
 
 
 def _setters() -> tuple[SetThreads, SetThreads] | None:
@@ -29,8 +29,8 @@ _SETTERS = _setters()
 
 
 def limit_threads() -> tuple[int, int] | None:
-    """Limits the calling thread's computations to one thread, until `restore_threads` gets the returned value. These
-    are two functions because a context manager took 4% of a tiny model's step."""
+    """Limits computations of the calling thread to one CPU thread. Returns the previous settings for `restore_threads`.
+    Both are functions because a context manager took 4% of a tiny model's step."""
     num_threads = torch.get_num_threads()  # has a thread that did not compute yet take the process's number now
     if num_threads == 1 or not _SETTERS:
         return None
@@ -40,7 +40,7 @@ def limit_threads() -> tuple[int, int] | None:
 
 
 def restore_threads(before: tuple[int, int] | None) -> None:
-    """Restores the calling thread's previous numbers."""
+    """Restores the calling thread's settings that `limit_threads` returned."""
     if before and _SETTERS:
         set_openmp, set_mkl = _SETTERS
         set_openmp(before[0])

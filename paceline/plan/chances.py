@@ -1,7 +1,8 @@
 """Estimates of the chance that a draft is accepted, by source, draft position and confidence. Imports no PyTorch.
 
-A planner (`planner.py`) updates them after each round. A drafter's confidence at a draft position (slot) is the
-log-probability of its top token there."""
+A source is a drafter or prompt lookup. A slot is a draft position in the round, from 0. A drafter's confidence at a
+slot is the log-probability of its top token there. A planner (`planner.py`) updates the estimates after each round.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from paceline.plan.trees import Outcome
 
 PRIORS = {"greedy": 0.75, "sampled": 0.5, "seeded": 0.5, "lossy": 0.75, "lossy sampled": 0.5}
-"""Initial acceptance chance of the first draft, by the kind of row."""
+"""Initial acceptance chance of the first draft, by the row's kind: how its tokens are chosen, and whether its rule is
+lossy."""
 _PRIOR_WEIGHT = 4.0
 """Weight of a slot's prior, in tries. The prior of a later slot is the estimate of the slot before it."""
 _KEEP = 0.98
@@ -32,7 +34,7 @@ one slot; factor applied to older counts of both."""
 
 @dataclass(slots=True)
 class Ratio:
-    """Ratio of two exponentially discounted sums, such as drafts accepted over drafts tried, or tokens over seconds."""
+    """Quotient of two sums in which older values count less, such as drafts accepted over drafts tried."""
 
     over: float = 0.0
     under: float = 0.0
@@ -41,18 +43,18 @@ class Ratio:
         self.over, self.under = keep * self.over + over, keep * self.under + under
 
     def near(self, prior: float, weight: float) -> float:
-        """Returns the ratio smoothed towards `prior`, which counts as `weight` in the denominator."""
+        """Returns over / under, smoothed towards `prior`, which counts as `weight` in the denominator."""
         return (weight * prior + self.over) / (weight + self.under)
 
 
 class Chances:
-    """Acceptance chances of one source's drafts; each is conditional on all earlier drafts being accepted."""
+    """Acceptance chances of one drafter's drafts at each slot (draft position), if all earlier drafts are accepted."""
 
     def __init__(self, num_slots: int, prior: float) -> None:
         self._prior = prior
         self._tallies = [Ratio() for _ in range(num_slots)]
         self.average = [prior] * num_slots
-        """Acceptance chance by slot, over all confidences."""
+        """Acceptance chance at each slot, averaged over all confidences."""
         self._buckets: dict[int, Ratio] = {}
         """Accepted over tried, by confidence bucket."""
         self._cells: dict[tuple[int, int], Ratio] = {}
@@ -64,13 +66,13 @@ class Chances:
         """Accepted drafts of recent rounds beyond the expected number, and the variance of that."""
 
     def extend(self, num_slots: int) -> None:
-        """Add slots up to `num_slots`, which start with the chance of the last one before them."""
+        """Add slots until there are `num_slots`; each new slot starts with the chance of the last existing one."""
         more = num_slots - len(self.average)
         self._tallies += [Ratio() for _ in range(more)]
         self.average += self.average[-1:] * more
 
     def of(self, confidence: Sequence[float]) -> list[float]:
-        """Returns the chance at each slot, given the drafter's confidence there."""
+        """Returns the acceptance chance at each slot, given the drafter's confidence (log-probability) there."""
         return [self._chance(slot, _bucket_of(logprob)) for slot, logprob in enumerate(confidence)]
 
     def _chance(self, slot: int, bucket: int) -> float:
@@ -80,7 +82,8 @@ class Chances:
         return cell.near(chance, _CELL_WEIGHT) if cell else chance
 
     def of_candidates(self, slot: int, logprobs: Sequence[float]) -> list[float]:
-        """Returns the chances of a slot's top tokens, non-increasing, given their log-probabilities in the drafter."""
+        """Returns the acceptance chance of each candidate token of a slot, in non-increasing order. `logprobs`: their
+        log-probabilities in the drafter, the largest first."""
         chances = [self._chance(slot, _bucket_of(logprobs[0]))]
         left = 1.0 - chances[0]
         for logprob in logprobs[1:]:
@@ -89,7 +92,8 @@ class Chances:
         return chances
 
     def record_tree(self, outcome: Outcome, confidence: Sequence[float] | None) -> None:
-        """Update the estimates with one row's tree: its path of top tokens counts as a chain."""
+        """Update the estimates with the outcome of one row's verified tree. Its path of top tokens counts like a
+        chain."""
         self.record(len(outcome.tree.spine), outcome.spine_accepted, confidence)
         siblings = outcome.siblings()
         expected = sum(math.exp(logprob) for logprob, _ in siblings)
@@ -145,7 +149,8 @@ def _bucket_of(logprob: float) -> int:
 
 @dataclass(slots=True)
 class Calibration(Ratio):
-    """Correction of chances that a source states itself: drafts accepted over drafts expected to be accepted."""
+    """Correction factor for drafters that predict their own acceptance chances: drafts accepted divided by drafts
+    expected to be accepted."""
 
     over: float = 4.0
     under: float = 4.0

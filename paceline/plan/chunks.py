@@ -7,15 +7,15 @@ import math
 from collections.abc import Iterator
 
 LEAST_CHUNK = 8
-"""Minimum prompt tokens per chunk; smaller ones cost as much time as they save."""
+"""Minimum prompt tokens per chunk; smaller chunks save no time."""
 FREE_EVERY = 8
 """While prompts are waiting, every 8th round is planned without a time limit, to measure how long such a round
 takes."""
 
 
 class ChunkSizes:
-    """Chooses prefill chunk sizes: the maximum while no row decodes, otherwise the tokens that take about one decode
-    round, so that a stream waits about two rounds for its next token."""
+    """Chooses prefill chunk sizes. While no row decodes, chunks have the maximum size. Otherwise a chunk takes about as
+    long as one decode round, so that a running answer waits about two rounds for its next token."""
 
     def __init__(self, most: int, adapts: bool) -> None:
         self._most, self._adapts = most, adapts
@@ -39,8 +39,9 @@ class ChunkSizes:
 
     @property
     def most_round_s(self) -> float:
-        """Maximum seconds of the next round if a chunk runs in the same step: the duration of unlimited rounds, or
-        infinity. Rounds under the limit do not lower it; otherwise each shorter one would shorten all later ones."""
+        """Maximum seconds of the next decode round if a prefill chunk runs in the same step: the duration of rounds
+        without a limit, or infinity. Rounds under the limit do not count, because each shorter one would shorten all
+        later ones."""
         is_free = not self._adapts or self._num_limited >= FREE_EVERY - 1
         return math.inf if is_free or not self._free_s else self._free_s
 
@@ -48,7 +49,8 @@ class ChunkSizes:
         self._token_s = _average(self._token_s, seconds / num_tokens, 2.0)
 
     def decoded(self, seconds: float, *, beside_chunk: bool) -> None:
-        """Record one round. A longer round has little weight, and so has one after a chunk, which found cold caches."""
+        """Record the seconds of one round. `beside_chunk`: a prefill chunk ran in the same step; such a round counts
+        less, because it found cold caches. An unusually long round also counts less."""
         self._round_s = _average(self._round_s, seconds, 1.25, 0.05 if beside_chunk else 0.2)
         if beside_chunk and self.most_round_s < math.inf:
             self._num_limited += 1

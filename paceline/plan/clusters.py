@@ -1,8 +1,9 @@
-"""Request clusters: classes of similar requests, for which a router chooses drafters. Imports no PyTorch.
+"""Request clusters: groups of similar requests, for which a router chooses drafters. Imports no PyTorch.
 
-A request's tag is its cluster. Without a tag, the cluster is derived from the language or script, and from digests of
-the template (the system prompt, or how a raw text begins), the tools and the schema of the answer. No name of a cluster
-reveals the request's text.
+A request's classes are strings made from its properties. They join the language or script of its text with digests of
+the template (the system prompt, or the beginning of a raw text), of the tools and of the answer's schema. A tag that
+the client gives replaces all of these. A class that occurs often becomes a cluster. No name of a cluster reveals the
+request's text.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from collections.abc import Sequence
 from itertools import islice
 
 MOST_CLUSTERS = 32
-"""Maximum number of clusters, not counting OTHER."""
+"""Maximum number of clusters, not counting OTHER, which holds the requests without a cluster."""
 OTHER, RAW = "other", "raw"
 SEEN = 3
-"""Requests of a class before it becomes a cluster; classes of unique texts never become one."""
+"""Number of requests with the same class after which the class becomes a cluster; rare classes never become one."""
 MOST_SEEN = 1024
-"""Maximum number of classes that are counted but not clusters yet."""
+"""Maximum number of classes that are counted although they are not clusters yet."""
 IDLE = 4096
-"""A full table evicts a cluster that none of the latest 4096 requests belonged to."""
+"""A full table replaces a cluster by a new one only if none of the latest 4096 requests belonged to it."""
 TEMPLATE, BEGINNING, LOOKED_AT = 256, 64, 1000
 """Characters used of a system prompt, of a raw text's beginning, and of the text whose language is detected."""
 
@@ -41,8 +42,9 @@ _LANGUAGES = {name: frozenset(words.split()) for name, words in _WORDS.items()}
 def clusters_of(
     texts: Sequence[tuple[str, str]], *, tag: str | None = None, schema: str = "", tools: str = ""
 ) -> tuple[str, ...]:
-    """Returns the classes of a request, the most specific first. `texts`: its (role, text) messages, or one text with
-    the role RAW; `schema` and `tools`: any text form."""
+    """Returns a request's classes, the most specific first: strings that similar requests share. `texts`: its messages
+    as (role, text), or one raw text with the role RAW. `schema` and `tools`: the answer's schema and the tools as text,
+    in any form."""
     if tag:
         return (f"tag:{tag}",)
     system = "".join(text for role, text in texts if role in ("system", "developer"))
@@ -65,7 +67,8 @@ def label(cluster: str) -> str:
 
 
 def language(text: str) -> str:
-    """Returns the language with the most of its common words, else the script of most letters, else "symbols"."""
+    """Returns the language of a text, such as "en", by its common words. Without enough of them, returns the script of
+    most letters, such as "latin", or "symbols" for a text without letters."""
     words = Counter(re.findall(r"[^\W\d_]+", text.lower()))
     hits = {name: sum(words[word] for word in common) for name, common in _LANGUAGES.items()}
     best = max(hits, key=hits.__getitem__)
@@ -77,7 +80,8 @@ def language(text: str) -> str:
 
 
 class Clusters:
-    """Assigns requests to a bounded set of clusters. A class becomes a cluster with its third request."""
+    """Assigns requests to a bounded set of clusters, by their classes (see `clusters_of`). A class becomes a cluster at
+    its third request. Until then its requests belong to a less specific cluster, or to OTHER."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
@@ -86,10 +90,11 @@ class Clusters:
         """Class that is not a cluster -> number of its requests so far."""
         self._num_requests = 0
         self.evicted: str | None = None
-        """The cluster that the latest call of `of` evicted, if any."""
+        """Name of the cluster that the latest call of `of` removed from the full table, if any."""
 
     def of(self, classes: Sequence[str]) -> str:
-        """Returns a request's cluster: the first of its classes that is a cluster, or becomes one now, else OTHER."""
+        """Returns the name of a request's cluster, given its classes: the first class that is a cluster or becomes one
+        now, else OTHER."""
         self._num_requests, self.evicted = self._num_requests + 1, None
         for name in classes:
             if name in self._known or self._joins(name):

@@ -12,7 +12,8 @@ from paceline.types import RoundStats
 
 
 class PassCosts:
-    """Seconds of a target pass by its number of token positions, interpolated linearly between measured points."""
+    """Seconds of one forward pass of the target, by its number of token positions in all rows. Values between the
+    measured points are interpolated linearly."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
         """`points`: at least one pair (positions, seconds), positions ascending."""
@@ -36,8 +37,8 @@ class PassCosts:
 
 @dataclass(slots=True)
 class RoundCosts:
-    """Estimated durations of rounds of one type (all rows greedy, or not), in seconds at the speed the machine had when
-    `passes` was measured.
+    """Estimated durations of rounds of one type: all rows greedy, or some sampled. They are in seconds at the speed
+    that the machine had when `passes` was measured.
 
     `slowness` follows the machine's speed, which changes within seconds. A factor for each size of pass corrects the
     measured table; it comes from consecutive rounds of different sizes, which ran at the same speed.
@@ -45,7 +46,7 @@ class RoundCosts:
 
     passes: PassCosts
     slowness: float = 1.0
-    """Present duration of a round without its drafting over the one in `passes`; includes host work."""
+    """Present duration of a round, without drafting but with host work, divided by its duration in `passes`."""
     _num_rounds: int = 0
     _factors: dict[int, tuple[float, int]] = field(default_factory=dict)
     """Size class -> (correction of `passes` relative to other sizes, number of comparisons)."""
@@ -58,7 +59,7 @@ class RoundCosts:
     """Size class of the latest round, and its duration over the one in `passes`."""
 
     def pass_s(self, num_positions: int) -> float:
-        """Returns the seconds of a round without its drafting."""
+        """Returns the estimated seconds of a round that verifies `num_positions` positions, without its drafting."""
         known = self._pass_s.get(num_positions)
         if known is None:
             factor = self._factor(size_class(num_positions))
@@ -77,8 +78,8 @@ class RoundCosts:
         return low * (high / low) ** ((size - below) / (above - below))
 
     def drafting_s(self, source: str, num_rows: int) -> float:
-        """Returns the seconds of drafting for `num_rows` rows, scaled from the nearest measured number; 0 without
-        any."""
+        """Returns the estimated seconds in which a drafter (`source`) drafts for `num_rows` rows, scaled from the
+        nearest measured number of rows; 0 if nothing was measured."""
         if num_rows == 0:
             return 0.0
         known = self._draft_s.get((source, num_rows))
@@ -103,8 +104,8 @@ class RoundCosts:
         self._num_rounds += 1
 
     def drafted(self, source: str, num_rows: int, draft_s: float) -> None:
-        """Record the time in which a source computed drafts for `num_rows` rows, in the round just passed to
-        `record`."""
+        """Record the seconds in which a drafter (`source`) drafted for `num_rows` rows. Call it after `record` of the
+        same round."""
         seconds = draft_s / self.slowness
         if source not in self._has_drafted:  # not representative: the first draft touches memory for the first time
             self._has_drafted.add(source)
@@ -128,11 +129,11 @@ class RoundCosts:
 
 
 def drafting_by(stats: RoundStats, rows_by: Mapping[str, int]) -> dict[str, float]:
-    """Returns the seconds of a round's drafting by source.
+    """Returns the seconds that each source (drafter) spent on drafting in a round.
 
-    `rows_by`: for each source, the number of rows that it computed drafts for. Seconds that belong to no source, such
-    as
-    choosing how many drafts to verify, are divided by rows."""
+    `rows_by`: for each source, the number of rows that it drafted for. Seconds that belong to no source, such as
+    choosing how many drafts to verify, are divided in proportion to these rows.
+    """
     shared_s = max(stats.draft_s - sum(stats.source_s.values()), 0.0)
     num_rows = sum(rows_by.values())
     return {source: stats.source_s.get(source, 0.0) + shared_s * rows / num_rows for source, rows in rows_by.items()}
@@ -140,5 +141,6 @@ def drafting_by(stats: RoundStats, rows_by: Mapping[str, int]) -> dict[str, floa
 
 @lru_cache(maxsize=4096)
 def size_class(count: int) -> int:
-    """Returns the logarithmic size class of a number of positions or rows: two classes per doubling."""
+    """Returns the index of a number's size class, for positions or rows: round(2 * log2(count)), two classes per
+    doubling."""
     return round(2 * math.log2(max(count, 1)))

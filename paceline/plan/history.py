@@ -1,5 +1,8 @@
-"""History of rounds, from which a planner (`planner.py`) decides whether to draft: trials, rounds without drafts, and
-pauses of drafters that lose time. Imports no PyTorch."""
+"""History of rounds, from which a planner (`planner.py`) decides whether to draft. Imports no PyTorch.
+
+It schedules trials (drafts that seem not to pay, to update estimates) and plain rounds (without drafts), and pauses
+sources (drafters or prompt lookup) that lose time.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,25 @@ from paceline.plan.costs import RoundCosts, size_class
 from paceline.types import LOOKUP
 
 TRIAL_SHARE = 0.005
-"""Share of the time added to the budget of trials, while that is too small for one trial."""
+"""Share of each round's time added to the budget of trials, while that is too small for the next trial."""
 NEW_SHARE = 0.007
-"""Share of the time saved for a trial at the next new request, whose text may suit the drafter better."""
+"""Share of each round's time saved for a trial on the next new request, whose text may suit the drafter better."""
 FIRST_TRIALS = 2.0
-"""Initial budget of trials, in rounds without drafts."""
+"""Initial time budget of trials, in units of the time of a round without drafts."""
 PLAIN_EVERY = 64
-"""A round without drafts at least every 64 rounds, to measure one; more often at the beginning."""
+"""Maximum rounds with drafts between two rounds without drafts, which measure the present time of such a round. At the
+beginning they are more frequent."""
 REST = 8
-"""Rounds in which computed drafts are not considered again after they were not worth their time, at most three per row:
-considering them takes time."""
+"""Maximum rounds in which no model drafts after its drafts did not pay; also at most three per row. Even considering
+drafts takes time."""
 PAUSE = 64
-"""Rounds in which a source is paused after its drafts brought fewer tokens per second than plain rounds."""
+"""Length of a source's first pause, in rounds, after its drafts brought fewer tokens per second than rounds without
+drafts."""
 LEAST_LOSS = 0.02
-"""Relative loss of tokens per second from which drafts are paused."""
+"""Minimum relative loss of tokens per second for which a source is paused."""
 COMPARED, _CLIP, _GAIN_WEIGHT = 8, 0.3, 0.3
-"""Latest rounds with drafts that a plain one is compared with; limit of one comparison's logarithm; its weight."""
+"""Number of latest rounds with drafts that are compared with a round without drafts; limit of the comparison's
+logarithm; weight of the latest comparison."""
 RECENT = 0.97
 """Discount factor per round of a running rate."""
 
@@ -38,9 +44,9 @@ class Trials:
         self.budget_s = budget_s
         """Seconds that trials may still take."""
         self.wanted_s = 0.0
-        """Seconds of the next trial."""
+        """Budget, in seconds, that the next trial needs."""
         self.count = 0
-        """Trials so far; rows take turns."""
+        """Number of trials so far; it also selects the row of the next trial in turn."""
         self._new_s = 0.0
         """Seconds that the next new request adds to the budget."""
         self._keys = set[int]()
@@ -52,13 +58,15 @@ class Trials:
         return self.wanted_s <= self.budget_s
 
     def begin(self, keys: set[int]) -> None:
-        """Start a round of the rows with these keys; a new one adds the seconds saved for it to the budget."""
+        """Start a round of the rows with these keys. If one of them is new, the seconds saved for new requests go to
+        the budget."""
         if keys - self._keys:
             self.budget_s, self._new_s = self.budget_s + self._new_s, 0.0
         self._keys = keys
 
     def record(self, num_rows: int, num_tokens: int, seconds: float, plain_s: float, is_trial: bool) -> None:
-        """Record a round and the tokens it brought; `plain_s`: seconds of the same round without drafts."""
+        """Record a round: its rows, its new tokens and its seconds. `plain_s`: estimated seconds of the same round
+        without drafts. `is_trial`: it was a trial, which the budget pays for."""
         self.budget_s = min(self.budget_s, max(FIRST_TRIALS * plain_s, self.wanted_s))
         if not self.is_affordable:
             self.budget_s += TRIAL_SHARE * seconds
@@ -69,8 +77,8 @@ class Trials:
 
 
 class PlainRounds:
-    """Schedules rounds without drafts, which show what such a round takes at present: ever more rarely, by batch
-    size."""
+    """Schedules plain rounds (without drafts), which measure the present time of such a round. For each batch size they
+    are frequent at first, then ever rarer, up to one in PLAIN_EVERY."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[int, int]] = {}
@@ -89,13 +97,14 @@ class PlainRounds:
         self._counts[size_class(num_rows)] = num_drafted, most
 
     def restart(self, num_rows: int) -> None:
-        """Schedule plain rounds of this size as often as at the beginning."""
+        """Make plain rounds (without drafts) of `num_rows` rows as frequent as in the beginning."""
         self._counts.pop(size_class(num_rows), None)
 
 
 class Pauses:
-    """Pauses sources whose drafts lose time: compares rounds with drafts with the plain ones that follow them, which
-    depends neither on estimates nor on the speed of the machine."""
+    """Pauses sources (drafters or prompt lookup) that lose time. Compares the tokens per second of rounds with drafts
+    and of the round without drafts that follows them. This needs no estimates, and does not depend on the machine's
+    speed."""
 
     def __init__(self) -> None:
         self._latest: list[tuple[int, float]] = []
@@ -109,7 +118,8 @@ class Pauses:
         pause)."""
 
     def record(self, num_rows: int, num_tokens: int, seconds: float, sources: set[str]) -> bool:
-        """Record a round, in wall-clock seconds, and the sources of its drafts. Returns True if they are paused now."""
+        """Record a round: its rows, its new tokens, its wall-clock seconds and the sources of its drafts. Returns True
+        if this round starts a pause."""
         drafting = ("+".join(sorted(sources)), num_rows)
         if len(sources) == 1 or (sources and LOOKUP not in sources):  # several drafters of a pool count as one
             self._latest = [
@@ -140,7 +150,7 @@ class Pauses:
         return loses
 
     def next(self) -> set[str]:
-        """Returns the sources that are paused in the next round, and counts that round."""
+        """Returns the sources that are paused in the next round, and shortens all pauses by one round."""
         self._pauses = {source: (max(left - 1, 0), length) for source, (left, length) in self._pauses.items()}
         return {source for source, (left, _) in self._pauses.items() if left}
 
@@ -152,7 +162,7 @@ class Pauses:
 
 @dataclass(slots=True)
 class RoundHistory:
-    """Rounds of one type: all rows greedy, or not (sampling takes additional time)."""
+    """History of rounds of one type: all rows greedy, or some sampled (sampling takes additional time)."""
 
     costs: RoundCosts
     trials: Trials = field(init=False)
@@ -174,8 +184,8 @@ class RoundHistory:
     def record(
         self, num_rows: int, num_tokens: int, round_s: float, sources: set[str], is_trial: bool, has_chunk: bool
     ) -> None:
-        """Record a round: its tokens, wall-clock seconds, the sources of its drafts, and whether a prefill chunk ran
-        too."""
+        """Record a round: its rows, its new tokens, its wall-clock seconds and the sources of its drafts. `is_trial`:
+        its drafts only served to update estimates. `has_chunk`: a prefill chunk ran in the same step."""
         seconds = round_s / self.costs.slowness
         self._rates.setdefault(num_rows, Ratio()).add(num_tokens, seconds, RECENT)
         self.trials.record(num_rows, num_tokens, seconds, self.costs.pass_s(num_rows), is_trial)
@@ -184,11 +194,13 @@ class RoundHistory:
             self.plain.restart(num_rows)
 
     def rest(self, num_rows: int) -> None:
-        """Skip computed drafts in the next rounds of `num_rows` rows: they were not worth their time."""
+        """Use no drafts from models in the next rounds of `num_rows` rows, because such drafts did not pay. Prompt
+        lookup goes on."""
         self._rest = (min(REST, 3 * num_rows), num_rows)
 
     def rests(self, num_rows: int) -> bool:
-        """True if computed drafts are skipped in this round."""
+        """True if drafts from models are not considered in this round of `num_rows` rows (see `rest`). Each call counts
+        one round."""
         left, resting_rows = self._rest
         self._rest = max(left - 1, 0), resting_rows
         return left > 0 and resting_rows == num_rows

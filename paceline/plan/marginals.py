@@ -1,15 +1,16 @@
-"""Acceptance chances of a block drafter's candidates by slot and rank (marginals), and the acceptance length of trees
-of n drafts that they predict. Imports no PyTorch.
+"""Predicts the acceptance length of draft trees from the acceptance chances (marginals) of a block drafter's
+candidates. Imports no PyTorch.
 
-    tally.add(target_ranks(candidates, tokens))          # after each round: ranks of the target's tokens among the
-    candidates marginals = Marginals.of(tally) marginals.expected(32)[32].tokens                    # acceptance length
-    of the best trees of 32 drafts
+    tally.add(target_ranks(candidates, tokens))     # after each round: ranks of the target's tokens in the candidates
+    marginals = Marginals.of(tally)
+    marginals.expected(32)[32].tokens               # acceptance length of the best trees of 32 drafts
 
-A marginal is counted over the rounds in which the top candidate was right at every earlier slot: in those the target's
-token at the slot is known, whatever was verified, a chain or a tree. Trees differ between rounds because a drafter's
-confidence varies by slot, and much of their acceptance comes from that. Here the drafter's probability of a slot's top
-token is Beta distributed around the marginal, as in `simulate/server/server.py`, and the other ranks share the rest in
-proportion. Candidates after a sibling are assumed to be accepted as often as those after the top token;
+A marginal is the chance of the candidate with a given rank at a given slot (draft position). It is counted over the
+rounds in which the top candidate was right at every earlier slot: in those the target's token at the slot is known,
+whatever was verified, a chain or a tree. Trees differ between rounds because a drafter's confidence varies by slot, and
+much of their acceptance comes from that. Here the drafter's probability of a slot's top token is Beta distributed
+around the marginal, as in `simulate/server/server.py`, and the other ranks share the rest in proportion. Candidates
+after a sibling are assumed to be accepted as often as those after the top token;
 `tests/simulate/test_tree_prediction.py` compares the predictions with measured trees.
 """
 
@@ -28,8 +29,8 @@ from paceline.plan.trees import NONE_OF_THEM, Candidates, Said, Weigh, grow
 from paceline.types import Row
 
 CONCENTRATION = 1.5
-"""Concentration (sum of both parameters) of the Beta distribution of a drafter's probabilities; small if its confidence
-varies much. The shipped drafter on 12 GSM8K questions: slots with a mean of 0.80 had a variance of 0.06."""
+"""Sum of both parameters of the Beta distribution of a drafter's probabilities; small if its confidence varies much.
+The shipped drafter on 12 GSM8K questions: slots with a mean of 0.80 had a variance of 0.06."""
 DRAWS, _FINER = 1000, 4
 """Rounds over which trees are averaged; random numbers drawn for each of them, of which evenly spread ones are used."""
 _PRIOR = 20.0
@@ -37,18 +38,19 @@ _PRIOR = 20.0
 ranks."""
 _LEAST = 1e-4
 Chances = tuple[tuple[float, ...], ...]
-"""By slot and rank: the chance that this candidate is the target's token if the top candidate is at every earlier
-slot."""
+"""For each slot and rank: the chance that this candidate is the target's token, if the top candidate was right at every
+earlier slot."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over many rounds."""
+    """Counts, over many rounds, of the ranks of the target's tokens among the drafter's candidates."""
 
     tried: list[int] = field(default_factory=list)
-    """By slot: rounds in which the target's token is known and the top candidate was right at every earlier slot."""
+    """For each slot: number of rounds in which the target's token there is known, and the top candidate was right at
+    every earlier slot."""
     stood: list[list[int]] = field(default_factory=list)
-    """By slot and rank: how many of those rounds had this candidate as the target's token."""
+    """For each slot and rank: in how many of those rounds this candidate was the target's token."""
 
     def add(self, ranks: Said) -> None:
         for slot in range(ranks.num_first):
@@ -68,7 +70,7 @@ class Tally:
 
     @classmethod
     def of(cls, counts: Any) -> Tally:
-        """Reads {"tried": [...], "stood": [[...], ...]}. Raises ConfigError if these are not valid counts."""
+        """Reads counts from a dict {"tried": [...], "stood": [[...], ...]}. Raises ConfigError if they are invalid."""
         tried, stood = (counts.get("tried"), counts.get("stood")) if isinstance(counts, dict) else (None, None)
         if (
             not (isinstance(tried, list) and isinstance(stood, list) and tried and len(stood) == len(tried))
@@ -91,12 +93,12 @@ def _are_counts(values: Any) -> bool:
 
 
 class Expected(NamedTuple):
-    """Averages over rounds with a given number of drafts."""
+    """Averages over many rounds for trees with a given number of drafts."""
 
     tokens: float
     """Acceptance length: tokens per round, including the bonus token."""
     depth: float
-    """Drafts on the longest path."""
+    """Number of drafts on the tree's longest path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class Marginals:
 
     chances_KM: Chances
     num_rounds: int = 0
-    """Rounds that were counted; 0 for chances that were set by hand."""
+    """Number of rounds that the chances were counted over; 0 for chances that were set by hand."""
 
     def __post_init__(self) -> None:
         for slot, own in enumerate(self.chances_KM, start=1):
@@ -118,8 +120,8 @@ class Marginals:
 
     @classmethod
     def of(cls, tally: Tally) -> Marginals:
-        """Estimates the chances; slots that few rounds reached are smoothed towards the slot before and the average
-        ranks."""
+        """Estimates the chances from counts. A slot that few rounds reached is smoothed towards the previous slot and
+        the average over ranks."""
         left = sum(tally.tried) - sum(own[0] for own in tally.stood if own)
         sums = [sum(counts) for counts in itertools.zip_longest(*(own[1:] for own in tally.stood), fillvalue=0)]
         shares = [each / left if left else 0.0 for each in sums]
@@ -135,17 +137,17 @@ class Marginals:
 
     @property
     def firsts(self) -> list[float]:
-        """Chance of each slot's top token, which is the draft of a chain."""
+        """Acceptance chance of the top token at each slot; a chain drafts these tokens."""
         return [own[0] for own in self.chances_KM]
 
     @property
     def survival(self) -> tuple[float, ...]:
-        """Share of rounds in which the top tokens of the first i slots are all accepted, for i = 1 .. K."""
+        """For i = 1 .. K: share of rounds in which the top tokens of the first i slots are all accepted."""
         return tuple(itertools.accumulate(self.firsts, operator.mul))
 
     def with_firsts(self, firsts: Sequence[float]) -> Marginals:
-        """Returns marginals with these chances of each slot's top token; other ranks keep their average shares of the
-        rest."""
+        """Returns marginals in which the top token of each slot has the chance in `firsts`. The other ranks share the
+        rest as before on average."""
         left = sum(1 - first for first in self.firsts)
         ranks = itertools.zip_longest(*(own[1:] for own in self.chances_KM), fillvalue=0.0)
         shares = [sum(each) / left if left else 0.0 for each in ranks]
@@ -155,7 +157,8 @@ class Marginals:
         return Marginals(self.chances_KM[:count], self.num_rounds)
 
     def drawn(self, luck: random.Random) -> Weigh:
-        """Draws the chances of one round, in which the drafter's confidence varies by slot; 0 beyond the last slot."""
+        """Draws random chances for one round, because the drafter's confidence varies between rounds. `luck`: the
+        random number generator."""
         return self._weigh([_confidence(luck, own[0]) for own in self.chances_KM])
 
     def _weigh(self, confidence_K: Sequence[float]) -> Weigh:
@@ -164,7 +167,8 @@ class Marginals:
         return lambda slot, logprobs: chances[slot][: len(logprobs)] if slot < len(chances) else [0.0]
 
     def expected(self, most: int, seed: int = 0) -> list[Expected]:
-        """Returns the averages for 0, 1, ... `most` drafts in the best trees, over DRAWS random rounds."""
+        """Returns a list: entry n has the averages of the best trees of n drafts, for n = 0 .. `most`, over DRAWS
+        random rounds."""
         luck, sums, depths = random.Random(seed), [0.0] * (most + 1), [0] * (most + 1)
         confidence_KD = [_spread_evenly(luck, own[0]) for own in self.chances_KM]
         named = [list(range(len(own))) for own in self.chances_KM]
@@ -200,22 +204,23 @@ def _spread_evenly(luck: random.Random, chance: float) -> list[float]:
 
 @dataclass(slots=True)
 class MockedPlanner(FixedPlanner):
-    """Plans trees of `num_nodes` drafts by given marginals, not by the drafter's probabilities: for a mocked
-    acceptance."""
+    """Plans trees of `num_nodes` drafts for a mocked acceptance (no real drafts are judged). The trees follow given
+    acceptance chances, not the drafter's probabilities."""
 
     marginals: Marginals | None = None
 
     def weigh(self, row: Row, candidates: Candidates) -> Weigh:
-        """Draws the chances for each row and round, seeded by the request's key and the free positions of its row."""
+        """Returns a function with random chances for this row and round. The seed is the row's key and its free cache
+        positions."""
         assert self.marginals is not None
         return self.marginals.drawn(random.Random(f"{row.key} {candidates.most}"))
 
 
 def path_that_stands(parents: Sequence[int], gains: Sequence[float], lucks: Sequence[float]) -> list[int]:
-    """Draws the accepted nodes of a tree, root to leaf: at most one child after each accepted node, each with its own
-    chance.
+    """Draws the accepted path of a tree at random and returns its nodes, root to leaf. Each child of an accepted node
+    has its own chance; at most one of them is accepted.
 
-    `gains` as in `Tree.gains`; `lucks`: a random number in [0, 1) for each slot. The expected number of nodes is
+    `parents`, `gains`: as in `Tree`; `lucks`: a random number in [0, 1) for each slot. The expected number of nodes is
     sum(gains).
     """
     children: dict[int, list[int]] = {}

@@ -2,17 +2,16 @@
 PyTorch.
 
     plan = planner.next(rows)                      # Row: a sequence and the drafts it could verify (Offer) -> Plan
-    widths = planner.narrow(plan, confidence_B)    # after drafting: how many drafts of each row to verify, or which
-    tree planner.learn(plan, stats)                     # durations of the round, and which drafts were accepted
+    widths = planner.narrow(plan, confidence_B)    # after drafting: the number of drafts, or the tree, of each row
+    planner.learn(plan, stats)                     # durations of the round, and which drafts were accepted
 
 The engine executes a plan with the real target, `simulate` with a cost model; both use the same planner. A draft is
 verified if the tokens it is expected to add are worth its time at the rate that rounds reach anyway:
 
-    expected tokens > rate * extra seconds        rate: tokens per second without drafts, or of recent rounds if that is
-    more
+    expected tokens > rate * extra seconds    # rate: tokens per second without drafts, or of recent rounds if higher
 
-All inputs are known before a round's tokens are sampled: the confidence at a slot comes from the drafter's
-distribution, never from the sampled token, so a plan does not change the generated text.
+All inputs are known before a round's tokens are sampled: the confidence at a slot (draft position) comes from the
+drafter's distribution, never from the sampled token, so a plan does not change the generated text.
 """
 
 from __future__ import annotations
@@ -45,25 +44,26 @@ from paceline.plan.trees import MOST_NODES, Candidates, Growing, Tree, Weigh, dr
 from paceline.types import Offer, RoundStats, Row, RowKind, Take
 
 MARGIN = 0.02
-"""Drafts must promise this share more tokens than their time costs, because estimates err."""
+"""Drafts must promise at least this share more tokens than their time costs, because estimates err."""
 LIFT_WEIGHT = 0.05
-"""Weight of the latest round in the average gain from cutting drafts of low confidence."""
+"""Weight of the latest round in the average gain from not verifying drafts of low confidence."""
 SURE_TRIALS, HOPELESS = 3, 5.0
 """After SURE_TRIALS trials, further ones are HOPELESS times rarer if no drafter could pay (many rows, slow
 processor)."""
 FEW_CANDIDATES, MOST_CANDIDATES = 8, 32
 """Candidate tokens per slot for a tree: the adaptive planner's number, and the maximum."""
 SPARE = 2
-"""Slots that a block drafter drafts beyond those that are worth verifying on average; its confidence there may be
-high."""
+"""Slots drafted beyond the number that pays on average, by a drafter that drafts a whole block at once: its confidence
+there may be high."""
 NO_DRAFTS = Take()
 Confidences = Sequence[Sequence[float] | None]
-"""For each row the log-probability of the drafter's top token at each slot; None if unknown."""
+"""For each row, the log-probability of the drafter's top token at each slot (draft position); None if unknown."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """One step: `chunk` prompt tokens to prefill, and the drafts that each row verifies."""
+    """The plan of one engine step: `chunk` prompt tokens to prefill, and for each of `rows` the drafts to make and
+    verify."""
 
     chunk: int
     rows: list[Row]
@@ -73,9 +73,9 @@ class Plan:
     whole_blocks: bool = False
     """True if drafters use the full block width, so that drafts do not depend on how many are verified."""
     num_trees: Counter[str] = field(default_factory=Counter)
-    """Source -> number of rows whose drafter returned candidates for a tree."""
+    """Source (drafter) -> number of rows for which it returned candidates for a tree."""
     is_trial: bool = False
-    """True if the drafts only serve to update estimates."""
+    """True if the drafts seem not to pay, and only serve to update estimates."""
 
 
 class Planner(Protocol):
@@ -89,45 +89,44 @@ class Planner(Protocol):
         ...
 
     def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
-        """Returns the expected acceptance and cost of a source's drafts for a row of this kind that may verify `most`
-        of them.
-        `is_stepwise`: the source computes each draft in a separate step."""
+        """Returns the expected acceptance and cost of drafts from `source` (a drafter's name) for a row of this kind,
+        which may verify up to `most` drafts. `is_stepwise`: each draft takes a forward pass of its own."""
         ...
 
     def next(self, rows: list[Row], prompt_left: int = 0) -> Plan:
-        """Plans the next step. `prompt_left`: tokens still to prefill of the current prompt; if the step's chunk ends
-        it, its row decodes in this step too."""
+        """Plans the next step. `prompt_left`: prompt tokens that the request now in prefill still needs. If the step's
+        chunk finishes that prompt, its row decodes in the same step."""
         ...
 
     def join(self, plan: Plan, index: int, row: Row) -> None:
-        """Insert a row whose prompt ended in this step."""
+        """Insert a row into the plan at `index`, because its prompt ended in this step."""
 
     def narrow(
         self, plan: Plan, confidence_B: Confidences, candidates_B: Sequence[Candidates | None] | None = None
     ) -> list[int | Tree]:
-        """Returns how many drafts of each row to verify, or which tree. `candidates_B`: of rows that may verify a
-        tree."""
+        """Returns the number of drafts, or the tree, that each row verifies. Called after drafting. `candidates_B`: the
+        drafter's candidates of each row that may verify a tree."""
         ...
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
-        """Update the estimates with a finished round."""
+        """Update the estimates with a finished round and its plan."""
 
     def price(self, plan: Plan, index: int, num_checked: int, num_alike: int) -> float | None:
-        """Returns a row's share of a round's time in units of a round without drafts: 1.0 if it drafted nothing,
-        whatever other rows did; None if costs are unknown. `num_checked`: its verified drafts; `num_alike`: rows that
-        share its drafting."""
+        """Returns the price of a round for one row (`index` in the plan): the round's time if every row drafted like
+        this one, in units of a round without drafts. 1.0 without drafts; None if costs are unknown. `num_checked`:
+        verified drafts of the row; `num_alike`: rows that share its drafting."""
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """Record a prefill chunk."""
+        """Record the seconds of a prefill chunk of `num_tokens` tokens."""
 
     def forget(self, source: str) -> None:
-        """Discard the statistics of a source whose drafter was replaced."""
+        """Discard the statistics of a source (drafter's name), because its drafter was replaced."""
 
 
 @dataclass(slots=True)
 class FixedPlanner(Planner):
-    """Plans the same number of drafts in every round, from the first offer, and chunks of one size; ignores all
-    timings."""
+    """Plans the same number of drafts in every round, from the row's first offer (its own drafter, if that can draft),
+    and prefill chunks of one size; ignores all timings."""
 
     num_drafted: int | None = None
     """Drafts per row; None: all that are offered."""
@@ -136,7 +135,8 @@ class FixedPlanner(Planner):
     num_nodes: int = 0
     """Nodes of the tree that each row verifies instead of a chain, if its drafter returns candidates; 0: chains."""
     num_named: int = 0
-    """Minimum candidates per slot to request, so that `RoundStats.said_B` is complete for chains too."""
+    """Minimum candidates per slot to request, also for chains, so that `RoundStats.said_B` can give the ranks of the
+    target's tokens."""
     tells_said: bool = True
 
     @property
@@ -197,8 +197,8 @@ def fixed_planner(plan: str, most_chunk: int = 256) -> FixedPlanner:
 
 
 class AdaptivePlanner:
-    """Maximises tokens per second by measured durations and acceptance; slower than plain decoding only in short
-    trials."""
+    """Plans the drafts that give the most tokens per second, by measured durations and acceptance. It is slower than
+    plain decoding only in short trials."""
 
     def __init__(
         self,
@@ -209,9 +209,9 @@ class AdaptivePlanner:
         grows_trees: bool = False,
         objective: Objective = "throughput",
     ) -> None:
-        """`passes`: seconds of a target pass, measured at the start. Set `adapts_chunks` only for a target whose
-        outputs do not depend on chunk sizes, and `grows_trees` only for one that accepts trees. `objective`: see
-        `shares.share_out`."""
+        """`passes`: measured seconds of target passes. Set `adapts_chunks` only for a target whose outputs do not
+        depend on chunk sizes, and `grows_trees` only for one that accepts trees. `objective`: "throughput" or "latency"
+        (`shares.Objective`)."""
         self._is_for_latency = objective == "latency"
         self._share_out = partial(share_out, sooner=self._is_for_latency)
         self.tells_said, self._trees = False, TreeWorth() if grows_trees else None

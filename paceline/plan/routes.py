@@ -37,15 +37,16 @@ if TYPE_CHECKING:
     from paceline.types import Sequence as Request
 
 FIRST = 2
-"""Requests of a cluster that each drafter gets before any is preferred."""
+"""Requests of a cluster that each drafter gets before the router prefers one."""
 UNPROVEN, PROVEN = 6, 1.02
-"""After UNPROVEN requests without a gain above PROVEN in any cluster, other clusters try the drafter only once."""
+"""If a drafter got UNPROVEN requests and its gain is above PROVEN in no cluster, further clusters try it only once."""
 CREDIT = 6.0
-"""Exploration budget: further requests for each drafter that may still be the best."""
+"""Exploration budget of a cluster, in requests for each drafter: they may go to a drafter that is not the best by
+estimate."""
 EXPLORED = 0.02
 """Share of a cluster's later requests that may go to drafters without the best estimate."""
 KEEP = 0.98
-"""Discount factor of older requests per new one: about the latest 50 count."""
+"""Factor on the weight of older requests at each new one: about the latest 50 requests count."""
 SPREAD, SPREAD_WEIGHT = 0.25, 2.0
 """Prior of the relative standard deviation of one request's reward, and its weight in requests."""
 PRIOR_ROUNDS = 8.0
@@ -54,29 +55,30 @@ FAR_FEWER = 0.5
 """A drafter whose own drafts bring less than this share of another's tokens per round must be clearly faster to be
 chosen."""
 WHOLE = 32
-"""Tokens from which a request has full weight; a shorter one counts less."""
+"""Answer length, in tokens, from which a request has full weight in the statistics; a shorter answer counts less."""
 Price = Callable[[int, int, int], float | None]
-"""`Planner.price` of one plan."""
+"""Function `Planner.price` for one plan: (row's index, its verified drafts, rows that share its drafting) -> the price
+of the round for this row, in units of a round without drafts; None if unknown."""
 
 
 @dataclass(slots=True)
 class Arm:
-    """Statistics of one drafter in one cluster."""
+    """Statistics of one drafter in one request cluster."""
 
     reward: Ratio = field(default_factory=Ratio)
-    """Tokens over the prices of the rounds."""
+    """Generated tokens over the time of their rounds, in units of rounds without drafts."""
     squares: Ratio = field(default_factory=Ratio)
-    """Squared relative deviation of single requests from the reward; small for a drafter that brings nothing."""
+    """Mean squared relative deviation of a single request's reward from the average."""
     own: Ratio = field(default_factory=Ratio)
-    """The drafter's own accepted drafts, without those of prompt lookup, over rounds."""
+    """Accepted drafts of the drafter itself, without those of prompt lookup, per round."""
     weight: float = 0.0
-    """Discounted number of requests."""
+    """Number of finished requests, where older and short ones count less."""
     num_given: int = 0
     num_running: int = 0
 
     @property
     def gain(self) -> float:
-        """Tokens per second relative to plain decoding."""
+        """Estimated speed: tokens per second divided by those of plain decoding."""
         return self.reward.near(1.0, PRIOR_ROUNDS)
 
     @property
@@ -94,7 +96,8 @@ class Arm:
         return math.sqrt(self.squares.near(SPREAD**2, SPREAD_WEIGHT) / max(weight, 1e-3))
 
     def add(self, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
-        """Record a finished request."""
+        """Record a finished request. `num_tokens`: generated tokens. `price`: sum of the prices of its rounds.
+        `num_own`: accepted drafts of the drafter itself."""
         self.own.add(num_own, num_rounds, 1.0)
         weight = min(num_tokens / WHOLE, 1.0)
         self.weight += weight
@@ -112,17 +115,19 @@ class Arm:
 
 @dataclass(slots=True)
 class Cluster:
-    """Statistics and choices of one request cluster."""
+    """Statistics of one request cluster, and the choice of a drafter for its requests."""
 
     arms: dict[str, Arm] = field(default_factory=dict)
     pinned: str | None = None
-    """The drafter that all requests get, as long as it may be faster than plain decoding."""
+    """Name of the drafter for all requests, unless it is clearly slower than plain decoding. None: the router
+    chooses."""
     credit: float = 0.0
-    """Requests that may still explore."""
+    """Number of requests that may still try drafters without the best estimate."""
     num_requests: int = 0
 
     def choose(self, drafters: list[str], first: Callable[[str], int]) -> str:
-        """Returns one of `drafters`, given in initial order of preference; each is tried `first(name)` times."""
+        """Returns the drafter for a new request: one of `drafters`, listed in initial order of preference. Each drafter
+        first gets `first(name)` requests as a trial."""
         for name in drafters:
             if name != NONE and name not in self.arms:
                 self.arms[name], self.credit = Arm(), self.credit + CREDIT
@@ -154,7 +159,7 @@ class Cluster:
         return best, [name for name in arms if name != best and own[name] >= FAR_FEWER * own[best]]
 
     def add(self, drafter: str, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
-        """Record a finished request of this cluster."""
+        """Record a finished request of this cluster; the parameters are those of `Arm.add`."""
         for arm in self.arms.values():
             arm.fade()
         if arm := self.arms.get(drafter):
@@ -183,15 +188,15 @@ class Router:
         self._sessions: dict[int, _Session] = {}
 
     def begin(self) -> None:
-        """Drop running requests, because a new engine was started."""
+        """Forget running requests, because a new engine was started. Statistics of finished ones remain."""
         self._sessions.clear()
         for cluster in self.clusters.values():
             for arm in cluster.arms.values():
                 arm.num_running = 0
 
     def choose(self, key: int, clusters: Sequence[str], drafters: list[str]) -> tuple[str, str]:
-        """Returns a request's drafter, one of `drafters`, and its cluster. `clusters`: its classes, as from
-        `clusters_of`."""
+        """Returns (drafter, cluster) for a new request. `key`: its request id. `clusters`: its classes, as returned by
+        `clusters_of`. `drafters`: names to choose from."""
         name = self._classes.of(clusters)
         if self._classes.evicted:
             self.clusters.pop(self._classes.evicted, None)
@@ -206,7 +211,8 @@ class Router:
         return drafter, name
 
     def pin(self, cluster: str, drafter: str | None) -> None:
-        """Give all requests of a cluster, named by its name or label, this drafter from now on; None ends that.
+        """Give all new requests of a cluster this drafter. None: let the router choose again. `cluster`: its name or
+        its label.
 
         Raises ConfigError for an unknown cluster.
         """
@@ -223,7 +229,8 @@ class Router:
         return FIRST if is_proven or sum(arm.num_given for arm in arms) < UNPROVEN else 1
 
     def learn(self, sequences: Sequence[Request], stats: RoundStats, price: Price) -> None:
-        """Record a finished round of these sequences."""
+        """Record a finished round of these sequences. `price` gives the price of the round for each row, in units of a
+        round without drafts."""
         alike = Counter(
             seq.cluster for seq in sequences
         )  # these would draft together if the drafter were the cluster's best
@@ -238,7 +245,7 @@ class Router:
                     session.num_own += stats.num_accepted_B[index]
 
     def ended(self, key: int) -> None:
-        """Record the end of a request, for any reason."""
+        """Record the end of a request, for any reason. `key`: its request id."""
         session = self._sessions.pop(key, None)
         cluster = self.clusters.get(session.cluster) if session else None
         if session and cluster:
@@ -247,7 +254,7 @@ class Router:
             cluster.add(session.drafter, session.num_tokens, session.price, session.num_own, session.num_rounds)
 
     def forget(self, drafter: str) -> None:
-        """The drafter under this name was replaced or removed; discard its statistics."""
+        """Discard the statistics of a drafter, because the drafter with this name was replaced or removed."""
         for cluster in self.clusters.values():
             cluster.arms.pop(drafter, None)
         for session in self._sessions.values():

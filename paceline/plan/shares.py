@@ -1,4 +1,5 @@
-"""Allocates a round's positions to the drafts that add the most tokens over their time. Imports no PyTorch."""
+"""Decides how many drafts of each row one round verifies: those that add the most tokens for their time. Imports no
+PyTorch."""
 
 from __future__ import annotations
 
@@ -11,33 +12,37 @@ from paceline.plan.trees import MOST_NODES, Growing
 from paceline.types import Offer, Row, Take
 
 Objective = Literal["throughput", "latency"]
-"""Maximise the tokens per second of all rows together, or minimise the mean time per token over the rows."""
+""""throughput": maximise the tokens per second of all rows together. "latency": minimise the mean time per token over
+the rows."""
 
 FIRST_NODES = 24
-"""Initial number of tree nodes; a tree grows further if more than half of them are worth verifying."""
+"""Initial number of nodes of a draft tree; the tree grows further if more than half of them are worth verifying."""
 TREE_S, TREE_EVERY, TREE_WEIGHT = 2e-4, 16, 0.05
-"""Host seconds of one row's candidates and tree; rounds without trees until they are tried again; weight of the latest
-tree in the running average of their worth."""
+"""Host seconds for one row's candidates and tree; rounds without trees before trees are tried again; weight of the
+latest tree in the running average of their worth."""
 LEAST_GAIN = 0.01
-"""Minimum chance of a draft to be accepted; later ones are not considered, because that takes longer than they are
-worth."""
+"""Minimum chance of a draft to be accepted. Drafts below it are not considered, because considering them takes longer
+than they save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """The offer that one row would take."""
+    """The drafts that one row could verify: the best of its offers."""
 
     index: int
     """Index of the row in the plan."""
     offer: Offer
     lift: float = 0.0
-    """Tokens expected beyond those by average chances, because drafts of low confidence are cut."""
+    """Additional tokens expected because drafts of low confidence are not verified; beyond the offer's average
+    chances."""
     gains: list[float] | None = None
-    """Gains of a tree's nodes, non-increasing; None: a chain, with the offer's chances."""
+    """For a tree: chance of each node to be accepted, non-increasing. None for a chain, which uses the offer's
+    chances."""
 
 
 def gains_of(chances: Sequence[float]) -> list[float]:
-    """Returns the chance of each draft that it and all earlier ones are accepted: its gain, in tokens."""
+    """Returns for each draft the chance that it and all earlier ones are accepted. This is the draft's gain, in
+    expected tokens. `chances`: acceptance chance of each draft if all earlier ones are accepted."""
     gain, gains = 1.0, []
     for chance in chances:
         gain *= chance
@@ -48,8 +53,9 @@ def gains_of(chances: Sequence[float]) -> list[float]:
 
 
 def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[float], each_s: float = 0.0) -> float:
-    """Returns the largest surplus, in tokens, of verifying the first of these drafts over its time, if no other row
-    drafts."""
+    """Returns the largest surplus, in tokens, of verifying the first n of these drafts, for the best n. The surplus is
+    their expected tokens minus `rate` (tokens per second) times their extra seconds. No other row drafts. `each_s`:
+    seconds to make one draft."""
     best, expected, plain_s = 0.0, 0.0, costs.pass_s(num_rows)
     for count, gain in enumerate(gains, start=1):
         expected += gain
@@ -58,38 +64,40 @@ def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[fl
 
 
 def spared_by(row: Row, take: Take) -> float:
-    """Returns 1 - 1 / E for a row that expects E tokens with these drafts; 0 without drafts (see `share_out`)."""
+    """Returns 1 - 1 / E for a row that expects E tokens per round with the drafts in `take`; 0 without drafts.
+    `share_out` sums these values."""
     offer = next((offer for offer in row.offers if offer.source == take.source), None) if take.count else None
     return 1 - 1 / (1 + sum(gains_of(offer.chances[: take.count]))) if offer else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A row's drafts, before it is decided how many are verified."""
+    """A row with its drafts, before the planner decides how many of them are verified."""
 
     index: int
     """Index of the row in the plan."""
     offer: Offer
     average: list[float]
-    """Gain of each draft, averaged over all confidences."""
+    """Gain of each draft in tokens, by the acceptance chances averaged over all confidences."""
     growing: Growing | None
-    """The tree of these drafts; None: a chain."""
+    """The tree made of these drafts, which can still grow; None for a chain."""
 
     @property
     def gains(self) -> list[float]:
-        """Gain of each draft, non-increasing; empty for a tree that has not grown yet."""
+        """Gain of each draft in tokens, non-increasing; empty for a tree without nodes yet."""
         return self.growing.tree.gains if self.growing else gains_of(self.offer.chances)
 
     def want(self, most: int) -> Want:
-        """Returns the request with its tree grown to at most `most` nodes."""
+        """Returns the drafts to verify, with the tree grown to at most `most` nodes."""
         if self.growing:
             self.growing.to(most)
         return Want(self.index, self.offer, gains=self.gains)
 
 
 def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) -> list[int]:
-    """Returns the number of drafts of each row, as `share` allocates them; trees grow while more than half of one would
-    be verified. Most possible nodes are not worth a position, and considering one takes as long as verifying it."""
+    """Returns the number of drafts that each row verifies. `share` divides a round among the rows' drafts. Trees start
+    small and grow while more than half of one would be verified: most nodes are not worth a position, and considering a
+    node takes as long as verifying it."""
     limit = FIRST_NODES
     while True:
         counts = share([each.want(limit) for each in drafted])
@@ -103,8 +111,8 @@ def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) 
 
 
 class TreeWorth:
-    """Decides whether drafters return candidates and trees are grown. Both take host time even if a chain results, as
-    where a position is expensive; in that case trees are tried only once in TREE_EVERY rounds."""
+    """Decides whether the next round uses draft trees. Candidates and trees take host time even if a chain results in
+    the end. While trees are not worth that time, they are tried only once in TREE_EVERY rounds."""
 
     def __init__(self) -> None:
         self._worth = 0.0
@@ -117,8 +125,8 @@ class TreeWorth:
         return self._worth >= 0.0 or self._num_without >= TREE_EVERY
 
     def record(self, gains: Sequence[float], rate: float) -> None:
-        """Record a planned round. `gains`: surplus of each tree over the chain's, in tokens; `rate`: tokens per
-        second."""
+        """Record a round after planning. `gains`: for each tree, its surplus minus that of the best chain, in tokens.
+        `rate`: tokens per second."""
         self._num_without = 0 if gains else self._num_without + 1
         for gain in gains:
             self._worth += TREE_WEIGHT * (gain - rate * TREE_S - self._worth)
@@ -173,11 +181,12 @@ def share_out(
     spared: float = 0.0,
     sooner: bool = False,
 ) -> list[int]:
-    """Returns how many drafts of each want to verify: the most valuable first, as many as give the best round.
+    """Returns how many drafts of each want (row with drafts) to verify: the most valuable drafts first, as many as give
+    the best round.
 
-    `num_fixed` further drafts are verified in any case. `most_s` limits the round's seconds. Drafts must improve the
-    round by `margin`, relative to one without drafts. The best round has the largest surplus of tokens over `rate` *
-    its extra seconds.
+    `rate`: tokens per second that rounds reach anyway. `num_rows`: all rows that decode. `most_s`: maximum seconds of
+    the round. `num_fixed`: further drafts that are verified in any case. The best round has the largest surplus of
+    tokens over `rate` * its extra seconds, and must be better by the share `margin` than one without drafts.
 
     With `sooner` (the objective "latency") it has the least mean time per token over the rows. A row that expects E
     tokens per round has one every (round time / E) seconds, so round time * sum of 1 / E is minimised. Each further

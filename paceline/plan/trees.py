@@ -1,11 +1,10 @@
-"""Draft trees: several continuations that one target pass verifies. Imports no PyTorch.
+"""Draft trees: several continuations of a text that one target pass verifies. Imports no PyTorch.
 
-A block drafter returns the likely tokens of each slot whatever the other slots hold; a drafter that reads its own
-drafts returns them for each path that it tried. A tree is built best first: the next node is always the most probable
-continuation (DDTree, 2604.12989, section 3; EAGLE-2, 2406.16858, section 4.2), so it has the paths with the largest
-products. The target's own token is sampled at each node, with the noise of its position, and the path that these tokens
-follow is
-accepted: the text equals plain decoding's, whatever the tree.
+A slot is a draft position, from 0. A block drafter returns the likely tokens of each slot whatever the other slots
+hold; a drafter that reads its own drafts returns them for each path that it tried. A tree is built best first: the next
+node is always the most probable continuation (DDTree, 2604.12989, section 3; EAGLE-2, 2406.16858, section 4.2), so it
+has the paths with the largest products. The target samples its own token after each node, with the noise of that
+position. The path that these tokens follow is accepted: the text equals plain decoding's, whatever the tree.
 """
 
 from __future__ import annotations
@@ -19,30 +18,33 @@ from typing import NamedTuple
 MOST_NODES = 128
 """Maximum nodes of one row's tree."""
 LEAST_GAIN = 0.005
-"""Minimum chance of a node to be accepted; nodes below it are left out."""
+"""Minimum chance of a node to be accepted; less probable nodes are not in the tree."""
 NONE_OF_THEM = -1
-"""Rank of a token that is not among a slot's candidates."""
+"""Rank that is reported for a token that is not among a slot's candidates."""
 Likely = tuple[list[int], list[float]]
 """The top tokens of a slot, most probable first, and their log-probabilities."""
 
 
 @dataclass(slots=True)
 class Candidates:
-    """A drafter's top M tokens at each of K slots, most probable first, and their log-probabilities."""
+    """A drafter's top M tokens at each of K slots (draft positions), most probable first, and their
+    log-probabilities."""
 
     tokens_KM: list[list[int]]
-    """If a slot's candidates depend on earlier slots: those after the top token of each earlier slot."""
+    """Token ids. If candidates depend on earlier drafts, these are the ones after the top tokens of all earlier
+    slots."""
     logprobs_KM: list[list[float]]
     most: int = MOST_NODES
-    """Maximum nodes: the free positions of the row's cache."""
+    """Maximum nodes of the tree: the free positions in the row's cache."""
     behind: Callable[[int, int], Likely] | None = None
-    """(slot, token at the slot before it) -> candidates, for a drafter that conditions on that token; slots count from
-    0."""
+    """Function (slot, token drafted at the previous slot) -> candidates of the slot. Set if candidates depend on that
+    token."""
     branches: dict[tuple[int, ...], Likely] | None = None
-    """Path of drafts -> candidates after it, for a drafter that reads its drafts; empty after other paths."""
+    """Drafted tokens so far -> candidates of the next slot. Set for a drafter that reads all its drafts; other paths
+    have no candidates."""
 
     def at(self, path: Sequence[int]) -> Likely:
-        """Returns the candidates of the slot that follows these tokens of all earlier slots."""
+        """Returns the candidates of the next slot after a path: the tokens drafted at all earlier slots."""
         if self.branches is not None:
             return self.branches.get(tuple(path), ([], []))
         slot = len(path)
@@ -53,17 +55,17 @@ class Candidates:
 
 @dataclass(slots=True)
 class Tree:
-    """Nodes in an order in which parents come first, so that any prefix of them is a tree too."""
+    """A draft tree. Parents come before their children, so the first n nodes are a tree too, for any n."""
 
     tokens: list[int]
     parents: list[int]
-    """Index of each node's parent; -1 for nodes that follow the anchor."""
+    """Index of each node's parent; -1 for nodes that follow the anchor (the last committed token)."""
     ranks: list[int]
     """Rank of each node among its slot's candidates; 0 is the most probable."""
     gains: list[float]
-    """Chance that each node and all earlier ones on its path are accepted: its contribution to the expected tokens."""
+    """Chance that a node and all nodes above it on its path are accepted: the expected tokens that it adds."""
     logprobs: list[float]
-    """The drafter's log-probability of each node after its parent."""
+    """Log-probability of each node in the drafter, given its parent."""
 
     def first(self, count: int) -> Tree:
         """Returns the tree of the first `count` nodes."""
@@ -72,7 +74,7 @@ class Tree:
 
     @property
     def depths(self) -> list[int]:
-        """Depth of each node; those that follow the anchor have depth 1."""
+        """Depth of each node; nodes that follow the anchor (the last committed token) have depth 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -93,7 +95,8 @@ class Tree:
 
     @property
     def spine(self) -> list[int]:
-        """The nodes that are their slot's top token, from the first slot on, as far as they are in the tree."""
+        """Indices of the nodes on the path of top tokens, from the first slot on, as far as that path is in the
+        tree."""
         spine = [-1]
         for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True)):
             if rank == 0 and parent == spine[-1]:
@@ -101,23 +104,25 @@ class Tree:
         return spine[1:]
 
     def children(self) -> dict[tuple[int, int], int]:
-        """Maps (parent, token) to the node."""
+        """Maps (index of the parent, token id) to the index of the node."""
         return {
             (parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True))
         }
 
 
 Weigh = Callable[[int, list[float]], list[float]]
-"""(slot, log-probabilities of its candidates) -> their chances if all earlier drafts are accepted, non-increasing."""
+"""Function (slot, log-probabilities of its candidates) -> acceptance chance of each if all earlier drafts are accepted,
+non-increasing."""
 
 
 def drafter_probs(slot: int, logprobs: list[float]) -> list[float]:
-    """Returns the drafter's own probabilities."""
+    """Returns exp(logprobs): the drafter's own probabilities as acceptance chances. `slot` has no effect."""
     return [math.exp(logprob) for logprob in logprobs]
 
 
 class Growing:
-    """A tree that can be grown further, best nodes first; nodes with a chance below LEAST_GAIN are left out."""
+    """A tree that can grow further. It takes the most probable node next; nodes with a chance below LEAST_GAIN are not
+    added."""
 
     def __init__(self, candidates: Candidates, weigh: Weigh) -> None:
         self.tree = Tree([], [], [], [], [])
@@ -168,20 +173,21 @@ class Growing:
 
 
 def grow(candidates: Candidates, weigh: Weigh, most: int) -> Tree:
-    """Returns the tree of the `most` best nodes, without those whose chance is below LEAST_GAIN."""
+    """Returns the tree of the `most` most probable nodes, without those with a chance below LEAST_GAIN. `weigh` gives
+    the chances."""
     return Growing(candidates, weigh).to(most)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """A verified tree and its accepted nodes, root to leaf."""
+    """A verified tree, and the indices of its accepted nodes from the root to a leaf."""
 
     tree: Tree
     accepted: list[int]
 
     @property
     def spine_accepted(self) -> int:
-        """Number of accepted nodes of the spine."""
+        """Number of accepted nodes on the path of top tokens."""
         count = 0
         for node, accepted in zip(self.tree.spine, self.accepted, strict=False):
             if node != accepted:
@@ -190,8 +196,8 @@ class Outcome:
         return count
 
     def siblings(self) -> list[tuple[float, bool]]:
-        """Returns (log-probability in the drafter, is accepted) of the nodes that follow an accepted one or the anchor
-        and are not their slot's top token."""
+        """Returns (log-probability in the drafter, True if accepted) of each node that is not its slot's top token, but
+        follows an accepted node or the anchor (the last committed token)."""
         accepted, tree = {-1, *self.accepted}, self.tree
         return [
             (tree.logprobs[node], node in accepted)
@@ -201,17 +207,18 @@ class Outcome:
 
 
 class Said(NamedTuple):
-    """The ranks of the target's tokens among the drafter's candidates in one round."""
+    """How the target's tokens of one round rank among the drafter's candidates."""
 
     num_first: int
     """Number of leading slots at which the target's token was the top candidate."""
     rank: int | None
-    """Rank of the target's token at the next slot, NONE_OF_THEM if it is not a candidate, None without a token or
-    slot."""
+    """Rank of the target's token at the slot after those. NONE_OF_THEM: not a candidate. None: no token or slot is
+    left."""
 
 
 def target_ranks(candidates: Candidates, tokens: Sequence[int]) -> Said:
-    """Returns the ranks of the target's tokens after the anchor among the candidates."""
+    """Returns the ranks of `tokens`, which the target generated after the anchor (the last committed token), among the
+    candidates."""
     for slot, token in enumerate(tokens[: len(candidates.tokens_KM)]):
         likely = candidates.at(tokens[:slot])[0]
         if likely[0] != token:
