@@ -27,14 +27,14 @@ class Observed:
     start: int
     count: int
     taps_TF: Tensor | None
-    """Target hidden states [T, F] at `tap_layers`, concatenated in that order, for the whole pass that computed these
-    positions. Valid during the call, and longer if the target does not overwrite its buffers."""
+    """Hidden states [T, F] of the target's `tap_layers`, concatenated in that order, for all tokens of the pass that
+    computed these positions. Valid during the call, and longer if the target does not overwrite its buffers."""
     begin: int = 0
-    """Index in `taps_TF` of this sequence's first position."""
+    """Row of `taps_TF` that belongs to position `start`."""
 
     @property
     def taps_NF(self) -> Tensor | None:
-        """The rows of `taps_TF` that belong to these positions."""
+        """Hidden states [N, F] of these N = `count` positions."""
         return None if self.taps_TF is None else self.taps_TF[self.begin : self.begin + self.count]
 
 
@@ -47,13 +47,14 @@ class Drafter(ABC):
     num_drafted: int = 0
     """Maximum tokens drafted per round."""
     is_at_hand: bool = False
-    """True if drafting costs almost nothing and `chance` can predict acceptance before drafting."""
+    """True if drafting takes almost no time, as in prompt lookup, and `chance` can predict acceptance before
+    drafting."""
     is_stepwise: bool = False
     """True if every drafted token needs a forward pass of its own, so drafting time grows with the draft length."""
     has_own_threads: bool = True
-    """True if drafting does not benefit from PyTorch's thread pool."""
+    """True if the drafter makes no use of PyTorch's thread pool."""
     tap_layers: tuple[int, ...] = ()
-    """Target layers whose outputs `observe` reads; layer l is Transformers' hidden_states[l + 1]."""
+    """Target layers whose hidden states `observe` receives; layer l is Transformers' hidden_states[l + 1]."""
 
     def bind(self, target: Target) -> None:
         """Check that this drafter fits the target, and allocate caches with `target.cache.num_rows` rows.
@@ -74,18 +75,18 @@ class Drafter(ABC):
         """Load memory-mapped weights into memory, so that their files may change afterwards."""
 
     def record(self) -> None:
-        """Record the fixed-shape passes if the device replays recorded passes (CUDA graphs); takes seconds. Requires
-        `bind`."""
+        """Record the drafter's passes as CUDA graphs, if the device uses them; takes seconds. Call after `bind`."""
 
     def start(self, seq: Sequence) -> None:
-        """Reset row `seq.row` for a newly admitted sequence."""
+        """Reset the state of row `seq.row` for a new sequence."""
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Take over cached state for a prefix of `seq` from row `source`; returns the number of positions taken over.
+        """Take over cached state from row `source` for the first tokens of `seq`, whose row was just started. Returns
+        the number of positions taken over, at most `length`; the first `length` tokens of both rows are equal.
 
-        The first `length` tokens of both rows are equal, and `seq` was just started; it will observe only the positions
-        after the returned number. `source` may be the row of a running sequence, a dropped sequence's row that has not
-        been reallocated, or `seq.row` itself."""
+        The drafter will observe only the positions after the returned number. `source` may be the row of a running
+        sequence, a dropped sequence's row that has not been reallocated, or `seq.row` itself.
+        """
         return 0 if self.tap_layers else length
 
     def can_draft(self, seq: Sequence) -> bool:
@@ -105,15 +106,15 @@ class Drafter(ABC):
         """
 
     def observe(self, observed: list[Observed]) -> None:
-        """Process newly verified positions; one call per round has all sequences, in batch order."""
+        """Process newly verified positions. Each round makes one call with all sequences, in batch order."""
 
     def drop(self, seq: Sequence) -> None:
-        """The sequence has finished; its row may be reallocated."""
+        """Release the state of a sequence that has finished; its row may be reallocated."""
 
 
 def sample_draft(seq: Sequence, logits_V: Tensor, place: int) -> tuple[int, Tensor]:
-    """(draft sampled from logits [V] with the request's sampling parameters, its distribution [V]). `place`: draft
-    position."""
+    """Samples a draft from logits [V] with the request's sampling parameters. Returns (token id, its distribution [V]).
+    `place`: draft position, from 0."""
     probs_V = target_probs(logits_V[None], seq.params)[0]
     return sample(probs_V, rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, place)), probs_V
 

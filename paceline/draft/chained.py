@@ -1,8 +1,8 @@
-"""Base of autoregressive drafters (EAGLE-3, MTP): one small network drafts token by token.
+"""Base class of autoregressive drafters (EAGLE-3, MTP): one small network drafts token by token.
 
-Verified positions are read with the target's own features, in one pass over all pending positions of a row
-(`TappedDrafter`); their keys and values are permanent. Entries of drafts follow them in the cache, and the next pass
-overwrites these. A cache entry holds one target position and the token after it.
+Verified positions are read together with the target's hidden states (features), in one pass over all new positions of a
+row (`TappedDrafter`); their keys and values stay in the cache. Entries of drafts follow them, and the next pass
+overwrites these. A cache entry belongs to one target position and the token after it.
 
 For trees, a step reads several drafts of a row, each attending to its ancestors: the most probable ones that the
 previous step proposed (EAGLE-2, arXiv 2406.16858, section 4.1), including the chain's next draft. A tree takes as many
@@ -36,8 +36,8 @@ MOST_BRANCHES = 4
 
 
 class ChainPath(Protocol):
-    """A network prepared for decoding with one target. Its *drafting state* is the hidden state passed from step to
-    step."""
+    """Interface of a drafting network that is prepared for one target. The *drafting state* is the hidden state that
+    one step passes to the next."""
 
     @property
     def cache(self) -> KVCache: ...
@@ -48,17 +48,18 @@ class ChainPath(Protocol):
     def extend(
         self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
     ) -> Tensor:
-        """Append entries for newly verified positions; `tokens` holds the token after each of them. Returns the
-        drafting state after each row's last entry [B, D]. `taps_TF` may have more rows than there are tokens."""
+        """Append cache entries for newly verified positions. `tokens`: the token after each of these positions.
+        `taps_TF`: the target's hidden states there; it may have more rows than there are tokens. Returns the drafting
+        state [B, D] after each row's last entry."""
         ...
 
     def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
-        """Compute entries of drafts, written after each row's verified entries. Returns their drafting states [T,
-        D]."""
+        """Compute cache entries of drafts, which follow each row's verified entries, and return their drafting states
+        [T, D]. `level`: rows and ancestors of these drafts."""
         ...
 
     def logits(self, state_TD: Tensor) -> Tensor:
-        """Logits over the draft vocabulary [T, V], float32 or the target's dtype."""
+        """Returns logits [T, V] over the draft vocabulary, in float32 or the target's dtype."""
         ...
 
 
@@ -134,9 +135,9 @@ class _Row:
 
 
 class ChainedDrafter(TappedDrafter):
-    """Greedy and seeded requests get deterministic drafts; sampled requests get drafts with their distribution, or
-    noise-aware drafts if the target's own sampling noise decides acceptance. `bind` of a subclass calls `_bind_path`,
-    then `_begin`."""
+    """Base class of drafters with a `ChainPath`. Greedy and seeded requests get deterministic drafts. Sampled requests
+    get drafts with their distribution, or drafts that predict the target's samples from its noise, if these samples
+    decide acceptance. `bind` of a subclass calls `_bind_path`, then `_begin`."""
 
     is_stepwise, has_own_threads = True, False
     looks_ahead = 1
@@ -164,7 +165,8 @@ class ChainedDrafter(TappedDrafter):
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftBlock:
-        """See Drafter.propose. Non-finite logits end the drafts of their row."""
+        """Draft token by token for each sequence, at most `num_drafted` tokens, and collect candidates if trees are
+        wanted. Non-finite logits end a row's drafts."""
         limits = batch.draft_limits_B(self.num_drafted)
         rows = [self._row(index, limit, batch) for index, limit in enumerate(limits) if limit > 0]
         block = DraftBlock.certain([[] for _ in limits])

@@ -25,17 +25,16 @@ from paceline.errors import ModelFileError
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """Parameters that turn log-probabilities and noise into winning probabilities; key `paceline.foresight` of
-    config.json."""
+    """Parameters of noise-aware drafting, from the key `paceline.foresight` of config.json."""
 
     scale: float = 0.8
-    """Factor on log-probabilities; below 1 for a drafter that is more confident than its target."""
+    """Factor on the drafter's log-probabilities; below 1 for a drafter that is more confident than its target."""
     spread: float = 1.4
-    """Spread of the drafter's error; smaller values trust the noise more."""
+    """Spread of the drafter's error in log-probabilities; a smaller value gives the noise more weight."""
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], path: Path) -> Foresight:
-        """Read the parameters from a config.json. Raises ModelFileError for an invalid number, or one not above 0."""
+        """Reads the parameters from a config.json (`raw`). Raises ModelFileError unless they are numbers above 0."""
         own = raw.get("paceline") or {}
         values = own.get("foresight") or {} if isinstance(own, Mapping) else None
         if not isinstance(values, Mapping) or not values.keys() <= {"scale", "spread"}:
@@ -47,7 +46,8 @@ class Foresight:
         return cls(**values)
 
     def chances(self, logprobs_M: list[float], times_M: list[float]) -> list[float]:
-        """Log-probability of each candidate to be the target's token; the largest of `logprobs_M` must be finite."""
+        """Returns for each of M candidates the log-probability that the target samples it. `logprobs_M`: the drafter's
+        log-probabilities, the largest one finite. `times_M`: the exponential noise of each candidate."""
         pairs = zip(logprobs_M, times_M, strict=True)
         scores = [(self.scale * logprob - math.log(time)) / self.spread for logprob, time in pairs]
         most = max(scores)
@@ -56,6 +56,7 @@ class Foresight:
 
 
 def ranked(tokens: list[int], logprobs: list[float], count: int) -> tuple[list[int], list[float]]:
-    """The `count` most probable tokens, best first; ties keep their order."""
+    """Returns the `count` most probable tokens and their log-probabilities, most probable first; equal ones keep their
+    order."""
     order = sorted(range(len(tokens)), key=logprobs.__getitem__, reverse=True)[:count]
     return [tokens[each] for each in order], [logprobs[each] for each in order]

@@ -1,5 +1,4 @@
-"""The drafts that one step of an autoregressive drafter reads: one per row, or several tree nodes with their
-ancestors."""
+"""One step's input for an autoregressive drafter: one draft per row, or several tree nodes with their ancestors."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ from paceline.model.torch.attention import AttentionPlan, CacheWriter
 
 @dataclass(slots=True)
 class Level:
-    """Cache entries of one tree level: after each row's verified entries and those of earlier levels. All nodes of a
-    level have the same depth."""
+    """Cache entries that one drafting step writes: the tree nodes of one depth, in several rows. In each row they
+    follow the verified entries and those of lower depths."""
 
     rows: list[int] = field(default_factory=list)
     bases: list[int] = field(default_factory=list)
-    """Number of verified entries of each row."""
+    """Number of verified cache entries of each row."""
     before: list[int] = field(default_factory=list)
-    """Number of entries of earlier levels, for each row."""
+    """Number of cache entries of earlier steps' drafts, for each row."""
     seen: list[Sequence[Sequence[int]]] = field(default_factory=list)
-    """For each row and entry, the entries of drafts it attends to: its ancestors, then itself; 0 is the row's first
-    draft."""
+    """For each row and new entry: indices of the row's draft entries that it attends to (its ancestors, then itself).
+    Index 0 is the row's first draft."""
 
     def add(self, row: int, base: int, before: int, seen: Sequence[Sequence[int]]) -> None:
         self.rows.append(row)
@@ -39,19 +38,20 @@ class Level:
 
     @property
     def starts(self) -> list[int]:
-        """Cache index of each row's first entry of this level."""
+        """Cache index of the first new entry of each row."""
         return [base + before for base, before in zip(self.bases, self.before, strict=True)]
 
     @property
     def positions(self) -> list[int]:
-        """Position of each entry along its path."""
+        """Text position of each new entry, counted along its path in the tree."""
         return [base + len(own) - 1 for base, seen in zip(self.bases, self.seen, strict=True) for own in seen]
 
     def writer(self, device: torch.device) -> CacheWriter:
         return CacheWriter(self.rows, self.starts, self.counts, device)
 
     def plan(self, group: int, dtype: torch.dtype, device: torch.device, window: int | None) -> AttentionPlan:
-        """Attention plan of this level for layers with this sliding window (None: full attention)."""
+        """Returns the attention plan of these entries. `window`: the layer's sliding window; None: full attention.
+        `group`: query heads per key head."""
         kind: dict[str, Any] = {"group": group, "dtype": dtype, "device": device}
         chains = [[list(range(before + 1))] for before in self.before]
         if [[list(own) for own in seen] for seen in self.seen] == chains:

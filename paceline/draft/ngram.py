@@ -1,13 +1,13 @@
-"""N-gram drafter (prompt lookup): drafts what followed the last occurrence of the current n-gram in prompt or answer.
+"""N-gram drafter (prompt lookup): drafts the tokens that followed an earlier occurrence of the text's last tokens.
 
-A hash map leads from the last two tokens to the positions after their earlier occurrences; the longest match wins, the
-latest one on ties. The acceptance probability of a draft is estimated from the length of the match and this sequence's
-history:
+A hash map leads from the last two tokens to the positions after their earlier occurrences in prompt or answer; the
+longest match wins, the latest one on ties. The acceptance probability of a draft is estimated from the length of the
+match and this sequence's history:
 
     chance = distrusted + (trusted - distrusted) * trust      MATCH_CLASSES, by the length of the match
     trust: share of drafts accepted, decayed by 0.85 per round, initially 0.8
 
-The planner decides how many are checked (`paceline/plan/planner.py`). All state is per row: outputs are
+The planner decides how many drafts are verified (`paceline/plan/planner.py`). All state is per row: outputs are
 batch-invariant.
 """
 
@@ -20,11 +20,12 @@ from paceline.errors import ConfigError, refuse
 from paceline.types import LOOKUP, Batch, DraftBlock, Sequence
 
 MATCH_CLASSES = ((1, 0.12, 0.6), (2, 0.4, 0.9), (4, 0.55, 0.95), (16, 0.9, 0.98))
-"""(minimum matching tokens, acceptance probability at trust 0, acceptance probability at trust 1)."""
+"""Estimates by length of the match: (minimum matching tokens, acceptance probability at trust 0, the same at trust
+1)."""
 MOST_REACH = MATCH_CLASSES[-1][0]
 MOST_DRAFTED = 16
 MOST_MATCHES = 64
-"""Latest earlier occurrences that are compared with the end of the text."""
+"""Number of latest earlier occurrences that are compared with the end of the text."""
 _FADE, _FIRST_TRUST = 0.85, 0.8
 
 
@@ -37,13 +38,15 @@ class _Row:
 
 
 class NgramDrafter(Drafter):
-    """Drafts the continuation of the longest earlier match, or nothing if fewer than `min_match` tokens match."""
+    """Drafts the tokens after the longest earlier match of the text's end. Drafts nothing if fewer than `min_match`
+    tokens match."""
 
     name = LOOKUP
     is_at_hand = True
 
     def __init__(self, *, num_drafted: int | None = None, min_match: int = 1) -> None:
-        """`num_drafted`: maximum drafted tokens. Raises ConfigError if it is negative, or `min_match` below 1."""
+        """`num_drafted`: maximum tokens drafted per round. Raises ConfigError if it is negative, or if `min_match` is
+        below 1."""
         self.num_drafted = MOST_DRAFTED if num_drafted is None else num_drafted
         refuse(
             ConfigError,
@@ -63,7 +66,7 @@ class NgramDrafter(Drafter):
         self._pending.pop(seq.row, None)
 
     def observe(self, observed: list[Observed]) -> None:
-        """Update the row's acceptance history; tokens are indexed when the row drafts next."""
+        """Update the share of accepted drafts of each row. Tokens are indexed later, when the row drafts."""
         for one in observed if self._pending else ():
             if num_pending := self._pending.pop(one.sequence.row, 0):
                 row = self._rows[one.sequence.row]

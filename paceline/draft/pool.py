@@ -1,8 +1,9 @@
-"""The pool of drafters of one engine: named drafters that sequences are assigned to, and prompt lookup in addition.
+"""The drafters of one engine, by name. Each sequence has one of them; prompt lookup may draft in addition.
 
-A sequence is assigned a drafter with its row and keeps it until its end: `put` replaces the drafter of a name for later
-sequences only, `remove` stops assigning it, and a replaced drafter is released when its last sequence has ended. "none"
-is always in the pool. The target taps the layers of all drafters; each drafter receives its own.
+A sequence is assigned a drafter together with its cache row, and keeps it until its end. `put` replaces the drafter of
+a name for later sequences only, and `remove` stops assigning it; a replaced drafter is released when its last sequence
+has ended. "none" is always in the pool. The target taps (returns the hidden states of) the layers of all drafters; each
+drafter receives those of its own layers.
 """
 
 from __future__ import annotations
@@ -22,39 +23,39 @@ from paceline.plan.trees import Candidates
 from paceline.types import LOOKUP, NONE, Batch, DraftBlock, Sequence, Take
 
 LOOKUP_MATCH = 2
-"""Tokens that prompt lookup must match if the sequence also has a drafter: shorter matches predict less than any
-drafter."""
+"""Minimum matching tokens for prompt lookup if the sequence also has another drafter: shorter matches predict less than
+any drafter."""
 
 
 @dataclass(slots=True)
 class Member:
-    """A named drafter of the pool."""
+    """A pool entry: a drafter and its name."""
 
     name: str
     drafter: Drafter
     is_open: bool = True
-    """Whether new sequences may be assigned to it."""
+    """True if new sequences may be assigned to it."""
 
 
 class Pool:
-    """Drafters of the rows of a batch. `propose` and `observe` pass every row to its own drafter."""
+    """The drafters of an engine, by name. `propose` and `observe` pass each row of a batch to the drafter of its
+    sequence."""
 
     def __init__(
         self, target: Target, drafters: Drafter | Mapping[str, Drafter], lookups: NgramDrafter | None = None
     ) -> None:
-        """`drafters`: drafters by name, or one under its own name. The first is the default. `lookups` drafts in
-        addition to
-        every drafter that computes its drafts."""
+        """`drafters`: drafters by name, or one drafter under its own name. The first is the default. `lookups`: prompt
+        lookup, which drafts in addition to drafters that run a network."""
         self.target, self.lookups = target, lookups
         self.members: dict[str, Member] = {}
-        """Pool entries in the given order; "none" only if it was given."""
+        """Pool entries by name, in the given order. "none" is in it only if it was given."""
         self._plain = Member(NONE, NoDrafter())
         self._leases: dict[int, Member] = {}
         """Row -> pool entry of the sequence in that row."""
         self._held: dict[int, Drafter] = {}
         """Row -> drafter whose cache holds keys and values of that row, also after its sequence has ended."""
         self.drafters: list[Drafter] = []
-        """All bound drafters: the default, other entries, then replaced ones that still have sequences."""
+        """All drafters in use: the default, the other entries, then replaced ones that still have sequences."""
         if isinstance(drafters, Drafter):
             drafters.bind(target)
             self.members[drafters.name] = Member(drafters.name, drafters)
@@ -69,7 +70,7 @@ class Pool:
 
     @property
     def default(self) -> Member:
-        """The pool entry for sequences without a choice, or whose choice is closed: the first open one."""
+        """The first open pool entry, or "none". Sequences get it if they name no drafter, or a closed one."""
         return next((member for member in self.members.values() if member.is_open), self._plain)
 
     @property
@@ -78,32 +79,32 @@ class Pool:
 
     @property
     def open(self) -> list[str]:
-        """Names that new sequences may choose: the default first, "none" last."""
+        """Names of the drafters that new sequences may get: the default first, "none" last."""
         return list(dict.fromkeys([*(name for name, member in self.members.items() if member.is_open), NONE]))
 
     @property
     def older(self) -> list[Member]:
-        """Replaced or removed entries that still have sequences."""
+        """Replaced or removed pool entries that still have sequences."""
         return list({id(member): member for member in self._leases.values() if not self._is_here(member)}.values())
 
     def num_rows(self, member: Member) -> int:
-        """Number of sequences assigned to this entry."""
+        """Returns the number of sequences assigned to this pool entry."""
         return sum(leased is member for leased in self._leases.copy().values())
 
     @property
     def num_plain(self) -> int:
-        """Number of sequences assigned to "none"."""
+        """Number of sequences without a drafter ("none")."""
         return self.num_rows(self._plain)
 
     def member(self, name: str) -> Member:
-        """The pool entry of this name. Raises ConfigError for an unknown name."""
+        """Returns the pool entry with this name. Raises ConfigError for an unknown name."""
         if name not in self.members:
             raise ConfigError(f"there is no drafter {name!r} here: there are {', '.join([*self.members, NONE])}")
         return self.members[name]
 
     def swap(self, drafter: Drafter) -> None:
-        """Make `drafter` the default under its own name, replacing the old default and any drafter of this name. Raises
-        DrafterMismatchError, leaving the pool unchanged."""
+        """Make `drafter` the default, under its own name, instead of the old default; also replaces a drafter of the
+        same name. Raises DrafterMismatchError and changes nothing if it does not fit the target."""
         old = self.default
         if drafter is old.drafter:
             return
@@ -118,8 +119,8 @@ class Pool:
         self._let_go()
 
     def put(self, name: str, drafter: Drafter) -> None:
-        """Add `drafter` to the pool, replacing any drafter of this name. Raises DrafterMismatchError, or ConfigError
-        for a reserved name, leaving the pool unchanged."""
+        """Add `drafter` under this name, replacing the one with this name. Raises DrafterMismatchError if it does not
+        fit the target, or ConfigError for a reserved name, and changes nothing then."""
         self._join(name, drafter)
         self._let_go()
 
@@ -135,7 +136,7 @@ class Pool:
         self.members[name] = Member(name, drafter)
 
     def admit(self, name: str, is_open: bool) -> None:
-        """Open or close the drafter for new sequences. Raises ConfigError for an unknown name."""
+        """Allow or forbid (`is_open`) that new sequences get this drafter. Raises ConfigError for an unknown name."""
         self.member(name).is_open = is_open
         self._let_go()
 
@@ -145,9 +146,9 @@ class Pool:
         self._let_go()
 
     def start(self, seq: Sequence, guest: Drafter | None = None) -> None:
-        """Assign `seq` to the drafter that `seq.drafter` names if it is open, else to the default, and start it there.
-        With `guest`, a bound drafter outside the pool, assign it to that one, which is released when the sequence
-        ends."""
+        """Assign a drafter to `seq` and start it there: the one that `seq.drafter` names if it is open, else the
+        default. With `guest`, assign that drafter instead: it is outside the pool, already bound, and released when the
+        sequence ends."""
         member = self.members.get(seq.drafter) or (self._plain if seq.drafter == NONE else self.default)
         member = Member(guest.name, guest) if guest else member if member.is_open else self.default
         self._leases[seq.row], seq.drafter = member, member.name
@@ -158,7 +159,8 @@ class Pool:
             lookups.start(seq)
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """See Drafter.adopt; 0 if another drafter observed row `source`."""
+        """Take over the drafter's cached state for a common prefix from row `source`; returns the number of positions
+        taken over. 0 if another drafter observed that row."""
         drafter = self._leases[seq.row].drafter
         if drafter.tap_layers and self._held.get(source) is not drafter:
             return 0
@@ -173,8 +175,8 @@ class Pool:
             self._let_go()
 
     def offers(self, seq: Sequence, planner: Planner, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Drafts that could be checked next, by source; the sequence's own drafter first, without `unwanted`
-        sources."""
+        """Returns the drafts that the sequence could verify next, one offer for each source: its own drafter first,
+        then prompt lookup. Sources in `unwanted` are left out."""
         drafter, offers = self._leases[seq.row].drafter, []
         for source in (drafter, self._lookups_for(drafter)):
             if source is None or source.name in unwanted:
@@ -189,7 +191,7 @@ class Pool:
         return offers
 
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft from the sources in `batch.takes_B`, or from every sequence's own drafter without them."""
+        """Draft for each sequence from the source in `batch.takes_B`; without it, from the sequence's own drafter."""
         takes_B = batch.takes_B or [Take(self._leases[row].drafter.name, 1 << 30) for row in batch.rows]
         block = DraftBlock.certain([[] for _ in takes_B])
         sure_B: list[list[float] | None] = [None] * len(takes_B)
@@ -227,12 +229,12 @@ class Pool:
                     each.observe(own)
 
     def drafter_of(self, seq: Sequence) -> Drafter:
-        """The drafter assigned to a sequence that has a row."""
+        """Returns the drafter assigned to a sequence, which must have a cache row."""
         return self._leases[seq.row].drafter
 
     def advance(self, drafter: TappedDrafter, observed: list[Observed]) -> None:
-        """Like `observe`, for positions whose keys and values a recorded round already wrote into the cache of
-        `drafter`, which all of these sequences have."""
+        """Record newly verified positions after a recorded round (CUDA graph), which already wrote their keys and
+        values into the cache of `drafter`. All these sequences have this drafter."""
         drafter.advance([one.sequence.row for one in observed], [one.start + one.count for one in observed])
         self._held |= {one.sequence.row: drafter for one in observed}
         if lookups := self._lookups_for(drafter):

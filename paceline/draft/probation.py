@@ -1,4 +1,4 @@
-"""Canary for a new drafter: tries it on one request next to others and contains its errors."""
+"""Trial of a new drafter on one request. Errors of the drafter do not affect that request or others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from paceline.types import CANDIDATE, Batch, DraftBlock, Sequence, Take
 
 
 class Probation(Drafter):
-    """Passes one request to the new drafter and lets it draft once, after the prompt; drafts nothing itself.
+    """Wraps a new drafter to try it on one request: it reads the prompt and drafts once. The request itself gets no
+    drafts.
 
     When the request ends, the future `done` receives the drafted tokens or the error.
     """
@@ -20,7 +21,7 @@ class Probation(Drafter):
     name = CANDIDATE
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
-        """`drafter` must be bound."""
+        """`drafter`: the drafter to try, already bound to the target."""
         self.drafter, self._vocab_size = drafter, vocab_size
         self.tap_layers, self.has_own_threads = drafter.tap_layers, drafter.has_own_threads
         self.done: Future[list[int]] = Future()
@@ -28,7 +29,7 @@ class Probation(Drafter):
         self._error: Exception | None = None
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Take over no cached tokens: the tried drafter reads the whole prompt."""
+        """Returns 0: the new drafter reads the whole prompt and takes over no cached tokens."""
         return 0
 
     def propose(self, batch: Batch) -> DraftBlock:

@@ -1,4 +1,4 @@
-"""Creates a drafter from its name: a method in DRAFTERS, a folder, a GGUF file or a hub id."""
+"""Creates a drafter from its name: a key of DRAFTERS, a folder, a GGUF file or a hub id."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
 
 
 def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str = "", **options: Any) -> Drafter:
-    """Create the drafter that `spec` names: one of DRAFTERS, a folder, a hub id or a built-in model; None is "none".
+    """Creates the drafter that `spec` names: a key of DRAFTERS, a folder, a GGUF file, a hub id or a built-in model.
+    None is "none". A Drafter object is returned as it is.
 
-    `options` that are not None go to its constructor. Raises ModelNotFoundError for an unknown name, ConfigError if a
-    Drafter instance comes with options, and the errors of reading a checkpoint.
+    `options` go to its constructor, except those that are None. Raises ModelNotFoundError for an unknown name,
+    ConfigError if a Drafter object comes with options, and the errors of reading a checkpoint.
     """
     options = {name: value for name, value in options.items() if value is not None}
     if isinstance(spec, Drafter):
@@ -77,8 +78,8 @@ def _make(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
 
 
 def folder_of(name: str, target_name: str | None = None) -> Path:
-    """Path of a drafter's checkpoint: a folder, a GGUF file, a hub id, or a built-in model that has a drafter;
-    "default" is the target's.
+    """Returns the path of a drafter's checkpoint. `name`: a folder, a GGUF file, a hub id, a built-in model that has a
+    drafter, or "default" for the drafter that ships for `target_name`.
 
     Raises ModelNotFoundError, DownloadError if a shipped drafter is missing, ModelFileError unless it is a DFlash or
     EAGLE-3 drafter or an MTP layer, ConfigError for "default" if the target has no drafter.
@@ -99,7 +100,8 @@ def folder_of(name: str, target_name: str | None = None) -> Path:
 
 
 def shipped_or_checkpoint(name: str) -> Path:
-    """Path of a drafter; for the name of a built-in model, the drafter that ships for it, if any."""
+    """Returns the path of the drafter that ships for the built-in model `name`, or else of the checkpoint with this
+    name."""
     return shipped.find(name) if name in shipped.SHIPPED else checkpoint_of(name)
 
 
@@ -109,17 +111,17 @@ def holds_dflash(path: Path) -> bool:
 
 
 def holds_mtp(path: Path) -> bool:
-    """True if a folder holds only an MTP layer, as training writes it."""
+    """True if a folder holds only an MTP layer, which is how training stores it."""
     return path.is_dir() and is_mtp(read_json(path / "config.json"))
 
 
 def holds_eagle3(path: Path) -> bool:
-    """True if a folder holds an EAGLE-3 drafter of either format."""
+    """True if a folder holds an EAGLE-3 drafter, in the format of SpecForge or of `speculators`."""
     return path.is_dir() and is_eagle3(read_json(path / "config.json"))
 
 
 def checkpoint_of(name: str) -> Path:
-    """Path of a drafter that is not in DRAFTERS. Raises ModelNotFoundError."""
+    """Returns the path of a checkpoint: a folder, a hub id or a built-in model. Raises ModelNotFoundError."""
     try:
         return hub.resolve(name)
     except ModelNotFoundError as error:

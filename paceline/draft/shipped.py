@@ -1,4 +1,4 @@
-"""Finds the drafters that ship, by their target's name. Their weights are a separate distribution.
+"""Finds the drafters that ship with paceline, by their target's name. Their weights are a separate Python package.
 
 `find(name)` searches in this order:
 
@@ -6,8 +6,8 @@
     checkout     drafters/ next to the package, if paceline runs from a checkout (an editable installation)
     hub          the repository REPO, downloaded into the cache; every file is checked by its SHA-256 in `shipped.json`
 
-`local(name)` searches without a network. A missing drafter is an error that names the command to install it;
-`default` (`draft/registry.py`) prints that error once and drafts by prompt lookup.
+`local(name)` searches without a network. A missing drafter is an error that names the command to install it; `default`
+(`draft/registry.py`) prints that error once and drafts by prompt lookup.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from paceline.errors import CacheError, DownloadError
 from paceline.hub import HubFile
 
 DISTRIBUTION = "paceline_drafters"
-"""Import package of the distribution: one folder per target."""
+"""Name of the Python package with the drafters; it has one folder per target."""
 BESIDE = Path(__file__).parents[2] / "drafters" / DISTRIBUTION
-"""The same folders in a checkout."""
+"""Path of the same folders in a source checkout of paceline."""
 REPO = "paceline/drafters"
 INSTALL = "run `pip install ./drafters` in a checkout of paceline"
 TABLE = Path(__file__).with_name("shipped.json")
 SHIPPED: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
-"""Target name -> file name -> num_bytes and sha256."""
+"""For each target name: file name -> its size (num_bytes) and sha256."""
 
 
 def local(name: str) -> Path | None:
-    """Folder of the drafter that ships for this target, or None if it is not on this machine. Uses no network."""
+    """Returns the folder of the drafter that ships for this target, or None if it is not on this machine. Uses no
+    network."""
     if name not in SHIPPED:
         return None
     cached = hub.fetched_folder(name, _files(name))
@@ -43,7 +44,7 @@ def local(name: str) -> Path | None:
 
 
 def find(name: str) -> Path:
-    """Folder of the drafter that ships for this target, downloaded from the hub if necessary.
+    """Returns the folder of the drafter that ships for this target; downloads it from the hub if necessary.
 
     `name` is a key of SHIPPED. Raises DownloadError or CacheError, which name the command to install it.
     """
@@ -59,8 +60,8 @@ def find(name: str) -> Path:
 
 @functools.cache
 def find_or_report(name: str) -> Path | None:
-    """Like `find`, but prints the error and returns None if the drafter is missing. Cached: searches once per
-    process."""
+    """Returns the folder of the drafter that ships for this target. If it is missing, prints the error and returns
+    None. Searches once per process."""
     try:
         return find(name)
     except (DownloadError, CacheError) as error:

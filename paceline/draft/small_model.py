@@ -19,19 +19,20 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 
 class SmallModelDrafter(Drafter):
-    """Greedy and seeded requests get deterministic drafts; sampled requests get drafts with their distribution, under
-    the same sampling parameters."""
+    """Drafts with a smaller language model. Greedy and seeded requests get deterministic drafts. Sampled requests get
+    drafts with their distribution, under the same sampling parameters."""
 
     name, is_stepwise = "small_model", True
 
     def __init__(self, model: Target, *, num_drafted: int | None = None) -> None:
-        """`model`: any Target except the target itself. Raises ConfigError for a negative num_drafted."""
+        """`model`: the smaller model, as a Target of its own. Raises ConfigError if `num_drafted` is negative."""
         self.model, self.has_own_threads = model, model.has_own_threads
         self.num_drafted = 4 if num_drafted is None else num_drafted
         refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
 
     def bind(self, target: Target) -> None:
-        """See Drafter.bind. Also raises ContextLengthError if the model's context is shorter than the target's."""
+        """Check that the model fits the target (same tokenizer), and allocate its cache. Raises DrafterMismatchError,
+        or ContextLengthError if the model's context is shorter than the target's."""
         if self.model is target:
             raise DrafterMismatchError("the drafter is the target object itself: load the model a second time")
         if self.model.vocab_size != target.vocab_size:
@@ -44,7 +45,8 @@ class SmallModelDrafter(Drafter):
             pass
 
     def record(self) -> None:
-        """Records steps of one and two tokens: the first step of a round may also read the last draft."""
+        """Record the passes of one and of two tokens per row: the first pass of a round may also read the last
+        draft."""
         self.model.record(2)
 
     @property
@@ -61,12 +63,12 @@ class SmallModelDrafter(Drafter):
         assert row == seq.row
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Keep all positions: `observe` runs the whole prompt through the model, including prefixes shared in the
-        target."""
+        """Returns `length`. Nothing is copied, because `observe` computes the whole prompt with the model, including
+        prefixes that the target reuses."""
         return length
 
     def observe(self, observed: list[Observed]) -> None:
-        """Roll back rejected drafts; run prompt chunks through the model."""
+        """Remove rejected drafts from the model's cache, and run new prompt tokens through the model."""
         cache = self.model.cache
         rows, ends = [one.sequence.row for one in observed], [one.start + one.count for one in observed]
         cache.rollback(rows, [min(cache.lengths[row], end) for row, end in zip(rows, ends, strict=True)])

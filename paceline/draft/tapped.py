@@ -1,4 +1,4 @@
-"""Base of drafters that read the target's hidden states: observed features wait per row until the row drafts.
+"""Base class of drafters that read the target's hidden states. These features wait for each row until the row drafts.
 
 A row that never drafts never computes keys and values of its features. When it drafts, all its pending features go in
 one pass; a long queue is shortened early, so that it does not delay a round of other rows. Prefixes are copied from
@@ -24,21 +24,22 @@ from paceline.model.target import Target
 from paceline.types import Sequence
 
 MOST_PENDING = 512
-"""Positions of a row that may be pending; a few megabytes of features."""
+"""Maximum positions of a row with pending features (without keys and values yet); they take a few megabytes."""
 PENDING_PIECE = 32
-"""Positions computed at once when a row exceeds MOST_PENDING; other rows wait for this pass."""
+"""Minimum positions that are computed together when a row exceeds MOST_PENDING; other rows wait for this pass."""
 MOST_UNSORTED = 16
-"""Passes whose features are kept before they are sorted by row."""
+"""Number of target passes whose features are collected before they are sorted by row."""
 
 
 class TappedDrafter(Drafter):
-    """Base class with the state of each row; `bind` of a subclass calls `_bind_path`."""
+    """Base class of drafters that read the target's hidden states, with the state of each row. `bind` of a subclass
+    calls `_bind_path`."""
 
     network: Any
-    """An nn.Module with the weights as read."""
+    """The network as an nn.Module, with the weights as they were read."""
     looks_ahead = 0
-    """Number of following tokens that a position's keys and values depend on; that many last positions of a shared
-    prefix are recomputed."""
+    """Number of following tokens that a position's keys and values depend on. As many last positions of a shared prefix
+    are recomputed."""
     _overwrites_taps: bool
     _path: Any
     """The decode path for the bound target."""
@@ -88,7 +89,8 @@ class TappedDrafter(Drafter):
         self._fresh.add(seq.row)
 
     def observe(self, observed: list[Observed]) -> None:
-        """Keep the features; keys and values are computed when the row drafts."""
+        """Store the features (target's hidden states) of new positions; keys and values are computed when the row
+        drafts."""
         if self._overwrites_taps:
             observed = [
                 replace(one, taps_TF=one.taps_NF.clone(), begin=0) for one in observed if one.taps_NF is not None
@@ -114,7 +116,8 @@ class TappedDrafter(Drafter):
         self._sort()
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """See Drafter.adopt; copies keys and values. A row keeps its cache until another sequence observes into it."""
+        """Copy keys and values of a common prefix from row `source`; returns the number of positions copied. A row
+        keeps its cache until another sequence observes positions in it."""
         self._sort()
         self._inject([source])
         length = max(min(length - self.looks_ahead, self._cache.lengths[source]), 0)
@@ -141,17 +144,17 @@ class TappedDrafter(Drafter):
         self._take_in(waiting, starts, counts, [one for observed in taken for one in observed])
 
     def take_in_pending(self, rows: list[int]) -> None:
-        """Compute keys and values of all pending features of these rows."""
+        """Compute keys and values for all pending features of these rows."""
         self._sort()
         self._inject(rows)
 
     def advance(self, rows: list[int], lengths: list[int]) -> None:
-        """Set the cache lengths of these rows after a recorded round wrote their keys and values; none may be
-        pending."""
+        """Set the cache lengths of these rows, after a recorded round (CUDA graph) wrote their keys and values. These
+        rows must have no pending features."""
         self._cache.append(rows, [length - self._cache.lengths[row] for row, length in zip(rows, lengths, strict=True)])
 
     def can_draft(self, seq: Sequence) -> bool:
-        """True if every position before the last token was observed."""
+        """True if all positions before the sequence's last token were observed."""
         self._sort()
         return seq.row not in self._fresh and self._num_observed(seq.row) == seq.cached_len
 
@@ -160,7 +163,8 @@ class TappedDrafter(Drafter):
 
 
 class PendingFeatures:
-    """Features of observed positions without keys and values yet, by row, oldest first and contiguous."""
+    """Features (target's hidden states) of observed positions that have no keys and values yet. For each row they are
+    contiguous, oldest first."""
 
     def __init__(self) -> None:
         self._rows: dict[int, deque[Observed]] = {}
@@ -170,11 +174,11 @@ class PendingFeatures:
         return waiting[-1].start + waiting[-1].count - waiting[0].start if waiting else 0
 
     def add(self, one: Observed) -> None:
-        """Append positions that directly follow the row's pending ones."""
+        """Add positions of one row; they must directly follow the row's pending positions."""
         self._rows.setdefault(one.sequence.row, deque()).append(one)
 
     def take(self, row: int, most: float = math.inf) -> list[Observed]:
-        """Remove and return the row's oldest `most` positions, or all."""
+        """Remove and return the oldest pending positions of a row: at most `most`, or all."""
         waiting, taken = self._rows.get(row), list[Observed]()
         while waiting and most:
             one = waiting.popleft()
@@ -191,7 +195,8 @@ class PendingFeatures:
 
 
 def features_of(observed: list[Observed]) -> Tensor:
-    """Features [T, F] of all these positions, in order; for a single pass from its beginning, rows may follow them."""
+    """Returns the features [T, F] (target's hidden states) of all these positions, in order. If they are the beginning
+    of one pass, the result may have further rows after them."""
     if len(observed) == 1 and observed[0].begin == 0 and observed[0].taps_TF is not None:
         return observed[0].taps_TF
     return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])

@@ -1,10 +1,10 @@
-"""A drafter's reduced draft vocabulary and its own LM head.
+"""A drafter's reduced draft vocabulary (the tokens that it can draft), and its own LM head.
 
     draft_ids.safetensors            next to z-lab's weights: ids int64 [Vd] ascending; head [Vd, D], if it has its own
     d2t int64 [Vd], t2d bool [V],    within the weights, in `speculators` and vLLM: target id = i + d2t[i]
     lm_head.weight [Vd, D]
 
-All ids are the target's token ids.
+All ids are the target's token ids. Vd is the size of the draft vocabulary, V that of the target's.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ log = logging.getLogger("paceline.draft")
 DRAFT_IDS = "draft_ids.safetensors"
 HEAD, OFFSETS, IS_DRAFTED = "lm_head.weight", "d2t", "t2d"
 TARGETS_OWN = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
-"""The target's tensors, which some drafter files also contain; paceline does not read them."""
+"""Names of the target's tensors that some drafter files also contain; paceline does not read them."""
 
 
 class Vocabulary(NamedTuple):
-    """Draft vocabulary and LM head; all None if the drafter uses the target's head over all tokens."""
+    """Draft vocabulary and LM head of a drafter. Both are None if it uses the target's head over all tokens."""
 
     ids: Tensor | None = None
-    """Token ids that may be drafted, int64, ascending; None: all."""
+    """Token ids that may be drafted, int64 [Vd], ascending; None: all tokens."""
     head_VD: Tensor | None = None
-    """The drafter's own LM head, one row per id; None: the target's rows."""
+    """The drafter's own LM head [Vd, D], one row per id; None: the target's rows for these ids."""
 
 
 ALL_TOKENS = Vocabulary()
 
 
 def split(tensors: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
-    """Split a file's tensors into (network, vocabulary, unused tensors). Raises ModelFileError for an inconsistent
-    vocabulary."""
+    """Splits the tensors of a drafter's file into (network, vocabulary, tensors that are not used). Raises
+    ModelFileError if the vocabulary is inconsistent."""
     special = (HEAD, OFFSETS, IS_DRAFTED, *TARGETS_OWN)
     network = {name: tensor for name, tensor in tensors.items() if name not in special}
     others = {name: tensors[name] for name in TARGETS_OWN if name in tensors}
@@ -70,14 +70,15 @@ def _ids(offsets: Tensor | None, is_drafted: Tensor | None, path: Path) -> Tenso
 
 
 def as_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """The tensors `d2t` and `t2d` of a draft vocabulary."""
+    """Returns a draft vocabulary as the tensors `d2t` and `t2d`. `vocab_size`: size of the target's vocabulary."""
     is_drafted = torch.zeros(vocab_size, dtype=torch.bool)
     is_drafted[ids] = True
     return {OFFSETS: ids - torch.arange(len(ids)), IS_DRAFTED: is_drafted}
 
 
 def read_draft_ids(folder: Path) -> Vocabulary | None:
-    """Read `draft_ids.safetensors`; None without such a file. Raises ModelFileError if it is damaged."""
+    """Returns the draft vocabulary in the folder's file `draft_ids.safetensors`; None without that file. Raises
+    ModelFileError if it is damaged."""
     file = folder / DRAFT_IDS
     if not file.is_file():
         return None
@@ -93,7 +94,8 @@ def read_draft_ids(folder: Path) -> Vocabulary | None:
 
 
 def check_ids(ids: Tensor, what: str, remedy: str) -> Tensor:
-    """Return `ids`. Raises ModelFileError unless they are ascending and not negative."""
+    """Returns `ids` if they are ascending and not negative, else raises ModelFileError. `what`, `remedy`: beginning and
+    end of the message."""
     if ids.ndim != 1 or not len(ids) or int(ids[0]) < 0 or not bool((ids[1:] > ids[:-1]).all()):
         raise ModelFileError(f"{what}: token ids must ascend: {remedy}")
     return ids

@@ -37,7 +37,7 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self.running)
 
     def admit(self, choose: Callable[[Sequence, list[int]], int | None] | None = None) -> Iterator[Sequence]:
-        """Give free cache rows to waiting requests, in order of arrival; returns these requests. `choose`: function
+        """Give free cache rows to waiting requests, in order of arrival, and yield these requests. `choose`: function
         that may select one of the free rows for a request."""
         while self.waiting and self._cache.num_free:
             seq = self.waiting.popleft()

@@ -63,7 +63,8 @@ from paceline.verify.rules import CheckedRow, RowVerdict
 
 
 def allowed(rule: Rule, target_V: Tensor) -> Tensor | None:
-    """Returns the tokens that are always accepted, [V] of bool; None if the rule has no such set."""
+    """Returns which tokens the rule always accepts, [V] of bool; None if the rule has no such set. `target_V`: the
+    target's distribution."""
     if isinstance(rule, Typical):
         entropy = float(torch.special.entr(target_V).sum(dtype=torch.float64))
         return target_V > min(rule.eps, rule.delta * math.exp(-entropy))
@@ -87,10 +88,10 @@ def _likeliest(target_V: Tensor, count: int) -> Tensor:
 
 
 def chances(rule: Rule, target_X: Tensor, draft_X: Tensor, allowed_X: Tensor | None) -> Tensor:
-    """Returns a(x) from the probabilities of any tokens, [X] each; `allowed_X` is the result of `allowed` for these
-    tokens.
+    """Returns the acceptance probability a(x) of each of X tokens, given their probabilities in target and draft, [X]
+    each. `allowed_X`: the entries of `allowed` for these tokens.
 
-    If draft(x) is 0 the token cannot be drafted and the value is meaningless.
+    If draft(x) is 0 the token cannot be drafted, and its value has no meaning.
     """
     scale = rule.l if isinstance(rule, Lenience) else rule.acc if isinstance(rule, Threshold) else 1.0
     chance_X = target_X / (draft_X.clamp(min=torch.finfo(draft_X.dtype).tiny) * scale)
@@ -105,15 +106,17 @@ _LOSSLESS = Lenience(1.0)
 
 
 class Tilt(NamedTuple):
-    """Distance between the output distribution at a position and the target's."""
+    """Distance between the output distribution at a position and the target's distribution."""
 
     tv: float
     kl: Callable[[], float]
-    """Kullback-Leibler divergence of the output from the target, in nats; called only if the step is taken."""
+    """Function that returns the Kullback-Leibler divergence of the output from the target, in nats. Called only if the
+    lossy decision is made."""
 
 
 def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
-    """Returns E and the divergence for a sampled draft, from the distributions and a(x) of all tokens, [V] each."""
+    """Returns the distance (E and the divergence) for a sampled draft. `chance_V`: a(x) of all tokens, from
+    `chances`."""
     extra_V = (draft_V * (chance_V - chances(_LOSSLESS, target_V, draft_V, None))).clamp_(min=0.0)
     tv = float(extra_V.sum(dtype=torch.float64))
 
@@ -130,7 +133,8 @@ def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
 
 
 def lossy_rule(lossy: Lossy, ledger: Ledger) -> rules.Rule:
-    """Returns a rule for chains of sampled requests: certain drafts are judged by `follow`, sampled ones by `drawn`."""
+    """Returns the lossy rule as a `rules.Rule` for chains of sampled requests. Certain drafts are judged by `follow`,
+    sampled ones by `drawn`. Costs are added to the ledger."""
 
     def verify(row: CheckedRow) -> RowVerdict:
         if row.draft_probs_KV is not None:
@@ -152,9 +156,9 @@ def lossy_rule(lossy: Lossy, ledger: Ledger) -> rules.Rule:
 
 
 def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
-    """Judges a chain of sampled drafts and adds the cost to the ledger.
+    """Judges a chain of sampled drafts, and adds the cost of each decision to the ledger.
 
-    With lossless settings this equals `rules.rejection`, bit for bit.
+    With lossless settings the result equals that of `rules.rejection`, bit for bit.
     """
     assert row.draft_probs_KV is not None
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
@@ -172,8 +176,8 @@ def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
 
 
 def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
-    """Returns b_i of each child: its acceptance chance if no child is the target's token and no earlier child was
-    accepted."""
+    """Returns for each child its acceptance chance b_i (see the module), given that the target's own token is not among
+    the children and no earlier child was accepted. `children`: token ids."""
     if not children:
         return []
     ids_N = torch.tensor(children, device=target_V.device)
@@ -187,7 +191,7 @@ def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[flo
 
 
 def tilt_children(target_V: Tensor, children: list[int], chance_N: list[float]) -> Tilt:
-    """Returns the distance as `tilt`, for certain drafts, from the result of `child_chances`."""
+    """Returns the distance between output and target for certain drafts. `chance_N`: the result of `child_chances`."""
     known = target_V[torch.tensor(children, device=target_V.device)].tolist()
     outside = max(1.0 - sum(known), 0.0)
     left = math.prod(1.0 - chance for chance in chance_N)
@@ -204,7 +208,7 @@ def tilt_children(target_V: Tensor, children: list[int], chance_N: list[float]) 
 
 
 class Followed(NamedTuple):
-    """The accepted nodes, root to leaf, and the next token."""
+    """Result of `follow`: the accepted nodes, root to leaf, and the token after them."""
 
     accepted: list[int]
     next_token: int
@@ -220,11 +224,11 @@ def follow(
     ledger: Ledger,
     is_greedy: bool,
 ) -> Followed:
-    """Judges a tree of certain drafts (a chain is one) and adds the cost to the ledger.
+    """Judges a tree of certain drafts (or a chain, which is a tree), and adds the cost of each decision to the ledger.
 
-    `own` returns the target's own token after the accepted nodes; `probs` returns its distribution there, [V], for a
-    greedy request at temperature 1; `coin` returns the random number of a slot. With lossless settings this equals
-    `rules.match` along the tree, bit for bit.
+    `own`: function that returns the target's own token after the accepted nodes. `probs`: returns the target's
+    distribution there, [V], at temperature 1 for a greedy request. `coin`: returns the random number of a slot (draft
+    position). With lossless settings this equals `rules.match` along the tree, bit for bit.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
@@ -266,8 +270,8 @@ def _greedy_step(
 
 
 def accepts_greedily(rule: Rule, prob: float, best: float, is_allowed: bool) -> bool:
-    """True if a draft that is not the top token is accepted, from the model's probabilities of both at temperature
-    1."""
+    """True if a greedy request accepts a draft that is not the top token. `prob`, `best`: probabilities of the draft
+    and of the top token at temperature 1. `is_allowed`: the draft is in the rule's set `allowed`."""
     if isinstance(rule, Lenience | Threshold):
         part = rule.l if isinstance(rule, Lenience) else rule.acc
         return prob > 0 and (is_allowed or prob > part * best)

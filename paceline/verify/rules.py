@@ -44,7 +44,8 @@ from paceline.types import Sequence as Request
 
 
 class RowVerdict(NamedTuple):
-    """Number of accepted drafts of a row, and the target's token after them (not counted as accepted)."""
+    """Result of judging one row: the number of accepted drafts, and the target's token after them, which is not
+    counted."""
 
     num_accepted: int
     next_token: int
@@ -52,7 +53,7 @@ class RowVerdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Uniforms:
-    """Random numbers in [0, 1) of one row in one round; `paceline.rng` explains their keys."""
+    """Random numbers in [0, 1) for one row in one round. `paceline.rng` explains the keys that they depend on."""
 
     seed: int
     anchor_position: int
@@ -63,60 +64,65 @@ class Uniforms:
         return cls(seq.seed, len(seq.tokens) - 1)
 
     def sample(self, slot: int) -> float:
-        """Returns the number that samples a token at the slot's absolute position."""
+        """Returns the random number for sampling a token at this slot (draft position, from 0)."""
         return uniform(self.seed, SAMPLE, self.anchor_position + slot + 1)
 
     def noise(self, slot: int) -> Noise:
-        """Returns the noise of the target's own token at the slot's absolute position; plain decoding uses the same."""
+        """Returns the noise with which the target samples its own token at this slot (draft position); plain decoding
+        uses the same noise there."""
         return Noise(self.seed, self.anchor_position + slot + 1)
 
     def accept(self, slot: int) -> float:
-        """Returns the number that decides on draft `slot`."""
+        """Returns the random number that decides whether draft `slot` is accepted."""
         return uniform(self.seed, ACCEPT, self.anchor_position, slot)
 
     def residual(self, slot: int) -> float:
-        """Returns the number that samples the replacement of draft `slot`."""
+        """Returns the random number for sampling the token that replaces draft `slot`."""
         return uniform(self.seed, RESIDUAL, self.anchor_position, slot)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRow:
-    """Inputs of a rule for one row: its K drafts, and the target's distributions at the J = K+1 verified positions."""
+    """A rule's input for one row: K drafts, and the target's distributions at the J = K+1 verified positions."""
 
     draft_tokens: list[int]
     draft_probs_KV: Tensor | None
-    """The distribution that each draft was sampled from, [K, V]; None: certain drafts (a one-hot proposal)."""
+    """The distribution that each draft was sampled from, [K, V]. None: the drafts are certain (deterministic, so each
+    has probability 1)."""
     uniforms: Uniforms
     draw: Callable[[int], int]
-    """Returns the target's own token at a slot: the one of plain decoding with this seed."""
+    """Function from a slot (draft position) to the target's own token there: the one of plain decoding with this
+    seed."""
     target_probs: Callable[[], Tensor]
-    """Returns the target's distributions, [J, V]: row i before draft i, row K after all drafts."""
+    """Function that returns the target's distributions, [J, V]: row i before draft i, row K after all drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule that decides which drafts are accepted."""
+    """A verification rule, which decides which drafts are accepted."""
 
     name: str
     verify: Callable[[CheckedRow], RowVerdict]
     lossless: bool
-    """True if answers have plain decoding's distribution with any drafter. All statistics of a rule's answers include
-    it."""
+    """True if answers have plain decoding's distribution, with any drafter. The statistics of an answer include it."""
     needs_probs: bool
-    """True if it uses the drafts' distributions; otherwise all drafts count as certain."""
+    """True if the rule uses the drafts' distributions. Otherwise it treats all drafts as certain (probability 1)."""
     draws: bool = False
-    """True if it compares certain drafts with the target's own samples, so that a drafter may use the same noise."""
+    """True if the rule compares certain drafts with tokens that the target samples. Drafters may then predict these
+    tokens from the same noise."""
     takes_trees: bool = False
-    """True if it can judge trees: along the target's own samples, or along `walk`."""
+    """True if the rule can judge draft trees, by the target's own samples or by `walk`."""
     walk: Callable[[Tree, Uniforms], list[int]] | None = None
-    """Returns the accepted nodes of a tree, root to leaf, for a rule that does not use the target."""
+    """Function that returns the accepted nodes of a tree, root to leaf. Set for a rule that ignores the target's
+    tokens."""
     survives: Callable[[Uniforms], int] | None = None
-    """Returns the accepted drafts of a chain, not limited by its length, for a rule that ignores the tokens."""
+    """Function that returns the number of accepted drafts, not limited by the number of drafts. Set for a rule that
+    ignores the target's tokens."""
 
 
 def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:
-    """Accepts the longest prefix that equals the target's own tokens; calls `draw(slot)` in order, up to the first
-    mismatch."""
+    """Accepts the leading drafts that equal the target's own tokens. Calls `draw(slot)` for one slot after the other,
+    up to the first mismatch."""
     for slot, drafted in enumerate(draft_tokens):
         token = draw(slot)
         if token != drafted:
@@ -125,18 +131,20 @@ def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerd
 
 
 def match(row: CheckedRow) -> RowVerdict:
-    """Accepts draft x with probability target(x): for certain drafts the same as with `rejection`."""
+    """Accepts drafts that equal the target's own sampled tokens. A certain draft x is so accepted with probability
+    target(x), as by `rejection`."""
     return match_prefix(row.draft_tokens, row.draw)
 
 
 def auto(row: CheckedRow) -> RowVerdict:
-    """Judges certain drafts by `match` (the same text as without a drafter), sampled ones by `block` (the most
-    accepted)."""
+    """Judges certain drafts by `match` (same text as without a drafter) and sampled drafts by `block` (the most
+    accepted tokens)."""
     return match(row) if row.draft_probs_KV is None else block(row)
 
 
 def rejection(row: CheckedRow) -> RowVerdict:
-    """Judges by rejection sampling; reads a whole distribution only to sample the next token."""
+    """Judges drafts by rejection sampling, one after the other. Reads a whole distribution only to sample the next
+    token."""
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     for slot, chance in enumerate(accept_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)):
         if not row.uniforms.accept(slot) < chance:  # so put, a chance that is NaN rejects
@@ -145,8 +153,8 @@ def rejection(row: CheckedRow) -> RowVerdict:
 
 
 def block(row: CheckedRow) -> RowVerdict:
-    """Judges by block verification; searches the accepted prefix from the end, so that few whole distributions are
-    read."""
+    """Judges all drafts of a row together, by block verification. Looks for the accepted prefix from the end, so that
+    few whole distributions are read."""
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     probs_J = prefix_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)
     if num_drafted == 0 or row.uniforms.accept(num_drafted - 1) < probs_J[num_drafted]:
@@ -162,8 +170,8 @@ def block(row: CheckedRow) -> RowVerdict:
 
 
 def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[float]:
-    """Returns the probability of each drafted token in its row: K numbers, without reading the rest; None is
-    one-hot."""
+    """Returns the probability of each drafted token in its row of `probs_KV`: K numbers. If `probs_KV` is None (certain
+    drafts), each is 1.0."""
     if probs_KV is None:
         return [1.0] * len(draft_tokens)
     ids_K1 = torch.tensor(draft_tokens, dtype=torch.int64, device=probs_KV.device).unsqueeze(-1)
@@ -171,14 +179,15 @@ def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[floa
 
 
 def accept_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
-    """Returns the acceptance probability of each draft if all earlier ones are accepted: min(1, target / draft), K
+    """Returns for each draft min(1, target / draft): its acceptance probability if all earlier drafts are accepted. K
     numbers."""
     pairs = zip(drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV), strict=True)
     return [_at_most_one(target, draft) for target, draft in pairs]
 
 
 def prefix_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
-    """Returns pi_0 .. pi_K: the probability that at least i drafts are accepted, given the drafts; J numbers."""
+    """Returns pi_0 .. pi_K of block verification (see the module): pi_i is the probability that at least i drafts are
+    accepted. J numbers."""
     probs_J = [1.0]
     targets, drafts = drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV)
     for target, draft in zip(targets, drafts, strict=True):
@@ -194,15 +203,16 @@ def _at_most_one(target: float, draft: float) -> float:
 
 
 def stop_prob(prefix_prob: float, residual_mass: float) -> float:
-    """Returns h_i for i < K: the probability that i drafts are accepted if no longer prefix is; `residual_mass` is
-    R_i."""
+    """Returns h_i of block verification, for i < K: the probability that exactly i drafts are accepted if not more are.
+    `prefix_prob` is pi_i, `residual_mass` is R_i."""
     if prefix_prob == 1.0:
         return 1.0  # also if R_i is 0: then every longer prefix is accepted too, and h_i is not needed
     return residual_mass / (residual_mass + 1.0 - prefix_prob)
 
 
 def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, prefix_prob: float = 1.0) -> Tensor:
-    """Returns the unnormalised residual max(prefix_prob * target - draft, 0) after the first drafts, [V]."""
+    """Returns max(prefix_prob * target - draft, 0) after the first `num_accepted` drafts, [V]: the weights, not
+    normalised, of the token that replaces the next draft."""
     weights_V = target_probs_JV[num_accepted] * prefix_prob
     if row.draft_probs_KV is not None:
         return weights_V.sub_(row.draft_probs_KV[num_accepted]).clamp_(min=0.0)
@@ -211,7 +221,7 @@ def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, 
 
 
 def draw_residual(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor) -> int:
-    """Samples the replacement of a rejected draft from the residual max(target - draft, 0)."""
+    """Samples the token that replaces the draft after `num_accepted` ones, from the residual max(target - draft, 0)."""
     return _draw_residual(row, num_accepted, residual_after(row, num_accepted, target_probs_JV), target_probs_JV)
 
 
@@ -236,14 +246,15 @@ MOCKED = "mocked"
 
 
 def mocked(acceptance: float | Sequence[float] | Marginals) -> Rule:
-    """Returns a rule that accepts drafts whatever the target's tokens are, never more than were drafted.
+    """Returns a rule that accepts a given number of drafts, whatever the target's tokens are; never more than were
+    drafted.
 
-    A number, the tokens per round: `acceptance` - 1 drafts on average, as evenly as possible. A survival curve: at
-    least i drafts in a share acceptance[i - 1] of the rounds, with a random number for each row and round, as in the
-    simulated server (`simulate/server/server.py`). Marginals: a chain by the curve of each slot's top token; for a
-    tree, a random path by the tree's gains, so that a round has 1 + their sum tokens on average, if the tree was grown
-    by the same marginals (`marginals.MockedPlanner`). Raises ConfigError for a number below 1, and for an invalid
-    curve.
+    `acceptance` is one of three. A number: the average tokens per round; `acceptance` - 1 drafts are accepted, as
+    evenly as possible. A survival curve: at least i drafts are accepted in a share acceptance[i - 1] of the rounds,
+    with a random number for each row and round, as in the simulated server (`simulate/server/server.py`). Marginals: a
+    chain follows the curve of each slot's top token; in a tree, a random path is accepted by the tree's gains, so that
+    a round has 1 + their sum tokens on average, if the tree was grown by the same marginals
+    (`marginals.MockedPlanner`). Raises ConfigError for a number below 1, and for an invalid curve.
     """
     if isinstance(acceptance, Marginals):
         return replace(mocked(acceptance.survival), takes_trees=True, walk=_walk)
