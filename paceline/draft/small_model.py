@@ -31,7 +31,7 @@ class SmallModelDrafter(Drafter):
         refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
 
     def bind(self, target: Target) -> None:
-        """Check that the model fits the target (same tokenizer), and allocate its cache. Raises DrafterMismatchError,
+        """Check that the model has as many tokens as the target, and allocate its cache. Raises DrafterMismatchError,
         or ContextLengthError if the model's context is shorter than the target's."""
         if self.model is target:
             raise DrafterMismatchError("the drafter is the target object itself: load the model a second time")

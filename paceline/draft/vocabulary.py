@@ -29,7 +29,7 @@ TARGETS_OWN = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.
 
 
 class Vocabulary(NamedTuple):
-    """Draft vocabulary and LM head of a drafter. Both are None if it uses the target's head over all tokens."""
+    """Draft vocabulary and LM head of a drafter. Without values it uses the target's head over all tokens."""
 
     ids: Tensor | None = None
     """Token ids that may be drafted, int64 [Vd], ascending; None: all tokens."""

@@ -170,8 +170,8 @@ def block(row: CheckedRow) -> RowVerdict:
 
 
 def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[float]:
-    """Returns the probability of each drafted token in its row of `probs_KV`: K numbers. If `probs_KV` is None (certain
-    drafts), each is 1.0."""
+    """Returns the probability of each drafted token in its row of `probs_KV`: K numbers. Without `probs_KV` (certain
+    drafts) each is 1.0."""
     if probs_KV is None:
         return [1.0] * len(draft_tokens)
     ids_K1 = torch.tensor(draft_tokens, dtype=torch.int64, device=probs_KV.device).unsqueeze(-1)

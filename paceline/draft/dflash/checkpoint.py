@@ -34,29 +34,30 @@ from paceline.runs.folder import sync, sync_folder
 
 DENSE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READABLE = 0o644
-"""File mode of a drafter's files: servers often run as another user than the training."""
+"""File mode of a drafter's files: readable by all users, because servers often run as another user than the
+training."""
 KNOWN_KEYS: dict[str, list[str]] = json.loads(Path(__file__).with_name("known_keys.json").read_text(encoding="utf-8"))
 log = logging.getLogger("paceline.draft")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredDrafter:
-    """Contents of a drafter's folder or GGUF file, independent of its format."""
+    """Contents of a drafter's folder or GGUF file, with the same names for every format."""
 
     config: DFlashConfig
-    """Parsed config; its `raw` has z-lab's keys."""
+    """The parsed config; its field `raw` has z-lab's keys."""
     tensors: dict[str, Tensor]
     """The network's tensors, memory-mapped, under z-lab's names."""
     vocabulary: Vocabulary = ALL_TOKENS
     others: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that paceline does not read; exports to the same format copy them."""
+    """Tensors in the files that paceline does not use; an export to the same format copies them."""
     form: str = "z-lab"
     unread: tuple[str, ...] = ()
-    """Unknown keys of config.json, and names of files that are not read."""
+    """Unknown keys of config.json, and names of files that are ignored."""
 
 
 def read_stored(folder: Path | str) -> StoredDrafter:
-    """Read a drafter from its folder or GGUF file; weights may be sharded, or packed in 8 bits
+    """Reads a drafter from its folder or GGUF file. Weights may be in several files, or packed in 8 bits
     (`draft/formats/packed.py`).
 
     Logs unknown keys and tensors. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError.
@@ -87,7 +88,7 @@ def read_stored(folder: Path | str) -> StoredDrafter:
 
 
 def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:
-    """Keys of a config.json in this format that paceline does not know."""
+    """Returns the keys of a config.json that paceline does not know. `form`: the config's format."""
     harmless = {*KNOWN_KEYS["without effect"]}
     inner = "dflash_config" if form == "z-lab" else "transformer_layer_config"
     nested = raw.get(inner)
@@ -100,20 +101,20 @@ def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:
 
 
 def read_checkpoint(folder: Path | str) -> tuple[DFlashConfig, dict[str, Tensor]]:
-    """(config, network tensors) of a folder; see `read_stored`."""
+    """Reads a drafter's folder; returns (config, network tensors). Raises the errors of `read_stored`."""
     stored = read_stored(folder)
     return stored.config, stored.tensors
 
 
 def weights_file(folder: Path) -> Path:
-    """Path of the weights file that paceline writes for a drafter; it may not exist."""
+    """Returns the path of the weights file that paceline writes into this folder. The file may not exist."""
     dense, small = folder / DENSE, folder / PACKED
     return small if small.is_file() and not dense.exists() else dense
 
 
 def read_draft_ids(folder: Path | str) -> Tensor | None:
-    """The reduced draft vocabulary of a drafter: int64 ids, ascending, or None. Raises ModelFileError for a damaged
-    file.
+    """Returns a drafter's reduced draft vocabulary: token ids, int64, ascending; None without one. Raises
+    ModelFileError for a damaged file.
 
     z-lab's format has no such field, so it is a separate file, which other programs ignore: they draft over all tokens.
     """
@@ -134,8 +135,9 @@ def write_checkpoint(
     head_VD: Tensor | None = None,
     in_8_bits: bool = False,
 ) -> None:
-    """Write config.json and model.safetensors, or with `in_8_bits` the file of `draft/formats/packed.py`, which only
-    paceline reads. `head_VD`: the drafter's own LM head, one row per id in `draft_ids`.
+    """Writes a drafter's config.json (`raw`) and model.safetensors. `in_8_bits`: write the weights as in
+    `draft/formats/packed.py`, which only paceline reads. `head_VD`: the drafter's own LM head, one row per id in
+    `draft_ids`.
 
     A new folder appears complete; in an existing folder, files are replaced one at a time, weights first. An index file
     names only the dense weights, since vLLM and SGLang without it read every *.safetensors. Raises CacheError if

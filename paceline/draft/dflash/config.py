@@ -35,36 +35,36 @@ class DFlash2Sizes:
     """Sizes that DFlash 2 adds to a DFlash network (`draft/dflash2/drafter.py`)."""
 
     conv_kernel_size: int
-    """Number of taps of a convolution: a position and those before it."""
+    """Number of positions that a convolution combines: a position and those before it in the block."""
     conv_group_size: int
-    """Number of adjacent channels that share the input-dependent part of the taps."""
+    """Number of adjacent channels that share the input-dependent part of the convolution weights."""
     selector_rank: int
     selector_top_k: int
-    """Number of candidates per draft position."""
+    """Number of candidate tokens per draft position."""
 
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """Config of a DFlash drafter: a Qwen3-shaped decoder without embedding and LM head, and how it attaches to its
-    target."""
+    """Config of a DFlash drafter: a Qwen3-like decoder without embedding and LM head, and the target layers that it
+    reads."""
 
     shape: DecoderConfig
     """Sizes, RoPE and windows of the draft layers; its `vocab_size` is not used."""
     vocab_size: int | None
     num_target_layers: int | None
     target_layer_ids: tuple[int, ...]
-    """Tapped target layers; layer l is Transformers' hidden_states[l + 1]."""
+    """Target layers whose hidden states the drafter reads; layer l is Transformers' hidden_states[l + 1]."""
     block_size: int
     mask_token_id: int
     is_causal: tuple[bool, ...]
-    """For each draft layer, whether a block position attends only to earlier ones. By default only sliding-window
-    layers are causal."""
+    """For each draft layer: True if a block position attends only to earlier positions of the block. By default only
+    sliding-window layers are causal."""
     input_embedding_scale: float
     output_multiplier: float
     final_logit_softcapping: float
-    """0 is off."""
+    """Soft cap of the logits; 0: no cap."""
     raw: dict[str, Any]
-    """config.json as read."""
+    """The JSON object of config.json, as read."""
     from_anchor: bool = False
     """True if block position k predicts the next token, so that the first one drafts too; otherwise it predicts the
     token at its own position. Files call this sample_from_anchor or shift_label."""
@@ -75,13 +75,13 @@ class DFlashConfig:
 
     @property
     def num_slots(self) -> int:
-        """Number of drafts of a full block."""
+        """Number of drafts that a full block yields."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> DFlashConfig:
-        """Parse a config.json. Raises UnsupportedModelError for another format or architecture, ModelFileError for a
-        missing or invalid key."""
+        """Parses the JSON object of a config.json (`raw`). `path` is for messages. Raises UnsupportedModelError for
+        another format or architecture, ModelFileError for a missing or invalid key."""
         path = Path(path)
         nested = raw.get("dflash_config") or {}
         if not isinstance(nested, dict):
@@ -118,7 +118,8 @@ class DFlashConfig:
 
 
 def default_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
-    """Target layers tapped by a drafter of `num_layers` by default: evenly spaced from layer 1 to the third last."""
+    """Returns the target layers that a drafter of `num_layers` layers reads by default: evenly spaced from layer 1 to
+    the third last."""
     if num_layers == 1:
         return [num_target_layers // 2]
     span = num_target_layers - 4
@@ -137,7 +138,7 @@ def new_config(
     mask_token_id: int | None = None,
     **keys: Any,
 ) -> dict[str, Any]:
-    """config.json of a new drafter for a target of these sizes; `keys` overrides or adds keys of the format.
+    """Returns the config.json (a dict) of a new drafter for a target with these sizes. `keys` overrides or adds keys.
 
     The mask token defaults to the vocabulary's last id; up to four query heads share a key head.
     """
@@ -164,7 +165,8 @@ def new_config(
 
 
 def as_dflash2(raw: Mapping[str, Any], *, rank: int = 256, top_k: int = 16) -> dict[str, Any]:
-    """config.json of a DFlash 2 drafter whose body is the DFlash v1 drafter with config `raw`."""
+    """Returns the config.json of a DFlash 2 drafter that extends the DFlash v1 drafter with config `raw`. `rank`: width
+    of the selector's codebooks; `top_k`: candidates per position."""
     own = raw.get("dflash_config") or {}
     added = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": rank, "selector_top_k": top_k}
     return {**raw, "architectures": [ARCHITECTURE_2], "dflash_config": {**own, **added}}
@@ -173,7 +175,7 @@ def as_dflash2(raw: Mapping[str, Any], *, rank: int = 256, top_k: int = 16) -> d
 def check_fit(
     config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = None, head_VD: Tensor | None = None
 ) -> None:
-    """Raises DrafterMismatchError with both values if a drafter does not fit a target."""
+    """Raises DrafterMismatchError if a drafter does not fit the target; the message has both values."""
     last_id = -1 if draft_ids is None else int(draft_ids.max())
     wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
     num_layers, vocab_size = target.num_layers, target.vocab_size
@@ -197,7 +199,8 @@ def check_fit(
 
 
 def refuse_mismatch(*checks: tuple[bool, str, object, object]) -> None:
-    """Raises DrafterMismatchError for the first (is wrong, property, drafter's value, target's value) that is wrong."""
+    """Raises DrafterMismatchError for the first failed check. Each check is (True if it failed, name of the property,
+    drafter's value, target's value)."""
     for is_wrong, what, drafter_value, target_value in checks:
         if is_wrong:
             raise DrafterMismatchError(
@@ -207,7 +210,8 @@ def refuse_mismatch(*checks: tuple[bool, str, object, object]) -> None:
 
 
 def head_sizes(hidden_size: int, head_dim: int) -> tuple[int, int]:
-    """(query heads, key heads) of a new draft layer; up to four query heads share a key head."""
+    """Returns (number of query heads, number of key heads) for a new draft layer; up to four query heads share a key
+    head."""
     num_heads = max(1, hidden_size // head_dim)
     return num_heads, num_heads // next(group for group in (4, 3, 2, 1) if num_heads % group == 0)
 
@@ -218,7 +222,7 @@ def mlp_size(hidden_size: int) -> int:
 
 
 def is_dflash(raw: Mapping[str, Any]) -> bool:
-    """True for the config.json of a DFlash drafter of any format and version."""
+    """True if `raw` is the config.json of a DFlash drafter, of any format and version."""
     names = f"{raw.get('architectures')} {raw.get('speculators_model_type')}"
     return "dflash_config" in raw or "dflash" in names.lower()
 

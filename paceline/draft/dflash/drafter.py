@@ -37,11 +37,11 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 
 class Attend(Protocol):
-    """Attention with RoPE and masks over packed blocks; `train/learn/attention.py` has implementations.
+    """Interface of the attention function in training, with RoPE and masks; `train/learn/attention.py` implements it.
+    Blocks of several sequences are packed one after another.
 
-    layer: index of the draft layer. query [T, heads, head_dim]; keys and values [T, kv_heads, head_dim] of the blocks
-    and
-    [N, kv_heads, head_dim] of the context, normed, before RoPE. Returns [T, heads * head_dim].
+    `layer`: index of the draft layer. `query`: [T, heads, head_dim]. Keys and values: [T, kv_heads, head_dim] of the
+    blocks, and [N, kv_heads, head_dim] of the context; normed, before RoPE. Returns [T, heads * head_dim].
     """
 
     def __call__(
@@ -61,7 +61,8 @@ class Norm(nn.Module):
 
 
 class Projections(nn.Module):
-    """Attention's projections, and norms of query and key heads if the config has them."""
+    """Projections for queries, keys, values and output of an attention layer, and norms of query and key heads if the
+    config has them."""
 
     def __init__(self, shape: DecoderConfig, input_size: int) -> None:
         super().__init__()
@@ -115,8 +116,8 @@ class DraftLayer(nn.Module):
 
 
 class DFlashNetwork(nn.Module):
-    """The trainable network, with the checkpoint's parameter names and dtypes. Embedding and LM head are the
-    target's."""
+    """The trainable DFlash network, with parameter names and dtypes of the checkpoint. It uses the target's embedding
+    and LM head."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -133,14 +134,14 @@ class DFlashNetwork(nn.Module):
 
     @classmethod
     def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
-        """Create a network that shares `tensors`. Raises ModelFileError naming a tensor that does not fit the
-        config."""
+        """Creates a network that shares `tensors`, without a copy. `source` is for messages. Raises ModelFileError,
+        which names the tensor, if one does not fit the config."""
         with torch.device("meta"):
             network = cls(config)
         return with_tensors(network, tensors, source)
 
     def of_file(self) -> dict[str, Tensor]:
-        """Tensors under the names of the checkpoint file."""
+        """Returns the network's tensors under the names of the checkpoint file."""
         return dict(self.state_dict())
 
     @classmethod
@@ -151,16 +152,17 @@ class DFlashNetwork(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """A network with random weights from `checkpoint.random_weights`."""
+        """Creates a network with random weights, as `checkpoint.random_weights` makes them."""
         with torch.device("meta"):
             shapes = shapes_of(cls(config).state_dict())
         return cls.of(config, dict(random_weights(shapes, seed, device, dtype)))
 
     def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend) -> Tensor:
-        """Final normed hidden states [T, D] of the blocks' inputs, given the target's taps at N context positions.
+        """Returns the final normed hidden states [T, D] of the block positions. `block_TD`: their embeddings.
+        `taps_NF`: hidden states of the target at N context positions.
 
-        Blocks and contexts are packed; `attend` knows which context belongs to which block. Differentiable; the decode
-        path must equal it.
+        Blocks and contexts of several sequences are packed; `attend` knows which belong together. Differentiable. The
+        decode path must give the same result.
         """
         context_ND = self.hidden_norm(self.fc(taps_NF))
         for index, layer in enumerate(self.layers):
@@ -172,7 +174,8 @@ AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 
 
 def with_tensors(network: AnyNetwork, tensors: Mapping[str, Tensor], source: Path | str) -> AnyNetwork:
-    """Assign `tensors` to a network, without a copy. Raises ModelFileError naming a tensor that does not fit."""
+    """Assigns `tensors` to a network, without a copy, and returns the network. Raises ModelFileError, which names the
+    tensor, if one does not fit."""
     expected, given = shapes_of(network.state_dict()), shapes_of(tensors)
     if expected != given:
         name = min(key for key in expected | given if expected.get(key) != given.get(key))
@@ -189,7 +192,8 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool) -> Tensor:
-    """Mask of a block's keys, bool [T, S]: block positions [T] that attend to keys at positions [S].
+    """Returns the attention mask [T, S] of one block, bool: which keys (positions `key_S`) each query (positions
+    `query_T`) attends to.
 
     The context precedes the block, so causality only hides later block positions. The window applies in both
     directions.
@@ -205,7 +209,7 @@ class DFlashDrafter(TappedDrafter):
 
     name = "dflash"
     has_native_path = True
-    """True if it uses native calls with a native target."""
+    """True if the drafter can run in native (C++) calls, with a target that does."""
 
     def __init__(
         self,
@@ -215,8 +219,9 @@ class DFlashDrafter(TappedDrafter):
         draft_ids: Tensor | None = None,
         head_VD: Tensor | None = None,
     ) -> None:
-        """`num_drafted` below block_size - 1 reads fewer positions of the block; more raises ConfigError. `draft_ids`:
-        draft vocabulary. `head_VD`: the drafter's own LM head, one row per drafted id."""
+        """`num_drafted`: maximum drafts per round; a small value uses fewer positions of the block; a value above the
+        block's drafts raises ConfigError. `draft_ids`: draft vocabulary. `head_VD`: the drafter's own LM head, one row
+        per drafted id."""
         self.network, self.config = network, network.config
         self.block_size = self.config.block_size
         most = self.config.num_slots
@@ -228,7 +233,8 @@ class DFlashDrafter(TappedDrafter):
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-        """Read a checkpoint; see `checkpoint.read_stored`. Raises UnsupportedModelError for a DFlash 2 drafter."""
+        """Reads a DFlash v1 drafter from its folder. Raises UnsupportedModelError for a DFlash 2 drafter, and the
+        errors of `checkpoint.read_stored`."""
         stored = read_stored(folder)
         if stored.config.second:
             raise UnsupportedModelError(f"{folder} holds a DFlash 2 drafter: read it with dflash2.read_drafter")
@@ -238,21 +244,22 @@ class DFlashDrafter(TappedDrafter):
 
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> DFlashDrafter:
-        """A drafter with random weights for benchmarks: real cost, useless drafts. `keys` are those of
-        `config.new_config`."""
+        """Creates a drafter with random weights, for benchmarks: drafting takes real time, but the drafts are useless.
+        `keys` go to `config.new_config`."""
         raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
         network = DFlashNetwork.random(DFlashConfig.from_json(raw), seed, target.device, target.dtype)
         return cls(network, num_drafted=num_drafted)
 
     def save(self, folder: Path | str, *, in_8_bits: bool = False) -> None:
-        """Write the checkpoint, unchanged if it was loaded; `in_8_bits` rounds the matrices into a file that only
-        paceline reads. Raises CacheError."""
+        """Writes the checkpoint into a folder; one that was read is written unchanged. `in_8_bits` rounds the matrices
+        to 8 bits, in a file that only paceline reads. Raises CacheError."""
         tensors = self.network.of_file()
         write_checkpoint(folder, self.config.raw, tensors, self.draft_ids, head_VD=self.head_VD, in_8_bits=in_8_bits)
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
-        """See Drafter.bind. Binding to the same cache again keeps the packed matrices and resets all rows."""
+        """Check that the drafter fits the target, and prepare weights and cache for it. Binding again to the same cache
+        keeps the prepared weights and resets all rows. Raises DrafterMismatchError."""
         check_fit(self.config, target, self.draft_ids, self.head_VD)
         self._bind_path(target, lambda: self._make_path(target))
         self._vocab_size, self.has_own_threads = target.vocab_size, isinstance(self._path, NativePath)
@@ -264,12 +271,13 @@ class DFlashDrafter(TappedDrafter):
         return TorchPath(*made_of, target, self.draft_ids, self.head_VD)
 
     def record(self) -> None:
-        """Records the path's passes; see Drafter.record."""
+        """Record the drafter's passes as CUDA graphs, if the device uses them."""
         self._path.record()
 
     @property
     def round_path(self) -> TorchPath | None:
-        """The path, if recorded rounds can contain it: each draft then depends on its own block position alone."""
+        """The decode path if a whole round can be recorded with it (`engine/device_round.py`), else None. This needs
+        the PyTorch path of DFlash v1, where each draft depends only on its own block position."""
         return self._path if type(self._path) is TorchPath else None
 
     def cache_bytes(self, target: Target) -> int:
@@ -288,7 +296,8 @@ class DFlashDrafter(TappedDrafter):
         self._path.inject(rows, starts, counts, features_of(observed))
 
     def propose(self, batch: Batch) -> DraftBlock:
-        """See Drafter.propose. A block position with non-finite logits ends its row's drafts."""
+        """Draft one block for each sequence, at most `num_drafted` tokens. A block position with non-finite logits ends
+        the drafts of its row."""
         limits = batch.draft_limits_B(self.num_drafted)
         drafting = [index for index, limit in enumerate(limits) if limit > 0]
         block = DraftBlock.certain([[] for _ in limits])
@@ -328,8 +337,9 @@ class DFlashDrafter(TappedDrafter):
         return block
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
-        """Probability that each of `tokens` is drafted after the row's last token, given the tokens before it.
-        `probs_KV`: the distributions of the row's latest sampled drafts, at least as many."""
+        """Returns for each of `tokens` the probability that it is drafted, given the tokens before it; the first one
+        follows the row's last token. `probs_KV`: distributions of the row's latest sampled drafts, one for each token
+        at least."""
         return probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.int64)].tolist()
 
     def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Reading:

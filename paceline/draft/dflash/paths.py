@@ -1,4 +1,4 @@
-"""DFlash's decode paths in PyTorch and in native calls, with weights fused and packed for one target."""
+"""DFlash's decode paths (the network prepared for drafting with one target), in PyTorch and in native calls."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from paceline.model.torch.parts import PackedLinear, Residual, RMSNorm, fuse
 
 
 class Drafts(NamedTuple):
-    """Results of one drafting pass for the first draft positions of some rows."""
+    """Result of one drafting pass for K draft positions of B rows."""
 
     best_BK: list[list[int]]
-    """Most probable column of the head at each position; -1 for non-finite logits."""
+    """Most probable row of the LM head at each position; -1 if the logits are not finite."""
     logits_BKV: Tensor | None = None
-    """The head's output [B, K, V]."""
+    """Logits of the LM head, [B, K, V]."""
     sure_BK: list[list[float]] | None = None
-    """Log-probability of the most probable token, if the pass computes it."""
+    """Log-probability of the most probable token at each position, if the pass computes it."""
 
 
 class TorchPath:
@@ -57,7 +57,8 @@ class TorchPath:
         draft_ids: Tensor | None = None,
         head_VD: Tensor | None = None,
     ) -> None:
-        """`head_VD`: the drafter's own LM head in place of the target's, or of its rows `draft_ids`."""
+        """`network`: tensors of the network. `head_VD`: the drafter's own LM head. Without it, the target's head is
+        used, or its rows `draft_ids`."""
         self.config, shape = config, config.shape
         dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
         self._target, self.dtype, self.device = target, dtype, device
@@ -67,7 +68,7 @@ class TorchPath:
         self._residual_dtype = torch.float32 if device.type == "cpu" else dtype
         weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
-        """Bytes of packed matrices, without the target's own."""
+        """Bytes of the drafter's prepared weights, without the target's."""
         if isinstance(self._head, PackedLinear):
             self.weight_bytes += self._head.num_bytes
         self._fc = PackedLinear(weights["fc.weight"])
@@ -81,7 +82,7 @@ class TorchPath:
         self.rope = Rope.of(shape, max_len + slack, dtype, device)
         heads = shape.num_layers * shape.num_kv_heads
         self.cache = StaticKVCache(1, num_rows, heads, max_len, shape.head_dim, dtype, device, slack=slack)
-        """Injected keys and values, by the target's rows."""
+        """Keys and values of the context in all draft layers, indexed by the target's cache rows."""
         self._layers, _ = build_layers(
             shape, weights.items(), partial(Layer.of, shape), make_other=lambda name, weight: None
         )
@@ -93,11 +94,11 @@ class TorchPath:
         self.group = shape.num_heads // shape.num_kv_heads
         self._static: StaticForms | None = None
         self.rounds: dict[Any, Any] = {}
-        """Recorded rounds with this path, managed by `engine/device_round.py`."""
+        """Recorded rounds (CUDA graphs) that use this path, managed by `engine/device_round.py`."""
 
     @property
     def is_fixed(self) -> bool:
-        """True if passes are replayed in fixed shapes, so a full block costs no more than a part of it."""
+        """True if passes are CUDA graphs of fixed shapes. A full block then takes no more time than part of one."""
         return self._target.recorder is not None
 
     def _forms(self) -> StaticForms | None:
@@ -107,13 +108,14 @@ class TorchPath:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Records the block pass and the injection; see Drafter.record."""
+        """Record the passes for drafting and for `inject` as CUDA graphs, if the device uses them."""
         if forms := self._forms():
             forms.record()
 
     @torch.inference_mode()
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
-        """Append keys and values of newly verified positions in all layers: the first sum(counts) rows of `taps_TF`."""
+        """Append keys and values of newly verified positions in all draft layers. `taps_TF`: the target's hidden
+        states; its first sum(counts) rows are used."""
         forms = self._forms()
         if forms is None or not forms.inject(rows, starts, counts, taps_TF):
             writer = CacheWriter(rows, starts, counts, self.device)
@@ -121,7 +123,8 @@ class TorchPath:
         self.cache.append(rows, counts)
 
     def write_context(self, taps_TF: Tensor, writer: CacheWriter, tables: tuple[Tensor, Tensor]) -> None:
-        """Write keys and values of all layers, one matrix product, at the positions of `writer` and `tables`."""
+        """Compute keys and values of all draft layers in one matrix product and write them to the cache. `writer`: the
+        cache positions. `tables`: their RoPE tables."""
         fused_TX = self._context_kv(self._hidden_norm(self._fc(taps_TF)))
         split_heads(
             fused_TX, 0, self.cache.keys[0], self.cache.values[0], writer, self._context_norm, self.rope, tables
@@ -129,11 +132,12 @@ class TorchPath:
 
     @torch.inference_mode()
     def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
-        """The most probable token at the first `width` draft positions of each row, and logits [B, width, V] if
+        """Returns the most probable token at the first `width` draft positions of each row, and logits [B, width, V] if
         requested.
 
-        Each block of `size` positions follows its row's context and is discarded afterwards. The next recorded pass may
-        overwrite the logits."""
+        Each block of `size` positions follows its row's context and is discarded afterwards. `anchors`: the last
+        committed token of each row. The next recorded pass may overwrite the logits.
+        """
         if outputs := self._replayed(rows, anchors, size):
             best_and_logprob = outputs[0].tolist()  # the round's only device-to-host copy
             slots_B = [best_and_logprob[row][:width] for row in rows]
@@ -149,14 +153,15 @@ class TorchPath:
         return forms.block(rows, anchors) if forms else None
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
-        """The most probable token and its log-probability [B, width, 2], both float64 so that one copy reads them, and
-        logits [B, width, V], from hidden states before the final norm."""
+        """Computes drafts from hidden states before the final norm. Returns (top token and its log-probability [B,
+        width, 2], logits [B, width, V]). The first tensor is float64 for both, so that the host needs one copy."""
         logits_BKV = self._head(self._drafting_slots(hidden_TD, num_rows, width)).unflatten(0, (num_rows, width))
         sure_BK = top_logprob(scale_logits(logits_BKV, self.config))
         return torch.stack([_best(logits_BKV).double(), sure_BK.double()], dim=-1), logits_BKV
 
     def slots(self, rows: list[int], anchors: list[int], width: int, size: int) -> Tensor:
-        """Final normed hidden states [B * width, D] of each row's first `width` draft positions."""
+        """Runs a block for each row and returns the final normed hidden states [B * width, D] of its first `width`
+        draft positions."""
         masks = [self.config.mask_token_id] * (size - 1)
         tokens = [token for anchor in anchors for token in (anchor, *masks)]
         embedded_TD = self.embed_block(torch.tensor(tokens, device=self.device))
@@ -168,7 +173,7 @@ class TorchPath:
         return self._drafting_slots(hidden_TD, len(rows), width)
 
     def embed_block(self, tokens_T: Tensor) -> Tensor:
-        """Input embeddings [T, D] of the blocks' tokens."""
+        """Returns the input embeddings [T, D] of the blocks' tokens."""
         embedded_TD = self._target.matrix_embed(tokens_T)
         scale = self.config.input_embedding_scale
         return embedded_TD if scale == 1.0 else embedded_TD * scale
@@ -186,19 +191,20 @@ class TorchPath:
         writer: CacheWriter,
         tables: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Run all draft layers on blocks of `size` positions, at the positions of plans, writer and tables."""
+        """Runs all draft layers on blocks of `size` positions; returns the hidden states [T, D]. `plans`: attention
+        plan for each type of layer. `writer`, `tables`: cache positions and RoPE tables of the blocks."""
         residual = Residual(hidden_TD.to(self._residual_dtype))
         for index, (kind, keys, values) in enumerate(zip(self.kinds, self._keys, self._values, strict=True)):
             self.run_layer(index, residual, size, LayerAttention(keys, values, plans[kind], writer, self.rope, tables))
         return residual.hidden_TD
 
     def run_layer(self, index: int, residual: Residual, size: int, attention: LayerAttention) -> None:
-        """Add the output of one draft layer to the residual stream of blocks of `size` positions."""
+        """Run one draft layer on blocks of `size` positions, and add its output to the residual stream."""
         self._layers[index].run(residual, attention)
 
 
 def rows_of(tensor: Tensor, rows: list[int]) -> Tensor:
-    """Rows of a tensor; a view if they are the first ones."""
+    """Returns these rows of a tensor. It is a view if they are 0, 1, 2, ..."""
     if rows == list(range(len(rows))):
         return tensor[: len(rows)]
     return tensor[torch.tensor(rows, device=tensor.device)]
@@ -211,7 +217,8 @@ def _best(logits_BKV: Tensor) -> Tensor:
 
 
 class NativePath:
-    """TorchPath in native calls: one call turns features into keys and values of all layers, another runs the block.
+    """DFlash in native (C++) calls for a native target: one call computes keys and values of all layers from features,
+    another runs the block.
 
     Embedding and LM head are the target's packed matrices; a draft vocabulary selects rows of the head. With a target
     in block-quantised format the drafter's matrices are rounded to Q8_0: half the bytes, and drafts are verified
@@ -227,7 +234,7 @@ class NativePath:
         head_VD: Tensor | None = None,
         more: Callable[[int], dict[str, Any]] | None = None,
     ) -> None:
-        """`more`: additional fields of a CLayer, by layer index."""
+        """`more`: function from a layer's index to further fields of its CLayer (the native description of a layer)."""
         self.config, shape, dtype = config, config.shape, target.dtype
         rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in network.items()}
         weights = {name: target.as_weight(tensor) for name, tensor in rounded.items()}
@@ -249,7 +256,7 @@ class NativePath:
         self.weight_bytes = sum(
             matrix.num_bytes for matrix in [*matrices, *([] if self._head is target.head_matrix else [self._head])]
         )
-        """Bytes of packed matrices, without the target's own."""
+        """Bytes of the drafter's prepared weights, without the target's."""
         self._model = native_model(
             shape,
             dtype,
@@ -280,8 +287,9 @@ class NativePath:
         with_logits: bool,
         taps_TD: Tensor | None = None,
     ) -> Drafts:
-        """See TorchPath.draft; `taps_TD` [B * size, D] in the target's dtype receives the block's final normed hidden
-        states."""
+        """Returns the most probable token at the first `width` draft positions of each row, and logits [B, width, V] if
+        requested. Each block has `size` positions. `taps_TD` [B * size, D], in the target's dtype, receives the block's
+        final normed hidden states."""
         num_rows, masks = len(rows), [self.config.mask_token_id] * (size - 1)
         first = 0 if self.config.from_anchor else 1
         logit_rows = [row * size + slot for row in range(num_rows) for slot in range(first, first + width)]

@@ -1,5 +1,4 @@
-"""Drafts from one pass of a DFlash drafter: turns the head's logits into greedy drafts, sampled drafts and tree
-candidates."""
+"""Turns the logits of one DFlash pass into greedy drafts, sampled drafts or candidates for trees."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from paceline.types import Sequence
 
 
 def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
-    """Apply the drafter's output multiplier and soft cap to the head's logits."""
+    """Applies the config's output multiplier and soft cap to the LM head's logits, and returns them."""
     if config.output_multiplier != 1.0:
         logits = logits * config.output_multiplier
     if config.final_logit_softcapping:
@@ -28,8 +27,8 @@ def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
 
 
 class Reading:
-    """Drafts of some rows, each block position independently. A position with non-finite logits ends its row's
-    drafts."""
+    """The logits of one drafting pass for some rows, and the drafts made from them. Each block position is drafted
+    independently of the others. A position with non-finite logits ends the drafts of its row."""
 
     def __init__(
         self,
@@ -40,10 +39,9 @@ class Reading:
         vocab_size: int,
         sure_BK: list[list[float]] | None = None,
     ) -> None:
-        """best_BK: most probable column of each position, -1 for non-finite logits. logits_BKV: the head's output, over
-        the
-        draft vocabulary if there is one; None if only greedy drafts without confidence are needed. sure_BK:
-        log-probability of the most probable token, if the pass computed it."""
+        """`best_BK`: most probable row of the LM head at each position, -1 for non-finite logits. `logits_BKV`: the
+        head's logits, over the draft vocabulary if there is one; None if only greedy drafts without confidence are
+        needed. `sure_BK`: log-probability of the most probable token, if the pass computed it."""
         self._best_BK = best_BK
         self._logits_BKV = None if logits_BKV is None else scale_logits(logits_BKV, config)
         self._draft_ids, self._ids = draft_ids, None if draft_ids is None else draft_ids.tolist()
@@ -51,7 +49,7 @@ class Reading:
         self._sure_BK = sure_BK
 
     def certain(self, row: int, limit: int, with_confidence: bool) -> tuple[list[int], list[float] | None]:
-        """The most probable token at each of a row's first `limit` positions, and their log-probabilities (None unless
+        """Returns greedy drafts for the first `limit` positions of a row, and their log-probabilities (None unless
         requested)."""
         best_K = list(takewhile(lambda token: token >= 0, self._best_BK[row][:limit]))
         if with_confidence and self._sure_BK is None and self._logits_BKV is not None:
@@ -60,8 +58,8 @@ class Reading:
         return best_K if self._ids is None else [self._ids[best] for best in best_K], sure
 
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """Sampled drafts, their distribution [K, V] under the request's sampling parameters, and the log-probability of
-        the most probable token at every position."""
+        """Returns (sampled drafts, their distributions [K, V] under the request's sampling parameters, log-probability
+        of the most probable token at each position)."""
         assert self._logits_BKV is not None
         logits_KV = self._logits_BKV[row, :limit]
         if self._draft_ids is not None:
@@ -76,8 +74,9 @@ class Reading:
     def candidates(
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """The `count` most probable tokens of each position at the request's temperature, for a tree of at most `most`
-        nodes; with `foresight`, the tokens that the target will most probably sample."""
+        """Returns the `count` most probable tokens at each position, at the request's temperature, for a tree of at
+        most `most` nodes. With `foresight`, these are the tokens that the target will most probably sample, given its
+        noise."""
         assert self._logits_BKV is not None
         num_candidates = max(count, FIELD) if foresight else count
         ids_KM, logprobs_KM = top_logprobs(self._logits_BKV[row, :limit], num_candidates, inverse_temperature(seq))
@@ -93,22 +92,24 @@ class Reading:
 
 
 def over_vocabulary(logits_KV: Tensor, draft_ids: Tensor, vocab_size: int) -> Tensor:
-    """Expand logits over a draft vocabulary to the target's whole vocabulary; other tokens get -inf."""
+    """Expands logits over a draft vocabulary to the target's whole vocabulary: [K, V] with -inf for all other
+    tokens."""
     full_KV = logits_KV.new_full((len(logits_KV), vocab_size), float("-inf"))
     return full_KV.index_copy_(1, draft_ids.to(logits_KV.device), logits_KV)
 
 
 def inverse_temperature(seq: Sequence) -> float:
-    """Factor on a request's logits; 1 for greedy requests."""
+    """Returns 1 / temperature of a request, the factor on its logits; 1 for a greedy request."""
     return 1.0 if seq.params.is_greedy else 1.0 / max(seq.params.temperature, MIN_TEMPERATURE)
 
 
 def top_logprob(logits_BKV: Tensor) -> Tensor:
-    """Log-probability [B, K] of each position's most probable token; NaN or infinite for non-finite logits."""
+    """Returns the log-probability [B, K] of the most probable token at each position; NaN or infinite for non-finite
+    logits."""
     logits_BKV = logits_BKV.float()
     return logits_BKV.amax(-1) - logits_BKV.logsumexp(-1)
 
 
 def num_finite(values: list[float]) -> int:
-    """Number of values before the first non-finite one."""
+    """Returns the number of values before the first one that is not finite."""
     return next((count for count, value in enumerate(values) if not math.isfinite(value)), len(values))

@@ -1,4 +1,5 @@
-"""DFlash's block pass and injection in fixed shapes for CUDA graphs: `paths.TorchPath` from buffers to buffers.
+"""DFlash's two passes in fixed shapes, for CUDA graphs: drafting a block, and injecting context (computing its keys and
+values). They read and write fixed buffers.
 
 Both compute rows 0..B-1 of the target's cache. Idle rows, and positions after a row's count, write to unread scratch
 positions at the end of each row of the drafter's cache.
@@ -22,11 +23,11 @@ from paceline.model.torch.recorded import Grid, Recorder, Recordings, Region, ro
 
 Tables = tuple[Tensor, Tensor]
 Kind = tuple[int | None, bool]
-"""(window, causality) of a draft layer."""
+"""Type of a draft layer: (sliding window or None, True if causal)."""
 
 
 class FixedPath(Protocol):
-    """The part of `TorchPath` used by static passes."""
+    """Interface of the decode path (`paths.TorchPath`) that these passes use."""
 
     config: DFlashConfig
     cache: StaticKVCache
@@ -49,13 +50,13 @@ class FixedPath(Protocol):
 
 
 class StaticBlock(Region):
-    """Computes a block of `block_size` positions after the context of each of B rows; the outputs are those of the
-    path's `conclude`."""
+    """Recorded pass (CUDA graph) that drafts a block of `block_size` positions after the context of each of B rows. Its
+    outputs are those of the path's `conclude`."""
 
     kind = "block"
 
     def __init__(self, path: FixedPath, num_rows: int, outputs: list[Tensor]) -> None:
-        """`outputs`: buffers of at least B rows, which regions of other row counts may share."""
+        """`outputs`: result buffers of at least B rows; passes for other numbers of rows may share them."""
         self._path, self._num_rows = path, num_rows
         self._size, device = path.config.block_size, path.device
         self._inputs_3B = torch.zeros(3, num_rows, dtype=torch.long, device=device)
@@ -68,12 +69,13 @@ class StaticBlock(Region):
         return [self._inputs_3B]
 
     def compute(self) -> None:
-        """Fill `outputs` from last tokens, context lengths and counts."""
+        """Compute the blocks from the input buffers (last tokens, context lengths, counts), and fill `outputs`."""
         for output, results in zip(self.outputs, self.conclude(*self._inputs_3B.unbind()), strict=True):
             output.copy_(results)
 
     def conclude(self, anchors_B: Tensor, starts_B: Tensor, counts_B: Tensor) -> tuple[Tensor, ...]:
-        """Outputs of the path's `conclude`, which `compute` copies. `counts_B`: the block size, or 0 for idle rows."""
+        """Runs the draft layers on the blocks and returns the outputs of the path's `conclude`. `anchors_B`: last
+        committed tokens. `starts_B`: context lengths. `counts_B`: the block size, or 0 for idle rows."""
         path, size = self._path, self._size
         self._tokens_BJ[:, 0] = anchors_B
         slots_BJ = self._writer.point(starts_B, counts_B)
@@ -87,7 +89,8 @@ class StaticBlock(Region):
         return path.conclude(hidden_TD, self._num_rows, path.config.num_slots, anchors_B)
 
     def fill(self, rows: list[int], anchors: list[int]) -> None:
-        """Set the inputs of these rows by one copy to the device."""
+        """Write the inputs of these rows to the buffers, in one copy to the device. `anchors`: last committed
+        tokens."""
         lengths, inputs = self._path.cache.lengths, [[0] * self._num_rows for _ in range(3)]
         for row, anchor in zip(rows, anchors, strict=True):
             inputs[0][row], inputs[1][row], inputs[2][row] = anchor, lengths[row], self._size
@@ -95,7 +98,8 @@ class StaticBlock(Region):
 
 
 class StaticInject(Region):
-    """Computes keys and values of all draft layers from features of J positions after the contexts of B rows."""
+    """Recorded pass (CUDA graph) for up to J new positions of each of B rows. It computes their keys and values in all
+    draft layers from the target's hidden states."""
 
     kind = "inject"
 
@@ -116,12 +120,13 @@ class StaticInject(Region):
         return [self._path.cache.keys, self._path.cache.values]
 
     def compute(self) -> None:
-        """Write keys and values into the path's cache."""
+        """Compute keys and values from the input buffers, and write them into the path's cache."""
         starts_B, counts_B = self._inputs_2B.unbind()
         write_behind(self._path, self._writer, starts_B, counts_B, self._taps_BJF.flatten(0, 1))
 
     def fill(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
-        """Set features of these rows, packed row after row: one copy to the device, and one per row within it."""
+        """Write the inputs of these rows to the buffers. `taps_TF`: the target's hidden states of their new positions,
+        row after row. `starts`: context lengths; `counts`: new positions."""
         inputs, begin = [[0] * self._num_rows for _ in range(2)], 0
         for row, start, count in zip(rows, starts, counts, strict=True):
             inputs[0][row], inputs[1][row] = start, count
@@ -131,14 +136,15 @@ class StaticInject(Region):
 
 
 def write_behind(path: FixedPath, writer: StaticWriter, starts_B: Tensor, counts_B: Tensor, taps_TF: Tensor) -> None:
-    """Write keys and values of features [B * J, F] after contexts of `starts_B` positions; `counts_B` positions of each
-    row."""
+    """Write keys and values of up to J new positions of each of B rows into the path's cache. `taps_TF` [B * J, F]: the
+    target's hidden states. `starts_B`: context lengths; `counts_B`: new positions of each row."""
     slots_BJ = writer.point(starts_B, counts_B)
     path.write_context(taps_TF, writer, path.rope.tables_at(slots_BJ.flatten()))
 
 
 class StaticForms:
-    """Recorded passes of one path by number of rows: blocks and injections."""
+    """The recorded passes (CUDA graphs) of one decode path, for several numbers of rows: drafting blocks, and injecting
+    context."""
 
     def __init__(self, path: FixedPath, recorder: Recorder) -> None:
         rows, size = row_sizes(path.cache.num_rows), path.config.block_size
@@ -159,12 +165,14 @@ class StaticForms:
         self.injects = Recordings(recorder, StaticInject.kind, Grid(rows, [size]), inject)
 
     def record(self) -> None:
-        """Record all passes; more positions than a block are injected eagerly."""
+        """Record all passes. Injections of more positions than a block are not recorded, but run operation by
+        operation."""
         self.blocks.record()
         self.injects.record()
 
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> bool:
-        """Inject these features by a recorded pass; returns False if no recorded pass fits."""
+        """Write keys and values of these rows' new positions with a recorded pass. Returns False, and does nothing, if
+        no recorded pass fits."""
         if max(counts) > self._path.config.block_size or not (region := self.injects.find(max(rows) + 1, max(counts))):
             return False
         region.fill(rows, starts, counts, taps_TF)
@@ -172,8 +180,8 @@ class StaticForms:
         return True
 
     def block(self, rows: list[int], anchors: list[int]) -> list[Tensor] | None:
-        """Outputs of `conclude` for these rows' blocks, indexed by cache row and overwritten by the next block; None if
-        no block is recorded."""
+        """Drafts a block for each of these rows with a recorded pass. Returns the outputs of the path's `conclude`,
+        indexed by cache row; the next block overwrites them. None if no such pass is recorded."""
         region = self.blocks.find(max(rows) + 1)
         if region is None:
             return None
