@@ -57,7 +57,7 @@ class DFlashConfig:
     block_size: int
     mask_token_id: int
     is_causal: tuple[bool, ...]
-    """For each draft layer: True if a block position attends only to earlier positions of the block. By default only
+    """For each draft layer: True if a block position does not attend to later positions of the block. By default only
     sliding-window layers are causal."""
     input_embedding_scale: float
     output_multiplier: float

@@ -4,13 +4,12 @@ another.
 It adds two things to `draft/dflash/drafter.py`, and shares its context, cache and round:
 
 - Grouped dynamic causal convolution: inputs and outputs of attention and MLP are mixed with the previous block
-  position;
-  taps have a learned part (`base_kernel`) and an input-dependent part (`kernel_projection`).
-- Candidate selector: the `top_k` most probable tokens b of each position are scored given the previously chosen token
-  a,
-  S(a, b) = logit(b) + <A[a] * W h, B[b]>, and a walk from the last verified token picks one per position. Greedy and
-  seeded requests take the largest; sampled ones use softmax(S / T) over the candidates as the exact proposal
-  distribution. In a tree, each branch is scored after its own parent.
+  position; taps (the convolution's weights) have a learned part (`base_kernel`) and an input-dependent part
+  (`kernel_projection`).
+- Candidate selector: the `top_k` most probable tokens b of each position are scored given the previously chosen
+  token a, S(a, b) = logit(b) + <A[a] * W h, B[b]>, and a walk from the last verified token picks one per position.
+  Greedy and seeded requests take the largest; sampled ones use softmax(S / T) over the candidates as the exact
+  proposal distribution. In a tree, each branch is scored after its own parent.
 
 Formulas and names are those of the PyPI package `dflash` 0.1.0 (MIT); `tests/draft/test_dflash2_reference.py` compares
 with it.
@@ -38,11 +37,12 @@ from paceline.model.target import Target
 from paceline.types import Sequence
 
 DEVIATION = 0.02
-"""Standard deviation of a new selector's initial weights."""
+"""Standard deviation of a new selector's random initial weights."""
 
 
 class Convolution(nn.Module):
-    """Convolutions before and after a sublayer; one projection of its input gives the dynamic part of both kernels."""
+    """The two convolutions of one sublayer: over its inputs (`prepare`) and over its outputs (`finish`). A projection
+    of the inputs gives the input-dependent part of both kernels."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -53,17 +53,19 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(hidden_size, 2 * self.num_taps * self.groups, bias=False)
 
     def prepare(self, inputs_TD: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """(convolved input of the sublayer, kernel for `finish`)."""
+        """Returns (the sublayer's inputs after the first convolution, input-dependent kernel for `finish`). `size`:
+        block size."""
         added = self.kernel_projection(inputs_TD).view(-1, 2, self.num_taps, self.groups)
         return convolve(inputs_TD, added[:, 0], self.base_kernel[0], size), added[:, 1]
 
     def finish(self, outputs_TD: Tensor, added_TKG: Tensor, size: int) -> Tensor:
-        """The convolved output of the sublayer, before the residual addition."""
+        """Returns the sublayer's outputs after the second convolution, before the residual addition. `added_TKG`: the
+        kernel that `prepare` returned."""
         return convolve(outputs_TD, added_TKG, self.base_kernel[1], size)
 
 
 class ConvolvedLayer(DraftLayer):
-    """A draft layer with both convolutions, for blocks of `size` positions."""
+    """A draft layer with convolutions around attention and MLP, for blocks of `size` positions."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config.shape)
@@ -81,8 +83,8 @@ class ConvolvedLayer(DraftLayer):
 
 
 class DFlash2Network(DFlashNetwork):
-    """DFlashNetwork with convolved layers and a selector. `codebook_suffix`: suffix of codebook names in the checkpoint
-    file, empty or `.weight`."""
+    """The trainable DFlash 2 network: DFlash with convolutions and a candidate selector. `codebook_suffix`: suffix of
+    the codebooks' names in the checkpoint file, empty or `.weight`."""
 
     codebook_suffix = ""
 
@@ -96,7 +98,8 @@ class DFlash2Network(DFlashNetwork):
 
     @classmethod
     def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
-        """See DFlashNetwork.of; accepts codebooks under either name."""
+        """Creates a network that shares `tensors`, without a copy; codebook names may have the suffix `.weight`. Raises
+        ModelFileError, which names the tensor, if one does not fit the config."""
         suffixed = {f"{SELECTOR}{book}.weight": f"{SELECTOR}{book}" for book in BOOKS}
         network = super().of(config, {suffixed.get(name, name): tensor for name, tensor in tensors.items()}, source)
         network.codebook_suffix = ".weight" if suffixed.keys() & tensors.keys() else ""
@@ -110,7 +113,8 @@ class DFlash2Network(DFlashNetwork):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """A random DFlash v1 body, with a convolution and a selector that have no effect yet."""
+        """Creates a network with the random weights of a DFlash v1 network. Its convolutions and selector have no
+        effect yet."""
         body = DFlashNetwork.random(replace(config, second=None), seed, device, dtype).state_dict()
         like = next(iter(body.values()))
         return cls.of(config, body | {name: tensor.to(like) for name, tensor in beginnings(config, seed).items()})
@@ -120,7 +124,8 @@ class DFlash2Network(DFlashNetwork):
         return {names.get(name, name): tensor for name, tensor in self.state_dict().items()}
 
     def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend, size: int | None = None) -> Tensor:
-        """See DFlashNetwork.forward, for blocks of `size` positions [default: the config's]."""
+        """Returns the final normed hidden states [T, D] of blocks of `size` positions [default: the config's block
+        size]. `block_TD`: embeddings of the blocks. `taps_NF`: the target's hidden states at N context positions."""
         for layer in self.layers:
             assert isinstance(layer, ConvolvedLayer)
             layer.size = size or self.config.block_size
@@ -128,8 +133,8 @@ class DFlash2Network(DFlashNetwork):
 
 
 def beginnings(config: DFlashConfig, seed: int = 0, *, factored: bool = False) -> dict[str, Tensor]:
-    """Initial tensors, float32, that extend a DFlash v1 body to a DFlash 2 network with the same output: identity
-    convolutions and a selector with a zero successor codebook."""
+    """Returns the tensors (float32) that extend a DFlash v1 network to a DFlash 2 network with the same output:
+    convolutions that change nothing, and a selector that adds zero to the logits. `factored`: see `Selector`."""
     with torch.device("meta"):
         network = DFlash2Network(config, factored)
         body = DFlashNetwork(config).state_dict()
@@ -148,8 +153,8 @@ def beginnings(config: DFlashConfig, seed: int = 0, *, factored: bool = False) -
 
 
 def materialised(tensors: Mapping[str, Tensor], embedding_VD: Tensor) -> dict[str, Tensor]:
-    """Convert a network's tensors to checkpoint layout, multiplying factored codebooks by the target's embedding [V,
-    D]."""
+    """Converts a network's tensors to the checkpoint's layout: multiplies factored codebooks (see `Selector`) by the
+    target's embedding [V, D]."""
     converted: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.startswith(SELECTOR) and name.endswith("_factor"):
@@ -160,7 +165,7 @@ def materialised(tensors: Mapping[str, Tensor], embedding_VD: Tensor) -> dict[st
 
 
 class DFlash2Drafter(DFlashDrafter):
-    """A DFlash 2 drafter."""
+    """A DFlash 2 drafter. Each draft depends on the one before it."""
 
     name = "dflash2"
     network: DFlash2Network
@@ -175,7 +180,8 @@ class DFlash2Drafter(DFlashDrafter):
 
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> DFlash2Drafter:
-        """See DFlashDrafter.random; `selector_rank` defaults to 64."""
+        """Creates a drafter with random weights, for benchmarks. `keys` go to `config.new_config`; `selector_rank`
+        (codebook width) defaults to 64."""
         rank = keys.pop("selector_rank", 64)
         raw = as_dflash2(new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys), rank=rank)
         network = DFlash2Network.random(DFlashConfig.from_json(raw), seed, target.device, target.dtype)
@@ -188,7 +194,8 @@ class DFlash2Drafter(DFlashDrafter):
         return DFlash2Path(self.config, self.network.state_dict(), target, own)
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
-        """See DFlashDrafter.chances_of; takes one more pass, as each draft depends on those before it."""
+        """Returns for each of `tokens` the probability that it is drafted, given the tokens before it. Runs one more
+        pass, because each draft depends on those before it; `probs_KV` is not used."""
         reading = self._read([seq.row], [seq.tokens[-1]], len(tokens), self.block_size, True) if tokens else None
         return reading.along(0, tokens, seq) if reading else []
 
@@ -199,7 +206,8 @@ class DFlash2Drafter(DFlashDrafter):
 
 
 def network_of(config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> DFlashNetwork:
-    """A network of the version that the config names, sharing `tensors`. Raises ModelFileError."""
+    """Creates a DFlash or DFlash 2 network, as the config says, that shares `tensors`. `source` is for messages. Raises
+    ModelFileError."""
     if any(name.endswith("_factor") for name in tensors):
         raise ModelFileError(
             f"{source} is a checkpoint of a training, whose codebooks are factors: give the run's folder drafter"
@@ -208,12 +216,12 @@ def network_of(config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path
 
 
 def drafter_of(network: DFlashNetwork, **options: Any) -> DFlashDrafter:
-    """A drafter for a network, DFlash or DFlash 2."""
+    """Creates the drafter for a DFlash or DFlash 2 network; `options` go to its constructor."""
     return (DFlash2Drafter if isinstance(network, DFlash2Network) else DFlashDrafter)(network, **options)
 
 
 def read_drafter(folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-    """Read a DFlash or DFlash 2 drafter from a folder. Raises ModelNotFoundError, ModelFileError or
+    """Reads a DFlash or DFlash 2 drafter from a folder or GGUF file. Raises ModelNotFoundError, ModelFileError or
     UnsupportedModelError."""
     return drafter_from(read_stored(folder), folder, num_drafted=num_drafted)
 
@@ -221,7 +229,8 @@ def read_drafter(folder: Path | str, *, num_drafted: int | None = None) -> DFlas
 def drafter_from(
     stored: StoredDrafter, source: Path | str = "checkpoint", *, num_drafted: int | None = None
 ) -> DFlashDrafter:
-    """Create the drafter of a stored checkpoint. Raises ModelFileError if config and weights do not fit each other."""
+    """Creates the drafter of a stored checkpoint, as `read_stored` returns it. Raises ModelFileError if config and
+    weights do not fit each other."""
     network = network_of(stored.config, stored.tensors, source)
     return drafter_of(
         network, num_drafted=num_drafted, draft_ids=stored.vocabulary.ids, head_VD=stored.vocabulary.head_VD

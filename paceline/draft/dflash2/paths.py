@@ -1,4 +1,5 @@
-"""DFlash 2's decode paths: those of DFlash with convolutions and the candidate selector's scores."""
+"""DFlash 2's decode paths (the network prepared for drafting with one target): those of DFlash with convolutions and
+the candidate selector's scores."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ SELECTOR, CONVS = "candidate_selector.", ("attention_conv", "mlp_conv")
 
 
 def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -> Tensor:
-    """out[i, c] = sum over t < K of (base[t, c] + added[i, t, group of c]) * hidden[i - t, c], within blocks of `size`
-    positions.
+    """Returns the causal convolution [T, D] of packed blocks of `size` positions:
 
-    hidden_TD [T, D] holds packed blocks; inputs before a block's first position are zero. Returns [T, D].
+        out[i, c] = sum over t < K of (base[t, c] + added[i, t, group of c]) * hidden[i - t, c]
+
+    `hidden_TD` [T, D]: the blocks, one after another; values before a block's first position count as zero.
     """
     num_taps, groups = added_TKG.shape[1:]
     blocks, dtype = hidden_TD.unflatten(0, (-1, size)), hidden_TD.dtype
@@ -47,7 +49,7 @@ def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -
 
 
 class DFlash2Path(TorchPath):
-    """TorchPath with convolutions and the selector's scores."""
+    """DFlash 2 in PyTorch operations on any device: `TorchPath` with convolutions and the selector's scores."""
 
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, own: Vocabulary = ALL_TOKENS
@@ -76,7 +78,8 @@ class DFlash2Path(TorchPath):
             residual.add(convolve(outputs_TD, added[:, 1], base[1], size))
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """Scored candidates of each row's first `width` draft positions; the next recorded pass may overwrite them."""
+        """Drafts a block for each row; returns the scored candidates of its first `width` draft positions. `anchors`:
+        last committed tokens. The next recorded pass may overwrite the result."""
         if outputs := self._replayed(rows, anchors, size):
             chosen_BKM, tokens_BKM, scores_BKPM = (rows_of(tensor, rows)[:, :width] for tensor in outputs)
             return Picks(chosen_BKM, tokens_BKM, scores_BKPM)
@@ -84,13 +87,15 @@ class DFlash2Path(TorchPath):
         return score(self.selector, hidden_BKD, logits_BKV, torch.tensor(anchors, device=logits_BKV.device), self.ids)
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
-        """Fields of Picks, from hidden states of blocks before the final norm."""
+        """Computes candidates and scores from the blocks' hidden states before the final norm. Returns the fields of
+        `Picks`."""
         hidden_BKD, logits_BKV = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
         return tuple(score(self.selector, hidden_BKD, logits_BKV, anchors_B, self.ids))
 
     @torch.inference_mode()
     def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
-        """Hidden states [B, width, D] and scaled logits [B, width, V] of each row's first `width` draft positions."""
+        """Runs a block for each row. Returns final normed hidden states [B, width, D] and scaled logits [B, width, V]
+        of its first `width` draft positions."""
         return self._logits_of(self.slots(rows, anchors, width, size), len(rows))
 
     def _logits_of(self, slots_TD: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -99,7 +104,7 @@ class DFlash2Path(TorchPath):
 
 
 class DFlash2NativePath(NativePath):
-    """NativePath with convolutions; one more native call scores the candidates."""
+    """DFlash 2 in native (C++) calls: `NativePath` with convolutions; one more native call scores the candidates."""
 
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, own: Vocabulary = ALL_TOKENS
@@ -114,7 +119,8 @@ class DFlash2NativePath(NativePath):
         self._picker = Picker(self.selector.top_k, books, gate, target.dtype, ids_V)
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """See DFlash2Path.pick. Scores use log-probabilities, which differ from logits by a constant per position."""
+        """Drafts a block for each row; returns the scored candidates of its first `width` draft positions. Scores use
+        log-probabilities, which differ from logits by a constant per position."""
         hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
         return Picks(*self._picker.pick(anchors, logits_BKV, hidden_BKD))
 
@@ -128,14 +134,14 @@ class DFlash2NativePath(NativePath):
 
 
 def can_mix(config: DFlashConfig) -> bool:
-    """True if the native pass can compute the drafter's convolutions: it requires groups of sixteen channels."""
+    """True if native (C++) calls can compute the drafter's convolutions, which need groups of sixteen channels."""
     return (
         config.second is not None and config.second.conv_group_size == GROUP and config.shape.hidden_size % GROUP == 0
     )
 
 
 def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that DFlash v1 also has."""
+    """Returns the tensors of a DFlash 2 network that DFlash v1 also has: all but convolutions and selector."""
     return {
         name: tensor
         for name, tensor in tensors.items()
@@ -144,7 +150,7 @@ def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def selector_of(config: DFlashConfig, tensors: Mapping[str, Tensor], device: torch.device) -> Selector:
-    """The selector on `device`; shares the network's weights if they are already there."""
+    """Creates the candidate selector on `device` from a network's tensors; shares those that are already there."""
     with torch.device("meta"):
         selector = Selector(config)
     weights = {

@@ -26,7 +26,8 @@ BOOKS = ("predecessor_codebook", "successor_codebook")
 
 
 class Selector(nn.Module):
-    """Codebooks A and B [V, rank] of preceding and following tokens, and W [rank, D].
+    """Candidate selector with codebooks A (previous token) and B (next token), both [V, rank], and a projection W
+    [rank, D].
 
     In training, codebooks may be factored: A = E P with the target's frozen embedding E and a trained P [rank, D],
     which has fewer parameters; `materialised` computes a checkpoint's codebooks from them.
@@ -45,7 +46,8 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 
     def rows(self, book: str, tokens: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Rows of a codebook [*tokens.shape, rank]; factored codebooks need the target's embedding."""
+        """Returns the rows of a codebook for these tokens, [*tokens.shape, rank]. `book`: its name. Factored codebooks
+        need the target's embedding."""
         if not self.is_factored:
             return F.embedding(tokens, self.get_parameter(book))
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
@@ -53,8 +55,9 @@ class Selector(nn.Module):
         return F.linear(F.embedding(tokens, embedding_VD).to(factor.dtype), factor)
 
     def linked(self, before_BKPR: Tensor, tokens_BKM: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Products [B, K, P, M] of gated predecessors with rows of the successor codebook. Factored codebooks are
-        multiplied as (before P) E^T, which computes no codebook rows."""
+        """Returns the products [B, K, P, M] of `before_BKPR` (rows of A times the projected hidden state) with the rows
+        of codebook B for `tokens_BKM`. Factored codebooks are multiplied as (before P) E^T, which computes no codebook
+        rows."""
         if not self.is_factored:
             return before_BKPR @ self.rows(BOOKS[1], tokens_BKM).float().transpose(-1, -2)
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
@@ -63,14 +66,14 @@ class Selector(nn.Module):
 
 
 class Picks(NamedTuple):
-    """Candidates of draft positions, with scores."""
+    """Candidates at K draft positions of B rows, with scores."""
 
     chosen_BKM: Tensor
-    """Columns of the head, most probable first."""
+    """Indices of the candidates in the LM head, most probable first."""
     tokens_BKM: Tensor
-    """Token ids of these columns."""
+    """Token ids of the candidates."""
     scores_BKPM: Tensor
-    """Score of each candidate after each of the P possible previous tokens, float32."""
+    """Score of each of M candidates after each of P possible previous tokens, float32."""
 
 
 def score(
@@ -82,10 +85,12 @@ def score(
     before_BK: Tensor | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Picks:
-    """Scores S of the `top_k` most probable tokens at each position, after each candidate of the previous position, or
-    after `before_BK` alone (P = 1). The first position follows the last verified token.
+    """Returns the `top_k` most probable tokens at each position with their scores S. Each has a score after every
+    candidate of the previous position, or only after the token in `before_BK` (P = 1). The first position follows
+    `anchors_B`, the last verified tokens.
 
-    hidden_BKD: final normed. logits_BKV: scaled and capped. ids [V]: token ids of the head's rows; None: all tokens.
+    `hidden_BKD`: final normed hidden states. `logits_BKV`: scaled and capped. `ids` [V]: token ids of the head's rows;
+    None: all tokens.
     """
     unary_BKM, chosen_BKM = logits_BKV.float().topk(min(selector.top_k, logits_BKV.shape[-1]), dim=-1)
     tokens_BKM = chosen_BKM if ids is None else ids[chosen_BKM]
@@ -103,7 +108,7 @@ def score(
 
 
 class WalkedReading(Reading):
-    """Drafts from the selector's scores, where each draft depends on the previous one.
+    """Drafts made from the selector's scores, where each draft depends on the previous one (a walk).
 
     A row has a few hundred scores, which plain Python walks faster than PyTorch launches operations; the native library
     is faster still.
@@ -121,8 +126,9 @@ class WalkedReading(Reading):
         return tokens, logprobs if with_confidence else None
 
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """See Reading.drawn; samples from softmax(S / T) over the candidates after the previous draft. Confidences
-        follow the walk with the largest scores, as they must not depend on sampled tokens."""
+        """Returns (sampled drafts, their distributions [K, V], confidences). Drafts are sampled from softmax(S / T)
+        over the candidates after the previous draft. Confidences follow the walk with the largest scores, as they must
+        not depend on sampled tokens."""
         inverse, scores_KPM = inverse_temperature(seq), self._scores_of(row)
         probs_KPM = torch.softmax(self._scores_BKPM[row, :limit] * inverse, dim=-1)
         tokens, rows, before = list[int](), list[Tensor](), 0
@@ -140,8 +146,8 @@ class WalkedReading(Reading):
         return tokens, probs_KV.scatter_(1, ids_KM, torch.stack(rows)), logprobs
 
     def along(self, row: int, tokens: list[int], seq: Sequence) -> list[float]:
-        """Probability that `drawn` samples each of these tokens, given those before it; 0 for a token that is not a
-        candidate, and for all after it."""
+        """Returns for each of `tokens` the probability that `drawn` samples it, given those before it; 0 for a token
+        that is not a candidate, and for all after it."""
         inverse, chances, before = inverse_temperature(seq), [0.0] * len(tokens), 0
         for place, token in enumerate(tokens):
             candidates = self._tokens_BKM[row][place]
@@ -155,8 +161,9 @@ class WalkedReading(Reading):
     def candidates(
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """See Reading.candidates, along the walk with the largest scores; `behind` lists the candidates after any other
-        one."""
+        """Returns the `count` most probable tokens at each position on the walk with the largest scores, for a tree of
+        at most `most` nodes; the result's `behind` gives those after any other candidate. With `foresight`, these are
+        the tokens that the target will most probably sample."""
         inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(row), self._tokens_BKM[row]
         first, known = len(seq.tokens), dict[int, list[float]]()
 
@@ -195,7 +202,8 @@ class WalkedReading(Reading):
 
 
 def walk(scores_KPM: list[list[list[float]]], inverse: float) -> tuple[list[int], list[float]]:
-    """Python version of native_lib.walk."""
+    """Returns (candidate indices, their log-probabilities) of the walk that takes the largest score at each position.
+    `inverse`: 1 / temperature. A score that is not finite ends the walk. Same as `native_lib.walk`."""
     places, logprobs, before = list[int](), list[float](), 0
     for scores_PM in scores_KPM:
         scores_M = scores_PM[before]
@@ -207,13 +215,13 @@ def walk(scores_KPM: list[list[list[float]]], inverse: float) -> tuple[list[int]
 
 
 def best_of(scores_M: list[float]) -> int:
-    """Index of the largest score, the first on ties; -1 if it is not finite or any score is NaN."""
+    """Returns the index of the largest score, the first of equal ones; -1 if it is not finite or any score is NaN."""
     best = max(scores_M)
     return scores_M.index(best) if math.isfinite(best) and not any(map(math.isnan, scores_M)) else -1
 
 
 def log_softmax(scores_M: list[float], inverse: float) -> list[float]:
-    """Log of softmax(scores * inverse); the largest score must be finite."""
+    """Returns log(softmax(scores * inverse)). The largest score must be finite."""
     most = max(scores_M)
     shifted = [(each - most) * inverse for each in scores_M]
     total = math.log(sum(map(math.exp, shifted)))

@@ -1,8 +1,8 @@
 """Reads and writes EAGLE-3 checkpoints in two formats.
 
     SpecForge, SGLang, EAGLE   LlamaForCausalLMEagle3, flat config, midlayer.*, fc, norm, lm_head, d2t, t2d
-    speculators, vLLM          Eagle3Speculator, transformer_layer_config, layers.0.*, the other tensors, perhaps
-    embed_tokens
+    speculators, vLLM          Eagle3Speculator, transformer_layer_config, layers.0.*, the other tensors,
+                               perhaps embed_tokens
 
 `Eagle3Config.from_json` parses both configs; `write_eagle3` writes either format. `d2t` holds offsets: row i of the
 head is token i + d2t[i]; `t2d` marks the tokens that the head has. Target layers are counted in two ways: the top-level
@@ -38,33 +38,33 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 REQUIRED = ("fc.weight", "norm.weight", "lm_head.weight")
 FAMILY = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 NUM_TAPS = 3
-"""Number of tapped layers if the config names none."""
+"""Number of target layers that are read if the config does not name them."""
 KEYS = json.loads(Path(__file__).with_name("eagle3_keys.json").read_text(encoding="utf-8"))
 DEFAULT_DRAFTED = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """Config of an EAGLE-3 or 3.1 drafter: decoder layers, the first of which also reads hidden states, and its own LM
-    head."""
+    """Config of an EAGLE-3 or 3.1 drafter: decoder layers, of which the first also reads the previous hidden states,
+    and an LM head."""
 
     shape: DecoderConfig
     """Sizes, RoPE and windows of the draft layers; `vocab_size` is the target's."""
     draft_vocab_size: int
     target_hidden_size: int
     tap_layers: tuple[int, ...]
-    """Tapped target layers; layer l is Transformers' hidden_states[l + 1]. Empty: the default of engines
-    (`default_taps`)."""
+    """Target layers whose hidden states the drafter reads; layer l is Transformers' hidden_states[l + 1]. Empty: those
+    of `default_taps`."""
     norm_before_residual: bool
-    """True if the first layer's residual is the normed features; otherwise the features before the norm."""
+    """True if the first layer adds its outputs to the normed features; False: to the features before the norm."""
     norm_before_fc: bool
-    """One norm over all concatenated features (gpt-oss)."""
+    """True if one norm covers the concatenated features of all tapped layers (gpt-oss)."""
     fc_norm: bool
-    """One norm per tapped layer (EAGLE-3.1)."""
+    """True if the features of each tapped layer have a norm of their own (EAGLE-3.1)."""
     norm_output: bool
-    """True if the next step receives the normed hidden state (EAGLE-3.1)."""
+    """True if the next drafting step receives the normed hidden state (EAGLE-3.1)."""
     raw: dict[str, Any]
-    """config.json as read."""
+    """The JSON object of config.json, as read."""
 
     @property
     def num_taps(self) -> int:
@@ -72,8 +72,8 @@ class Eagle3Config:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> Eagle3Config:
-        """Parse a config.json. Raises UnsupportedModelError for another architecture, ModelFileError for a missing or
-        invalid key."""
+        """Parses the JSON object of a config.json (`raw`). `path` is for messages. Raises UnsupportedModelError for
+        another architecture, ModelFileError for a missing or invalid key."""
         path = Path(path)
         layer = raw.get("transformer_layer_config", raw)
         if not isinstance(layer, dict) or not is_eagle3(raw):
@@ -101,15 +101,15 @@ class Eagle3Checkpoint:
 
     config: Eagle3Config
     tensors: dict[str, Tensor]
-    """The network's tensors under speculators' names."""
+    """The network's tensors, under the names of `speculators`."""
     ids: Tensor
-    """Token id of each row of the head, int64 [draft vocabulary]."""
+    """Token id of each row of the LM head, int64 [size of the draft vocabulary]."""
     others: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that the network does not use; written back unchanged."""
 
 
 def is_eagle3(raw: Mapping[str, Any]) -> bool:
-    """True for the config.json of an EAGLE-3 drafter in either format."""
+    """True if `raw` is the config.json of an EAGLE-3 drafter, in either format."""
     kind, names = raw.get("speculators_model_type"), str(raw.get("architectures"))
     if kind is not None:
         return kind == "eagle3"
@@ -117,8 +117,8 @@ def is_eagle3(raw: Mapping[str, Any]) -> bool:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Target layers that SGLang and vLLM tap by default: the inputs of layers 2, n/2 and n - 3; for a target with fewer
-    than seven layers, early, middle and late ones."""
+    """Returns the target layers that SGLang and vLLM read by default: the inputs of layers 2, n/2 and n - 3. For a
+    target with fewer than seven layers, returns an early, a middle and a late one."""
     ids = (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else (1, num_layers // 2, num_layers - 1)
     return tuple(sorted({max(layer, 1) - 1 for layer in ids}))
 
@@ -134,8 +134,8 @@ def new_config(
     version: str = "3.1",
     **keys: Any,
 ) -> dict[str, Any]:
-    """config.json of a new one-layer drafter for a target of these sizes in SpecForge's format; `keys` overrides or
-    adds keys.
+    """Returns the config.json (a dict, in SpecForge's format) of a new one-layer drafter for a target with these sizes.
+    `keys` overrides or adds keys.
 
     `version` 3.1 norms each tapped layer's features and the state passed to the next step; 3 does neither.
     """
@@ -165,9 +165,10 @@ def new_config(
 
 
 def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
-    """Read a drafter in either format; logs unknown keys and tensors as a warning.
+    """Reads an EAGLE-3 drafter from its folder, in either format. Logs unknown keys and tensors as a warning.
 
-    Raises ModelNotFoundError, UnsupportedModelError, or ModelFileError naming a tensor that is missing or does not fit.
+    Raises ModelNotFoundError, UnsupportedModelError, or ModelFileError, which names a tensor that is missing or does
+    not fit.
     """
     folder = Path(folder).expanduser()
     config = Eagle3Config.from_json(read_json(folder / "config.json"), folder)
@@ -195,8 +196,9 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
 
 
 def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Mapping[str, Any] | None = None) -> None:
-    """Write SpecForge's format, or speculators' if `verifier` (the target's name_or_path and architectures) is given.
-    config.json is written as read if it already has that format. Raises CacheError."""
+    """Writes the drafter into a folder: in SpecForge's format, or in that of `speculators` if `verifier` (the target's
+    name_or_path and architectures) is given. A config.json that was read in the same format is written unchanged.
+    Raises CacheError."""
     config, ids, tensors = checkpoint.config, checkpoint.ids.cpu(), checkpoint.tensors
     if verifier is None:
         tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
@@ -207,7 +209,7 @@ def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Map
 
 
 def speculators_json(config: Eagle3Config, verifier: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """config.json of either format converted to that of `speculators` 0.9, which vLLM reads."""
+    """Returns the config.json of this drafter in the format of `speculators` 0.9, which vLLM reads."""
     raw = dict(config.raw)
     layer = raw.pop("transformer_layer_config", None)
     if layer is None:
@@ -230,7 +232,7 @@ def speculators_json(config: Eagle3Config, verifier: Mapping[str, Any], dtype: s
 
 
 def specforge_json(config: Eagle3Config) -> dict[str, Any]:
-    """config.json of either format converted to SpecForge's."""
+    """Returns the config.json of this drafter in SpecForge's format."""
     raw = config.raw
     if "transformer_layer_config" not in raw:
         return raw
@@ -241,7 +243,8 @@ def specforge_json(config: Eagle3Config) -> dict[str, Any]:
 
 
 def check_eagle3_fit(config: Eagle3Config, target: Sizes, taps: Iterable[int], has_embedding: bool) -> None:
-    """Raises DrafterMismatchError with both values if a drafter does not fit a target."""
+    """Raises DrafterMismatchError if the drafter does not fit the target; the message has both values. `taps`: target
+    layers that it reads."""
     wrong = [layer for layer in taps if not 0 <= layer < target.num_layers]
     size, hidden_size = config.shape.hidden_size, target.hidden_size
     refuse_mismatch(

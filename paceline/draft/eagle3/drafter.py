@@ -43,8 +43,9 @@ from paceline.model.target import Target
 
 
 class Attend(Protocol):
-    """Attention with RoPE and masks: from heads [T, heads, head_dim] and [T, kv_heads, head_dim] of layer `layer`,
-    before RoPE, to [T, heads * head_dim]."""
+    """Interface of the attention function in training, with RoPE and masks. `layer`: index of the draft layer. Queries
+    are [T, heads, head_dim], keys and values [T, kv_heads, head_dim], all before RoPE. Returns [T, heads *
+    head_dim]."""
 
     def __call__(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor: ...
 
@@ -60,7 +61,8 @@ class _Attention(Projections):
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer; in the first one, attention reads the embedding concatenated with the hidden state."""
+    """A decoder layer of EAGLE-3. In the first layer attention reads the token's embedding and the hidden state,
+    concatenated."""
 
     def __init__(self, config: Eagle3Config, is_first: bool) -> None:
         super().__init__()
@@ -85,8 +87,8 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Network(nn.Module):
-    """The trainable network, with `speculators`' parameter names. The embedding is the target's unless the file has
-    one."""
+    """The trainable EAGLE-3 network, with the parameter names of `speculators`. It uses the target's embedding unless
+    its file has one."""
 
     def __init__(self, config: Eagle3Config, has_embedding: bool = False) -> None:
         super().__init__()
@@ -105,8 +107,8 @@ class Eagle3Network(nn.Module):
 
     @classmethod
     def of(cls, config: Eagle3Config, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
-        """Create a network that shares `tensors`. Raises ModelFileError naming a tensor that does not fit the
-        config."""
+        """Creates a network that shares `tensors`, without a copy. `source` is for messages. Raises ModelFileError,
+        which names the tensor, if one does not fit the config."""
         with torch.device("meta"):
             network = cls(config, has_embedding="embed_tokens.weight" in tensors)
         return with_tensors(network, tensors, source)
@@ -119,7 +121,7 @@ class Eagle3Network(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """A network with random weights from `checkpoint.random_weights`."""
+        """Creates a network with random weights, as `checkpoint.random_weights` makes them."""
         with torch.device("meta"):
             shapes = shapes_of(cls(config).state_dict())
         tensors = dict(random_weights(shapes, seed, device, dtype))
@@ -129,7 +131,7 @@ class Eagle3Network(nn.Module):
         return cls.of(config, tensors)
 
     def features(self, taps_NF: Tensor) -> Tensor:
-        """Features g [N, D] from the target's concatenated taps [N, F]."""
+        """Returns the features g [N, D], computed from the target's concatenated hidden states [N, F]."""
         if self.config.norm_before_fc:
             taps_NF = self.input_norm(taps_NF)
         if self.config.fc_norm:
@@ -138,9 +140,9 @@ class Eagle3Network(nn.Module):
         return self.fc(taps_NF)
 
     def forward(self, embedded_TD: Tensor, hidden_TD: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """(state for the next step, input of the head), [T, D] each, from embedded tokens and the states of the
-        positions before them: `features`, or the previous step's states. Differentiable; the decode path must equal
-        it."""
+        """Returns (state for the next step, input of the LM head), [T, D] each. `embedded_TD`: embeddings of the
+        tokens. `hidden_TD`: for the position before each token, its `features` or the previous step's state.
+        Differentiable. The decode path must give the same result."""
         for index, layer in enumerate(self.layers):
             hidden_TD = layer(index, embedded_TD, hidden_TD, attend)
         normed_TD = self.norm(hidden_TD)
@@ -148,7 +150,7 @@ class Eagle3Network(nn.Module):
 
 
 class Eagle3Drafter(ChainedDrafter):
-    """An EAGLE-3 or 3.1 drafter. Sampled drafts come from its distribution over the draft vocabulary."""
+    """An EAGLE-3 or 3.1 drafter. Its drafts come from its distribution over the draft vocabulary."""
 
     name = "eagle3"
     network: Eagle3Network
@@ -161,8 +163,8 @@ class Eagle3Drafter(ChainedDrafter):
         num_drafted: int | None = None,
         others: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`ids`: token id of each row of the head [default: the first ones]. Raises ConfigError for a negative
-        num_drafted."""
+        """`ids`: token id of each row of the LM head [default: 0, 1, 2, ...]. Raises ConfigError if `num_drafted` is
+        negative."""
         self.network, self.config = network, network.config
         self.ids = torch.arange(self.config.draft_vocab_size) if ids is None else ids
         self.num_drafted = DEFAULT_DRAFTED if num_drafted is None else num_drafted
@@ -172,26 +174,28 @@ class Eagle3Drafter(ChainedDrafter):
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> Eagle3Drafter:
-        """Read a checkpoint of either format. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
+        """Reads an EAGLE-3 drafter from its folder, in either format. Raises ModelNotFoundError, ModelFileError or
+        UnsupportedModelError."""
         stored = read_eagle3(folder)
         network = Eagle3Network.of(stored.config, stored.tensors, folder)
         return cls(network, ids=stored.ids, num_drafted=num_drafted, others=stored.others)
 
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> Eagle3Drafter:
-        """A drafter with random weights for benchmarks: real cost, useless drafts. `keys` are those of
-        `checkpoint.new_config`."""
+        """Creates a drafter with random weights, for benchmarks: drafting takes real time, but the drafts are useless.
+        `keys` go to `checkpoint.new_config`."""
         raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
         network = Eagle3Network.random(Eagle3Config.from_json(raw), seed, target.device, target.dtype)
         return cls(network, num_drafted=num_drafted)
 
     def save(self, folder: Path | str) -> None:
-        """Write SpecForge's format, whatever format was read. Raises CacheError."""
+        """Writes the drafter into a folder, always in SpecForge's format. Raises CacheError."""
         write_eagle3(folder, Eagle3Checkpoint(self.config, self.network.state_dict(), self.ids, self._others))
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
-        """See Drafter.bind. Binding to the same cache again keeps the packed matrices and resets all rows."""
+        """Check that the drafter fits the target, and prepare weights and cache for it. Binding again to the same cache
+        keeps the prepared weights and resets all rows. Raises DrafterMismatchError."""
         taps, has_embedding = (
             self.config.tap_layers or default_taps(target.num_layers),
             hasattr(self.network, "embed_tokens"),

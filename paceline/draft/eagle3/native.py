@@ -1,4 +1,4 @@
-"""EAGLE-3's decode path in native calls, for a native target."""
+"""EAGLE-3's decode path (the network prepared for drafting) in native (C++) calls, for a native target."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from paceline.model.native.library import Buffers, Matrix, pointer
 
 
 class Eagle3NativePath(EagleNorms):
-    """Eagle3Path in native calls: one native pass per step, one product each for the features and the LM head.
+    """EAGLE-3 in native (C++) calls: one pass for each drafting step, one matrix product each for the features and the
+    LM head.
 
     In a tree, every step recomputes the earlier drafts: parents can only be given for a pass's own tokens, and a few
     more tokens cost little. With a target in block-quantised format the drafter's matrices are rounded to Q8_0.
     """
 
     def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: NativeDecoder, slack: int) -> None:
-        """`slack`: cache positions for drafts after a row's longest text."""
+        """`slack`: additional cache positions per row, for drafts after the longest text."""
         shape, dtype = config.shape, target.dtype
         rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in network.items()}
         super().__init__(config, rounded, dtype, torch.float32)
@@ -39,7 +40,7 @@ class Eagle3NativePath(EagleNorms):
             *(part for layer in layers for part in layer.values() if isinstance(part, Matrix)),
         ]
         self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
-        """Bytes of packed matrices, without the target's own."""
+        """Bytes of the drafter's packed matrices, without the target's."""
         max_len = target.cache.max_len
         self._model = native_model(
             shape,
@@ -89,7 +90,7 @@ class Eagle3NativePath(EagleNorms):
 
     @torch.inference_mode()
     def logits(self, state_TD: Tensor) -> Tensor:
-        """See Eagle3Path.logits; float32."""
+        """Returns logits [T, V] over the draft vocabulary, float32."""
         return self._head.multiply(self.head_input(state_TD), self._dtype)
 
     def _pass(

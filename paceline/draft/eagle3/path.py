@@ -1,4 +1,4 @@
-"""EAGLE-3's decode path in PyTorch, with weights fused and packed for one target."""
+"""EAGLE-3's decode path (the network prepared for drafting with one target) in PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.model.torch.parts import PackedLinear, RMSNorm
 
 
 class EagleNorms:
-    """Norms before and after the layers of EAGLE-3, shared by both decode paths."""
+    """Norms before and after EAGLE-3's layers, which both decode paths use."""
 
     def __init__(
         self, config: Eagle3Config, weights: Mapping[str, Tensor], dtype: torch.dtype, residual_dtype: torch.dtype
@@ -33,7 +33,7 @@ class EagleNorms:
         self._fc_norms = [norms[f"fc_norm.{index}.weight"] for index in range(config.num_taps if config.fc_norm else 0)]
 
     def normed_features(self, taps_TF: Tensor) -> Tensor:
-        """Input of fc: normed target features [T, F]."""
+        """Returns the input of the layer `fc`: the target's hidden states [T, F], normed if the config says so."""
         taps_TF = taps_TF.to(self._dtype)
         if self._input_norm:
             taps_TF = self._input_norm(taps_TF)
@@ -43,7 +43,7 @@ class EagleNorms:
         return taps_TF
 
     def next_state(self, hidden_TD: Tensor) -> Tensor:
-        """Drafting states [T, D] that the next step reads, from hidden states after the last layer."""
+        """Returns the states [T, D] that the next drafting step reads, from the hidden states after the last layer."""
         return self._final_norm(hidden_TD).to(self.residual_dtype) if self.config.norm_output else hidden_TD
 
     def head_input(self, state_TD: Tensor) -> Tensor:
@@ -53,12 +53,12 @@ class EagleNorms:
 class Eagle3Path(EagleNorms):
     """EAGLE-3 in PyTorch operations on any device, with weights prepared for one target.
 
-    Cache entry e combines the target's features of position e with the token after it, and has that token's RoPE
+    Cache entry e combines the target's hidden states of position e with the token after it, and has that token's RoPE
     position, e + 1.
     """
 
     def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: Target, slack: int) -> None:
-        """`slack`: cache positions for drafts after a row's longest text."""
+        """`slack`: additional cache positions per row, for drafts after the longest text."""
         self._shape = shape = config.shape
         dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
         weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}
@@ -66,7 +66,7 @@ class Eagle3Path(EagleNorms):
         self._target, self._device = target, device
         self._group = shape.num_heads // shape.num_kv_heads
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
-        """Bytes of packed matrices, without the target's own."""
+        """Bytes of the drafter's prepared weights, without the target's."""
         self._hidden_norm = RMSNorm(weights.pop("layers.0.hidden_norm.weight"), shape.rms_norm_eps)
         self._fc, self._head = PackedLinear(weights["fc.weight"]), PackedLinear(weights["lm_head.weight"])
         self._embedding = weights.get("embed_tokens.weight")

@@ -1,1 +1,1 @@
-"""Drafters' files in the formats of other programs."""
+"""Reads and writes drafters in the file formats of other programs."""

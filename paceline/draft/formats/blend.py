@@ -17,11 +17,11 @@ from paceline.errors import DrafterMismatchError
 
 
 def blended(before: Path, trained: Path, share: float, out: Path) -> None:
-    """Write a drafter with the weights (1 - share) * before + share * trained. Dtype, config and draft vocabulary are
-    those of `trained`; vocabularies may differ, as they have no weights.
+    """Writes a drafter whose weights are (1 - share) * before + share * trained. Data type, config and draft vocabulary
+    are those of `trained`. The two vocabularies may differ, because they are not weights.
 
-    Raises DrafterMismatchError when the two differ in more than weights, CacheError when `out` cannot be written, and
-    what reading a checkpoint raises.
+    Raises DrafterMismatchError if the two differ in more than weights, CacheError if `out` cannot be written, and the
+    errors of reading a checkpoint.
     """
     stored = read_stored(trained)
     (config_of_old, old), (config, new) = read_checkpoint(before), (stored.config, stored.tensors)

@@ -18,11 +18,11 @@ class Fact(NamedTuple):
     what: str
     value: Any
     meaning: str = ""
-    """Explanation of the value."""
+    """Explanation of the value, as text."""
 
 
 def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
-    """Facts about a DFlash drafter that determine what it drafts, each with an explanation."""
+    """Returns a table of the properties of a DFlash drafter that determine its drafts, each with an explanation."""
     config, shape = stored.config, stored.config.shape
     ids, head_VD = stored.vocabulary
     packed = ", read from blocks of 8 bits" if weights_file(folder).name == PACKED else ""
@@ -63,7 +63,7 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
 
 
 def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
-    """Facts about a folder that holds only an MTP layer."""
+    """Returns a table of the properties of a folder that holds only an MTP layer, each with an explanation."""
     shape = layer.config
     layout = "Qwen3-Next's and Qwen3.5's" if layer.tells_normed else "DeepSeek-V3's"
     mlp = (
@@ -85,7 +85,7 @@ def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
 
 
 def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
-    """Facts about an EAGLE-3 drafter's folder."""
+    """Returns a table of the properties of an EAGLE-3 drafter, each with an explanation."""
     config, shape, raw = stored.config, stored.config.shape, stored.config.raw
     style = "speculators' names" if "transformer_layer_config" in raw else "SpecForge's names"
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}

@@ -1,7 +1,7 @@
-"""Exports a drafter to other programs: z-lab's format, vLLM's `speculators` format, or llama.cpp's GGUF.
+"""Exports a DFlash drafter to other programs: in z-lab's format, vLLM's `speculators` format, or llama.cpp's GGUF.
 
-    export(read_stored(folder), "speculators", out, head_rows=rows, verifier={"name_or_path": ..., "architectures":
-    [...]})
+    export(read_stored(folder), "speculators", out, head_rows=rows,
+           verifier={"name_or_path": ..., "architectures": [...]})
 
 Returns descriptions of what a format cannot store. Rejects settings without which another program would silently draft
 something else.
@@ -26,7 +26,7 @@ from paceline.runs.folder import check_new
 
 FORMATS = ("z-lab", "speculators", "gguf")
 HeadRows = Callable[[Tensor], Tensor]
-"""Function from token ids [n] to rows [n, D] of the target's LM head."""
+"""Function from token ids [n] to the rows [n, D] of the target's LM head for these tokens."""
 
 
 def export(
@@ -39,16 +39,15 @@ def export(
     with_vocabulary: bool = True,
     target: Path | None = None,
 ) -> list[str]:
-    """Write the drafter into a new folder or GGUF file; returns descriptions of what was left out or stored under a
-    private key.
+    """Writes the drafter into a new folder or GGUF file. Returns texts that say what was left out, or stored under a
+    key that only paceline reads. `form`: "z-lab", "speculators" or "gguf".
 
-    `head_rows` supplies the head's rows for a draft vocabulary: speculators and gguf need them, and without them
-    z-lab's format omits the vocabulary. `with_vocabulary` False omits vocabulary and head from z-lab's format, for
-    programs that read neither.
-    `verifier`: the target's name_or_path and architectures, if known; `target`: its GGUF file, for gguf. Raises
-    ConfigError for
-    an unknown format or missing head, UnsupportedModelError for settings that the format cannot express, CacheError if
-    `out` has files or cannot be written.
+    `head_rows` gives rows of the target's LM head, for a draft vocabulary without a head of its own. Without it,
+    z-lab's format omits the vocabulary, and the other formats raise ConfigError. `with_vocabulary` False omits
+    vocabulary and head from z-lab's format, for programs that read neither. `verifier`: the target's name_or_path and
+    architectures, if known. `target`: the target's GGUF file, for gguf. Raises ConfigError for an unknown format or
+    missing head, UnsupportedModelError for settings that the format cannot express, CacheError if `out` has files or
+    cannot be written.
     """
     if form not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")
@@ -156,5 +155,5 @@ def _check_sayable(config: DFlashConfig) -> None:
 
 
 def rows_of(head_VD: Tensor) -> HeadRows:
-    """A `HeadRows` function for a head in memory."""
+    """Returns a `HeadRows` function for an LM head [V, D] in memory."""
     return lambda ids: head_VD[ids.to(head_VD.device)].to("cpu", torch.float32)

@@ -71,17 +71,17 @@ LAYER_NAMES = {
     "mlp_conv.base_kernel": "ffn_conv_base",
     "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
 }
-"""z-lab's tensor name -> llama.cpp's name within `blk.{i}.`; WHOLE_NAMES holds those outside layers."""
+"""For tensors of a layer: z-lab's name -> llama.cpp's name after `blk.{i}.`. WHOLE_NAMES has the other tensors."""
 
 
 def is_gguf_drafter(path: Path) -> bool:
-    """True for a GGUF file of a DFlash drafter rather than a model. Raises ModelFileError for a damaged file."""
+    """True if a GGUF file holds a DFlash drafter, not a model. Raises ModelFileError for a damaged file."""
     return is_gguf(path) and open_gguf(path).metadata.get("general.architecture") == ARCH
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
-    """Read a DFlash drafter from a GGUF file: (config and network tensors with z-lab's names, draft vocabulary, unused
-    tensors). Quantised tensors become dense.
+    """Reads a DFlash drafter from a GGUF file. Returns (config with z-lab's keys, network tensors with z-lab's names,
+    draft vocabulary, unused tensors). Quantised tensors become dense.
 
     Raises UnsupportedModelError if the file is not a DFlash drafter, ModelFileError if it is damaged or inconsistent.
     """

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import gguf
 
 STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
-"""ggml's names of the dtypes that are stored unchanged."""
+"""Data types that are stored unchanged, with their names in ggml."""
 YARN = {"rope_type", "rope_theta", "factor", "beta_fast", "beta_slow", "original_max_position_embeddings"}
 CAUSAL = "layers in which a slot sees only those before it: llama.cpp's see their whole block"
 
@@ -52,12 +52,11 @@ def write_gguf(
     head_rows: Callable[[Tensor], Tensor] | None = None,
     target: Path | None = None,
 ) -> list[str]:
-    """Write one file; returns descriptions of what was left out or is read by paceline alone.
+    """Writes the drafter as one GGUF file. Returns texts that say what was left out, or what only paceline reads.
 
-    `target`: the target's GGUF file, whose tokenizer is copied, as llama.cpp requires. `head_rows`: rows of the
-    target's head,
-    for a draft vocabulary of DFlash 1. Raises UnsupportedModelError for a setting that llama.cpp cannot express,
-    ConfigError for a target of another vocabulary, CacheError if the file cannot be written.
+    `target`: the target's GGUF file, whose tokenizer is copied, as llama.cpp requires. `head_rows`: function that gives
+    rows of the target's LM head, for a draft vocabulary of DFlash 1. Raises UnsupportedModelError for a setting that
+    llama.cpp cannot express, ConfigError for a target of another vocabulary, CacheError if the file cannot be written.
     """
     config, (ids, head_VD), notes = stored.config, stored.vocabulary, list[str]()
     _check_sayable(config, stored.tensors)

@@ -1,14 +1,14 @@
 """Stores a drafter's weights in 8 bits (Q8_0, as the native pass uses them): half the bytes to package or download.
 
     model-q8_0.safetensors:
-        NAME of a matrix                     uint8 [rows, 34 bytes for each 32 columns], ggml's Q8_0; other tensors as
-        they are candidate_selector.*_codebook        only the rows of tokens in codebook_ids, if that tensor exists
+        NAME of a matrix                     uint8 [rows, 34 bytes for each 32 columns], ggml's Q8_0
+        NAME of another tensor               unchanged
+        candidate_selector.*_codebook        only the rows of tokens in codebook_ids, if that tensor exists
         candidate_selector.codebook_ids      int32, ascending
 
 Codebooks of a DFlash 2 selector have a row per target token. Candidates come from the draft vocabulary and only a
 round's last verified token can be outside it, so the file stores the rows of the draft vocabulary alone. When read,
-other tokens get zero
-rows: after such a token the selector does not change the first draft's scores.
+other tokens get zero rows: after such a token the selector does not change the first draft's scores.
 
 Other programs cannot read this file: `read_drafter(FOLDER).save(OTHER)` writes a readable one with full codebooks.
 """
@@ -32,14 +32,15 @@ from paceline.model.gguf.blocks import BLOCK_SIZES, Blocks, quantise
 PACKED = "model-q8_0.safetensors"
 BOOK_IDS = "candidate_selector.codebook_ids"
 COLUMNS, BYTES = BLOCK_SIZES["Q8_0"]
-"""Columns and bytes of one block."""
+"""Number of columns in one block of Q8_0, and its bytes."""
 AGAIN = "fetch the drafter again"
 
 
 def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> dict[str, Tensor]:
-    """Tensors of a network in the file's layout; matrices whose rows are not whole blocks stay dense.
+    """Converts a network's tensors to the file's layout: matrices in Q8_0 blocks. Matrices whose rows are not whole
+    blocks stay as they are.
 
-    draft_ids: token ids whose codebook rows are kept, int64 ascending; None: all.
+    `draft_ids`: token ids whose codebook rows are kept, int64, ascending; None: all.
     """
     trimmed = tensors if draft_ids is None else without_rows(tensors, draft_ids)
     rounded = {name: quantise(tensor, "Q8_0") for name, tensor in trimmed.items()}
@@ -47,8 +48,8 @@ def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> di
 
 
 def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, Tensor]:
-    """Drop codebook rows of tokens outside `draft_ids`, in tensors of a network or of a packed file. Tensors without
-    codebooks, or with rows already dropped, are returned unchanged."""
+    """Returns the tensors (of a network or a packed file) without the codebook rows of tokens outside `draft_ids`.
+    Tensors without codebooks, or with rows already removed, are returned unchanged."""
     if BOOK_IDS in tensors or not any(map(_is_book, tensors)):
         return dict(tensors)
     ids = draft_ids.cpu()
@@ -57,7 +58,8 @@ def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, 
 
 
 def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:
-    """Rewrite a packed file without the codebook rows of tokens outside `draft_ids`, without rounding again.
+    """Copies a packed file without the codebook rows of tokens outside `draft_ids`; other values stay the same bit for
+    bit.
 
     Raises ModelFileError if the file is damaged.
     """
@@ -68,7 +70,7 @@ def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:
 
 
 def read_packed(file: Path, vocab_size: int | None = None) -> dict[str, Tensor]:
-    """Read all tensors of a packed file, matrices as bfloat16, which rounds once more.
+    """Reads all tensors of a packed file. Matrices become bfloat16, which rounds them once more.
 
     Codebooks get a row for each of the target's `vocab_size` tokens. Raises ModelFileError if the file is damaged.
     """

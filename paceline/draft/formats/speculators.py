@@ -2,11 +2,12 @@
 
     speculators                            z-lab
     transformer_layer_config.*             the same keys, at the top level
-    aux_hidden_state_layer_ids             dflash_config.target_layer_ids + 1: hidden_states[id], where 0 is the
-    embedding mask_token_id, block_size              dflash_config.mask_token_id, block_size sliding_window_non_causal
-    is_causal: false; full layers are never causal (`export.py` on vLLM) sample_from_anchor                     the same
-    conv_*, selector_* (dflash2)           dflash_config.* draft_vocab_size, d2t, t2d, lm_head    not in z-lab's own
-    code: the draft vocabulary (`vocabulary.py`)
+    aux_hidden_state_layer_ids             dflash_config.target_layer_ids + 1: hidden_states[id], 0 is the embedding
+    mask_token_id, block_size              dflash_config.mask_token_id, block_size
+    sliding_window_non_causal              is_causal: false; full layers are never causal (`export.py` on vLLM)
+    sample_from_anchor                     the same
+    conv_*, selector_* (dflash2)           dflash_config.*
+    draft_vocab_size, d2t, t2d, lm_head    not in z-lab's own code: the draft vocabulary (`vocabulary.py`)
 
 Keys without a counterpart are stored under `z_lab` or `speculators`, so that converting back restores every key. The
 mapping is that of PyPI's `speculators` 0.9.0 (Apache 2.0); `experiments/interop.py` compares with it.
@@ -25,7 +26,7 @@ from paceline.model.config.decoder import is_whole, short
 
 log = logging.getLogger("paceline.draft")
 KINDS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
-"""Architecture by speculators_model_type; both formats write it."""
+"""Value of speculators_model_type -> architecture; both are in a config.json of `speculators`."""
 VERSION = "0.9.0"
 OUTSIDE = (
     "architectures",
@@ -36,7 +37,7 @@ OUTSIDE = (
     "speculators",
     "draft_vocab_size",
 )
-"""z-lab's keys that do not belong to the decoder's config."""
+"""Keys of z-lab's config.json that are not part of the decoder's config."""
 OWN = (
     "speculators_model_type",
     "architectures",
@@ -45,7 +46,7 @@ OWN = (
     "block_size",
 )
 OWN += ("mask_token_id", "sliding_window_non_causal", "sample_from_anchor", "draft_vocab_size", "z_lab")
-"""Keys of speculators that have a z-lab counterpart."""
+"""Keys of a `speculators` config.json that correspond to keys in z-lab's format."""
 SECOND = DFlash2Sizes.__slots__
 DEFAULTS: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016,
@@ -57,8 +58,8 @@ DEFAULTS: dict[str, Any] = {
 
 
 def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Convert a config.json from speculators to z-lab's format. Raises UnsupportedModelError for another type of
-    drafter, ModelFileError for a missing or invalid key."""
+    """Converts a config.json (`raw`) from the format of `speculators` to z-lab's. Raises UnsupportedModelError for
+    another type of drafter, ModelFileError for a missing or invalid key."""
     kind = str(raw.get("speculators_model_type"))
     if kind not in KINDS:
         raise UnsupportedModelError(
@@ -114,9 +115,10 @@ def _causality(layer: dict[str, Any], is_non_causal: bool, path: Path) -> dict[s
 def from_z_lab(
     raw: Mapping[str, Any], kind: str, settings: Mapping[str, Any], verifier: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
-    """config.json in speculators format. `settings`: effective values of block_size, mask_token_id, target_layer_ids,
-    num_slots, sample_from_anchor, sliding_window_non_causal and draft_vocab_size; `verifier`: the target's name_or_path
-    and architectures, if known."""
+    """Converts a config.json (`raw`) from z-lab's format to that of `speculators`. `kind`: "dflash" or "dflash2".
+    `settings`: values in use of block_size, mask_token_id, target_layer_ids, num_slots, sample_from_anchor,
+    sliding_window_non_causal and draft_vocab_size. `verifier`: the target's name_or_path and architectures, if
+    known."""
     own_keys = dict(raw.get("speculators") or {})
     layer = {name: value for name, value in raw.items() if name not in OUTSIDE}
     layer["model_type"] = own_keys.pop("model_type", "qwen3")
@@ -147,8 +149,8 @@ def from_z_lab(
 def proposal_config(
     config: Mapping[str, Any] | None, algorithm: str, num_drafted: int, verifier: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """speculators_config with the target's name and architectures, if known: `config`, or a new one that drafts
-    greedily."""
+    """Returns the entry speculators_config of a config.json: `config`, or a new one for greedy drafts, with the
+    target's name and architectures (`verifier`) if known."""
     method = {
         "accept_tolerance": 0.0,
         "proposal_type": "greedy",

@@ -1,1 +1,1 @@
-"""Multi-token prediction: the drafting layer that some models are trained with."""
+"""Multi-token prediction: drafts with the additional layer (MTP layer) that some models are trained with."""

@@ -2,8 +2,8 @@
 
     Qwen3-Next, Qwen3.5      mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.norm, mtp.layers.0.*
     DeepSeek-V3 and similar  in model.layers.L, L the number of layers: eh_proj, enorm, hnorm, shared_head.norm, and a
-    decoder
-                             layer; embed_tokens and shared_head.head are copies of the target's and are not read
+                             decoder layer; embed_tokens and shared_head.head are copies of the target's and are not
+                             read
 
 Transformers drops these tensors. The names are those of vLLM's loaders (`qwen3_next_mtp.py`, `deepseek_mtp.py`).
 
@@ -44,44 +44,47 @@ DEEPSEEK = {
 }
 COPIES = ("embed_tokens.", "shared_head.head.")
 MARK = "paceline_mtp"
-"""Key of config.json in the folder of a layer alone: {"layout": "qwen" or "deepseek", "steps": drafts it was trained
-for}."""
+"""Key of config.json in a folder that holds only an MTP layer. Its value: {"layout": "qwen" or "deepseek", "steps":
+number of drafts it was trained for}."""
 CHOOSE = "choose another drafter, such as default, ngram or a DFlash drafter's folder"
 
 
 @dataclass(frozen=True, slots=True)
 class MtpLayer:
-    """A multi-token-prediction layer."""
+    """A multi-token-prediction layer: config and tensors."""
 
     config: DecoderConfig
-    """Config of the layer: the target's, with one full-attention layer."""
+    """Config of the layer: the target's, reduced to one layer with full attention."""
     tensors: dict[str, Tensor]
-    """fc, embedding_norm, hidden_norm and final_norm, and the decoder layer's tensors under their names within it."""
+    """The tensors fc, embedding_norm, hidden_norm and final_norm, and those of the decoder layer under their names in a
+    layer."""
     tells_normed: bool
     """True if the next step receives the hidden state after the final norm (Qwen); false: before it (DeepSeek)."""
     raw: dict[str, Any] = field(default_factory=dict)
-    """config.json it was read with."""
+    """The JSON object of the config.json that it was read with."""
 
     @property
     def steps(self) -> int | None:
-        """Number of chained drafts it was trained for; None for a layer from its target's file."""
+        """Number of consecutive drafts that the layer was trained for; None for a layer from its target's file."""
         return self.raw[MARK]["steps"] if MARK in self.raw else None
 
     def marked(self, steps: int) -> dict[str, Any]:
-        """config.json for a folder of this layer alone."""
+        """Returns the config.json for a folder that holds only this layer, with the key MARK. `steps`: number of drafts
+        it was trained for."""
         kept = {name: value for name, value in self.raw.items() if name != "quantization_config"}
         more = {} if self.tells_normed else {"num_nextn_predict_layers": 1}
         return {**kept, **more, MARK: {"layout": "qwen" if self.tells_normed else "deepseek", "steps": steps}}
 
 
 def is_mtp(raw: dict[str, Any]) -> bool:
-    """True for the config.json of a folder that holds only an MTP layer."""
+    """True if `raw` is the config.json of a folder that holds only an MTP layer."""
     return MARK in raw
 
 
 def read_mtp(path: Path) -> MtpLayer:
-    """Read the layer from a target's folder or its own. Raises ModelFileError without a layer or if a tensor does not
-    fit the config, UnsupportedModelError for a target or layer that paceline's decoder does not implement."""
+    """Reads the layer from a target's folder, or from a folder of its own. Raises ModelFileError if there is no layer
+    or a tensor does not fit the config, UnsupportedModelError for a target or layer that paceline's decoder does not
+    implement."""
     layer = find_mtp(path)
     if layer is None:
         raise ModelFileError(f"{path} holds no multi-token-prediction layer (no tensors {_looked_for(path)}): {CHOOSE}")
@@ -89,7 +92,8 @@ def read_mtp(path: Path) -> MtpLayer:
 
 
 def find_mtp(path: Path) -> MtpLayer | None:
-    """Like `read_mtp`, but returns None without a layer."""
+    """Reads the layer from a target's folder, or from a folder of its own; returns None if there is no layer. Raises
+    the other errors of `read_mtp`."""
     if is_gguf(path):
         raise ModelFileError(f"{path}: the mtp drafter reads a folder of safetensors, not a GGUF file: {CHOOSE}")
     raw = config_json(path)
@@ -126,24 +130,24 @@ def _checked_mark(raw: dict[str, Any], is_qwen: bool, path: Path) -> dict[str, A
 
 
 def one_layer(config: DecoderConfig) -> DecoderConfig:
-    """The target's config reduced to one such layer."""
+    """Returns the target's config reduced to one layer with full attention."""
     return replace(config, num_layers=1, delta=None, linear_layers=(), dense_layers=(), windows=(), ropes=())
 
 
 def layer_of(raw: dict[str, Any], tensors: dict[str, Tensor]) -> MtpLayer:
-    """A layer from a marked config.json and tensors under the names of `MtpLayer.tensors`."""
+    """Creates a layer from a config.json with the key MARK and from tensors with the names of `MtpLayer.tensors`."""
     config = decoder_config(raw, Path("config.json"))
     return MtpLayer(one_layer(config), tensors, raw[MARK]["layout"] == "qwen", raw)
 
 
 def write_mtp(folder: Path | str, layer: MtpLayer) -> None:
-    """Write a folder with this layer alone, under the tensor names of the target's file; one tensor per expert. Raises
-    CacheError."""
+    """Writes a folder with this layer only, under the tensor names of the target's file; each expert is a tensor of its
+    own. Raises CacheError."""
     write_checkpoint(folder, layer.marked(layer.steps or 1), target_names(layer))
 
 
 def target_names(layer: MtpLayer) -> dict[str, Tensor]:
-    """The tensors under their names in the target's file."""
+    """Returns the layer's tensors under their names in the target's file."""
     last = f"model.layers.{decoder_config(layer.raw, Path('config.json')).num_layers}."
     file_names = {own_name: name for name, own_name in QWEN.items() if own_name != LAYER}
     if not layer.tells_normed:
@@ -183,8 +187,8 @@ def _renamed(tensors: dict[str, Tensor], last: str, is_qwen: bool, path: Path) -
 
 
 def checked(layer: DecoderConfig, tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The tensors under their names within the layer. Raises ModelFileError for a missing, unknown or wrongly shaped
-    one."""
+    """Returns the tensors under their names in a layer. Raises ModelFileError if one is missing, unknown, of a wrong
+    shape or not finite."""
     expected = _shapes(layer)
     for name in [*expected, *tensors]:
         shape, given = expected.get(name), tuple(tensors[name].shape) if name in tensors else None

@@ -1,9 +1,10 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): drafts with the MTP layer that a model was
 trained with.
 
-    z_t = fc([norm(embedding of x_{t+1}), norm(h_t)])     h_t: the target's hidden state of position t, after its final
-    norm u   = layer(z), a decoder layer of the target's type that attends to earlier z, at position t logits of x_{t+2}
-    = the target's head of norm(u); for the next draft, norm(u) (Qwen) or u (DeepSeek) replaces h
+    z_t = fc([norm(embedding of x_{t+1}), norm(h_t)])     h_t: the target's hidden state of position t, after its
+                                                          final norm
+    u   = layer(z), a decoder layer of the target's type that attends to earlier z, at position t
+    logits of x_{t+2} = the target's head of norm(u); for the next draft, norm(u) (Qwen) or u (DeepSeek) replaces h
 
 The layer (read by `checkpoint.py`) was trained to predict one more token. Chained, it drafts any number, with
 decreasing accuracy unless it was trained on chains (`train/methods/mtp.py`). Embedding and LM head are the target's.
@@ -40,7 +41,7 @@ class MtpPath:
     hidden state of position e with the token after it."""
 
     def __init__(self, layer: MtpLayer, target: Target, slack: int) -> None:
-        """`slack`: cache positions for drafts after a row's longest text."""
+        """`slack`: additional cache positions per row, for drafts after the longest text."""
         shape, dtype, device = layer.config, target.dtype, target.device
         num_rows, max_len = target.cache.num_rows, target.cache.max_len
         self._shape, self._target, self._tells_normed = shape, target, layer.tells_normed
@@ -75,7 +76,7 @@ class MtpPath:
 
     @torch.inference_mode()
     def logits(self, state_TD: Tensor) -> Tensor:
-        """See ChainPath.logits; over the target's vocabulary."""
+        """Returns logits [T, V] over the target's vocabulary."""
         return self._target.head(state_TD.to(self._dtype) if self._tells_normed else self._final_norm(state_TD))
 
     def _layer_of(
@@ -94,20 +95,21 @@ class MtpPath:
 
 
 class MtpDrafter(ChainedDrafter):
-    """Drafts with a multi-token-prediction layer: the target's own, or one trained for it."""
+    """Drafts with a multi-token-prediction layer: the target's own, or one that was trained for it."""
 
     name = "mtp"
 
     def __init__(self, layer: MtpLayer, *, num_drafted: int | None = None) -> None:
-        """`num_drafted` [default: the number of trained steps, or 3]. Raises ConfigError if it is negative."""
+        """`num_drafted`: maximum drafts per round [default: the number that the layer was trained for, or 3]. Raises
+        ConfigError if it is negative."""
         self._stored = layer
         self.num_drafted = (layer.steps or DEFAULT_DRAFTED) if num_drafted is None else num_drafted
         refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
 
     @classmethod
     def of_target(cls, target_name: str, *, num_drafted: int | None = None) -> MtpDrafter:
-        """Read the layer in the target's folder. Raises the errors of `read_mtp`, ConfigError without a name,
-        ModelNotFoundError."""
+        """Creates a drafter with the layer in the target's own folder. Raises ConfigError without a name,
+        ModelNotFoundError, and the errors of `read_mtp`."""
         refuse(
             ConfigError, (not target_name, "mtp reads the target's own files: say with target_name which model it is")
         )
@@ -115,7 +117,7 @@ class MtpDrafter(ChainedDrafter):
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> MtpDrafter:
-        """Read a folder that `save` wrote. Raises the errors of `read_mtp`."""
+        """Creates a drafter from a folder that `save` wrote. Raises the errors of `read_mtp`."""
         return cls(read_mtp(Path(folder)), num_drafted=num_drafted)
 
     @property
@@ -123,13 +125,14 @@ class MtpDrafter(ChainedDrafter):
         return self._stored
 
     def save(self, folder: Path | str) -> None:
-        """Write a folder with the layer alone, which is a drafter. Raises CacheError."""
+        """Writes a folder that holds only the layer; it can be used as a drafter. Raises CacheError."""
         layer = self._stored
         write_mtp(folder, layer if is_mtp(layer.raw) else replace(layer, raw=layer.marked(self.num_drafted or 1)))
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
-        """See Drafter.bind. Binding to the same cache again keeps the packed matrices and resets all rows."""
+        """Check that the layer fits the target, and prepare weights and cache for it. Binding again to the same cache
+        keeps the prepared weights and resets all rows. Raises DrafterMismatchError."""
         own = self._stored.config
         for what, mine, theirs in (
             ("hidden size", own.hidden_size, target.hidden_size),

@@ -31,7 +31,8 @@ WHOLE, INDEX, NEW = "model.safetensors", "model.safetensors.index.json", "model-
 
 
 def stitch(layer: MtpLayer, target: Path, out: Path) -> list[str]:
-    """Write the target with this layer into a new folder; returns the names of the replaced or added tensors.
+    """Writes a copy of the target that contains this layer into a new folder; returns the names of the replaced or
+    added tensors.
 
     Raises CacheError if `out` has files or cannot be written, DrafterMismatchError for a layer of another target,
     UnsupportedModelError for a quantised layer, and the errors of reading the target.
