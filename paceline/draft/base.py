@@ -2,8 +2,8 @@
 
 One drafter serves a whole batch; its per-sequence state is keyed by the sequence's cache row. The engine calls `bind`
 once; then for each sequence `start`, `observe` once per prefill chunk, `propose` and `observe` every round, and finally
-`drop`. A drafter owns its cache and trims it: after `propose` the cache may hold entries of drafts, which the next
-`propose` must ignore unless they were accepted.
+`drop`. A drafter owns its cache: after `propose` the cache may hold entries of drafts, which the next `propose` must
+ignore unless they were accepted. Some drafters read hidden states of the target, called taps or features.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 @dataclass(slots=True)
 class Observed:
-    """Positions [start, start + count) of one sequence, which the target has just verified and cached."""
+    """Positions [start, start + count) of one sequence that the target has just verified, with its hidden states
+    there."""
 
     sequence: Sequence
     start: int
@@ -43,14 +44,15 @@ class Drafter(ABC):
 
     name: str = ""
     source: str = ""
-    """Where the drafter comes from: a name in `draft/registry.py`, a folder or a hub id."""
+    """Name that the drafter was created from: a key of `registry.DRAFTERS`, a folder or a hub id."""
     num_drafted: int = 0
     """Maximum tokens drafted per round."""
     is_at_hand: bool = False
     """True if drafting takes almost no time, as in prompt lookup, and `chance` can predict acceptance before
     drafting."""
     is_stepwise: bool = False
-    """True if every drafted token needs a forward pass of its own, so drafting time grows with the draft length."""
+    """True if every drafted token needs a forward pass of its own, so that drafting time grows with the number of
+    drafts."""
     has_own_threads: bool = True
     """True if the drafter makes no use of PyTorch's thread pool."""
     tap_layers: tuple[int, ...] = ()
@@ -59,16 +61,16 @@ class Drafter(ABC):
     def bind(self, target: Target) -> None:
         """Check that this drafter fits the target, and allocate caches with `target.cache.num_rows` rows.
 
-        Raises DrafterMismatchError naming both values when hidden size, vocabulary or layer ids differ.
+        Raises DrafterMismatchError if hidden size, vocabulary or layer ids differ; its message has both values.
         """
 
     def cache_bytes(self, target: Target) -> int:
-        """Bytes that this drafter adds to the KV cache for this target."""
+        """Returns the bytes of the KV cache that this drafter needs in addition to the target's."""
         return 0
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights in addition to the target's, including packed copies once the drafter is bound."""
+        """Bytes of the drafter's weights, without the target's. After `bind` they include prepared copies."""
         return 0
 
     def keep_weights(self) -> None:
@@ -90,12 +92,12 @@ class Drafter(ABC):
         return 0 if self.tap_layers else length
 
     def can_draft(self, seq: Sequence) -> bool:
-        """True if every position that drafting needs has been observed."""
+        """True if the drafter has observed all positions of this sequence that drafting needs."""
         return True
 
     def chance(self, seq: Sequence) -> float:
-        """Predicted acceptance probability of each draft, given that the previous ones are accepted; 0.0 without a
-        draft. Only for drafters with `is_at_hand`."""
+        """Returns the predicted acceptance probability of each draft if all drafts before it are accepted; 0.0 if it
+        has no draft. Only for drafters with `is_at_hand`."""
         return 0.0
 
     @abstractmethod

@@ -32,7 +32,7 @@ from paceline.plan.trees import LEAST_GAIN, MOST_NODES, Candidates, Likely
 from paceline.types import Batch, DraftBlock, Sequence
 
 MOST_BRANCHES = 4
-"""Maximum drafts of one row that one step reads."""
+"""Maximum drafts of one row that one drafting step reads (tree nodes of one depth)."""
 
 
 class ChainPath(Protocol):

@@ -141,7 +141,8 @@ class Pool:
         self._let_go()
 
     def remove(self, name: str) -> None:
-        """Remove the drafter from the pool. Raises ConfigError for an unknown name."""
+        """Remove the drafter with this name from the pool; running sequences keep it. Raises ConfigError for an unknown
+        name."""
         del self.members[self.member(name).name]
         self._let_go()
 

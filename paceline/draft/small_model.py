@@ -1,8 +1,8 @@
 """Drafts with a smaller language model that has the target's tokenizer: one forward pass per draft, batched over rows.
 
-The model is a Target with its own cache, whose rows are the target's rows. It runs prompts chunk by chunk as they are
-observed. After a round the rejected drafts are rolled back, and the next `propose` begins with the tokens missing from
-the cache: the last token, and also the last draft if all were accepted.
+The model is a Target with its own cache, whose rows are the target's rows. It reads prompts chunk by chunk in
+`observe`. After a round the rejected drafts are removed from its cache, and the next `propose` begins with the tokens
+missing there: the last token, and also the last draft if all were accepted.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class GenerationStats(Rounds):
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens per second after the first token."""
+        """Generated tokens per second, without the first token and the time before it."""
         span = self.timings.token_s[-1] - self.timings.first_token_s if self.timings.token_s else 0.0
         return (self.num_output_tokens - 1) / span if span > 0 else 0.0
 

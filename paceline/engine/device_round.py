@@ -67,7 +67,7 @@ class Outcome(NamedTuple):
     """Token id of the bonus token. FAILED: the logits were not finite. WHOLE: the host must sample from the whole
     distribution."""
     drafts: list[int]
-    """Verified drafts."""
+    """Token ids of the drafts that were verified."""
     confidence: list[float]
 
 

@@ -104,7 +104,7 @@ class DeviceRows:
         return RowState(length_B, anchor_B, left_B, most_B, Draws(seed_B, top_k_B, *floats.unbind()))
 
     def clear(self) -> None:
-        """Make all rows idle."""
+        """Make all rows idle (without a request)."""
         self.values.zero_()
         self._known = [RowValues()] * len(self._known)
 

@@ -55,7 +55,8 @@ class Chunk:
     """Final text for these tokens. It may end before them, if they end in an incomplete character or in a possible stop
     string."""
     finish_reason: FinishReason | None = None
-    """"error" if the model failed on this request; `sequence.error` has the reason."""
+    """Reason why the answer ended; None if it goes on. "error": the model failed on this request, and `sequence.error`
+    has the cause."""
 
 
 class Engine:
@@ -100,7 +101,7 @@ class Engine:
         self.prefix = PrefixReuse(target, self.pool) if target.is_width_invariant else None
         self.grammars = Grammars(tokenizer, target.vocab_size, eos_token_ids)
         self.rounds: list[RoundStats] = []
-        """Statistics of the latest step's rounds, at most one."""
+        """Statistics of the round in the latest step; empty if it had no round."""
         self.read = (0, 0.0)
         """Prefill of the latest step: (prompt tokens, seconds)."""
         self._requests: dict[int, tuple[Sequence, TextStream]] = {}

@@ -234,8 +234,8 @@ class LLM:
         self._replace_engine(members)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the model's weights, for example after a policy update: tensors of the same shapes, by their Hugging
-        Face names. Drafters stay; all keys, values and features are discarded.
+        """Replace the model's weights, for example after a policy update. `tensors`: new tensors of the same shapes, by
+        their Hugging Face names. The drafters stay; all cached keys, values and features are discarded.
 
         Raises ConfigError while answers are running, and the errors of `Target.load_weights`; nothing has changed then.
         """

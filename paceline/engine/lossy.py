@@ -1,7 +1,7 @@
-"""Judges requests with a lossy rule: from logits to the distributions that `verify/lossy.py` reads.
+"""Judges requests with a lossy rule: computes the distributions that `verify/lossy.py` needs from the logits.
 
-Each decision is added to the sequence's ledger immediately; `Sequence.accept` removes those of tokens that were not
-committed.
+Each decision is added at once to the sequence's ledger (the account of its deviation from the target's distribution).
+`Sequence.accept` removes decisions about tokens that were not committed.
 """
 
 from __future__ import annotations

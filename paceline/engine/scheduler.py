@@ -24,7 +24,7 @@ from paceline.types import Sequence
 
 
 class Scheduler:
-    """First-come first-served scheduler; a request is admitted when a cache row is free."""
+    """First-come first-served scheduler: a request is admitted as soon as a cache row is free."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -100,7 +100,7 @@ class PrefixReuse:
         self.deferred: set[int] = set()
         """Ids of requests that wait for another request's prompt, and copy its prefix when their own prefill starts."""
         self.num_reused = 0
-        """Prompt tokens reused instead of computed, since the engine started."""
+        """Number of prompt tokens that were reused instead of computed, since the engine started."""
 
     def best_row(self, seq: Sequence, free: list[int]) -> int | None:
         """Returns the free row that holds the longest prefix of the prompt, if that has at least LEAST tokens, else

@@ -102,10 +102,10 @@ class Chances:
 
     def record(self, num_checked: int, num_accepted: int, confidence: Sequence[float] | None = None) -> None:
         """Update the estimates with one row's drafts: the first `num_checked` were verified, the first `num_accepted`
-        accepted.
+        accepted. `confidence`: log-probability of each draft in the drafter.
 
-        A slot that was drafted but not verified counts with the chance that its confidence promised. Without that the
-        estimates would be biased upwards, because only promising drafts are verified.
+        A slot that was drafted but not verified counts with its estimated chance. Without that the estimates would be
+        biased upwards, because only promising drafts are verified.
         """
         chances = self.of(confidence[: len(self.average)]) if confidence is not None else []
         self._detect_shift((chances or self.average)[:num_checked], num_accepted)

@@ -1,4 +1,4 @@
-"""Prefill chunk sizes for steps that also decode. Imports no PyTorch."""
+"""Chooses the sizes of prefill chunks for engine steps that also decode. Imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 LEAST_CHUNK = 8
 """Minimum prompt tokens per chunk; smaller chunks save no time."""
 FREE_EVERY = 8
-"""While prompts are waiting, every 8th round is planned without a time limit, to measure how long such a round
+"""While prompts are waiting, one in 8 rounds is planned without a time limit, to measure how long such a round
 takes."""
 
 

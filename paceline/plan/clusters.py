@@ -25,7 +25,8 @@ MOST_SEEN = 1024
 IDLE = 4096
 """A full table replaces a cluster by a new one only if none of the latest 4096 requests belonged to it."""
 TEMPLATE, BEGINNING, LOOKED_AT = 256, 64, 1000
-"""Characters used of a system prompt, of a raw text's beginning, and of the text whose language is detected."""
+"""Number of characters used: of a system prompt, of a raw text's beginning, and of the text whose language is
+detected."""
 
 _WORDS = {
     "en": "the of and to is in that it for you with are",
@@ -62,7 +63,7 @@ def digest(text: str) -> str:
 
 
 def label(cluster: str) -> str:
-    """Returns the cluster's public name: a tag, which clients choose, is replaced by its digest."""
+    """Returns the cluster's public name. A tag, which a client chose, is replaced by its digest."""
     return f"tag-{digest(cluster[4:])}" if cluster.startswith("tag:") else cluster
 
 

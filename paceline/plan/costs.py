@@ -16,7 +16,7 @@ class PassCosts:
     measured points are interpolated linearly."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        """`points`: at least one pair (positions, seconds), positions ascending."""
+        """`points`: measured pairs (token positions, seconds), at least one, with ascending positions."""
         assert points
         sizes, times = zip(*reversed(points), strict=True)
         # A smaller pass never takes longer: if it did, another program disturbed it.

@@ -34,7 +34,7 @@ COMPARED, _CLIP, _GAIN_WEIGHT = 8, 0.3, 0.3
 """Number of latest rounds with drafts that are compared with a round without drafts; limit of the comparison's
 logarithm; weight of the latest comparison."""
 RECENT = 0.97
-"""Discount factor per round of a running rate."""
+"""Factor on older rounds at each new round, in running averages."""
 
 
 class Trials:
@@ -42,7 +42,7 @@ class Trials:
 
     def __init__(self, budget_s: float) -> None:
         self.budget_s = budget_s
-        """Seconds that trials may still take."""
+        """Seconds that trials may cost at present."""
         self.wanted_s = 0.0
         """Budget, in seconds, that the next trial needs."""
         self.count = 0
@@ -54,7 +54,7 @@ class Trials:
 
     @property
     def is_affordable(self) -> bool:
-        """True if the budget covers the next trial."""
+        """True if the budget is large enough for the next trial."""
         return self.wanted_s <= self.budget_s
 
     def begin(self, keys: set[int]) -> None:
@@ -155,7 +155,7 @@ class Pauses:
         return {source for source, (left, _) in self._pauses.items() if left}
 
     def forget(self, source: str) -> None:
-        """Discard the statistics of a source whose drafter was replaced."""
+        """Discard the statistics of a source (drafter's name), because its drafter was replaced."""
         self._gains = {key: gain for key, gain in self._gains.items() if source not in key[0].split("+")}
         self._pauses.pop(source, None)
 
@@ -177,7 +177,8 @@ class RoundHistory:
         self.trials = Trials(FIRST_TRIALS * self.costs.pass_s(1))
 
     def rate(self, num_rows: int) -> float:
-        """Returns the tokens per second of recent rounds of `num_rows` rows, but at least those of plain decoding."""
+        """Returns the tokens per second of recent rounds of `num_rows` rows, or those of rounds without drafts if
+        higher."""
         plain, recent = num_rows / self.costs.pass_s(num_rows), self._rates.get(num_rows)
         return max(plain, recent.over / recent.under) if recent and recent.under else plain
 

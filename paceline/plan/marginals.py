@@ -32,7 +32,8 @@ CONCENTRATION = 1.5
 """Sum of both parameters of the Beta distribution of a drafter's probabilities; small if its confidence varies much.
 The shipped drafter on 12 GSM8K questions: slots with a mean of 0.80 had a variance of 0.06."""
 DRAWS, _FINER = 1000, 4
-"""Rounds over which trees are averaged; random numbers drawn for each of them, of which evenly spread ones are used."""
+"""Number of random rounds over which trees are averaged; how many random numbers are drawn for each, to select evenly
+spread ones."""
 _PRIOR = 20.0
 """Weight, in tries of a slot, of its prior: the chance of the slot before it, and the average shares of the other
 ranks."""
@@ -103,7 +104,8 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Marginals:
-    """Acceptance chances of candidates by slot and rank. Raises ConfigError for invalid chances."""
+    """Acceptance chances of a drafter's candidates, by slot (draft position) and rank. Raises ConfigError for invalid
+    chances."""
 
     chances_KM: Chances
     num_rounds: int = 0

@@ -51,7 +51,7 @@ SURE_TRIALS, HOPELESS = 3, 5.0
 """After SURE_TRIALS trials, further ones are HOPELESS times rarer if no drafter could pay (many rows, slow
 processor)."""
 FEW_CANDIDATES, MOST_CANDIDATES = 8, 32
-"""Candidate tokens per slot for a tree: the adaptive planner's number, and the maximum."""
+"""Candidate tokens per slot (draft position) for a tree: the adaptive planner's number, and the maximum."""
 SPARE = 2
 """Slots drafted beyond the number that pays on average, by a drafter that drafts a whole block at once: its confidence
 there may be high."""
@@ -85,7 +85,7 @@ class Planner(Protocol):
 
     @property
     def num_candidates(self) -> int:
-        """Candidate tokens per slot that drafters return, for trees; 0: this planner makes no trees."""
+        """Number of candidate tokens that drafters return at each slot, for trees; 0: no trees."""
         ...
 
     def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
@@ -183,7 +183,7 @@ class FixedPlanner(Planner):
 
 
 def fixed_planner(plan: str, most_chunk: int = 256) -> FixedPlanner:
-    """Parses `fixed` (all offered drafts), `fixed:K` or `tree:N`. Raises ConfigError for any other plan."""
+    """Creates the planner for `fixed` (all offered drafts), `fixed:K` or `tree:N`. Raises ConfigError for others."""
     name, _, digits = plan.partition(":")
     number = int(digits) if digits.isascii() and digits.isdecimal() else None
     if plan == "fixed" or (name == "fixed" and number is not None):

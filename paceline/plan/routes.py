@@ -6,13 +6,12 @@ PyTorch.
     router.learn(sequences, stats, price)      # after each round
     router.ended(request_id)
 
-The router is a multi-armed bandit for each cluster (`clusters.py`), with the drafters as arms. The reward is the tokens
-per second relative to plain decoding at the same load: the tokens of a request's rounds over the duration of those
-rounds in units of rounds without drafts, by the planner's estimated costs (`Planner.price`), so that neither a slow
-neighbour nor machine noise nor a change of load affects it. Plain decoding is 1.0 by definition: "none" is chosen if no
-drafter is faster, and needs no trial. Rounds may also verify prompt lookup drafts, which are free and the same for
-every
-drafter: of drafters that may be equally fast, one whose own drafts bring far fewer tokens is not chosen.
+The router is a multi-armed bandit for each cluster (group of similar requests, `clusters.py`), with the drafters as
+arms. The reward is the speed relative to plain decoding at the same load: the tokens of a request's rounds over the
+prices of these rounds. A price (`Planner.price`) is a round's estimated duration in units of a round without drafts. It
+does not depend on other requests, machine noise or load. Plain decoding has the reward 1.0 by definition: "none" is
+chosen if no drafter is faster, and needs no trial. Rounds may also verify prompt lookup drafts, which are free and the
+same for every drafter: of drafters that may be equally fast, one whose own drafts bring far fewer tokens is not chosen.
 
 Older requests count less (discounted UCB, Garivier and Moulines 2008), so changes in a drafter's quality are detected.
 Exploration is bounded: in each cluster every drafter gets FIRST requests, or one; after that CREDIT requests per
@@ -48,12 +47,12 @@ EXPLORED = 0.02
 KEEP = 0.98
 """Factor on the weight of older requests at each new one: about the latest 50 requests count."""
 SPREAD, SPREAD_WEIGHT = 0.25, 2.0
-"""Prior of the relative standard deviation of one request's reward, and its weight in requests."""
+"""Initial estimate of the relative standard deviation of one request's reward, and its weight in requests."""
 PRIOR_ROUNDS = 8.0
-"""Weight, in rounds, of the priors "as fast as plain decoding" and "its own drafts bring as much as any"."""
+"""Weight, in rounds, of the initial estimates of a drafter: as fast as plain decoding, and with as many accepted drafts
+per round as the best drafter."""
 FAR_FEWER = 0.5
-"""A drafter whose own drafts bring less than this share of another's tokens per round must be clearly faster to be
-chosen."""
+"""A drafter with less than this share of another's accepted drafts per round is chosen only if it is clearly faster."""
 WHOLE = 32
 """Answer length, in tokens, from which a request has full weight in the statistics; a shorter answer counts less."""
 Price = Callable[[int, int, int], float | None]
@@ -106,7 +105,7 @@ class Arm:
             self.squares.add(weight * (num_tokens / price / self.gain - 1.0) ** 2, weight, 1.0)
 
     def fade(self) -> None:
-        """Discount older requests by one step."""
+        """Reduce the weight of older requests by one step (the factor KEEP)."""
         self.weight *= KEEP
         self.reward.add(0.0, 0.0, KEEP)
         self.squares.add(0.0, 0.0, KEEP)
@@ -180,7 +179,8 @@ class _Session:
 
 
 class Router:
-    """Chooses drafters for requests, and updates its estimates after each round. Used only by the engine's thread."""
+    """Chooses a drafter for each request, by the request's cluster, and updates its estimates from finished rounds.
+    Used only by the engine's thread."""
 
     def __init__(self) -> None:
         self.clusters: dict[str, Cluster] = {}

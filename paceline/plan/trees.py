@@ -22,7 +22,7 @@ LEAST_GAIN = 0.005
 NONE_OF_THEM = -1
 """Rank that is reported for a token that is not among a slot's candidates."""
 Likely = tuple[list[int], list[float]]
-"""The top tokens of a slot, most probable first, and their log-probabilities."""
+"""The top tokens of one slot (draft position), most probable first, and their log-probabilities."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,8 @@ class Tree:
         return max(self.depths, default=0)
 
     def path(self, node: int) -> list[int]:
-        """Returns the tokens from the first slot to this node; empty for -1."""
+        """Returns the tokens on the path from the first slot to this node; empty for node -1 (the last committed
+        token)."""
         tokens: list[int] = []
         while node >= 0:
             tokens.append(self.tokens[node])
@@ -134,13 +135,13 @@ class Growing:
 
     @property
     def is_whole(self) -> bool:
-        """True if the tree cannot grow further."""
+        """True if the tree cannot grow further: no free positions, or no node with a chance of LEAST_GAIN."""
         return (
             len(self.tree.tokens) >= self._candidates.most or not self._frontier or -self._frontier[0][0] < LEAST_GAIN
         )
 
     def to(self, most: int) -> Tree:
-        """Grows the tree to `most` nodes, or until it is whole, and returns it."""
+        """Grows the tree up to `most` nodes, as far as possible, and returns it."""
         tree = self.tree
         while len(tree.tokens) < most and not self.is_whole:
             negative, parent, slot, rank, parent_gain = heapq.heappop(self._frontier)

@@ -57,7 +57,7 @@ class Uniforms:
 
     seed: int
     anchor_position: int
-    """Index of the last committed token in prompt + answer: `len(seq.tokens) - 1`."""
+    """Index of the last committed token (the anchor) in prompt + answer: `len(seq.tokens) - 1`."""
 
     @classmethod
     def of(cls, seq: Request) -> Uniforms:
@@ -238,7 +238,7 @@ _RULES = (
     Rule("block", block, lossless=True, needs_probs=True),
 )
 RULES = {rule.name: rule for rule in _RULES}
-"""Rules by name, as in `paceline.config.RULES`. A new rule is a function and a line here."""
+"""The lossless rules by name, as in `paceline.config.RULES`."""
 
 
 MOCKED = "mocked"

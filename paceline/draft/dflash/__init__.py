@@ -1,1 +1,1 @@
-"""DFlash: a block-diffusion drafter that drafts a block in one pass."""
+"""DFlash: a block-diffusion drafter, which drafts a whole block of tokens in one pass."""

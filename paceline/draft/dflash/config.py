@@ -32,7 +32,7 @@ ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
 
 @dataclass(frozen=True, slots=True)
 class DFlash2Sizes:
-    """Sizes that DFlash 2 adds to a DFlash network (`draft/dflash2/drafter.py`)."""
+    """Sizes of the convolutions and the selector that DFlash 2 has in addition (`draft/dflash2/drafter.py`)."""
 
     conv_kernel_size: int
     """Number of positions that a convolution combines: a position and those before it in the block."""
@@ -66,12 +66,12 @@ class DFlashConfig:
     raw: dict[str, Any]
     """The JSON object of config.json, as read."""
     from_anchor: bool = False
-    """True if block position k predicts the next token, so that the first one drafts too; otherwise it predicts the
-    token at its own position. Files call this sample_from_anchor or shift_label."""
+    """True if block position k predicts the token after its own position, so that position 0 (the last committed token)
+    drafts too; False: the token at its own position. Files call this sample_from_anchor or shift_label."""
     second: DFlash2Sizes | None = None
-    """Sizes of a DFlash 2 drafter; None for DFlash v1."""
+    """Additional sizes of a DFlash 2 drafter; None for DFlash v1."""
     foresight: Foresight = field(default_factory=Foresight)
-    """Parameters of noise-aware drafting; key `paceline` of config.json."""
+    """Parameters of noise-aware drafting, from the key `paceline` of config.json."""
 
     @property
     def num_slots(self) -> int:
@@ -217,7 +217,7 @@ def head_sizes(hidden_size: int, head_dim: int) -> tuple[int, int]:
 
 
 def mlp_size(hidden_size: int) -> int:
-    """Inner width of a new draft layer's MLP: 8/3 of the hidden size, rounded up to a multiple of 64."""
+    """Returns the inner width of a new draft layer's MLP: 8/3 of the hidden size, rounded up to a multiple of 64."""
     return -(-hidden_size * 8 // 3 // 64) * 64
 
 

@@ -90,7 +90,7 @@ class _Attention(Projections):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """Feed-forward layer: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, shape: DecoderConfig) -> None:
         super().__init__()

@@ -45,8 +45,8 @@ class Drafts(NamedTuple):
 class TorchPath:
     """DFlash in PyTorch operations on any device, with weights prepared for one target.
 
-    The cache is a StaticKVCache of one layer that concatenates the heads of all draft layers, so that one write injects
-    features into all of them. Each row has room for a block after its length, discarded after the round.
+    Its KV cache has one layer, in which the heads of all draft layers are concatenated, so that one write stores the
+    context for all of them. Each row has space for a block after its context; the block is discarded after the round.
     """
 
     def __init__(
@@ -308,4 +308,4 @@ class NativePath:
     is_fixed = False
 
     def record(self) -> None:
-        """No-op: native calls need no recording."""
+        """Does nothing: native calls need no CUDA graphs."""

@@ -1,1 +1,1 @@
-"""DFlash 2: DFlash with convolutions and a selector."""
+"""DFlash 2: a DFlash drafter with convolutions and a candidate selector."""

@@ -1,7 +1,7 @@
 """DFlash 2's candidate selector: picks one of a position's most probable tokens, given the token drafted before it.
 
-Candidate b after token a has the score S(a, b) = logit(b) + <A[a] * W h, B[b]>, with h the final normed hidden state of
-the position. `drafter.py` describes its place in the network.
+Candidate b after token a has the score S(a, b) = logit(b) + <A[a] * W h, B[b]>. h is the final normed hidden state of
+the position, A and B are codebooks with a row per token, and W is a projection.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""EAGLE-3 and 3.1: one layer that drafts token after token."""
+"""EAGLE-3 and 3.1: a small network that drafts token by token."""

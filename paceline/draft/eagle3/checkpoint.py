@@ -49,7 +49,7 @@ class Eagle3Config:
     and an LM head."""
 
     shape: DecoderConfig
-    """Sizes, RoPE and windows of the draft layers; `vocab_size` is the target's."""
+    """Sizes, RoPE and windows of the draft layers; its `vocab_size` is the target's."""
     draft_vocab_size: int
     target_hidden_size: int
     tap_layers: tuple[int, ...]
@@ -97,7 +97,7 @@ class Eagle3Config:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Checkpoint:
-    """Contents of an EAGLE-3 drafter's folder."""
+    """Contents of an EAGLE-3 drafter's folder: config, tensors and draft vocabulary."""
 
     config: Eagle3Config
     tensors: dict[str, Tensor]

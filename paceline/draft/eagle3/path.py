@@ -166,5 +166,5 @@ def _is_outer_norm(name: str) -> bool:
 
 
 def within(weights: dict[str, AnyWeight], prefix: str) -> dict[str, AnyWeight]:
-    """Remove and return the weights with this prefix, under their names after it."""
+    """Removes and returns the weights whose names begin with this prefix, under the rest of their names."""
     return {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Describes the contents of a drafter's folder in words, for `paceline inspect`."""
+"""Describes the contents of a drafter's folder as a table of properties, for `paceline inspect`."""
 
 from __future__ import annotations
 

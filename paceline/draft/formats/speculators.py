@@ -54,7 +54,7 @@ DEFAULTS: dict[str, Any] = {
     "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6, "hidden_act": "silu",
 }  # fmt: skip
-"""Defaults of Transformers' Qwen3Config, which a config may omit."""
+"""Default values of Transformers' Qwen3Config, for keys that a config may omit."""
 
 
 def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:

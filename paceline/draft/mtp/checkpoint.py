@@ -59,7 +59,8 @@ class MtpLayer:
     """The tensors fc, embedding_norm, hidden_norm and final_norm, and those of the decoder layer under their names in a
     layer."""
     tells_normed: bool
-    """True if the next step receives the hidden state after the final norm (Qwen); false: before it (DeepSeek)."""
+    """True if the next drafting step receives the hidden state after the final norm (Qwen); False: before it
+    (DeepSeek)."""
     raw: dict[str, Any] = field(default_factory=dict)
     """The JSON object of the config.json that it was read with."""
 

@@ -37,8 +37,8 @@ DEFAULT_DRAFTED = 3
 
 
 class MtpPath:
-    """The MTP layer in PyTorch operations on any device, prepared for one target. Cache entry e combines the target's
-    hidden state of position e with the token after it."""
+    """The MTP layer in PyTorch operations on any device, with weights prepared for one target. Cache entry e combines
+    the target's hidden state of position e with the embedding of the token after it."""
 
     def __init__(self, layer: MtpLayer, target: Target, slack: int) -> None:
         """`slack`: additional cache positions per row, for drafts after the longest text."""

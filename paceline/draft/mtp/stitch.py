@@ -1,8 +1,9 @@
-"""Puts a trained MTP layer into a copy of its target, for programs that read it there, such as vLLM's method mtp.
+"""Writes a copy of a target that contains a trained MTP layer, for programs that read the layer there, such as vLLM's
+method mtp.
 
-Files of the target are copied; those with tensors of the layer are rewritten with the trained ones, in the dtype and
-under the names of the original. Experts that the file stores fused are fused again. If the target has no such layer, it
-becomes an additional file, and config.json announces it.
+Files of the target are copied. Files with tensors of the layer are rewritten with the trained ones, in the data type
+and under the names of the original; experts that the file stores as one tensor are combined again. If the target has no
+such layer, it is written as an additional file, and config.json gets the keys for it.
 """
 
 from __future__ import annotations
