@@ -102,7 +102,7 @@ class Chances:
 
     def record(self, num_checked: int, num_accepted: int, confidence: Sequence[float] | None = None) -> None:
         """Update the estimates with one row's drafts: the first `num_checked` were verified, the first `num_accepted`
-        accepted. `confidence`: log-probability of each draft in the drafter.
+        accepted. `confidence`: the drafter's log-probability of its top token at each slot.
 
         A slot that was drafted but not verified counts with its estimated chance. Without that the estimates would be
         biased upwards, because only promising drafts are verified.

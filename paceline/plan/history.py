@@ -14,11 +14,13 @@ from paceline.plan.costs import RoundCosts, size_class
 from paceline.types import LOOKUP
 
 TRIAL_SHARE = 0.005
-"""Share of each round's time added to the budget of trials, while that is too small for the next trial."""
+"""Share of each round's time that is added to the budget of trials (drafts that seem not to pay, verified to update
+estimates), while the budget is too small for the next trial."""
 NEW_SHARE = 0.007
-"""Share of each round's time saved for a trial on the next new request, whose text may suit the drafter better."""
+"""Share of each round's time that is saved for a trial of drafts on the next new request, whose text may suit the
+drafter better."""
 FIRST_TRIALS = 2.0
-"""Initial time budget of trials, in units of the time of a round without drafts."""
+"""Initial time budget of trials (drafts that seem not to pay), in units of the time of a round without drafts."""
 PLAIN_EVERY = 64
 """Maximum rounds with drafts between two rounds without drafts, which measure the present time of such a round. At the
 beginning they are more frequent."""
@@ -31,8 +33,8 @@ drafts."""
 LEAST_LOSS = 0.02
 """Minimum relative loss of tokens per second for which a source is paused."""
 COMPARED, _CLIP, _GAIN_WEIGHT = 8, 0.3, 0.3
-"""Number of latest rounds with drafts that are compared with a round without drafts; limit of the comparison's
-logarithm; weight of the latest comparison."""
+"""Number of latest rounds with drafts that are compared with a round without drafts; limit of the logarithm of their
+relative speed; weight of the latest comparison."""
 RECENT = 0.97
 """Factor on older rounds at each new round, in running averages."""
 
@@ -46,7 +48,7 @@ class Trials:
         self.wanted_s = 0.0
         """Budget, in seconds, that the next trial needs."""
         self.count = 0
-        """Number of trials so far; it also selects the row of the next trial in turn."""
+        """Number of trials so far. It also selects the row for the next trial, one row after the other."""
         self._new_s = 0.0
         """Seconds that the next new request adds to the budget."""
         self._keys = set[int]()

@@ -46,10 +46,10 @@ from paceline.types import Offer, RoundStats, Row, RowKind, Take
 MARGIN = 0.02
 """Drafts must promise at least this share more tokens than their time costs, because estimates err."""
 LIFT_WEIGHT = 0.05
-"""Weight of the latest round in the average gain from not verifying drafts of low confidence."""
+"""Weight of the latest round in the average of tokens gained by not verifying drafts of low confidence."""
 SURE_TRIALS, HOPELESS = 3, 5.0
-"""After SURE_TRIALS trials, further ones are HOPELESS times rarer if no drafter could pay (many rows, slow
-processor)."""
+"""After SURE_TRIALS trials (drafts that seem not to pay), further ones are HOPELESS times rarer if no drafter could
+pay."""
 FEW_CANDIDATES, MOST_CANDIDATES = 8, 32
 """Candidate tokens per slot (draft position) for a tree: the adaptive planner's number, and the maximum."""
 SPARE = 2
@@ -71,7 +71,7 @@ class Plan:
     num_rows: int
     """Rows that decode, including the one whose prompt ends in this step."""
     whole_blocks: bool = False
-    """True if drafters use the full block width, so that drafts do not depend on how many are verified."""
+    """True if block drafters always draft a full block, so that drafts do not depend on how many are verified."""
     num_trees: Counter[str] = field(default_factory=Counter)
     """Source (drafter) -> number of rows for which it returned candidates for a tree."""
     is_trial: bool = False

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 FIRST = 2
 """Requests of a cluster that each drafter gets before the router prefers one."""
 UNPROVEN, PROVEN = 6, 1.02
-"""If a drafter got UNPROVEN requests and its gain is above PROVEN in no cluster, further clusters try it only once."""
+"""If a drafter got UNPROVEN requests and its speed, relative to plain decoding, exceeds PROVEN in no cluster, further
+clusters try it only once."""
 CREDIT = 6.0
 """Exploration budget of a cluster, in requests for each drafter: they may go to a drafter that is not the best by
 estimate."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 MOST_NODES = 128
 """Maximum nodes of one row's tree."""
 LEAST_GAIN = 0.005
-"""Minimum chance of a node to be accepted; less probable nodes are not in the tree."""
+"""Minimum chance of a tree node to be accepted; less probable nodes are not in the tree."""
 NONE_OF_THEM = -1
 """Rank that is reported for a token that is not among a slot's candidates."""
 Likely = tuple[list[int], list[float]]

@@ -105,7 +105,7 @@ class Eagle3Checkpoint:
     ids: Tensor
     """Token id of each row of the LM head, int64 [size of the draft vocabulary]."""
     others: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that the network does not use; written back unchanged."""
+    """Tensors in the file that the network does not use; they are written back unchanged."""
 
 
 def is_eagle3(raw: Mapping[str, Any]) -> bool:

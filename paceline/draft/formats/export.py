@@ -155,5 +155,5 @@ def _check_sayable(config: DFlashConfig) -> None:
 
 
 def rows_of(head_VD: Tensor) -> HeadRows:
-    """Returns a `HeadRows` function for an LM head [V, D] in memory."""
+    """Returns a `HeadRows` function (token ids -> rows of the LM head) for a head [V, D] in memory."""
     return lambda ids: head_VD[ids.to(head_VD.device)].to("cpu", torch.float32)
