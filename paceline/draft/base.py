@@ -54,7 +54,7 @@ class Drafter(ABC):
     """True if every drafted token needs a forward pass of its own, so that drafting time grows with the number of
     drafts."""
     has_own_threads: bool = True
-    """True if the drafter makes no use of PyTorch's thread pool."""
+    """True if drafting does not benefit from PyTorch's thread pool."""
     tap_layers: tuple[int, ...] = ()
     """Target layers whose hidden states `observe` receives; layer l is Transformers' hidden_states[l + 1]."""
 

@@ -78,8 +78,8 @@ class RoundCosts:
         return low * (high / low) ** ((size - below) / (above - below))
 
     def drafting_s(self, source: str, num_rows: int) -> float:
-        """Returns the estimated seconds in which a drafter (`source`) drafts for `num_rows` rows, scaled from the
-        nearest measured number of rows; 0 if nothing was measured."""
+        """Returns the estimated seconds of one drafting pass of a drafter (`source`) for `num_rows` rows, scaled from
+        the nearest measured number of rows; 0 if nothing was measured."""
         if num_rows == 0:
             return 0.0
         known = self._draft_s.get((source, num_rows))
@@ -104,8 +104,8 @@ class RoundCosts:
         self._num_rounds += 1
 
     def drafted(self, source: str, num_rows: int, draft_s: float) -> None:
-        """Record the seconds in which a drafter (`source`) drafted for `num_rows` rows. Call it after `record` of the
-        same round."""
+        """Record the seconds of one drafting pass of a drafter (`source`) for `num_rows` rows. Call it after `record`
+        of the same round."""
         seconds = draft_s / self.slowness
         if source not in self._has_drafted:  # not representative: the first draft touches memory for the first time
             self._has_drafted.add(source)
