@@ -1,4 +1,5 @@
-"""Selects the implementation of a target: the native pass, the PyTorch decoder, or Transformers."""
+"""Selects and loads the implementation of a target model: the native CPU library, the PyTorch decoder, or
+Transformers."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ from paceline.model.torch.graphs import GraphDecoder
 
 
 def settle(settings: EngineConfig) -> EngineConfig:
-    """Resolve "auto" values (`config.resolve`); dtype "auto" becomes bfloat16 if matrix products read block-quantised
-    weights, as that needs no bfloat16 instructions.
+    """Replace "auto" in the settings by concrete values, and select the native library's instruction set.
 
-    Also selects the instruction set. Raises NativeError if it is unavailable, and the errors of `config.resolve` and
-    `hub.resolve`.
+    `config.resolve` resolves most values. In addition, dtype "auto" becomes bfloat16 on a CPU if the native library
+    multiplies block-quantised weights directly. Raises NativeError if the instruction set is unavailable, and the
+    errors of `config.resolve` and `hub.resolve`.
     """
     resolved = engine_config.resolve(settings)
     if settings.isa != "auto":
@@ -50,10 +51,10 @@ def settle(settings: EngineConfig) -> EngineConfig:
 
 
 def load_target(settings: EngineConfig) -> Target:
-    """Load the target of resolved settings.
+    """Load the target model. `settings` must contain no "auto" for device and dtype (see `settle`).
 
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, or NativeError if the
-    native pass was requested and cannot run.
+    native library was requested and cannot run.
     """
     dtype, device, weights = getattr(torch, settings.dtype), torch.device(settings.device), settings.weights
     num_rows = (
@@ -105,10 +106,10 @@ def load_target(settings: EngineConfig) -> Target:
 
 
 def keep_sums_in_float32(device: torch.device) -> None:
-    """Accumulate half-precision matrix products in float32 on CUDA, for the whole process.
+    """Make cuBLAS accumulate half-precision matrix products in float32, for the whole process; no effect off CUDA.
 
-    By default cuBLAS may round partial sums to the input dtype when it splits the inner dimension, which depends on the
-    number of positions in a pass: plain decoding and verification would differ by that rounding.
+    By default cuBLAS may round partial sums to the input dtype when it splits the inner dimension. Whether it splits
+    depends on the number of tokens in a pass, so plain decoding and verification would round differently.
     """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -116,9 +117,9 @@ def keep_sums_in_float32(device: torch.device) -> None:
 
 
 KINDS: dict[str, BlockKind] = {"q8_0": "Q8_0", "q6_k": "Q6_K", "q5_k": "Q5_K", "q4_k": "Q4_K", "q4_1": "Q4_1"}
-"""Weight formats that are quantised at load; see `model/gguf/blocks.py`."""
+"""Value of `weight_format` -> the GGUF block type to which dense weights are quantised when they are loaded."""
 ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
-"""Small matrices that select experts; never quantised."""
+"""Name endings of the small matrices that select experts; they are never quantised."""
 
 
 def _keeps_blocks(weight_format: str, config: DecoderConfig, dtype: torch.dtype) -> bool:
@@ -157,12 +158,12 @@ def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a target's weights are multiplied: backend, instruction set and weight format."""
+    """Describes how a target's weights are multiplied: by which backend, instruction set and weight format."""
 
     backend: str
-    """native or torch."""
+    """"native" (the C++ library) or "torch"."""
     isa: str | None
-    """The native pass's instruction set, a value of `--isa`; None for torch."""
+    """Instruction set that the native library uses, a value of `--isa` such as avx2; None for torch."""
     weight_format: str
     """bfloat16, float32, or the block types of a GGUF file, such as Q4_1+Q8_0."""
 

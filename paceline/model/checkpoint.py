@@ -28,7 +28,7 @@ from paceline.model.layout import DELTA_NORM, as_ours, layer_shapes
 
 
 def load_config(path: Path | str) -> DecoderConfig:
-    """Config of the model in a Hugging Face folder or GGUF file.
+    """Read the config of the model in a Hugging Face folder or GGUF file.
 
     Raises ModelNotFoundError, UnsupportedModelError (architecture or option not implemented) or ModelFileError (a key
     is missing or invalid).
@@ -37,7 +37,8 @@ def load_config(path: Path | str) -> DecoderConfig:
 
 
 def config_json(path: Path | str) -> dict[str, Any]:
-    """config.json of a folder, or an equivalent one for a GGUF file. Raises the errors of `load_config`."""
+    """Read config.json of a folder, or build an equivalent dict from a GGUF file's metadata. Raises the errors of
+    `load_config`."""
     path = existing(path)
     return gguf.config_json(path) if is_gguf(path) else read_json(path / "config.json")
 
@@ -47,10 +48,11 @@ def load_tensors(path: Path | str) -> Iterator[tuple[str, Tensor]]: ...
 @overload
 def load_tensors(path: Path | str, keep_blocks: bool) -> Iterator[tuple[str, Weight]]: ...
 def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
-    """Yield (Hugging Face name, tensor) for every weight: as stored in safetensors, float32 from GGUF.
+    """Yield (Hugging Face name, tensor) for every weight. Tensors of safetensors keep their dtype, those of GGUF are
+    dequantised to float32.
 
-    With `keep_blocks`, quantised matrices of a GGUF file are yielded as Blocks. Raises ModelFileError if a file is
-    missing, truncated or pickled.
+    With `keep_blocks`, quantised matrices of a GGUF file are yielded as Blocks instead. Raises ModelFileError if a file
+    is missing, truncated or pickled.
     """
     path = existing(path)
     if is_gguf(path):
@@ -61,7 +63,8 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
 
 
 def load_named(path: Path | str, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """Like `load_tensors` for a folder of safetensors, restricted to names for which `is_wanted` is true."""
+    """Yield (name, tensor) from the safetensors files of a folder, only for names for which `is_wanted` returns
+    true."""
     for file, names in shards_of(existing(path)).items():
         yield from _read_shard(file, names, is_wanted)
 
@@ -69,7 +72,10 @@ def load_named(path: Path | str, is_wanted: Callable[[str], bool]) -> Iterator[t
 def random_tensors(
     config: DecoderConfig, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
-    """Random weights (`--weights random`) for a target on this device in this dtype; see `random_weights`."""
+    """Yield (Hugging Face name, random tensor) for every weight of a decoder (option `--weights random`).
+
+    `device` and `dtype` are those of the target that will use the weights; see `random_weights`.
+    """
     for name, tensor in random_weights(expected_shapes(config), seed, device, dtype):
         has_offset = name.endswith("norm.weight") and not name.endswith(DELTA_NORM)
         yield name, tensor - config.norm_offset if has_offset and config.norm_offset else tensor
@@ -81,7 +87,10 @@ def random_weights(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield random weights: normal with standard deviation 0.02, norms one. They depend on the seed and `drawn_as`."""
+    """Yield (name, random tensor) for these shapes: normal with mean 0 and standard deviation 0.02; norm weights are 1.
+
+    The numbers depend on the seed, and on the device and dtype that `drawn_as` returns.
+    """
     draw_device, draw_dtype = drawn_as(torch.device(device), dtype)
     generator = torch.Generator(draw_device).manual_seed(seed)
     for name, shape in shapes.items():
@@ -91,16 +100,17 @@ def random_weights(
 
 
 def drawn_as(device: torch.device, dtype: torch.dtype) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype in which random weights for this device and dtype are generated.
+    """Return the device and dtype in which random weights for a target on this device in this dtype are generated.
 
-    A GPU generates them in its compute dtype: one CPU thread takes 93 s for 8B parameters. Other devices use float32
-    from the CPU's generator, so the numbers do not depend on the dtype.
+    On a GPU these are the target's own: one CPU thread would take 93 s for 8B parameters. Otherwise they are the CPU
+    and float32, so the numbers do not depend on the dtype.
     """
     return (device, dtype) if device.type == "cuda" else (torch.device("cpu"), torch.float32)
 
 
 def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor the decoder needs, by Hugging Face name; without the head if it is tied."""
+    """Return the shape of every tensor that the decoder needs, by Hugging Face name. `lm_head.weight` is left out if
+    the embedding is also the head."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer_shapes(config, index).items()}
@@ -113,10 +123,11 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def check_tensors(
     config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]], source: Path | str
 ) -> Iterator[tuple[str, AnyWeight]]:
-    """Yield `tensors` after checking names and shapes. Redundant tensors of tied or old checkpoints are dropped, fused
-    ones split.
+    """Yield `tensors` with checked names, shapes and values.
 
-    Raises ModelFileError naming a tensor that is unknown or wrongly shaped or, at the end, missing.
+    Fused tensors are split into the tensors that the decoder expects. Redundant tensors are dropped: the head if the
+    embedding is also the head, and RoPE frequencies of old checkpoints. Raises ModelFileError for a tensor that is
+    unknown, wrongly shaped or not finite or, at the end, for missing tensors; messages begin with `source`.
     """
     expected = expected_shapes(config)
     missing = dict.fromkeys(expected)
@@ -142,8 +153,8 @@ def check_tensors(
 
 
 def check_finite(name: str, weight: Weight, source: Path | str) -> None:
-    """Raises ModelFileError if a tensor holds NaN or an infinity, or is not floating-point. Checks the sum first, as it
-    is cheap."""
+    """Check that a tensor is floating-point and finite. Raises ModelFileError, which names the tensor and `source`. The
+    sum is checked first, as that is cheap."""
     if isinstance(weight, Blocks):
         return check_finite(name, weight.scales(), source)
     if not weight.is_floating_point() or weight.is_complex():
@@ -176,7 +187,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Token ids that end an answer: those of generation_config.json, then of config.json, without duplicates."""
+    """Return the token ids that end an answer: those of generation_config.json, then of config.json, without
+    duplicates."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
@@ -197,7 +209,10 @@ def existing(path: Path | str) -> Path:
 
 
 def shards_of(folder: Path) -> dict[Path, list[str]]:
-    """Weight file -> names of the tensors to read from it; an empty list means all."""
+    """Return the folder's safetensors files, and for each the names of the tensors to read; an empty list means all.
+
+    Raises ModelFileError if the folder has no complete set of safetensors files.
+    """
     if (folder / "model.safetensors").is_file():
         return {folder / "model.safetensors": []}
     index = folder / "model.safetensors.index.json"
@@ -229,14 +244,16 @@ def shards_of(folder: Path) -> dict[Path, list[str]]:
 
 
 _TENSORS_PER_MAP, _MOST_MAPS = 16, 64
-"""A file is mapped anew after _TENSORS_PER_MAP tensors, but at most _MOST_MAPS times, since each time parses the whole
-header."""
+"""A file is memory-mapped anew after _TENSORS_PER_MAP tensors, which frees the pages read before. It is mapped at most
+about _MOST_MAPS times, since each time parses the whole header."""
 MOST_TENSORS, MOST_HEADER_BYTES = 2**16, 2**24
-"""Limits per file. The largest known file has some 20,000 tensors and a header of 3 MB."""
+"""Limits on a safetensors file: number of tensors, and bytes of its header. The largest known file has some 20,000
+tensors and a header of 3 MB."""
 
 
 def check_header(file: Path) -> None:
-    """Raises ModelFileError if a safetensors header is too large for a model, before it is parsed."""
+    """Raises ModelFileError if the header of a safetensors file is larger than MOST_HEADER_BYTES; the header is not
+    parsed."""
     with (
         reraised(ModelFileError, f"{file} cannot be read", "fetch the model again", OSError),
         file.open("rb") as opened,
@@ -249,9 +266,9 @@ def check_header(file: Path) -> None:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file into memory.
+    """Read all tensors of a safetensors file into memory; returns them by name.
 
-    Raises ModelFileError if its header is too large for a model; SafetensorError or OSError if it is damaged.
+    Raises ModelFileError if its header is larger than MOST_HEADER_BYTES; SafetensorError or OSError if it is damaged.
     """
     check_header(file)
     return load_file(file)

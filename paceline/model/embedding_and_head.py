@@ -1,4 +1,4 @@
-"""Loads only the embedding and LM head of a remotely served target, which a drafter in training shares with it.
+"""Loads only the embedding and LM head of a target that runs on a server. Training needs them, as drafters use both.
 
 Reads the checkpoint's safetensors: a folder needs only the files with the two matrices; from a hub id only those are
 downloaded.
@@ -28,13 +28,13 @@ from paceline.model.torch.decoder import end_scales
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 SCALED = ("embedding_multiplier", "scale_emb", "logits_scaling", "logit_scale", "final_logit_softcapping")
-"""Config keys that change embedding or head scaling; unsupported for families that paceline's decoder does not
-implement."""
+"""Keys of config.json that change how a model scales its embedding or head. They are rejected for model families that
+paceline's decoder does not implement."""
 LIGHT = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
 class Ends(Target):
-    """Embedding and LM head of a target whose hidden states are computed remotely. Cannot run passes."""
+    """Embedding and LM head of a target that runs on a server. It implements `Target` without forward passes."""
 
     def __init__(self, raw: dict[str, Any], embedding_VD: Tensor, head_VD: Tensor, max_position: int) -> None:
         self.embedding, self._head = embedding_VD, head_VD
@@ -47,7 +47,7 @@ class Ends(Target):
         """No-op: passes cannot run, so no cache is needed."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Raises UnsupportedModelError."""
+        """Always raises UnsupportedModelError."""
         raise UnsupportedModelError("this target runs elsewhere: only its embedding and head are here")
 
     def matrix_embed(self, tokens_T: Tensor) -> Tensor:
@@ -58,8 +58,8 @@ class Ends(Target):
 
 
 def light_folder(model: str) -> Path:
-    """Folder with a model's config and tokenizer; a hub id is downloaded without its weights. Raises the errors of
-    `hub.resolve`."""
+    """Return the folder with a model's config and tokenizer; for a hub id these are downloaded, but not the weights.
+    Raises the errors of `hub.resolve`."""
     if Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
         return resolve(model)
     return _fetched(model, LIGHT)
@@ -83,8 +83,8 @@ def _fetched(repo_id: str, patterns: tuple[str, ...]) -> Path:
 
 
 def load_ends(settings: EngineConfig) -> Target:
-    """Load embedding and head of a target in the dtype of the resolved settings; a GGUF file is loaded as a whole
-    target.
+    """Load the embedding and head of a target, in the dtype of the resolved settings. For a GGUF file the whole target
+    is loaded.
 
     Raises ModelFileError if they are missing, UnsupportedModelError if the model scales them in an unknown way.
     """
@@ -119,7 +119,7 @@ def load_ends(settings: EngineConfig) -> Target:
 
 
 def _files_of_ends(folder: Path) -> tuple[str, ...]:
-    """Names of a checkpoint's files that hold the two matrices."""
+    """Names of the checkpoint's files that hold the embedding and the head."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return ("model.safetensors",)

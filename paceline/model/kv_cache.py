@@ -17,7 +17,7 @@ from paceline.errors import MemoryBudgetError, reraised
 
 
 class KVCache(ABC):
-    """Rows and their lengths; subclasses hold keys and values."""
+    """Base class of KV caches: allocates rows and counts the cached tokens of each. Subclasses hold keys and values."""
 
     def __init__(self, num_rows: int, max_len: int) -> None:
         self.num_rows = num_rows
@@ -30,7 +30,7 @@ class KVCache(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes of the whole cache; fixed at construction."""
+        """Size of the whole cache in bytes; fixed at construction."""
 
     @property
     def num_free(self) -> int:
@@ -41,7 +41,8 @@ class KVCache(ABC):
         return list(self._free)
 
     def allocate(self, wanted: int | None = None) -> int | None:
-        """Allocate a free row with length 0: `wanted` or the lowest-numbered one. Returns None if no row is free."""
+        """Allocate a free row with length 0 and return its index: `wanted`, else the lowest-numbered free row. Returns
+        None if no row is free."""
         if not self._free:
             return None
         row = self._free[-1] if wanted is None else wanted
@@ -51,7 +52,8 @@ class KVCache(ABC):
         return row
 
     def adopt(self, source: int, row: int, length: int) -> None:
-        """Copy the first `length` positions that `source` holds, or held when it was last freed, to `row`."""
+        """Copy the keys and values of the first `length` positions of row `source` to `row`, which reuses a common
+        prefix. `source` may be free if it was not allocated again since."""
         raise NotImplementedError(f"{type(self).__name__} does not copy rows")
 
     def free(self, row: int) -> None:
@@ -62,21 +64,23 @@ class KVCache(ABC):
         self._free.sort(reverse=True)
 
     def append(self, rows: list[int], counts: list[int]) -> None:
-        """Record that a pass wrote `counts` positions after each row's length."""
+        """Lengthen each of `rows` by its number in `counts`, after a pass wrote that many new positions."""
         for row, count in zip(rows, counts, strict=True):
             assert self.lengths[row] + count <= self.max_len, f"row {row} overflows"
             self.lengths[row] += count
 
     def rollback(self, rows: list[int], lengths: list[int]) -> None:
-        """Reduce rows to `lengths`, dropping the rejected positions after them. Never lengthens."""
+        """Shorten each of `rows` to its number in `lengths`, which drops rejected positions at the end. Never lengthens
+        a row."""
         for row, length in zip(rows, lengths, strict=True):
             assert 0 <= length <= self.lengths[row], f"row {row}: rollback from {self.lengths[row]} to {length}"
             self.lengths[row] = length
 
     def keep(self, rows: list[int], starts: list[int], slots: list[list[int]]) -> None:
-        """Keep only positions `slots` of each row, counted from its start and ascending, and move them together.
+        """Keep some of the positions that a pass over trees wrote, and drop the others.
 
-        General form of `rollback` for passes over trees: the kept positions are a path from the root.
+        Row `rows[i]` had `starts[i]` positions before the pass. `slots[i]` lists the new positions to keep, counted
+        from there and ascending; they form a path from the tree's root. They are moved to the front, without gaps.
         """
         for row, start, own_slots in zip(rows, starts, slots, strict=True):
             assert own_slots == sorted(set(own_slots)) and all(
@@ -102,11 +106,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
 
 
 _TOGETHER = 16
-"""Positions that a layout may interleave: the native pass stores sixteen keys together."""
+"""Number of adjacent positions that a layout may interleave: the native library stores sixteen keys together."""
 
 
 class StaticKVCache(KVCache):
-    """Keys and values of all layers in two tensors [layers, rows, kv_heads, max_len + slack, head_dim]."""
+    """KV cache of fixed size: `keys` and `values` of all layers, each a tensor [layers, rows, kv_heads, max_len +
+    slack, head_dim]."""
 
     def __init__(
         self,

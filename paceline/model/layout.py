@@ -1,4 +1,4 @@
-"""Names and shapes of a layer's tensors, and splitting of fused ones."""
+"""Names and shapes of the tensors of a decoder layer, and functions that split fused tensors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paceline.model.gguf.blocks import AnyWeight, select_rows, split_rows
 from paceline.model.stored_experts import taken_apart
 
 NORMS: dict[str, dict[str, str]] = TABLES["norms"]
-"""Norm position (`DecoderConfig.norms`) -> field of a layer -> the norm's name in files."""
+"""Norm position (`DecoderConfig.norms`) -> field of a layer -> name of the norm's weight in checkpoints."""
 DELTA_NORM = "linear_attn.norm.weight"
 """The output norm of a gated delta net, to which `DecoderConfig.norm_offset` does not apply."""
 FUSED: dict[str, list[str]] = TABLES["fused"]
-"""Fused matrices of some files, and the parts whose rows they contain."""
+"""Name of a fused matrix in some checkpoints -> names of the matrices whose rows it contains, in order."""
 
 
 def layer_shapes(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a layer, by its Hugging Face name within it."""
+    """Return the shape of every tensor of layer `index`, by its Hugging Face name within the layer."""
     hidden = config.hidden_size
     linears = _delta_linears(config) if config.is_linear(index) else _attention_linears(config)
     for owner, inner, biased in _mlps(config, index):
@@ -97,9 +97,10 @@ def as_ours(
     tensors: Iterable[tuple[str, AnyWeight]],
     source: object,
 ) -> Iterator[tuple[str, AnyWeight]]:
-    """Yield the tensors under the names of `expected`, renaming them and splitting fused ones into views.
+    """Yield the tensors of a checkpoint under the names in `expected` (name -> shape), the names that the decoder uses.
 
-    Raises ModelFileError for a fused tensor whose number of rows does not match its parts.
+    Tensors of some families are renamed; fused tensors are split into views of their parts. Raises ModelFileError,
+    naming `source`, for a fused tensor whose number of rows does not match its parts.
     """
     for name, tensor in taken_apart(config, _renamed(config, tensors), source):
         if name in expected:
@@ -139,7 +140,8 @@ def _rows_of(name: str) -> list[str]:
 
 
 def gate_apart(config: DecoderConfig, parts: dict[str, AnyWeight]) -> None:
-    """Split the output gate's rows, stored after the queries of each head, into a projection `self_attn.gate`."""
+    """Split the attention's output gate from the query projection, where it follows each head's queries. Adds it to
+    `parts` (one layer's tensors by name) as `self_attn.gate`."""
     numbers = torch.arange(2 * config.num_heads * config.head_dim).view(config.num_heads, 2, config.head_dim)
     for kind in [kind for kind in ("weight", "bias") if f"self_attn.q_proj.{kind}" in parts]:
         rows = parts[f"self_attn.q_proj.{kind}"]
@@ -148,7 +150,8 @@ def gate_apart(config: DecoderConfig, parts: dict[str, AnyWeight]) -> None:
 
 
 def delta_apart(shape: DeltaShape, parts: dict[str, AnyWeight]) -> None:
-    """Convert the two matrices of Qwen3-Next, grouped by key head, to those of Qwen3.5."""
+    """Convert a gated delta net's input projections from Qwen3-Next's layout (two matrices with rows grouped by key
+    head) to Qwen3.5's (four matrices). Replaces them in `parts`, one layer's tensors by name."""
     groups, share = shape.num_key_heads, shape.num_value_heads // shape.num_key_heads
 
     def rows(*sizes: int) -> list[Tensor]:

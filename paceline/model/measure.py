@@ -1,4 +1,4 @@
-"""Measures the seconds of target passes by number of positions, before any request; the planner's initial costs."""
+"""Measures the time of target passes by number of tokens before serving starts; the planner starts with these costs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from paceline.model.target import ForwardBatch, Target
 from paceline.plan.costs import PassCosts
 
 Timer = Callable[[Callable[[], object]], float]
-"""Runs a function and returns its seconds."""
+"""A function that runs its argument, a function without parameters, and returns the seconds that this took."""
 _MEASURE_S, _LEAST_TURNS, _MOST_TURNS = 0.2, 2, 8
 
 
 def measure_passes(target: Target, most: int, width: int | None = None) -> PassCosts:
-    """Time passes of several sizes up to `most` positions on free rows, for 0.2 seconds in addition to one untimed
-    warm-up pass of each size.
+    """Time target passes of several sizes, up to `most` tokens; returns the seconds by number of tokens.
 
-    On CUDA the sizes are 1, 8, 16, 64, 128, ... and `most`, on rows of up to `width` tokens each, as in rounds, timed
-    by events; on other devices 1, 2, 4, ... on as few rows as possible, timed by the clock. Sizes alternate and the
-    fastest run of each counts, which reduces noise from the machine. Sizes without a measurement are extrapolated.
+    Takes about 0.2 seconds, and one untimed warm-up pass of each size. All rows of the cache must be free. On CUDA the
+    sizes are 1, 8, 16, 64, 128, ... and `most`, with up to `width` tokens per row, timed by CUDA events. On other
+    devices they are 1, 2, 4, ... on as few rows as possible, timed by the clock. Sizes alternate and the fastest run of
+    each counts, which reduces noise from the machine. The returned costs extrapolate other sizes.
     """
     on_cuda = target.device.type == "cuda"
     sizes = _cuda_sizes(most) if on_cuda else [1 << power for power in range(max(most.bit_length(), 2))]

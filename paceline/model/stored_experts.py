@@ -1,4 +1,5 @@
-"""Splits files' tensors with all experts of a layer into matrices and biases per expert; expands MXFP4."""
+"""Splits checkpoint tensors that hold all experts of a layer into one matrix or bias per expert; expands MXFP4
+weights."""
 
 from __future__ import annotations
 
@@ -15,16 +16,17 @@ from paceline.model.gguf.blocks import AnyWeight
 
 TOGETHER = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias|_blocks|_scales)?")
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-"""Absolute values of the three low bits; the fourth bit is the sign."""
+"""Absolute values of an FP4 number, by its three low bits; the fourth bit is the sign."""
 SCALE_BIAS = 127
 
 
 def taken_apart(
     config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]], source: object
 ) -> Iterator[tuple[str, AnyWeight]]:
-    """Yield the tensors, with stacked experts split under names such as `mlp.experts.N.gate_proj.weight`.
+    """Yield (name, tensor) of a checkpoint, with stacked experts split into one tensor per expert, under names such as
+    `mlp.experts.N.gate_proj.weight`.
 
-    Raises ModelFileError for an invalid stack of experts.
+    Raises ModelFileError, naming `source`, for a stack of experts with an invalid shape.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
@@ -64,9 +66,10 @@ def _each(config: DecoderConfig, owner: str, which: str, kind: str, tensor: Tens
 
 
 def expanded(blocks: Tensor, scales: Tensor, name: str) -> Tensor:
-    """Expand MXFP4 (OCP Microscaling Formats 1.0) exactly to bfloat16 [..., 32 * G].
+    """Expand MXFP4 weights (OCP Microscaling Formats 1.0) exactly to bfloat16 [..., 32 * G].
 
-    blocks: uint8 [..., G, 16], two values per byte, low half first; scales: uint8 [..., G], exponents of two.
+    blocks: uint8 [..., G, 16], two values per byte, the low four bits first; scales: uint8 [..., G], biased exponents
+    of two; name: of the tensor, for the ModelFileError raised if they are not MXFP4.
     """
     if (
         blocks.dtype != torch.uint8

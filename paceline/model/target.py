@@ -1,8 +1,7 @@
-"""The target interface: the forward pass that every engine round calls.
+"""The interface of target models: `Target`, with the forward pass that runs in every round of decoding.
 
-Implementations: the PyTorch decoder, Transformers models and the native pass. `forward(ForwardBatch) -> ForwardOutput`
-appends
-the given tokens to the cache; `cache.rollback` removes rejected ones.
+Implementations: the PyTorch decoder, Transformers models and the native library. `forward(ForwardBatch) ->
+ForwardOutput` appends the given tokens to the cache; `cache.rollback` removes rejected ones.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ DEFAULT_MAX_LEN = 2048
 
 
 class Sizes(Protocol):
-    """Sizes that a drafter must match, of a loaded target or a config."""
+    """Protocol of objects with a model's sizes, which a drafter must match: a loaded target or a config."""
 
     @property
     def num_layers(self) -> int: ...
@@ -37,20 +36,24 @@ class Sizes(Protocol):
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """Tokens of several rows, packed one row after another: T = sum(counts) tokens."""
+    """Input of a target pass: new tokens of several cache rows, packed one row after another; T = sum(counts) tokens in
+    all."""
 
     rows: list[int]
     starts: list[int]
-    """Position of each row's first token; equals the row's cached length."""
+    """Position of each row's first new token; equals the number of tokens that the row has cached."""
     counts: list[int]
     tokens: list[int]
     logits: Literal["all", "last", "none"] = "all"
-    """Compute logits of every token, of each row's last one, or of none (a prefill chunk that is not the last)."""
+    """Compute logits of every token, of each row's last one, or of none (for a chunk of the prompt before its last)."""
     only_argmax: bool = False
     """True if only the argmax of each logits row will be read; the implementation may omit the logits."""
     parents: list[int] | None = None
-    """For a tree: each token's parent as an index among its row's tokens in this pass, -1 if the token follows the
-    cache; parents come first. None: every token follows the previous one."""
+    """Parent of each token, if each row's tokens form a tree; None: every token follows the previous one.
+
+    The parent is given as an index among the row's tokens in this pass, -1 if the token follows the cache; parents
+    precede their children.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -58,7 +61,8 @@ class ForwardBatch:
 
     @property
     def positions(self) -> list[int]:
-        """Position of each token in its text: one after its parent. (Its cache index is start + index in its row.)"""
+        """Position of each token in its text, for RoPE: one after its parent's. In a tree it can differ from its cache
+        index, which is the row's start plus the token's index in its row."""
         positions: list[int] = []
         for start, count in zip(self.starts, self.counts, strict=True):
             first = len(positions)
@@ -74,7 +78,7 @@ class ForwardBatch:
         return list(range(self.num_tokens)) if self.logits == "all" else []
 
     def require_chains(self) -> None:
-        """Raises UnsupportedModelError for a tree; for implementations that support only chains."""
+        """Raises UnsupportedModelError if the batch contains trees; for implementations that do not support them."""
         if self.parents is not None:
             raise UnsupportedModelError("this target cannot check trees of drafts: use a plan that drafts chains")
 
@@ -87,12 +91,14 @@ class ForwardOutput:
     """Logits [T, V] for "all", [B, V] for "last"; float32 or the model's dtype. None for "none", or if `only_argmax`
     omitted them."""
     taps_TF: Tensor | None
-    """[T, len(tap_layers) * hidden_size], concatenated outputs of the tapped layers; None without taps."""
+    """Outputs of the layers chosen by `Target.set_taps`, concatenated: [T, len(tap_layers) * hidden_size]; None if no
+    layer is chosen."""
     argmax_T: list[int] | None = None
-    """Result of `best_T`, if the pass computed it."""
+    """Result of `best_T`, if the pass already computed it."""
 
     def best_T(self) -> list[int]:
-        """First token with the largest logit of each row; -1 if that is not finite or any logit is NaN."""
+        """Return the argmax of each row of logits: the lowest token with the largest logit; -1 if that logit is not
+        finite or any logit is NaN."""
         if self.argmax_T is not None:
             return self.argmax_T
         assert self.logits_TV is not None
@@ -104,7 +110,7 @@ class ForwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class EndScales:
-    """Scale factors of a model's embedding and LM head, applied in addition to their matrices."""
+    """A model's scale factors for embedding and LM head, which their matrices do not contain."""
 
     embedding: float = 1.0
     """Factor on rows of the embedding."""
@@ -114,7 +120,8 @@ class EndScales:
     """Soft cap of logits (tanh), applied after `logits`; 0 is off."""
 
     def of_logits(self, product_TV: Tensor) -> Tensor:
-        """Logits from the output of the head's matrix."""
+        """Compute logits [T, V] from the product of hidden states and head matrix: multiply by `logits`, then apply
+        `cap`."""
         if self.logits != 1.0:
             product_TV = product_TV * self.logits
         return torch.tanh(product_TV / self.cap) * self.cap if self.cap else product_TV
@@ -135,32 +142,34 @@ class Target(ABC):
     max_position: int
     """Maximum context length in tokens."""
     weight_bytes: int
-    """Bytes that one pass reads; see Machine.ceiling_tokens_per_s."""
+    """Bytes of weights that one pass reads; they limit the decoding speed (see Machine.ceiling_tokens_per_s)."""
     tap_layers: tuple[int, ...] = ()
     is_width_invariant: bool = False
-    """True if a position's result has the same bits for any batch and any split of its row into passes."""
+    """True if a token's result has the same bits in any batch, however its row is split into passes."""
 
     takes_trees: bool = False
     """True if `forward` supports trees of tokens (`ForwardBatch.parents`)."""
 
     has_own_threads: bool = False
-    """True if it computes on its own threads; PyTorch's idle threads spin and would slow them down."""
+    """True if the target computes on its own threads. PyTorch's idle threads spin and would slow these down."""
 
     overwrites_taps: bool = True
-    """True if the next pass may overwrite the taps; they must be copied to be kept longer."""
+    """True if the next pass may overwrite the memory of `taps_TF`; callers must then copy taps that they keep."""
 
     _experts_read: float | Tensor | None = None
 
     recorder: Recorder | None = None
-    """Records and replays passes of fixed shape, also those of drafters; None for a target that does not."""
+    """Records passes of fixed shape and replays them (CUDA graphs), also those of drafters; None if the target does not
+    support recording."""
 
     ends: EndScales = PLAIN_ENDS
-    """Scale factors not contained in the embedding and head matrices. Drafters read the matrices and have factors of
-    their own."""
+    """Scale factors for embedding and head, applied by `embed` and `head`. Drafters read the matrices without them and
+    have factors of their own."""
 
     @property
     def experts_read(self) -> float | None:
-        """Mean number of experts per layer read by the last pass, over layers with experts; None without experts."""
+        """Mean number of distinct experts that the last pass read, over the layers with experts; None for a model
+        without experts."""
         if isinstance(self._experts_read, Tensor):
             self._experts_read = _num_read(self._experts_read)
         return self._experts_read
@@ -171,26 +180,31 @@ class Target(ABC):
         self._experts_read = read
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
-        """Choose the layers whose outputs `forward` returns (0-based; layer l is Transformers' hidden_states[l +
-        1])."""
+        """Choose the tapped layers: those whose outputs `forward` also returns, as input of drafters.
+
+        Layers are numbered from 0; the output of layer l is Transformers' hidden_states[l + 1].
+        """
         self.tap_layers = tuple(tap_layers)
 
     @property
     def recording_s(self) -> float:
-        """Total seconds spent on recording; not part of any round's time."""
+        """Seconds spent on recording so far; not counted as time of any round."""
         return 0.0 if self.recorder is None else self.recorder.seconds
 
     def record(self, most_count: int) -> None:
-        """Record decode passes of up to `most_count` tokens per row, for every number of rows, with the current taps.
+        """Record decode passes of up to `most_count` tokens per row, for every number of rows, with the layers now
+        tapped.
 
-        No-op without a recorder. Takes seconds on CUDA; `allocate_cache` discards the recordings."""
+        No-op without a recorder. Takes seconds on CUDA; `allocate_cache` discards the recordings.
+        """
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights, given by Hugging Face name with unchanged shapes. `cache` is replaced by an empty one.
-        Tensors are copied; memory must suffice for both sets meanwhile.
+        """Replace the weights by `tensors`, (Hugging Face name, tensor of unchanged shape). `cache` is replaced by an
+        empty one.
 
-        Raises ModelFileError naming a tensor that is unknown, missing, not finite or wrongly shaped, leaving everything
-        unchanged; UnsupportedModelError if the implementation cannot replace weights.
+        Tensors are copied; memory must suffice for both sets of weights meanwhile. Raises ModelFileError, which names a
+        tensor that is unknown, missing, not finite or wrongly shaped; the target then stays unchanged. Raises
+        UnsupportedModelError if the implementation cannot replace weights.
         """
         raise UnsupportedModelError(
             f"{type(self).__name__} keeps the weights it was loaded with: new ones go into paceline's own decoder "
@@ -200,7 +214,8 @@ class Target(ABC):
 
     @abstractmethod
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
-        """Replace `cache` by an empty one of this size. Raises MemoryBudgetError or ContextLengthError."""
+        """Replace `cache` by an empty one with this number of rows and tokens per row. Raises MemoryBudgetError or
+        ContextLengthError."""
 
     def check_len(self, max_len: int) -> None:
         """Raises ContextLengthError if the model's context is shorter than `max_len`."""
@@ -215,26 +230,27 @@ class Target(ABC):
 
     @abstractmethod
     def matrix_embed(self, tokens_T: Tensor) -> Tensor:
-        """Rows of the embedding matrix [T, D]; without `ends`."""
+        """Return the tokens' rows of the embedding matrix [T, D], without the scale factors of `ends`."""
 
     @abstractmethod
     def matrix_head(self, hidden_TD: Tensor) -> Tensor:
-        """Product [T, V] of normed final hidden states [T, D] with the head matrix; without `ends`."""
+        """Multiply normed final hidden states [T, D] by the head matrix: [T, V], without the scale factors of
+        `ends`."""
 
     def embed(self, tokens_T: Tensor) -> Tensor:
-        """Input embeddings [T, D] of token ids [T], as the first layer receives them."""
+        """Return the input embeddings [T, D] of token ids [T], scaled as the first layer receives them."""
         embedded_TD = self.matrix_embed(tokens_T)
         return embedded_TD if self.ends.embedding == 1.0 else embedded_TD * self.ends.embedding
 
     def head(self, hidden_TD: Tensor) -> Tensor:
-        """Logits [T, V] of normed final hidden states [T, D]."""
+        """Compute the logits [T, V] of normed final hidden states [T, D]."""
         return self.ends.of_logits(self.matrix_head(hidden_TD))
 
 
 def head_weight(target: Target) -> Tensor:
-    """The target's head as a matrix [V, D], without its scale factors (`Target.ends`).
+    """Return the matrix of the target's LM head [V, D], without the scale factors of `Target.ends`.
 
-    Computed by applying the head to unit vectors. Raises UnsupportedModelError for a head that is not a plain matrix.
+    Computed by applying the head to unit vectors. Raises UnsupportedModelError if the head has a bias.
     """
     with torch.no_grad():  # not inference mode: losses need this matrix in their backward pass
         eye = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)

@@ -1,4 +1,4 @@
-"""Shared by config parsers: the table of families, and range checks of numbers in config.json."""
+"""Helpers of the config parsers: the table of families (families.json), and range checks of numbers in config.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").re
 
 
 def text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Config of the text model within a multimodal config; other configs are returned unchanged."""
+    """Return the text model's part of a multimodal config.json; other configs are returned unchanged."""
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in TABLES["text_parts"]:
@@ -36,8 +36,8 @@ def is_whole(value: object) -> bool:
 
 
 def whole(values: dict[str, Any], key: str, path: Path, default: int | None = None, least: int = 1) -> int:
-    """An integer value; `default` if the key is missing or null. Raises ModelFileError unless it is at least
-    `least`."""
+    """Return the integer `values[key]`, or `default` if the key is missing or null. Raises ModelFileError, naming
+    `path`, if it is not an integer or is below `least` or above the key's limit."""
     value: Any = default if values.get(key) is None else values[key]
     most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
     if not is_whole(value) or not least <= value <= most:
@@ -49,7 +49,8 @@ def whole(values: dict[str, Any], key: str, path: Path, default: int | None = No
 
 
 def fraction(values: dict[str, Any], key: str, default: float, path: Path, above: float = 0.0) -> float:
-    """A number larger than `above`; `default` if the key is missing or null. Raises ModelFileError."""
+    """Return the number `values[key]`, or `default` if the key is missing or null. Raises ModelFileError, naming
+    `path`, if it is not a number larger than `above`."""
     value = values.get(key)
     if value is None:
         return default
