@@ -11,25 +11,25 @@ from paceline.model.config.values import LARGEST, MAX_EXPERTS, TABLES, fraction,
 
 FAMILIES, ROPE_KEYS = TABLES["families"], TABLES["rope"]
 ROPE_LISTS = ("factors", "short_factor", "long_factor")
-"""RoPE keys that hold one number per frequency."""
+"""Keys of `rope_scaling` that hold a list with one number per frequency."""
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
-"""Values of `layer_types`."""
+"""Layer types that config.json lists under `layer_types`."""
 
 RopeKind = Literal["main", "local", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Sizes of the gated delta net layers (arXiv 2412.06464), identical in all of them."""
+    """Sizes of the gated delta net layers (arXiv 2412.06464), a kind of linear attention; identical in all of them."""
 
     num_key_heads: int
     num_value_heads: int
-    """A multiple of the key heads; adjacent value heads share one."""
+    """A multiple of num_key_heads; adjacent value heads share a key head."""
     key_dim: int
     value_dim: int
-    """Size of one head."""
+    """Size of one value head."""
     kernel: int
-    """Positions covered by the short convolution."""
+    """Number of inputs of the short causal convolution: the token's own and those of the tokens before it."""
 
     @property
     def keys(self) -> int:
@@ -41,17 +41,16 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """Number of channels of the convolution: queries, keys and values of all heads."""
         return 2 * self.keys + self.values
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Sizes of a decoder and its layers' options; defaults are Llama's."""
+    """Sizes of a decoder model and options of its layers; default values are Llama's."""
 
     family: str
-    """A name in families.json, such as "llama" or "qwen3", for messages only; differences between families are fields
-    below."""
+    """Name in families.json, such as "llama"; only for messages, as the fields below describe all differences."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -64,69 +63,70 @@ class DecoderConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
-    """rope_scaling or rope_parameters of the config with a "rope_type" (default, linear, llama3, yarn, ...), or
-    None."""
+    """`rope_scaling` or `rope_parameters` of config.json, with a "rope_type" such as linear, llama3 or yarn; None:
+    plain RoPE."""
     tie_embeddings: bool = False
-    """The embedding is also the LM head; the checkpoint has no lm_head.weight."""
+    """True if the embedding is also the LM head; the checkpoint then has no lm_head.weight."""
     qkv_bias: bool = False
     output_bias: bool = False
-    """Bias on the attention's output projection."""
+    """True if the attention's output projection has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm of each query and key head before RoPE (Qwen3)."""
+    """True if queries and keys pass an RMSNorm, one per head, before RoPE (Qwen3)."""
     is_qk_norm_whole: bool = False
-    """`qk_norm` spans all query heads together, and all key heads (OLMo 2)."""
+    """True if this norm covers all query heads together, and all key heads together (OLMo 2)."""
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer in tokens, or None for full attention; empty means all full."""
 
     norms: Literal["before", "after", "around"] = "before"
     """Position of the RMSNorms: before each sublayer, after it (OLMo 2), or both (Gemma 2)."""
     norm_offset: float = 0.0
-    """Added to the weights of all norms (Gemma: 1)."""
+    """Number added to the weights of all norms (Gemma: 1)."""
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
-    """Activation of the MLP's gate, before it is multiplied by the other half."""
+    """Activation function of the MLP's gate; its result is multiplied by the up projection's output."""
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
-    """Parameters of clamped_swiglu (gpt-oss): the factor within its sigmoid, and the clamp on its inputs."""
+    """Limit of clamped_swiglu's inputs (gpt-oss); `swiglu_alpha` is the factor within its sigmoid."""
     num_experts: int = 0
-    """Number of experts per layer; 0: every layer has one MLP."""
+    """Number of experts per layer (mixture of experts); 0: every layer has one MLP."""
     experts_per_token: int = 0
     expert_size: int = 0
-    """Inner width of an expert."""
+    """Inner width of each expert's MLP."""
     normed_experts: bool = True
-    """The weights of a token's experts are normalised to sum 1."""
+    """True if the router's weights of a token's selected experts are scaled to sum 1."""
     has_expert_biases: bool = False
-    """Router and experts have biases."""
+    """True if router and experts have biases."""
     dense_layers: tuple[int, ...] = ()
-    """Layers with a dense MLP in a model with experts."""
+    """Indices of the layers with one dense MLP, in a model whose other layers have experts."""
     shared_expert_size: int = 0
-    """Inner width of a gated expert that every token uses; 0: none."""
+    """Inner width of the shared expert, which runs for every token in addition to the selected ones; 0: none."""
     delta: DeltaShape | None = None
     linear_layers: tuple[int, ...] = ()
-    """Layers with a gated delta net of these sizes instead of attention."""
+    """Indices of the layers with a gated delta net, with the sizes in `delta`, instead of attention."""
     has_mixed_delta: bool = False
-    """Its projections are two matrices with rows grouped by key head (Qwen3-Next)."""
+    """True if delta net inputs use two projections with rows grouped by key head (Qwen3-Next), not four (Qwen3.5)."""
     output_gate: bool = False
-    """The attention output is multiplied by a sigmoid gate, whose rows follow each head's queries in the projection."""
+    """True if attention outputs are multiplied by a sigmoid gate, stored in q_proj after each head's queries
+    (Qwen3-Next)."""
     has_sinks: bool = False
-    """Each head has a learned score for an always visible key without a value (gpt-oss)."""
+    """True if each head has an attention sink: the learned score of an always visible key without a value (gpt-oss)."""
     num_mtp_layers: int = 0
-    """Number of additional layers in the file for drafting (`draft/mtp/drafter.py`); not part of the model."""
+    """Number of the checkpoint's additional layers for multi-token prediction. Only a drafter uses them."""
     embedding_scale: float = 1.0
-    """Factor on embeddings before the first layer."""
+    """Factor on the embeddings before the first layer."""
     residual_scale: float = 1.0
-    """Factor on sublayer outputs before the residual addition."""
+    """Factor on the outputs of attention and MLP before they are added to the residual stream."""
     attention_scale: float | None = None
-    """Factor on query-key products; None: 1 / sqrt(head_dim)."""
+    """Factor on attention scores (query-key products); None: 1 / sqrt(head_dim)."""
     attention_cap: float = 0.0
-    """Soft cap (tanh) of query-key products; 0 is off (Gemma 2)."""
+    """Soft cap of attention scores, cap * tanh(score / cap); 0 is off (Gemma 2)."""
     logit_scale: float = 1.0
     logit_cap: float = 0.0
-    """Soft cap (tanh) of logits; 0 is off."""
+    """Soft cap of logits, cap * tanh(logit / cap); 0 is off."""
     rotary_dim: int | None = None
     """Number of leading channels of each head that RoPE rotates; None: all (Phi-4-mini: three quarters)."""
     ropes: tuple[RopeKind, ...] = ()
-    """RoPE of each layer: main, local (the two fields below) or none; empty means all main."""
+    """RoPE of each layer: "main" (rope_theta), "local" (the two fields below) or "none"; empty means all main."""
     local_rope_theta: float = 10000.0
     local_rope_scaling: dict[str, Any] | None = None
 
@@ -144,15 +144,15 @@ class DecoderConfig:
 
 
 def has_llama_layers(family: str) -> bool:
-    """True if layers of this family have Llama's sublayers, norms and factors, plus at most biases and head norms: a
-    draft layer can then be initialised from one."""
+    """Return True if this family's layers match Llama's, except for biases and norms of queries and keys: they can
+    initialise a draft layer."""
     traits = next(keys["traits"] for keys in FAMILIES.values() if keys["family"] == family)
     return "numbers" not in traits and traits.get("fields", {}).keys() <= {"qkv_bias", "qk_norm"}
 
 
 def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
-    """Parse a config.json. Raises UnsupportedModelError (architecture or option not implemented), ModelFileError (a key
-    is missing or invalid)."""
+    """Parse `raw`, the content of config.json at `path`. Raises UnsupportedModelError (architecture or option not
+    implemented), ModelFileError (a key is missing or invalid)."""
     raw = text_part(raw, path)
     architecture = _architecture(raw, path)
     defaults = FAMILIES[architecture]
@@ -395,7 +395,7 @@ def _is_quantised_as(config: object, method: str | None) -> bool:
 
 
 def check_rope(scaling: dict[str, Any]) -> None:
-    """Raises UnsupportedModelError for an unknown RoPE type, ModelFileError for a missing or invalid number."""
+    """Check `rope_scaling`. Raises UnsupportedModelError for an unknown type, ModelFileError for an invalid number."""
     rope_type = scaling.get("rope_type", "default")
     if rope_type not in ROPE_KEYS:
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""Quantised weights of GGUF files: rows of blocks of 32 or 256 numbers that share scales."""
+"""Quantised weights as stored in GGUF files: each row consists of blocks of 32 or 256 numbers that share scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.model.gguf.package import gguf_package
 
 BlockKind = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
 BLOCK_KINDS: tuple[BlockKind, ...] = get_args(BlockKind)
-"""Block types that the native pass multiplies directly."""
+"""Block types that the native library multiplies without dequantising the matrix."""
 BLOCK_SIZES: dict[BlockKind, tuple[int, int]] = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -27,27 +27,27 @@ BLOCK_SIZES: dict[BlockKind, tuple[int, int]] = {
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
 }
-"""(numbers, bytes) of one block, as in ggml."""
+"""Size of one block of each type: (numbers, bytes), as in ggml."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A matrix [rows, cols] in ggml's blocks, row by row."""
+    """A quantised matrix [rows, cols] in ggml's block format, one row after another."""
 
     data: Tensor
-    """uint8 [rows, bytes per row]."""
+    """The blocks' bytes: uint8 [rows, bytes per row]."""
     shape: tuple[int, ...]
     kind: BlockKind
 
     def scales(self) -> Tensor:
-        """The half-precision scales and minima of all blocks, float16."""
+        """Half-precision scales and minima of all blocks, as a float16 tensor."""
         num_bytes = BLOCK_SIZES[self.kind][1]
         first = num_bytes - 2 if self.kind == "Q6_K" else 0
         count = 2 if self.kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
         return self.data.view(-1, num_bytes)[:, first : first + 2 * count].contiguous().view(torch.float16)
 
     def dense(self) -> Tensor:
-        """The dequantised matrix, float32 [rows, cols]."""
+        """Dequantise the matrix: float32 [rows, cols]."""
         if self.kind == "Q8_0":  # the format of the shipped drafters, which must not need the gguf package
             scale, codes = self.data.view(-1, BLOCK_SIZES["Q8_0"][1]).tensor_split([2], dim=1)
             dense = codes.contiguous().view(torch.int8).float() * scale.contiguous().view(torch.float16).float()
@@ -62,13 +62,13 @@ AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
 
 
 def split_rows(weight: AnyWeight, sizes: list[int]) -> list[AnyWeight]:
-    """Split the rows into consecutive parts of these sizes."""
+    """Split a matrix into parts of `sizes` consecutive rows each, in the same format."""
     ends = list(itertools.accumulate(sizes, initial=0))
     return [select_rows(weight, slice(*pair)) for pair in itertools.pairwise(ends)]
 
 
 def select_rows(weight: AnyWeight, rows: Tensor | slice) -> AnyWeight:
-    """The rows with these indices, in the same format."""
+    """Return the matrix's rows with these indices, in the same format."""
     if isinstance(weight, Tensor):
         return weight[rows]
     data = weight.data[rows]
@@ -77,8 +77,11 @@ def select_rows(weight: AnyWeight, rows: Tensor | slice) -> AnyWeight:
 
 
 def quantise(weight: Weight, kind: BlockKind) -> Weight:
-    """Quantise a matrix to ggml's blocks of 32 numbers, or 256 for K-quants. Returned unchanged if its rows are not
-    whole blocks or it is not a matrix."""
+    """Quantise a dense matrix to blocks of type `kind`, of 32 numbers each, or 256 for K-quants.
+
+    Returned unchanged: weights that are already quantised or not a matrix, and matrices whose rows do not divide into
+    blocks.
+    """
     size = BLOCK_SIZES[kind][0]
     if isinstance(weight, Blocks) or weight.dim() != 2 or weight.shape[1] % size:
         return weight

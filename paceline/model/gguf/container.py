@@ -1,4 +1,4 @@
-"""Parser of the GGUF container (llama.cpp's format): metadata by key, and the location of each tensor. Files are not
+"""Parses the GGUF container (llama.cpp's file format): metadata by key, and the location of each tensor. Files are not
 trusted.
 
 `open_gguf` parses the header once for all users: config, tensors and tokenizer. Arrays such as the vocabulary are only
@@ -25,15 +25,17 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType as Quant
 
 MAX_HEADER_BYTES = 64 << 20
-"""Limit for metadata and tensor table together; the largest known, with a vocabulary of 262,144 tokens, have 16 MB."""
+"""Limit on metadata and tensor table together. The largest known header, with a vocabulary of 262,144 tokens, has 16
+MB."""
 MAX_DIMENSIONS = 4
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""GGUF's number types -> `struct` and NumPy codes."""
+"""GGUF's id of a number type -> its code in Python's `struct` and NumPy."""
 STRING, ARRAY = 8, 9
 ARRAY_TYPES = {STRING: str, 6: float, 7: bool, 12: float}
-"""Python type of an array's values; int by default."""
+"""GGUF's id of an element type -> Python type of the array's values; other ids mean int."""
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
-"""File name of a part, as written by llama.cpp's gguf-split: name, part number from 1, number of parts, suffix."""
+"""File name of one part of a split model, as written by llama.cpp's gguf-split: name, part number from 1, number of
+parts, suffix."""
 _length_at = struct.Struct("<Q").unpack_from
 
 Kind = TypeVar("Kind", int, float, str, bool)
@@ -41,14 +43,14 @@ Kind = TypeVar("Kind", int, float, str, bool)
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Type and location of a tensor."""
+    """Type and location of a tensor in a GGUF file."""
 
     path: Path
-    """The file or part that holds it."""
+    """File (of a split model, the part) that contains the tensor."""
     name: str
     kind: Quant
     shape: tuple[int, ...]
-    """Outermost dimension first, as in PyTorch."""
+    """Sizes with the outermost dimension first, as in PyTorch; GGUF stores them in reverse."""
     start: int
     num_bytes: int
 
@@ -67,11 +69,12 @@ class _Array:
 class GGUFFile:
     path: Path
     metadata: dict[str, Any]
-    """Numbers, strings, and arrays, which `array` reads."""
+    """Metadata by key: numbers, strings, and locations of arrays, which `array` reads."""
     tensors: dict[str, StoredTensor]
 
     def get(self, key: str, kind: type[Kind]) -> Kind | None:
-        """One metadata value, or None. Raises ModelFileError if it has another type."""
+        """Return the number or string under a metadata key, or None if it is missing. Raises ModelFileError if it is
+        not of type `kind`."""
         value = self.metadata.get(key)
         if value is None or type(value) is kind:
             return value
@@ -83,7 +86,8 @@ class GGUFFile:
         )
 
     def array(self, key: str, kind: type[Kind]) -> list[Kind]:
-        """Values of an array, [] if it is missing. Raises ModelFileError if they have another type or are damaged."""
+        """Read the array under a metadata key; [] if it is missing. Raises ModelFileError if its values are not of type
+        `kind`, or are damaged."""
         value = self.metadata.get(key)
         if value is None:
             return []
@@ -102,12 +106,13 @@ class GGUFFile:
             return np.frombuffer(data, dtype="<" + SCALARS[value.kind], count=value.length).tolist()
 
     def length(self, key: str) -> int:
-        """Number of values in an array, 0 if it is missing."""
+        """Number of values in the array under a metadata key; 0 if it is missing."""
         value = self.metadata.get(key)
         return value.length if isinstance(value, _Array) else 0
 
     def read(self, stored: StoredTensor) -> np.ndarray:
-        """Bytes of a tensor, uint8 [..., bytes per row]. Raises ModelFileError if the file became shorter."""
+        """Read a tensor's bytes, uint8 [..., bytes per row]. Raises ModelFileError if the file became shorter since it
+        was opened."""
         data = np.fromfile(stored.path, dtype=np.uint8, count=stored.num_bytes, offset=stored.start)
         if len(data) != stored.num_bytes:
             raise ModelFileError(f"{stored.path} became shorter while it was read: fetch it again")

@@ -26,7 +26,7 @@ from paceline.model.gguf.package import gguf_package
 
 GGUF: dict[str, dict[str, Any]] = TABLES["gguf"]
 ARCHITECTURES = GGUF["architectures"]
-"""Properties of llama.cpp's families, by their names."""
+"""llama.cpp's name of a model family -> its properties, such as the class name in config.json."""
 NAMES, LAYER_NAMES = GGUF["model"], GGUF["layer"]
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 KINDS_BY_NAME: dict[str, BlockKind] = {kind: kind for kind in BLOCK_KINDS}
@@ -34,7 +34,8 @@ HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def config_json(path: Path) -> dict[str, Any]:
-    """An equivalent config.json of the model. Raises UnsupportedModelError or ModelFileError, naming the key."""
+    """Build a config.json, as a dict, from the GGUF file's metadata. Raises UnsupportedModelError or ModelFileError,
+    naming the metadata key."""
     file = open_gguf(path)
     arch, name = _architecture(file)
     known, has_experts = ARCHITECTURES[arch], bool(file.get(f"{arch}.expert_count", int))
@@ -111,14 +112,15 @@ def _count(file: GGUFFile, *keys: str) -> int:
 
 
 def decimal(value: float | None) -> float | None:
-    """The shortest decimal of a float32: 1e-05, not 9.999999747378752e-06."""
+    """Return the shortest decimal number that rounds to the same float32: 1e-05, not 9.999999747378752e-06."""
     return None if value is None else float(np.format_float_scientific(np.float32(value)))
 
 
 def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
-    """Yield (Hugging Face name, float32 tensor), one at a time, in the file's order.
+    """Yield (Hugging Face name, float32 tensor) for each tensor, in the file's order; quantised ones are dequantised.
 
-    With `keep_blocks`, matrices of BLOCK_KINDS, float16 and bfloat16 keep their format; others are still dequantised.
+    With `keep_blocks`, matrices keep their format if it is float16, bfloat16 or one of BLOCK_KINDS; other formats are
+    still dequantised, with a warning.
     """
     file = open_gguf(path)
     arch = _architecture(file)[0]
@@ -172,8 +174,12 @@ def _each(name: str, tensor: Weight, path: Path) -> Iterator[tuple[str, Weight]]
 
 
 def half_split_rows(tensor: Weight, num_heads: int) -> Weight:
-    """Undo convert_hf_to_gguf's `permute`: within a head, ggml's RoPE pairs adjacent rows, Hugging Face's the two
-    halves."""
+    """Reorder the rows of a query or key projection from ggml's order to Hugging Face's; undoes `permute` of
+    llama.cpp's convert_hf_to_gguf.py.
+
+    RoPE rotates pairs of rows within a head. In ggml a pair is two adjacent rows; in Hugging Face's order the first
+    half of the head pairs with the second half.
+    """
     if isinstance(tensor, Blocks):
         return replace(tensor, data=half_split_rows(tensor.data, num_heads))
     pairs = tensor.reshape(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:])
@@ -195,7 +201,7 @@ def _hf_name(name: str, path: Path, others: dict[str, str]) -> str:
 
 
 def tensor_of(file: GGUFFile, stored: StoredTensor) -> Tensor:
-    """Read one tensor: half-precision and int64 as stored, others dequantised to float32."""
+    """Read one tensor: float16, bfloat16 and int64 keep their type, others are dequantised to float32."""
     dtype = (HALVES | {"I64": torch.int64}).get(stored.kind.name)
     return _dequantise(file, stored) if dtype is None else torch.from_numpy(file.read(stored)).view(dtype)
 
@@ -232,20 +238,24 @@ def _rope_scaling(file: GGUFFile, arch: str) -> dict[str, Any] | None:
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 PRE_SPLITS = GGUF["pre_splits"]
-"""Word-splitting patterns of the pre-tokenizers, as in their tokenizer.json."""
+"""Pre-tokenizer (`tokenizer.ggml.pre`) -> its patterns for splitting text into words, as in the model's
+tokenizer.json."""
 AS_LLAMA: dict[str, str] = dict.fromkeys(("dbrx", "smaug-bpe"), "llama-bpe")
-"""Pre-tokenizers (OLMo 2, Phi-4; SmolLM3) that split like Llama 3's but always apply merges."""
+"""Pre-tokenizers (of OLMo 2, Phi-4 and SmolLM3) that split words as Llama 3's does. Unlike Llama 3's tokenizer, these
+models apply merges even to a word that is itself a token."""
 
 MAX_TOKEN_LENGTH = 512
-"""Characters; the longest known tokens are runs of one or two hundred."""
+"""Maximum characters of a token; the longest known tokens repeat one character one or two hundred times."""
 END_KINDS = ("eos", "eot", "eom")
-"""End of text, of turn and of message, if the file names them."""
+"""Metadata names of the tokens that end an answer: end of text, of turn and of message. A file may have any of them."""
 TURN_ENDS: dict[str, list[str]] = GGUF["ends_of_turns"]
-"""Family prefix -> tokens that end an answer of its chat models; a GGUF file may name only an end of text."""
+"""Prefix of a model family's name -> tokens that end an answer of its chat models. Needed because a GGUF file may name
+only the end-of-text token."""
 
 
 def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
-    """(the `tokenizers` tokenizer that the GGUF file was made from, ids that end an answer).
+    """Build a tokenizer from GGUF metadata; returns (tokenizer of the `tokenizers` library, token ids that end an
+    answer).
 
     Raises UnsupportedModelError for an unknown tokenizer model or pre-tokenizer, ModelFileError if a table is missing
     or an id is out of range.
@@ -275,7 +285,8 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
 
 
 def special_token(file: GGUFFile, kind: str) -> int | None:
-    """Id of the file's bos, eos, unknown ... token. Raises ModelFileError if it is out of range."""
+    """Return the id of a special token, or None if the file does not name one. `kind` is the token's name: bos, eos,
+    unknown, .... Raises ModelFileError if the id is out of range."""
     key = f"tokenizer.ggml.{kind}_token_id"
     token, num_tokens = file.get(key, int), file.length("tokenizer.ggml.tokens")
     if token is not None and not 0 <= token < num_tokens:

@@ -1,6 +1,6 @@
-"""Imports the `gguf` package on first use, for GGUF files and block formats; helpers for its writer.
+"""Imports the `gguf` package on first use, for GGUF files and block formats; helpers for writing GGUF files with it.
 
-Machines that only run safetensors checkpoints, such as rented GPUs, do not need it.
+Machines that only run safetensors checkpoints, such as rented GPUs, do not need the package.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def gguf_package() -> ModuleType:
-    """Return the imported package. Raises UnsupportedModelError if it is not installed."""
+    """Import and return the `gguf` package. Raises UnsupportedModelError if it is not installed."""
     remedy = "pip install gguf, or use a folder of safetensors"
     with needing(UnsupportedModelError, f"GGUF files and weights in their blocks need the gguf package: {remedy}"):
         import gguf
@@ -26,7 +26,7 @@ def gguf_package() -> ModuleType:
 def copy_keys(
     reader: gguf.GGUFReader, writer: gguf.GGUFWriter, keys: Iterable[str], changed: Mapping[str, int] | None = None
 ) -> None:
-    """Copy metadata keys from one file to another, with other values for those in `changed`."""
+    """Copy the metadata keys `keys` from one GGUF file to another; a key in `changed` gets the value given there."""
     for key in keys:
         entry = reader.fields[key]
         kind, *inner = entry.types
@@ -36,7 +36,7 @@ def copy_keys(
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
-    """Write everything that was added, and close the file."""
+    """Write the file with everything that was added to the writer, and close it."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

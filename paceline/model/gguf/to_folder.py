@@ -26,15 +26,16 @@ from paceline.runs.folder import sync_folder, write_whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OTHER_NAMES = ("phi3",)
-"""Families whose folder has other tensor names than paceline's; also true for experts."""
+"""Model families that cannot be written, as their folders use other tensor names than paceline; the same is true of
+models with experts."""
 LAST_FILE = "generation_config.json"
-"""The last file written; a folder with it is complete."""
+"""File that is written last: a folder that contains it is complete."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
-    """Write a GGUF file as a new folder; returns the folder. float32 keeps the dequantised numbers, bfloat16 rounds
-    them.
+    """Convert a GGUF file to a new Transformers folder with weights in `dtype`; returns the folder. float32 keeps the
+    dequantised numbers exactly, bfloat16 rounds them.
 
     Raises ModelFileError or UnsupportedModelError for a bad file, CacheError if `folder` exists or cannot be written.
     """
@@ -49,7 +50,7 @@ def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
 
 
 def config_json_of(source: Path) -> dict[str, Any]:
-    """config.json of a model in a GGUF file or folder, with the ids of special tokens."""
+    """Return config.json of a model in a GGUF file or folder, with the token ids of bos, eos and pad."""
     shape = checkpoint.config_json(source)
     if source.is_dir():
         return shape
@@ -62,9 +63,10 @@ def config_json_of(source: Path) -> dict[str, Any]:
 def write_model(
     folder: Path, shape: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], words: Path, dtype: str = "float32"
 ) -> Path:
-    """Write a folder with this config.json and these weights, and the tokenizer of `words` (a GGUF file or folder).
+    """Write a new Transformers folder; returns the folder.
 
-    Raises CacheError if `folder` exists or cannot be written.
+    shape: content of config.json; tensors: (Hugging Face name, weight), converted to `dtype`; words: a GGUF file or
+    folder from which the tokenizer is copied. Raises CacheError if `folder` exists or cannot be written.
     """
     weights = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors}
     special = {name: shape[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in shape}
@@ -82,7 +84,7 @@ def write_model(
 
 
 def write_tokenizer(words: Path, folder: Path) -> None:
-    """Write the tokenizer files of a GGUF file or folder."""
+    """Write the tokenizer files of `words`, a GGUF file or folder, to `folder`."""
     if words.is_dir():
         for name in TOKENIZER_FILES:
             if (words / name).is_file():

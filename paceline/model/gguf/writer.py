@@ -30,23 +30,24 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType as Quant
 
 FORMATS = {"q8_0": "MOSTLY_Q8_0", "q4_1": "MOSTLY_Q4_1", "bf16": "MOSTLY_BF16", "f32": "ALL_F32"}
-"""Weight format -> llama.cpp's file type."""
+"""Weight format -> llama.cpp's name of the file type, stored in the file's metadata."""
 Format = Annotated[str, tuple(FORMATS)]
 WRITTEN = ("llama", "qwen2", "qwen3")
-"""llama.cpp's names of the families that can be written."""
+"""Model families that can be written, by llama.cpp's names."""
 OWN_KEYS = ("general.architecture", "general.file_type", "general.quantization_version", "general.name")
 _TOP = {ours: theirs for theirs, ours in NAMES.items()}
 _LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
 
 def write_gguf(folder: Path, like: Path, target: Path, form: str = "q8_0", embedding: str | None = None) -> Path:
-    """Write the model of `folder` to `target` with matrices in `form`; everything except weights is copied from the
-    GGUF file `like`.
+    """Convert the model in `folder` to a GGUF file `target` with matrices in format `form`; returns `target`.
+    Everything except weights is copied from `like`, a GGUF file of the same model family.
 
-    `embedding`: format of embedding and head [default: those of `like` if unchanged, else `form`].
+    `embedding`: format of embedding and head [default: their format in `like` if their values are unchanged, else
+    `form`].
 
-    Raises UnsupportedModelError if `like` is not a GGUF file, has another architecture or other sizes, or a matrix's
-    rows are not whole blocks; CacheError if writing fails.
+    Raises UnsupportedModelError if `like` is not a GGUF file or has another architecture or other sizes, or if a
+    matrix's rows do not divide into blocks; CacheError if writing fails.
     """
     for each in (form, embedding or form):
         if each not in FORMATS:
@@ -138,7 +139,7 @@ def _is_same(stored: Any, values: np.ndarray[Any, Any]) -> bool:
 
 
 def gguf_name(name: str) -> str:
-    """llama.cpp's name of a tensor. Raises UnsupportedModelError for a tensor without one."""
+    """Convert a Hugging Face tensor name to llama.cpp's. Raises UnsupportedModelError for a tensor without one."""
     base, _, kind = name.rpartition(".")
     if base in _TOP:
         return f"{_TOP[base]}.{kind}"
@@ -150,7 +151,8 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved_rows(tensor: Tensor, num_heads: int) -> Tensor:
-    """Reorder the rows of q or k to llama.cpp's order: the inverse of `metadata.half_split_rows`."""
+    """Reorder the rows of a query or key projection from Hugging Face's order to llama.cpp's; the inverse of
+    `metadata.half_split_rows`."""
     if tensor.shape[0] % (2 * num_heads):
         raise ModelFileError(f"{tensor.shape[0]} rows are no {num_heads} heads: is config.json the right one?")
     halves = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])

@@ -1,9 +1,9 @@
 """KV cache of a Transformers model: one Transformers cache per row, with exact rollback for every type of layer.
 
-Keys and values are cropped. Recurrent state (linear attention, Mamba, short convolutions) cannot be cropped: it is
-saved before each pass of several tokens, and a rollback into that pass restores it and leaves the accepted tokens
-*pending*. The row's next forward recomputes them together with its new tokens. If all tokens were accepted, nothing is
-recomputed.
+Keys and values are cropped. Recurrent state (linear attention, Mamba, short convolutions) cannot be cropped. A copy of
+it is saved before each pass of several tokens. A rollback into that pass restores the copy and leaves the accepted
+tokens *pending*: the row's next forward pass recomputes them together with its new tokens. If all tokens were accepted,
+nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _copy_state(layer: Any) -> Any:
 
 
 class Row:
-    """One sequence's Transformers cache and its tokens; tokens[num_computed:] are pending."""
+    """Transformers cache and tokens of one sequence. tokens[num_computed:] are pending: not yet in the cache."""
 
     def __init__(self, make_cache: Callable[[], Any]) -> None:
         self._make_cache = make_cache
@@ -64,13 +64,16 @@ class Row:
         return self.tokens[self.num_computed :]
 
     def save(self) -> None:
-        """Save recurrent state before a pass that may be rolled back."""
+        """Copy the recurrent state before a pass that may be rolled back; does not change keys and values."""
         self._saved = {index: _copy_state(self.cache.layers[index]) for index in self.stateful}
         self._saved_len = self.num_computed
 
     def truncate(self, length: int) -> None:
-        """Drop tokens[length:]; with recurrent state, restore the last save, or the empty state if the save is too
-        late."""
+        """Roll the row back to its first `length` tokens.
+
+        A recurrent state is restored to the last saved copy, or to the empty state if that copy is of a later position;
+        tokens after it become pending.
+        """
         del self.tokens[length:]
         if length >= self.num_computed:
             return
@@ -91,7 +94,8 @@ class Row:
 
 
 class HFCache(KVCache):
-    """One Transformers cache per row. Sliding-window layers keep all positions, so that every rollback is exact."""
+    """KV cache with one Transformers cache per row. Sliding-window layers keep all positions, so that every rollback is
+    exact."""
 
     def __init__(
         self, make_cache: Callable[[], Any], num_rows: int, max_len: int, *, token_bytes: int, state_bytes: int
@@ -105,8 +109,8 @@ class HFCache(KVCache):
 
     @property
     def num_bytes(self) -> int:
-        """Maximum size of all rows; recurrent state counts twice (current and saved). Memory is allocated as rows
-        grow."""
+        """Maximum bytes of all rows; a recurrent state counts twice (current and saved copy). Memory is allocated as
+        rows grow."""
         return self.num_rows * (self.max_len * self._token_bytes + 2 * self._state_bytes)
 
     def allocate(self, wanted: int | None = None) -> int | None:
@@ -147,7 +151,8 @@ def tensor_bytes(tensors: list[Any]) -> int:
 
 
 def cache_bytes(cache: Any, num_tokens: int) -> tuple[int, int]:
-    """(bytes per token, bytes of fixed state), measured on a cache that holds `num_tokens`."""
+    """Measure a cache that holds `num_tokens` tokens: (bytes of keys and values per token, bytes of recurrent
+    state)."""
     per_token = state = 0
     for layer in cache.layers:
         per_token += tensor_bytes([getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")])
@@ -156,14 +161,15 @@ def cache_bytes(cache: Any, num_tokens: int) -> tuple[int, int]:
 
 
 def is_unused(layer: Any) -> bool:
-    """True if a pass left a layer for recurrent state empty: the model stores its state outside the cache
-    (RecurrentGemma)."""
+    """Return True if a layer for recurrent state is still empty after a pass: the model stores its state outside the
+    cache (RecurrentGemma)."""
     conv, recurrent = (getattr(layer, name, None) for name in ("conv_states", "recurrent_states"))
     return conv is not None and recurrent is not None and tensor_bytes([*conv.values(), *recurrent.values()]) == 0
 
 
 def poison_recurrent_state(cache: Any) -> bool:
-    """Fill recurrent states with NaN to test whether a pass reads them; returns False without recurrent states."""
+    """Fill recurrent states with NaN, to test whether a pass reads them; returns False if the cache has no recurrent
+    states."""
     states = [
         state
         for layer in cache.layers

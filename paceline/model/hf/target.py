@@ -1,5 +1,5 @@
-"""Runs any causal LM of Transformers as a Target: slower than paceline's decoder, but for every architecture of
-Transformers.
+"""Runs any causal language model of Transformers as a Target: slower than paceline's decoder, but for every
+architecture.
 
 Rows run one after another, each with its own Transformers cache (`cache.py`, which also rolls recurrent state back).
 Needs the extra `paceline[hf]`. Models are local folders (see `hub.py`); remote code is never run.
@@ -37,7 +37,8 @@ _UNLIMITED = 1 << 20
 
 
 class HFTarget(Target):
-    """A Transformers causal LM as a target. `model` must already be on its device; it is put into eval mode.
+    """A target that runs a Transformers causal language model. `model` must already be on its device; it is put into
+    eval mode.
 
     Raises UnsupportedModelError if the model does not run with Transformers' DynamicCache.
     """
@@ -81,7 +82,8 @@ class HFTarget(Target):
         max_len: int | None = None,
         weights: Literal["checkpoint", "random"] = "checkpoint",
     ) -> HFTarget:
-        """Load a local folder (config.json and safetensors), or only its config with random weights.
+        """Load a model from a local folder with config.json and safetensors. `weights`: "random" reads only
+        config.json.
 
         Raises ModelNotFoundError, ModelFileError (missing or damaged weights), UnsupportedModelError (unknown
         architecture, remote code, Transformers not installed).
@@ -133,9 +135,13 @@ class HFTarget(Target):
         self.cache = self._cache
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
-        """Hook the tapped layers. The last layer's tap is taken after the final norm, as in Transformers'
-        hidden_states[num_layers], which dflash's reference reads. (Pure Mamba models list no embedding, so there layer
-        l is hidden_states[l].)"""
+        """Choose the tapped layers: those whose outputs `forward` also returns. Raises UnsupportedModelError if they
+        cannot be read.
+
+        The last layer's output is taken after the final norm, as in Transformers' hidden_states[num_layers], which
+        DFlash's reference code reads. (In pure Mamba models layer l is hidden_states[l], as their list does not contain
+        the embedding.)
+        """
         wrong = [layer for layer in tap_layers if not 0 <= layer < self.num_layers]
         if wrong:
             raise UnsupportedModelError(f"cannot tap layers {wrong}: the model has layers 0 to {self.num_layers - 1}")
@@ -158,7 +164,7 @@ class HFTarget(Target):
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Run the rows one after another; see Target.forward."""
+        """Run the batch's rows one after another; returns logits and taps. Raises UnsupportedModelError for trees."""
         batch.require_chains()
         self.cache.append(batch.rows, batch.counts)
         logits: list[Tensor] = []

@@ -53,19 +53,22 @@ INSTRUCTION_SETS = {
     "dotprod": ("-march=armv8.2-a+dotprod",),
     "i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
 }
-"""Flags of kernels_<name>.cpp, oldest first, x86 and ARM. Other files see that it was compiled by PN_HAS_<NAME>."""
+"""Instruction set -> compiler flags of kernels_<set>.cpp; oldest first, x86 and ARM. If a set is compiled, the macro
+PN_HAS_<SET> is defined in other files."""
 AMX = ("-mamx-tile", "-mamx-int8")
-"""Additional flags of kernels_avx512bf16.cpp if the compiler supports them; other files then see PN_HAS_AMX."""
+"""Additional flags of kernels_avx512bf16.cpp if the compiler supports them; PN_HAS_AMX is then defined in other
+files."""
 
 PROBES = HERE / "probes"
-"""Programs with one instruction of each set: an assembler may lack instructions whose flag the compiler accepts."""
+"""Folder of test programs, each with one instruction of a set: an assembler may lack instructions although the compiler
+accepts the flag."""
 
 # The library must not depend on the build machine, and its C++ runtime must not clash with PyTorch's.
 LINK_FLAGS_IF_ACCEPTED = (("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL"), ("-Wl,-z,defs",))
 
 
 class NativeBuildError(RuntimeError):
-    """The library cannot be compiled. The first line of the message is the reason, the others are the compiler's
+    """Raised if the library cannot be compiled. The message's first line is the reason, the others are the compiler's
     output."""
 
 
@@ -74,7 +77,8 @@ def library_name() -> str:
 
 
 def find_compiler() -> list[str]:
-    """`$CXX`, else the first of g++, clang++ and c++ on the path. Raises NativeBuildError."""
+    """Return the compiler's command: `$CXX`, else the first of g++, clang++ and c++ on the path. Raises
+    NativeBuildError."""
     configured = shlex.split(os.environ.get("CXX", ""))
     for command in [configured] if configured else [[name] for name in COMPILERS]:
         if shutil.which(command[0]):
@@ -128,9 +132,9 @@ def compile_library(
 ) -> list[str]:
     """Compile the .cpp files of `source_folder` into the library `out_path`, replacing it atomically.
 
-    sanitize: with address and undefined-behaviour checks. emulated: with instruction sets emulated by others, for tests
-    on
-    processors that lack them. Returns the included instruction sets beyond the portable one. Raises NativeBuildError.
+    sanitize: with address and undefined-behaviour checks. emulated: with some instruction sets emulated by others, for
+    tests on processors that lack them. Returns the names of the instruction sets that were compiled in. Raises
+    NativeBuildError.
     """
     sources = sorted(source_folder.glob("*.cpp"))
     if not sources:

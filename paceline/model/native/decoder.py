@@ -1,4 +1,4 @@
-"""The decoder as one native call per pass: same interface and mathematics as its reference, `model/torch/decoder.py`.
+"""The decoder in C++, one native call per pass, with the interface and formulas of `model/torch/decoder.py`.
 
 Weights are packed once, in the file's format: blocks of four to eight bits of a GGUF file stay quantised and are
 expanded in registers, with a third to a half of a dense copy's bytes. A row's result is batch-invariant, so speculation
@@ -42,10 +42,10 @@ from paceline.model.torch.delta_cache import DeltaCache
 
 
 class NativeDecoder(Target):
-    """Target of a supported family on CPU, computed by the native library."""
+    """A target for CPUs whose passes run in the native library; supports the families of families.json."""
 
     kv: StaticKVCache
-    """`cache`, with its concrete type; heads are padded to the library's head size."""
+    """The same object as `cache`, with its concrete type. Heads are padded to the library's head size."""
     has_own_threads = takes_trees = True
     overwrites_taps = False
 
@@ -58,7 +58,8 @@ class NativeDecoder(Target):
         max_len: int = 2048,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Uses as many threads as PyTorch. Raises NativeError without the library."""
+        """`tensors`: (Hugging Face name, weight). Uses as many threads as PyTorch. Raises NativeError without the
+        library."""
         native.follow_torch()
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
@@ -100,7 +101,7 @@ class NativeDecoder(Target):
         """True if it uses quantised weights of the file."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See Target.load_weights. Quantised weights are replaced by dense ones."""
+        """Replace the weights by dense ones, quantised weights too. Raises ModelFileError, see Target.load_weights."""
         self._take(check_tensors(self.config, tensors, "the new weights"))
         self.allocate_cache(self.cache.num_rows, self.cache.max_len)
 
@@ -116,7 +117,7 @@ class NativeDecoder(Target):
         cache.mover = partial(self._model.keep, self._native_cache)
 
     def as_weight(self, tensor: Tensor) -> Weight:
-        """A drafter's tensor in this target's dtype, or quantised to Q8_0 if the target uses quantised weights."""
+        """Convert a drafter's tensor to this target's dtype, or to Q8_0 if the target's weights are quantised."""
         rounded = tensor.detach().to("cpu", self.dtype)
         return quantise(rounded, "Q8_0") if self.has_blocks else rounded
 
@@ -166,17 +167,16 @@ class NativeDecoder(Target):
         self._buffers.fill(held=held, settle_rows=rows, settle_before=before, settle_counts=counts)
 
     def time_stages(self, seconds: Tensor) -> None:
-        """Make each pass add the seconds of its stages (`native.STAGES`), measured on thread 0, to this float32
-        tensor."""
+        """From now on, add each pass's seconds by stage (`library.STAGES`, on thread 0) to this float32 tensor."""
         self._stage_s = seconds
         self._buffers.work.stage_s = pointer(seconds)
 
 
 class NativeKVCache(StaticKVCache):
-    """A StaticKVCache in the library's layout: see `keys` and `values` of Attention in `native/kernels.h`."""
+    """A StaticKVCache in the library's memory layout: see `keys` and `values` of Attention in `native/kernels.h`."""
 
     mover: Callable[[int, int, list[int]], None] | None = None
-    """Moves positions (see `_move`): the model's function; None for a drafter's cache, which moves none."""
+    """The model's function that moves kept positions: (row, start, slots); None for a drafter's cache."""
 
     def _move(self, row: int, start: int, slots: list[int]) -> None:
         assert self.mover is not None, "this cache does not move positions"
@@ -184,11 +184,11 @@ class NativeKVCache(StaticKVCache):
 
 
 class NativeDeltaCache(DeltaCache, NativeKVCache):
-    """A NativeKVCache for a model with gated delta nets; all recurrent data is float32."""
+    """A NativeKVCache for a model with gated delta nets (linear attention); recurrent data is float32."""
 
     def show(self, view: CCache) -> None:
-        """Pass the memory of states and pending windows to the library. It must outlive the view; enlarged windows must
-        be passed again."""
+        """Write the addresses of recurrent states and pending windows (updates not yet in a state) into the C struct,
+        which the cache must outlive. If windows are enlarged, call this again."""
         memories = [CMemory(*map(pointer, memory.tensors())) for memory in self.memories]
         view.memories, view.room = (CMemory * len(memories))(*memories), self.room
 
@@ -196,7 +196,7 @@ class NativeDeltaCache(DeltaCache, NativeKVCache):
 def native_cache(
     config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0
 ) -> NativeKVCache:
-    """Keys and values of all layers, with heads and rows padded for the library."""
+    """Allocate a cache for all layers, with head size and row length padded for the library."""
     head_dim, slack = padded(config, max_len, slack)
     if config.delta is not None:
         more: dict[str, Any] = {"head_dim": head_dim, "slack": slack, "inputs": torch.float32}
@@ -205,12 +205,12 @@ def native_cache(
 
 
 def padded(config: DecoderConfig, max_len: int, slack: int) -> tuple[int, int]:
-    """(head size, slack positions per row), padded for the library."""
+    """Return (head size, slack positions per row), padded for the library."""
     return native.require().pn_padded_head_dim(config.head_dim), slack + -(max_len + slack) % native.KEYS
 
 
 def cache_view(cache: StaticKVCache) -> CCache:
-    """The cache as a C struct; the tensors must outlive it."""
+    """Describe the cache by a C struct with addresses of its tensors, which must outlive the struct."""
     layer, row, head, _, _ = cache.keys.stride()
     view = CCache(cache.keys.data_ptr(), cache.values.data_ptr(), layer, row, head, cache.keys.shape[3], cache.num_rows)
     if isinstance(cache, NativeDeltaCache):
@@ -292,7 +292,7 @@ def _read_by_a_token(config: DecoderConfig, experts: list[tuple[Matrix, Matrix]]
 
 
 def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
-    """Stack matrices [n_i, cols], each padded to a multiple of 16 rows and kept in its format."""
+    """Stack matrices [n_i, cols], each padded to a multiple of 16 rows if there are several; their formats are kept."""
     forms = [_form(weight, dtype) for weight in weights]
     counts = [padded_rows(weight.shape[0]) for weight in weights] if len(weights) > 1 else [weights[0].shape[0]]
     groups = groupby(zip(forms, counts, strict=True), itemgetter(0))
@@ -317,7 +317,8 @@ def _form(weight: Weight, dtype: torch.dtype) -> str:
 
 
 def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
-    """Concatenate biases with the row padding of `pack`; None without biases."""
+    """Concatenate the biases of stacked matrices, padded in the same way as their rows by `pack`; None without
+    biases."""
     if all(vector is None for vector in vectors):
         return None
     padded = []
@@ -335,7 +336,7 @@ def _vector(vector: Weight, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
 
 
 def layer_parts(config: DecoderConfig, index: int, parts: dict[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
-    """Fields of a CLayer. Removes the weights from `parts`."""
+    """Convert a layer's weights to the fields of a CLayer, by name. Removes the weights from `parts`."""
     offset = config.norm_offset
     layer: dict[str, Any] = {
         field: _vector(parts[f"{name}.weight"], dtype, offset) for field, name in NORMS[config.norms].items()

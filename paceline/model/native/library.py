@@ -39,14 +39,14 @@ FORMAT_NAMES: list[str] = [
 FORMAT_NAMES += ["IQ4_NL", "IQ4_XS"]
 """In the order of the library's PnFormat."""
 FORMATS = {getattr(torch, name): FORMAT_NAMES.index(name) for name in ("float32", "bfloat16")}
-"""Dtypes of inputs, caches and taps."""
+"""Dtypes of inputs, caches and taps -> number of the format in the library."""
 STAGES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 ROPES = ("main", "local", "none")
 GROUP = 16
-"""Matrices of a stack begin at multiples of this many rows."""
+"""A matrix begins at a multiple of this many rows in a stack (matrices packed one below the other)."""
 KEYS = 16
-"""Cache rows hold a multiple of this many positions."""
+"""Number of positions of a cache row is a multiple of this."""
 MAX_HEAD_DIM, MAX_TAPS, MAX_THREADS = 1024, 64, 256
 
 
@@ -183,7 +183,7 @@ def library_path() -> Path:
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library, or None if it is missing or disabled. Warns if it exists but cannot be used."""
+    """Load the library; returns None if it is missing or disabled. Warns if it exists but cannot be used."""
     path = library_path()
     if os.environ.get("PACELINE_NATIVE") == "0" or not path.is_file():
         return None
@@ -202,7 +202,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def require() -> ctypes.CDLL:
-    """The library. Raises NativeError without it."""
+    """Return the loaded library. Raises NativeError if it is missing or disabled."""
     library = load()
     if library is None:
         raise NativeError(
@@ -212,19 +212,18 @@ def require() -> ctypes.CDLL:
 
 
 def multiplies_blocks(dtype: torch.dtype) -> bool:
-    """True if quantised blocks multiply faster than a dense copy: float32 expands them, and the portable code is
-    slow."""
+    """Return True if products in `dtype` are faster with quantised blocks than with a dense copy of the matrix."""
     return dtype == torch.bfloat16 and require().pn_in_use() != b"portable"
 
 
 def check(status: int) -> None:
-    """Raises NativeError with the library's message if a call failed."""
+    """Raise NativeError with the library's error message unless `status`, a call's result, is 0."""
     if status != 0:
         raise NativeError(f"native pass: {require().pn_last_error().decode()}")
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """Address of a contiguous CPU tensor; None for None."""
+    """Memory address of a contiguous CPU tensor; None for None."""
     if tensor is None:
         return None
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
@@ -235,7 +234,7 @@ AnyStructure = TypeVar("AnyStructure", bound=Structure)
 
 
 def filled(struct: AnyStructure, parts: dict[str, Any]) -> AnyStructure:
-    """The struct with these fields set to matrices, float32 vectors and numbers."""
+    """Set fields of a C struct to matrices, float32 vectors and numbers, by name; returns the struct."""
     for name, part in parts.items():
         setattr(
             struct,
@@ -250,12 +249,12 @@ def int32s(values: list[int]) -> Any:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows that `num_rows` rows occupy in a stack."""
+    """Number of rows that a matrix of `num_rows` rows occupies in a stack: the next multiple of GROUP."""
     return -(-num_rows // GROUP) * GROUP
 
 
 class Matrix:
-    """A packed weight matrix [rows, cols] of stacked parts, each with its own format (`FORMAT_NAMES`)."""
+    """A weight matrix [rows, cols] packed by the library, of stacked parts with a format each (FORMAT_NAMES)."""
 
     def __init__(self, parts: list[tuple[int, str]], cols: int) -> None:
         """`parts`: (rows, format) of each; all but the last have a multiple of 16 rows."""
@@ -272,27 +271,26 @@ class Matrix:
         weakref.finalize(self, library.pn_matrix_free, handle)
 
     def fill(self, first_row: int, source: Tensor, format: str | None = None) -> None:
-        """Set rows of one part from `first_row` on: dense [n, cols], or uint8 blocks [n, bytes] in the part's
-        format."""
+        """Set one part's rows from `first_row` on: dense [n, cols], or uint8 blocks [n, bytes] in its format."""
         source = source.contiguous()
         given = FORMAT_NAMES.index(format or str(source.dtype).removeprefix("torch."))
         check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))
 
     def rows_of(self, ids: list[int], dtype: torch.dtype) -> Tensor:
-        """Rows [n, cols] in `dtype`, as an embedding."""
+        """Look up rows, as of an embedding: [len(ids), cols] in `dtype`."""
         out = torch.empty(len(ids), self.cols)
         check(require().pn_matrix_rows(self.handle, int32s(ids), len(ids), FORMATS[dtype], out.data_ptr()))
         return out.to(dtype)
 
     def select(self, ids: list[int]) -> Matrix:
-        """A matrix of these rows, in the same format."""
+        """Return a new matrix of these rows, in the same format."""
         part = Matrix.__new__(Matrix)
         part.formats = self.formats
         part._adopt(require().pn_matrix_select(self.handle, int32s(ids), len(ids)), len(ids), self.cols)
         return part
 
     def multiply(self, x_TD: Tensor, dtype: torch.dtype) -> Tensor:
-        """x W^T as float32 [T, rows]; x is rounded to `dtype` first."""
+        """Multiply inputs x [T, cols], first rounded to `dtype`, by the matrix: x W^T as float32 [T, rows]."""
         x_TD = x_TD.float().contiguous()
         out = torch.empty(x_TD.shape[0], self.rows)
         arguments = (self.handle, FORMATS[dtype], x_TD.data_ptr(), x_TD.shape[0], out.data_ptr())
@@ -301,8 +299,7 @@ class Matrix:
 
 
 class Model:
-    """A model of the library, with references to all memory it uses. `config.layers` must be set; see
-    `native/api.h`."""
+    """A model in the library. `keep` holds the memory it uses; `config.layers` must be set (`native/api.h`)."""
 
     def __init__(self, config: CConfig, keep: list[object]) -> None:
         library = require()
@@ -317,7 +314,7 @@ class Model:
         check(self._forward(self.handle, byref(cache), byref(work)))
 
     def keep(self, cache: CCache, row: int, start: int, slots: list[int]) -> None:
-        """Copy the entries at start + slots[i] of the row to start + i, in all layers."""
+        """Copy keys and values of the row from positions start + slots[i] to start + i, in all layers."""
         check(
             require().pn_keep(
                 self.handle, byref(cache), 1, int32s([row]), int32s([start]), int32s([len(slots)]), int32s(slots)
@@ -325,20 +322,20 @@ class Model:
         )
 
     def inject(self, cache: CCache, rows: list[int], starts: list[int], counts: list[int], features: Tensor) -> None:
-        """Write keys and values of all layers after `starts`, from features [T, F] in the model's dtype."""
+        """Project features [T, F] in the model's dtype to keys and values of all layers, written from `starts` on."""
         arrays = (int32s(rows), int32s(starts), int32s(counts))
         check(require().pn_inject(self.handle, byref(cache), len(rows), *arrays, pointer(features)))
 
 
 class Buffers:
-    """A pass struct and its arrays, reused between passes: allocating them takes longer than filling them."""
+    """Input struct of a pass (CPass) and its arrays, reused between passes: allocating takes longer than filling."""
 
     def __init__(self) -> None:
         self.work = CPass()
         self._arrays: dict[str, Any] = {}
 
     def room(self, name: str, size: int) -> Any:
-        """The array of this field, for at least `size` numbers."""
+        """Return the int32 array of this field, enlarged to at least `size` numbers."""
         array = self._arrays.get(name)
         if array is None or len(array) < size:
             array = self._arrays[name] = (c_int32 * max(size, 64))()
@@ -350,7 +347,7 @@ class Buffers:
             self.room(name, len(numbers))[: len(numbers)] = numbers
 
     def fill_parents(self, parents: list[int] | None) -> None:
-        """Fill the array of parents; None sets a null pointer, which means chains."""
+        """Set the parents of tree tokens (see ForwardBatch); None means that each row's tokens form a chain."""
         self.work.parents = None
         if parents is not None:
             self.fill(parents=parents)
@@ -358,7 +355,8 @@ class Buffers:
 
 
 def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
-    """The token selected by `uniform` in [0, 1) from a request's distribution; float32 [V], contiguous, on CPU."""
+    """Sample a token from a request's distribution by `uniform`, a number in [0, 1). Logits: float32, contiguous, on
+    CPU."""
     given = (params.temperature, params.min_p, params.top_k, params.top_p, uniform)
     token = require().pn_draw(pointer(logits_V), len(logits_V), *given)
     check(min(token, 0))
@@ -368,7 +366,8 @@ def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
 def top_logprobs(
     logits_KV: Tensor, count: int, inverse_temperature: float
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """The `count` most probable tokens of each row and their log-probabilities; float32 [K, V], contiguous, on CPU."""
+    """Return ids and log-probabilities of each row's `count` most probable tokens. Logits: float32, contiguous, on
+    CPU."""
     rows, size = logits_KV.shape
     ids, logprobs = (c_int32 * (rows * count))(), (c_float * (rows * count))()
     check(require().pn_likeliest(pointer(logits_KV), rows, size, count, inverse_temperature, ids, logprobs))
@@ -377,15 +376,14 @@ def top_logprobs(
 
 
 class Picker:
-    """DFlash 2's selector in one native call: holds a drafter's codebooks and gate, and scores candidates."""
+    """Selects draft tokens of a DFlash 2 drafter in one native call: scores candidates with its codebooks and gate."""
 
     def __init__(
         self, count: int, books: tuple[Tensor, Tensor], gate: Matrix, dtype: torch.dtype, ids_V: Tensor | None
     ) -> None:
-        """`count`: candidates per draft position. Codebooks of predecessors and successors [vocabulary, rank], both
-        float32 or
-        bfloat16. `gate` [rank, D] in `dtype`. ids_V int32: token of each column of the logits; None: the columns are
-        the tokens."""
+        """`count`: candidates per draft position. `books`: codebooks of preceding and following tokens [vocabulary,
+        rank], float32 or bfloat16. `gate` [rank, D] in `dtype`. `ids_V`, int32: token id of each logits column; None:
+        column i is token i."""
         self.count, self._keep = count, (books, gate, ids_V)
         (vocabulary, rank), predecessors, successors = books[0].shape, pointer(books[0]), pointer(books[1])
         self._call, self._pick = require().pn_pick, CPick(vocabulary=vocabulary, rank=rank, dtype=FORMATS[dtype])
@@ -393,11 +391,12 @@ class Picker:
         filled(self._pick, {"gate": gate, "token_of": ids_V, **numbers})
 
     def pick(self, anchors: list[int], logits_BKV: Tensor, hidden_BKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(columns, tokens, scores): the `count` most probable columns at each draft position and their tokens, int32
-        [B, K, M], and their scores after each candidate of the previous position, or after the last verified token, [B,
-        K, M, M].
+        """(columns, tokens, scores) of candidates, for K draft positions of each of B rows and M candidates per
+        position.
 
-        logits_BKV float32, contiguous; hidden_BKD in the gate's dtype, contiguous within a row.
+        columns, tokens: the M most probable logits columns and their token ids, int32 [B, K, M]. scores [B, K, M, M]:
+        of each candidate after each one of the previous position, or after the last verified token, in `anchors`.
+        logits_BKV: float32, contiguous; hidden_BKD: in the gate's dtype, contiguous within a row.
         """
         num_rows, slots, size = logits_BKV.shape
         assert hidden_BKD.stride()[1:] == (hidden_BKD.shape[2], 1)
@@ -414,8 +413,8 @@ class Picker:
 
 
 def walk(scores_KMM: Tensor, inverse_temperature: float) -> tuple[list[int], list[float]]:
-    """Indices of the largest scores, each given the previous one, and their log-probabilities in softmax(scores *
-    inverse_temperature); a non-finite score ends the walk. float32, contiguous, on CPU."""
+    """Indices of the best candidate at each draft position, given the one before, and their log-probabilities under
+    softmax(scores * inverse_temperature). Ends at a non-finite score."""
     slots, count, _ = scores_KMM.shape
     places, logprobs = (c_int32 * slots)(), (c_double * slots)()
     num_places = require().pn_walk(pointer(scores_KMM), slots, count, inverse_temperature, places, logprobs)
@@ -423,7 +422,7 @@ def walk(scores_KMM: Tensor, inverse_temperature: float) -> tuple[list[int], lis
 
 
 def use(isa: str) -> None:
-    """Use this instruction set from now on. Raises NativeError if library or processor lack it."""
+    """Select the instruction set for all later calls. Raises NativeError if the library or processor lacks it."""
     library = require()
     if library.pn_use(isa.encode()) != 0:
         known = ", ".join(each for each in library.pn_available().decode().split(",") if "emulated" not in each)

@@ -1,4 +1,4 @@
-"""Converts a conversation to a prompt, for the server, library, training data, proxy and evals.
+"""Converts a conversation to a prompt; used by server, library, training data, proxy and evals.
 
 `chat_text` normalises messages and tools, formats tool calls and results for the model's template, and renders it.
 """
@@ -14,11 +14,11 @@ from paceline.errors import PromptError
 from paceline.model.text.tools import with_tools
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
-"""Template variables that the conversation sets."""
+"""Template variables that callers may not pass, as the conversation sets them."""
 
 
 class Templated(Protocol):
-    """Interface of a tokenizer with a chat template."""
+    """Protocol of a tokenizer with a chat template."""
 
     def apply_chat_template(
         self, messages: Any, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
@@ -36,7 +36,8 @@ def chat_text(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> str:
-    """Prompt text of a conversation; `variables` are passed to the template.
+    """Render a conversation with the model's chat template; returns the prompt text. `variables` are passed to the
+    template.
 
     With `continue_final_message` the text ends with the last message's content, which the answer continues. Raises
     PromptError for malformed messages and RESERVED variables (MessageError names the field), or if the template fails.
@@ -72,5 +73,6 @@ def chat_ids(
     variables: Mapping[str, Any] | None = None,
     **options: bool,
 ) -> list[int]:
-    """Token ids of `chat_text`; special tokens come from the template. Raises the errors of `chat_text`."""
+    """Render a conversation by `chat_text` and return its token ids. The template writes the special tokens, so no bos
+    is added. Raises the errors of `chat_text`."""
     return tokenizer.encode(chat_text(tokenizer, messages, tools, variables, **options), add_special_tokens=False)

@@ -43,13 +43,13 @@ STEP, CONCAT, WEIGHED = "paceline step", "paceline concat", "paceline weighed"
 """Internal filters: no template can use a name with a space."""
 REFUSED = frozenset({"decode", "encode", "format_map", "maketrans", "to_bytes", "translate"})
 HTML_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
-"""Methods and filters that may take very long and that no prompt needs."""
+"""Jinja filters that may take very long and that no prompt needs; they are removed."""
 GROWING = frozenset(
     {"batch", "center", "expandtabs", "indent", "ljust", "replace", "rjust", "round", "slice", "tojson", "zfill"}
 )
-"""Methods and filters whose result may be as long as the product of their arguments."""
+"""Methods and filters with a result that may be as long as the product of their arguments."""
 FIELD = re.compile(r"%(?:\([^)]{0,99}\))?([-+ #.*\d]*)|\{([^{}]*)")
-"""A field of a format string, with its width specification."""
+"""Regular expression for one field of a format string, with its width."""
 STRUCTURAL = frozenset(
     {
         "count",
@@ -68,11 +68,11 @@ STRUCTURAL = frozenset(
     }
     | {"selectattr", STEP, WEIGHED}
 )
-"""Filters that read no elements, or one after another."""
+"""Filters that read none of the elements, or one after another."""
 
 
 class ChatTemplate:
-    """A compiled chat template. Raises TemplateError if it is invalid."""
+    """A compiled chat template. Raises TemplateError if its source is invalid."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE:
@@ -81,7 +81,8 @@ class ChatTemplate:
         self._template = _one_line_errors(lambda: _environment().from_string(source))
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Render the template. Raises TemplateError if it rejects the messages, fails or exceeds a limit."""
+        """Render the template; returns the prompt text. Raises TemplateError if the template rejects the messages,
+        fails or exceeds a limit."""
         return _one_line_errors(lambda: self._template.render(variables))
 
 

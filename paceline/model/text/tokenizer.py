@@ -1,7 +1,7 @@
-"""The model's tokenizer and chat template, and incremental decoding of answers.
+"""The model's tokenizer and chat template, and conversion of generated tokens to text as they arrive.
 
-Loaded from a folder's tokenizer.json (the `tokenizers` library) or from GGUF metadata. Prompts go to the engine as ids;
-answers are decoded piece by piece by `stream()`.
+Loaded from a folder's tokenizer.json (the `tokenizers` library) or from GGUF metadata. The engine receives prompts as
+token ids; `stream()` decodes answers piece by piece.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ STAND_IN_TEMPLATE = (
 )
 
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-"""SentencePiece's byte tokens."""
+"""Text of a SentencePiece token for one byte, such as <0xE4>."""
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = sorted(set(range(256)) - {*_PRINTABLE})
 BYTES_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
-"""Character of a byte-level vocabulary -> byte (GPT-2's table)."""
+"""Character -> the byte that it represents in a byte-level vocabulary (GPT-2's table)."""
 
 _LONG_TEXT = 4096
-"""Minimum characters of a text to encode it as a batch of one, which releases the GIL."""
+"""Minimum characters for encoding a text by the batch function, which releases Python's global lock (GIL)."""
 
 
 class Tokenizer:
@@ -75,7 +75,8 @@ class Tokenizer:
 
     @classmethod
     def stand_in(cls, vocab_size: int) -> Tokenizer:
-        """A placeholder tokenizer for random weights: one token per byte, an artificial word for every other id."""
+        """Make a placeholder tokenizer for a model with random weights: one token per byte, an artificial word for
+        every other id."""
         bytes_first = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]
         words = [*bytes_first, *(f"\u0120t{token}" for token in range(len(bytes_first), vocab_size))]
         vocabulary = {word: token for token, word in enumerate(words)}
@@ -86,11 +87,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids including added ones; a model's embedding may be padded beyond it."""
+        """Number of token ids, including added tokens. A model's embedding may have more rows, as padding."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of raw text, with bos or eos if the tokenizer adds them. Raises PromptError for invalid Unicode."""
+        """Encode raw text to token ids; adds bos or eos if the tokenizer is configured to. Raises PromptError for
+        invalid Unicode."""
         with reraised(
             PromptError, "the prompt is no valid Unicode text", "re-encode it as UTF-8", UnicodeEncodeError, TypeError
         ):
@@ -99,14 +101,14 @@ class Tokenizer:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary are dropped."""
+        """Decode token ids to text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are ignored."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
-        """Render messages without normalising them (`model.text.chat.chat_text` does). `variables` are passed to the
-        template.
+        """Render the chat template with these messages, as they are; `model.text.chat.chat_text` also normalises them.
+        `variables` are passed to the template.
 
         Raises PromptError if the model has no template, or its template rejects the messages, fails or exceeds a limit.
         """
@@ -125,11 +127,12 @@ class Tokenizer:
     def encode_chat(
         self, messages: Messages, variables: Mapping[str, Any] | None = None, tools: Iterable[Any] = ()
     ) -> list[int]:
-        """Prompt token ids of a conversation; see `model.text.chat`. Raises PromptError."""
+        """Render a conversation with the chat template (`model.text.chat.chat_text`) and return the prompt's token ids.
+        Raises PromptError."""
         return chat_ids(self, messages, tools, variables)
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes that a token adds to a text, even if they are part of a character."""
+        """Return the bytes that a token adds to a text; they may be only a part of a UTF-8 character."""
         piece = self.backend.id_to_token(token) or ""
         if BYTE_TOKEN.fullmatch(piece):
             return bytes([int(piece[3:5], 16)])
@@ -144,14 +147,14 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """Ids of the special tokens by their text; decoded answers omit them."""
+        """Text of each special token -> its id. Decoded answers omit special tokens."""
         return {each.content: token for token, each in self.backend.get_added_tokens_decoder().items() if each.special}
 
     def split_stop(self, stop: tuple[str, ...], *, are_hidden: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Split stop strings into (those that a text can contain, ids of those that are special tokens).
+        """Split stop strings into (strings to search in the decoded text, ids of stop strings that are special tokens).
 
-        Raises SamplingError if a stop string contains a special token and other text while decoded texts hide special
-        tokens.
+        `are_hidden`: decoded texts omit special tokens; then SamplingError is raised for a stop string that contains a
+        special token and other text.
         """
         texts, tokens = list[str](), list[int]()
         for each in stop:
@@ -169,7 +172,7 @@ class Tokenizer:
 
 
 class IncrementalDetokenizer:
-    """Decodes token ids incrementally: text returned by `push` is final, and incomplete characters wait for their
+    """Decodes token ids piece by piece. Text that `push` returned is final; an incomplete character waits for its
     remaining tokens.
 
     The concatenated pieces equal `decode` of all ids. A token's text may depend on the previous one (SentencePiece
@@ -183,7 +186,7 @@ class IncrementalDetokenizer:
         self._pending: list[int] = []
 
     def push(self, ids: list[int]) -> str:
-        """Add token ids; returns the text that became final, which may be empty."""
+        """Add token ids; returns the text that became final, which may be ""."""
         self._pending += ids
         text = self._decode(self._context + self._pending)
         if text.endswith(REPLACEMENT):
@@ -191,7 +194,7 @@ class IncrementalDetokenizer:
         return self._finish(len(self._pending), text)
 
     def flush(self) -> str:
-        """End the answer: returns the remaining text, with U+FFFD for an incomplete character."""
+        """End the answer; returns the remaining text, with U+FFFD in place of an incomplete character."""
         return self._finish(len(self._pending))
 
     def _last_boundary(self, text: str) -> int:
@@ -240,13 +243,13 @@ class IncrementalDetokenizer:
 
 
 class TextStream:
-    """Text of one answer, cut at the first stop string.
+    """Decodes one answer piece by piece and ends it before the first stop string.
 
     Text that may be the beginning of a stop string is withheld until the next tokens decide.
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: tuple[str, ...], min_tokens: int = 0) -> None:
-        """Stop strings are not searched in the text of the first `min_tokens` tokens."""
+        """`stop`: the stop strings; they are not searched in the text of the first `min_tokens` tokens."""
         self._detokenizer = detokenizer
         self._stop, self._num_free = stop, min_tokens
         self._held = ""
@@ -254,8 +257,8 @@ class TextStream:
         """The stop string that ended the text, or ""."""
 
     def push(self, tokens: list[int]) -> tuple[str, int | None]:
-        """Add tokens; returns the text that became final, and the number of tokens used if a stop string ended it, else
-        None."""
+        """Add tokens; returns (text that became final, number of these tokens up to the end of a stop string, or None
+        if no stop string ended the text)."""
         if not self._stop:
             return self._detokenizer.push(tokens), None
         shown = ""
@@ -274,7 +277,7 @@ class TextStream:
         return shown, None
 
     def finish(self) -> str:
-        """End the answer: returns the withheld text."""
+        """End the answer; returns the withheld text, up to a stop string in it."""
         self._held += self._detokenizer.flush()
         at, self.stopped_by = self._first_stop()
         return self._held[:at]
@@ -286,7 +289,8 @@ class TextStream:
 
 
 def num_undecided(text: str, strings: tuple[str, ...]) -> int:
-    """Length of the longest suffix of the text that is a proper prefix of one of these strings."""
+    """Number of last characters of `text` that may be the beginning of one of `strings`: the longest suffix that is a
+    proper prefix of one."""
     sizes = range(min(max(map(len, strings)) - 1, len(text)), 0, -1)
     return next((size for size in sizes if any(each.startswith(text[-size:]) for each in strings)), 0)
 

@@ -1,8 +1,8 @@
 """Formats tools and tool calls in prompts, with the model's template or in Hermes format, and the JSON schema of calls.
 
-A template that uses `tools` receives them. For others a system message describes the tools, earlier calls and results
-become text, and the model is instructed to answer with `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-Messages and tools are normalised (`paceline.data.messages`).
+A template that uses the variable `tools` receives the tools. For other templates, a system message describes the tools,
+earlier calls and results become text, and the model is instructed to answer with `<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>`. Messages and tools are normalised before (`paceline.data.messages`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from paceline.errors import PromptError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ROLES = {"developer": "system", "function": "tool"}
-"""Role -> the name that templates use."""
+"""Role of a message -> the name that templates use instead."""
 Message = Mapping[str, Any]
 
 
 def with_tools(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], template: str | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(messages, variables) for the chat template. Raises PromptError for too deeply nested JSON."""
+    """Prepare a conversation for the chat template: returns (messages, variables to pass to it).
+
+    `template` is the template's source, None without one. Raises PromptError for too deeply nested JSON.
+    """
     is_native = bool(template and re.search(r"\btools\b", template))
     plain = [_native(message) if is_native else _as_text(message) for message in messages]
     if not tools:
@@ -38,14 +41,15 @@ def with_tools(
 
 
 def call_schema(tools: Sequence[dict[str, Any]]) -> str:
-    """JSON schema of a call of one of these tools. Raises PromptError if two tools have conflicting definitions."""
+    """Return the JSON schema, as text, of a call of one of these tools. Raises PromptError if two tools have
+    conflicting definitions."""
     definitions: dict[str, dict[str, Any]] = {}
     calls = [_call_schema(tool["function"], definitions) for tool in tools]
     return compact((calls[0] if len(calls) == 1 else {"anyOf": calls}) | definitions)
 
 
 def compact(value: Any) -> str:
-    """Encode as JSON. Raises PromptError if it is nested too deeply."""
+    """Encode a value as JSON on one line. Raises PromptError if it is nested too deeply."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
@@ -53,7 +57,7 @@ def compact(value: Any) -> str:
 
 
 def json_or(text: str, otherwise: Any) -> Any:
-    """Decode JSON; returns `otherwise` if it is invalid."""
+    """Decode JSON; returns `otherwise` if the text is invalid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
