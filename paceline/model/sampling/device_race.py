@@ -1,7 +1,7 @@
-"""`race.py` in tensor operations of fixed shape, so that a recorded round samples its tokens on the device.
+"""Samples tokens on the device, as `race.py` does on the host, in tensor operations of fixed shape for CUDA graphs.
 
-Noise is that of `rng.py`: 64-bit integers with wrap-around. Exponentials and sums of probabilities may differ from
-Python's in their last bits (2.2e-16 relative), and so may a token if two are that close.
+The noise is that of `rng.py`: hashes by 64-bit integers with wrap-around. Exponentials and sums of probabilities may
+differ from Python's in their last bits (2.2e-16 relative); a token may then differ if two candidates are that close.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from paceline.model.sampling.race import FIELD, FILTERED
 from paceline.rng import OTHERS, RACE
 
 FAILED, WHOLE = -1, -2
-"""In place of a token: the logits are invalid; the draw needs the whole distribution."""
+"""Returned instead of a token. FAILED: the logits are invalid. WHOLE: the caller must sample from the whole
+distribution (`race.race`)."""
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class Draws(NamedTuple):
-    """Sampling parameters of each row, [B] each."""
+    """Sampling parameters of the B rows of a batch, one tensor [B] for each parameter."""
 
     seed_B: Tensor
     top_k_B: Tensor
-    """0 is off."""
+    """Number of most probable tokens to keep; 0 is off."""
     inverse_temperature_B: Tensor
-    """Float64; 0 for greedy rows."""
+    """1 / temperature, float64; 0 for greedy rows."""
     min_p_B: Tensor
     top_p_B: Tensor
 
@@ -37,7 +38,7 @@ class Draws(NamedTuple):
 
 
 def signed(number: int) -> int:
-    """Reinterpret an unsigned 64-bit number as signed."""
+    """Convert an unsigned 64-bit integer to the signed one with the same bits, as PyTorch has only signed ones."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
@@ -47,7 +48,8 @@ def _shifted(state: Tensor, count: int) -> Tensor:
 
 
 def mixed(state: Tensor) -> Tensor:
-    """`rng._mix` on int64 tensors."""
+    """Hash 64-bit integers by splitmix64, element by element: int64 tensor -> int64 tensor. Equals the hash of
+    `rng.py`."""
     state = state + signed(_GOLDEN)
     state = (state ^ _shifted(state, 30)) * signed(_FIRST)
     state = (state ^ _shifted(state, 27)) * signed(_SECOND)
@@ -55,14 +57,22 @@ def mixed(state: Tensor) -> Tensor:
 
 
 def exponentials(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
-    """`rng.Noise.exponentials` in float64, on tensors that broadcast."""
+    """Return one exponentially distributed number (mean 1, float64) for each combination of seed, position and token
+    id.
+
+    The three int64 tensors broadcast. Numbers equal those of `rng.Noise.exponentials`.
+    """
     state = mixed(mixed(seed ^ (RACE << 56)) ^ position)
     return -torch.log1p(-(_shifted(mixed(state ^ (tokens << 32)), 11).double() + 0.5) * 2.0**-53)
 
 
 def top_logprobs(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` most probable tokens of each position, best first, and their log-probabilities [B, J, count], NaN if
-    the largest logit is not finite. Rows with inverse temperature 0 use their logits unscaled."""
+    """Return ids and log-probabilities of the `count` most probable tokens at each position, best first: two tensors
+    [B, J, count].
+
+    Log-probabilities are NaN where the largest logit is not finite. Rows with inverse temperature 0 use their logits
+    unscaled.
+    """
     scale_B = inverse_temperature_B.masked_fill(inverse_temperature_B == 0, 1.0).float()
     scaled_BJV = logits_BJV.float() * scale_B[:, None, None]
     values_BJM, ids_BJM = scaled_BJV.topk(min(count, logits_BJV.shape[-1]))
@@ -71,7 +81,11 @@ def top_logprobs(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) 
 
 
 def race(logits_BJV: Tensor, draws: Draws, position_BJ: Tensor) -> Tensor:
-    """Token of each position [B, J], as sampled by `race.race`; or FAILED or WHOLE. Undefined for greedy rows."""
+    """Sample a token at each of J positions of B rows by the exponential race of `race.race`; returns token ids [B, J].
+
+    position_BJ: each token's index in its text, which selects its noise. A result may also be FAILED or WHOLE.
+    Undefined for greedy rows.
+    """
     num_vocab = logits_BJV.shape[-1]
     _, top_k_B, _, min_p_B, top_p_B = draws
     ids_BJM, logprobs_BJM = top_logprobs(logits_BJV, draws.inverse_temperature_B, FILTERED)
@@ -137,8 +151,13 @@ def foreseen(
     spread: float,
     draft_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The token that the target will most probably sample at each position and the log of its probability [B, K], as in
-    `draft/foresight.py`; token ids, or FAILED if the logits are not finite."""
+    """Predict the tokens that the target will sample, from a drafter's logits and the target's sampling noise
+    (`draft/foresight.py`).
+
+    Returns (token ids [B, K], or FAILED if the logits are not finite; log of the probability that the target samples
+    the same token [B, K]). position_BK: each token's index in its text. scale, spread: the parameters of Foresight.
+    draft_ids: token id of each logits column; None: column i is token i.
+    """
     ids_BKM, logprobs_BKM = top_logprobs(logits_BKV, draws.inverse_temperature_B, FIELD)
     tokens_BKM = ids_BKM if draft_ids is None else draft_ids[ids_BKM]
     times_BKM = exponentials(draws.seed_B[:, None, None], position_BK[..., None], tokens_BKM)

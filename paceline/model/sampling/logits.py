@@ -1,13 +1,12 @@
 """Converts a model's logits to the distribution that a request specifies; shared by drafters and the engine.
 
-The order is vLLM's: logit bias, penalties (`penalise`), then temperature, min-p, top-k, top-p (`target_probs`), each
-filter applied to the result of the previous one: top-p counts the mass of tokens kept by min-p and top-k. (Hugging Face
-applies top-k and top-p before min-p.) `sample` samples from the result, `draw` does both; `logprobs_of` uses unmodified
-logits.
+The order is vLLM's: logit bias, penalties (`penalise`), then temperature, min-p, top-k, top-p (`target_probs`). Each
+filter uses the result of the previous one: top-p counts only the probability of tokens kept by min-p and top-k.
+(Hugging Face applies top-k and top-p before min-p.) `sample` samples from the result, `draw` does both; `logprobs_of`
+uses unmodified logits.
 
 Penalties depend on the preceding tokens, so row j of the J = K+1 checked positions assumes that draft[:j] is already in
-the
-answer: speculation stays exact.
+the answer: speculation stays exact.
 """
 
 from __future__ import annotations
@@ -24,9 +23,11 @@ from paceline.model.native import library as native_lib
 from paceline.types import SamplingParams, TokenLogprob
 
 _TOP_P_SIZES = (64, 1024, 8192)
-"""Numbers of top tokens that top-p tries before it sorts the whole vocabulary."""
+"""Numbers of most probable tokens that are tried for top-p, one after another, before the whole vocabulary is
+sorted."""
 MIN_TEMPERATURE = 1e-10
-"""Lower temperatures would overflow float32; the distribution is already one-hot."""
+"""Lower temperatures are raised to this one, as they would overflow float32; only the best token has probability
+then."""
 
 
 def penalise(
@@ -36,13 +37,14 @@ def penalise(
     counts: Mapping[int, int],
     draft_tokens: list[int],
 ) -> Tensor:
-    """Add the logit bias, then the repetition, frequency and presence penalties; [J, V] -> [J, V], J =
-    len(draft_tokens) + 1.
+    """Apply the request's logit bias, then its repetition, frequency and presence penalties, to logits [J, V] of J =
+    len(draft_tokens) + 1 positions; returns [J, V].
 
-    `context` is prompt and answer, `counts` the count of each token in the answer. Repetition divides positive and
-    multiplies negative logits of every token in context + draft[:j] (CTRL, 1909.05858, section 4.1, with the sign rule
-    of Transformers and vLLM); then `frequency * count + presence * (count > 0)` over answer + draft[:j] is subtracted
-    (OpenAI). Returns a float32 copy, or `logits_JV` itself if the request has no bias and no penalty.
+    `context`: tokens of prompt and answer; `counts`: how often each token occurs in the answer. Position j assumes that
+    draft_tokens[:j] were accepted. Repetition divides positive and multiplies negative logits of every token in context
+    + draft[:j] (CTRL, 1909.05858, section 4.1, with the sign rule of Transformers and vLLM). Then `frequency * count +
+    presence * (count > 0)` over answer + draft[:j] is subtracted (OpenAI). Returns a float32 copy, or `logits_JV`
+    itself if the request has no bias and no penalty.
     """
     if not params.logit_bias and not params.has_penalties:
         return logits_JV
@@ -86,11 +88,11 @@ def _subtract_penalties(
 
 
 def target_probs(logits_JV: Tensor, params: SamplingParams) -> Tensor:
-    """Distribution that a request samples from, after temperature, min-p, top-k and top-p; [J, V] -> float32 [J, V],
-    not in place.
+    """Compute the probabilities from which a request samples, after temperature, min-p, top-k and top-p: logits [J, V]
+    -> float32 [J, V], not in place.
 
-    Temperature must be above 0 (greedy requests take the argmax). Keeps exactly top_k tokens, and the fewest that reach
-    top_p (Holtzman et al. 1904.09751, section 3.1); on ties the lowest ids, as argmax.
+    Temperature must be above 0 (greedy requests take the argmax). Keeps exactly top_k tokens, and the smallest set that
+    reaches top_p (Holtzman et al. 1904.09751, section 3.1); between equal probabilities the lowest ids, as argmax does.
     """
     assert params.temperature > 0, "greedy requests take the argmax of their logits"
     if params.temperature != 1.0:
@@ -163,9 +165,10 @@ def _keep_lowest_of_ties(probs_RV: Tensor, values_RM: Tensor, ids_RM: Tensor, nu
 def top_logprobs(
     logits_KV: Tensor, count: int, inverse_temperature: float = 1.0
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """The `count` most probable tokens of each row, best first, and their log-probabilities; ties keep the lowest ids.
+    """Return ids and log-probabilities of the `count` most probable tokens of each row, best first; among equal ones
+    the lowest ids.
 
-    Log-probabilities are NaN for a row that contains NaN or whose largest logit is not finite.
+    Log-probabilities are NaN for a row that contains NaN or has a largest logit that is not finite.
     """
     count = min(count, logits_KV.shape[-1])
     if logits_KV.device.type == "cpu" and logits_KV.dtype == torch.float32 and native_lib.load() is not None:
@@ -178,7 +181,8 @@ def top_logprobs(
 
 
 def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
-    """Token selected from `target_probs` by `uniform` in [0, 1), as by `sample` except for rounding; float logits [V].
+    """Sample a token from logits [V] with the request's parameters. `uniform`, a number in [0, 1), decides which token;
+    the result equals `sample` of `target_probs`, except for rounding.
 
     One native call if the library is available, which reads the logits twice and allocates nothing of vocabulary size.
     Raises NumericsError if the largest logit is not finite or any is NaN.
@@ -192,8 +196,8 @@ def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
 
 
 def sample(weights_V: Tensor, draw: float) -> int:
-    """Inverse transform sampling: the token at which the running sum of `weights_V` exceeds `draw` in [0, 1) times the
-    total.
+    """Sample by inverse transform: return the first token at which the running sum of `weights_V` exceeds `draw` times
+    the total. `draw` is in [0, 1).
 
     Weights are probabilities, or any non-negative numbers with a positive sum; tokens of weight 0 are never returned,
     despite rounding. Raises NumericsError if the sum is not positive and finite.
@@ -220,15 +224,16 @@ def _passes(mass_N: Tensor, threshold: float) -> int:
 
 
 def logprobs_of(logits_V: Tensor, token: int, num_top: int, temperature: float = 1.0) -> TokenLogprob:
-    """Log-probability of `token` and of the `num_top` most probable tokens, best first, from logits [V] modified only
-    by the temperature."""
+    """Return the log-probability of `token`, and of the `num_top` most probable tokens, best first. Logits [V] are
+    modified only by the temperature."""
     return logprobs_of_rows(logits_V[None], [token], num_top, temperature)[0]
 
 
 def logprobs_of_rows(
     logits_TV: Tensor, tokens: list[int], num_top: int, temperature: float = 1.0
 ) -> list[TokenLogprob]:
-    """`logprobs_of` for each row of logits [T, V] and its token, in one pass over all rows."""
+    """Return, for each row of logits [T, V], the log-probability of its token and of the row's `num_top` most probable
+    tokens."""
     logits_TV = logits_TV.float()
     if temperature != 1.0:
         logits_TV = logits_TV / max(temperature, MIN_TEMPERATURE)

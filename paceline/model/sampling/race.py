@@ -1,12 +1,13 @@
 """Samples the target's token at a position such that a drafter that knows the seed can predict it well.
 
 Every token has its own exponential noise with mean 1 at every position (`rng.Noise`). The token with the smallest noise
-divided by its probability wins, so that each token wins with its probability (an exponential race; the Gumbel-max
-trick, Maddison et al., 1411.0030, section 2, is equivalent). A slightly different distribution mostly has the same
-winner. With inverse transform sampling it would not: a change of one token's probability shifts all tokens after it.
-`draft/foresight.py` uses this.
+/ probability wins, so that each token wins with its probability. This is an exponential race; the Gumbel-max trick
+(Maddison et al., 1411.0030, section 2) is equivalent. A slightly different distribution mostly has the same winner, so
+a drafter's own race often predicts the target's token (`draft/foresight.py`). Inverse transform sampling would not
+allow this: a change of one token's probability shifts all tokens after it.
 
-Only the FIELD most probable tokens have individual noise; all others race as one; if they win, one number selects one.
+Only the FIELD most probable tokens have noise of their own. All others share one entry in the race; if it wins, one
+uniform number selects one of them.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from paceline.rng import Noise
 from paceline.types import SamplingParams
 
 FIELD = 32
-"""Tokens that race individually, or FILTERED if the request has filters."""
+"""Number of most probable tokens with noise of their own; FILTERED if the request uses min-p, top-k or top-p."""
 FILTERED = 128
 
 
 def race(logits_V: Tensor, params: SamplingParams, noise: Noise) -> int:
-    """Sample a token of `logits.target_probs` with the noise of its position; float logits [V].
+    """Sample a token from logits [V] by an exponential race: from the distribution `target_probs`, with the noise of
+    the token's position.
 
     The distribution is exact except for rounding; the winner depends on logits, parameters and `noise` alone. Raises
     NumericsError if the largest logit is not finite or any is NaN.

@@ -1,7 +1,8 @@
-"""Small decoder operations with hand-written gradients: one pass instead of autograd's five.
+"""RMSNorm, SwiGLU and RoPE for training on CPU, with hand-written gradients: one pass over memory instead of autograd's
+five.
 
-For training on CPU, where they otherwise take as long as the matrix products. Results equal those of plain PyTorch
-operations (tests/model/test_fused.py); all compute in float32.
+Otherwise these small operations take as long as the matrix products. Results equal those of plain PyTorch operations
+(tests/model/test_fused.py); all compute in float32.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ from torch import Tensor
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """Dtype of a matrix product with this tensor: autocast's dtype if it is on, else the tensor's own."""
+    """Return the dtype of a matrix product with this tensor: autocast's if autocast is on, else the tensor's own."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 def rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """inputs / sqrt(mean(inputs^2) + eps) * weight over the last dimension, in the dtype of the next matrix product."""
+    """Compute inputs / sqrt(mean(inputs^2) + eps) * weight over the last dimension, in the dtype of the next matrix
+    product."""
     return _RMSNorm.apply(inputs, weight, eps, autocast_dtype(inputs))
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Compute silu(gate) * up."""
     return _SwiGLU.apply(gate, up)
 
 
 def rotate(heads_THD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """RoPE, half-split: x * cos + swap_halves(x) * signed_sin; the tables broadcast over heads."""
+    """Apply RoPE in the half-split layout: x * cos + swap_halves(x) * signed_sin. The tables broadcast over heads."""
     return _Rotate.apply(heads_THD, cos, signed_sin)
 
 

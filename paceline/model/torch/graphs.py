@@ -1,9 +1,9 @@
 """Decode passes of fixed shape for CUDA graphs: without replay, a GPU waits for Python at small batch sizes.
 
-A `StaticPass` computes rows 0..B-1 of the cache, J tokens each, from static buffers: attention reads row lengths on the
-device (`kernels/attend.py`), and rows and tokens are rounded up to a grid, so that few graphs suffice. Idle rows and
-padding tokens write to scratch positions after max_len, which are never read. On CPU the same pass runs without a
-graph; `tests/model/test_graphs.py` compares it with the eager one.
+A `StaticPass` computes J tokens for each of the cache rows 0..B-1, from buffers at fixed addresses. Attention reads row
+lengths on the device (`kernels/attend.py`), and rows and tokens are rounded up to a grid, so that few graphs suffice.
+Idle rows and padding tokens write to scratch positions after max_len, which are never read. On CPU the same pass runs
+without a graph; `tests/model/test_graphs.py` compares it with the eager one.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ from paceline.model.torch.kernels.layer import Places
 from paceline.model.torch.recorded import Grid, Recorder, Recordings, Region, row_sizes
 
 MAX_COUNT = MOST_BITS
-"""Maximum tokens per row of a static pass, and number of scratch positions after each row of the cache."""
+"""Maximum tokens per row of a pass of fixed shape; also the number of scratch positions after each row of the cache."""
 _COUNTS = (1, 4, 8, 16)
 
 
 def can_record(config: DecoderConfig) -> bool:
-    """True if this model's passes can be part of a larger recorded region, which has tokens and lengths only on the
-    device. Gated delta nets cannot: their committed positions are counted on the host between passes."""
+    """Return True if this model's passes can be part of a larger CUDA graph, in which tokens and lengths exist only on
+    the device. Models with gated delta nets cannot: their committed positions are counted on the host between
+    passes."""
     return config.delta is None
 
 
 class StaticWriter(CacheWriter):
-    """Writes J tokens to each of the cache rows 0..B-1; padding tokens go to scratch positions."""
+    """Writes keys and values of J tokens to each of the cache rows 0..B-1; those of padding tokens go to scratch
+    positions."""
 
     def __init__(self, num_rows: int, count: int, scratch: int, device: torch.device) -> None:
-        """`scratch`: the first of J scratch positions in each row."""
+        """`count`: J; `scratch`: the first of the J scratch positions in each row."""
         self.slot_J = torch.arange(count, device=device)
         self._scratch_J = scratch + self.slot_J
         self._rows_T = torch.arange(num_rows, device=device).repeat_interleave(count)
 
     def point(self, starts_B: Tensor, counts_B: Tensor) -> Tensor:
-        """Set the lengths after which to write; returns the positions [B, J] as if all tokens were valid."""
+        """Set each row's length before the pass and number of valid tokens; returns the J positions after each row's
+        length, [B, J]."""
         slots_BJ = starts_B[:, None] + self.slot_J
         self.own_BJ = self.slot_J < counts_B[:, None]
         self._slots_T = torch.where(self.own_BJ, slots_BJ, self._scratch_J).flatten()
@@ -59,7 +62,7 @@ class StaticWriter(CacheWriter):
 
 
 class StaticPlan(AttentionPlan):
-    """Attention of a static pass, for layers with one window setting."""
+    """Attention pattern of a pass of fixed shape, for all layers with the same sliding window."""
 
     def __init__(self, sight: Sight, live_T: Tensor | None = None) -> None:
         self._sight, self.live_T = sight, live_T
@@ -69,12 +72,13 @@ class StaticPlan(AttentionPlan):
 
 
 class StaticPass(Region):
-    """Target pass of one shape: B rows, J tokens each."""
+    """Target pass of one fixed shape: B rows with J tokens each."""
 
     kind = "target"
 
     def __init__(self, decoder: Decoder, num_rows: int, count: int, logits_TV: Tensor, taps_TF: Tensor | None) -> None:
-        """`logits_TV` and `taps_TF`: buffers of at least B * J rows, which passes of other shapes may share."""
+        """`count`: J. `logits_TV` and `taps_TF`: output buffers of at least B * J rows, which passes of other shapes
+        may share."""
         self._decoder = decoder
         self._num_rows, self._count = num_rows, count
         device, size = decoder.device, num_rows * count
@@ -102,11 +106,12 @@ class StaticPass(Region):
         return [buffer for buffer in buffers if buffer is not None]
 
     def compute(self) -> None:
-        """Fill `logits_TV` and `taps_TF`, row after row, from the input buffers."""
+        """Run the pass on the input buffers; writes `logits_TV` and `taps_TF`, B * J rows in order of cache rows."""
         self.compute_of(self.tokens_BJ, self.starts_B, self.counts_B)
 
     def compute_of(self, tokens_BJ: Tensor, starts_B: Tensor, counts_B: Tensor) -> None:
-        """Fill `logits_TV` and `taps_TF` from these tensors, as part of a larger region."""
+        """Run the pass on these tensors instead of the input buffers, as part of a larger region; writes `logits_TV`
+        and `taps_TF`."""
         decoder = self._decoder
         self._writer.point(starts_B, counts_B)
         depths_BJ, bits_BJ = self.relation_2BJ
@@ -132,8 +137,8 @@ class StaticPass(Region):
             self.chosen_LTK.copy_(chosen_LTK)
 
     def fill(self, batch: ForwardBatch) -> list[int]:
-        """Copy a batch to the input buffers; returns its tokens' indices in the pass. One copy to the device, two for
-        trees."""
+        """Copy a batch to the input buffers; returns, for each of its tokens, the index among the B * J tokens of the
+        pass. One copy to the device, two for trees."""
         num_rows, count = self._num_rows, self._count
         tokens, starts, counts, committed = [0] * (num_rows * count), [0] * num_rows, [0] * num_rows, [0] * num_rows
         kv = self._decoder.kv
@@ -148,7 +153,8 @@ class StaticPass(Region):
         return places
 
     def set_parents(self, rows: list[int], counts: list[int], parents: list[int] | None) -> None:
-        """Set the tokens' parents for the next pass; see ForwardBatch."""
+        """Set the tokens' parents in a tree for the next pass, as in `ForwardBatch.parents`; None: each row's tokens
+        form a chain."""
         if parents is None and self._is_chain:
             return
         self._is_chain = parents is None
@@ -170,12 +176,13 @@ def _chains(num_rows: int, count: int) -> Tensor:
 
 
 class GraphDecoder(Decoder):
-    """Decoder with decode passes of fixed shape; on CUDA `record` captures each shape once for replay."""
+    """A Decoder with decode passes of fixed shape. On CUDA, `record` captures each shape once as a CUDA graph, to be
+    replayed."""
 
     slack = MAX_COUNT
 
     def __init__(self, config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]], **options: Any) -> None:
-        """`options` are Decoder's."""
+        """`options`: the other arguments of Decoder."""
         super().__init__(config, tensors, **options)
         self.recorder = self._recorder = self.recorder or Recorder(self.device)
 
@@ -194,7 +201,8 @@ class GraphDecoder(Decoder):
         self._logits_TV: Tensor | None = None
 
     def record(self, most_count: int) -> None:
-        """Records the whole grid of passes; see Target.record."""
+        """Record a decode pass for every shape of the grid, with up to `most_count` tokens per row and the layers now
+        tapped."""
         if most_count > self._most_count:
             self._most_count = most_count
             self._forget(most_count)
@@ -219,12 +227,13 @@ class GraphDecoder(Decoder):
         return self._recordings[self.tap_layers]
 
     def static_pass(self, num_rows: int, count: int) -> StaticPass:
-        """A pass with the current taps for use in another region. `count` is one of `counts`."""
+        """Create a pass with the layers now tapped, for use in a larger region. `count`: tokens per row, one of
+        `counts`."""
         return self._tapping().make(num_rows, count)
 
     @property
     def counts(self) -> Sequence[int]:
-        """Tokens per row of recorded passes, ascending."""
+        """Numbers of tokens per row for which passes are recorded, ascending."""
         return self._grid.sizes[1]
 
     @torch.inference_mode()
@@ -265,6 +274,7 @@ class GraphDecoder(Decoder):
 
 
 def pass_grid(num_rows: int, most_count: int) -> Grid:
-    """Grid of shapes (rows, tokens per row) of target passes with up to `most_count` tokens per row."""
+    """Return the grid of shapes (rows, tokens per row) to record for target passes with up to `most_count` tokens per
+    row."""
     most_count = min(most_count, MAX_COUNT)
     return Grid(row_sizes(num_rows), [*(count for count in _COUNTS if count < most_count), most_count])

@@ -9,7 +9,7 @@ from paceline.model.torch.kernels import layer as kernels
 from paceline.model.torch.parts import RMSNorm, WholeNorm
 
 Tables = tuple[Tensor, Tensor]
-"""(cosines, signed sines) of a pass's positions; see `Rope.tables`."""
+"""(cosines, signed sines) for RoPE of a pass's positions; see `Rope.tables`."""
 
 
 def split_heads(
@@ -22,11 +22,12 @@ def split_heads(
     rope: Rope | None,
     tables: Tables | None,
 ) -> Tensor:
-    """Queries [T, num_heads, head_dim] of a fused product; writes keys and values to the cache.
+    """Split the QKV projection's output into heads, apply norms and RoPE, and write keys and values to the cache;
+    returns the queries [T, num_heads, head_dim].
 
-    fused_TX: heads of queries, keys and values, then any other columns. keys, values: a layer of the cache [rows,
-    kv_heads,
-    positions, head_dim]. norm: for queries and keys. Without `rope` nothing is rotated.
+    fused_TX: for each token the heads of queries, keys and values, then any other columns. keys, values: one layer of
+    the cache [rows, kv_heads, positions, head_dim]. norm: of queries and keys. Without `rope` nothing is rotated. On a
+    GPU this is one kernel (`kernels.layer.heads`), elsewhere PyTorch.
     """
     if not kernels.can_run(fused_TX):
         return heads_twin(fused_TX, num_heads, keys, values, writer, norm, rope, tables)
@@ -45,7 +46,7 @@ def heads_twin(
     rope: Rope | None,
     tables: Tables | None,
 ) -> Tensor:
-    """`split_heads` in PyTorch: the reference of `kernels.layer.heads`."""
+    """Implementation of `split_heads` in PyTorch operations; the reference of the kernel `kernels.layer.heads`."""
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     num_qk_heads = num_heads + num_kv_heads
     heads = fused_TX.unflatten(-1, (-1, head_dim))

@@ -1,8 +1,9 @@
-"""Recorded regions: work of fixed shape, captured in CUDA graphs before traffic; computed eagerly on other devices.
+"""Recorded regions: work of fixed shape, captured in CUDA graphs before serving and then replayed. On other devices it
+is computed directly.
 
 A region computes outputs from inputs, all buffers at fixed addresses, with tensor operations only, so that a replay
-needs no Python. Shapes are rounded up to a grid. A shape outside the grid, or not recorded, is computed eagerly by the
-region's owner and counted: a capture takes tenths of a second, too long during traffic.
+needs no Python. Shapes are rounded up to a grid. If a shape is outside the grid or not recorded, the region's owner
+computes it eagerly, and this is counted: a capture takes tenths of a second, too long while requests wait.
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ _CAPTURING = threading.Lock()
 
 
 class Region(ABC):
-    """Work of one shape, from input buffers to output buffers."""
+    """A piece of work of one fixed shape that can be recorded as a CUDA graph; it reads and writes fixed buffers."""
 
     kind = ""
-    """Name under which its runs are counted."""
+    """Name of this type of work, such as "target"; runs are counted under it."""
     replay: Callable[[], None]
-    """Set by `Recorder.record`."""
+    """Runs the work on the current inputs; set by `Recorder.record`."""
 
     @abstractmethod
     def compute(self) -> None:
-        """Compute the outputs by tensor operations on the device, without host-device copies in either direction."""
+        """Compute the outputs by tensor operations on the device, without copies between host and device."""
 
 
 class Recorder:
-    """Captures regions of one device in one memory pool, shared by regions that never run concurrently.
+    """Records regions as CUDA graphs on one device. All graphs share one memory pool, so regions must never run
+    concurrently.
 
-    Outputs must therefore be in buffers outside the pool, whose memory other graphs reuse. On other devices than CUDA
-    regions are computed directly, so that tests run the same code without a GPU.
+    Outputs must be in buffers outside the pool, as other graphs reuse its memory. On devices other than CUDA regions
+    are computed directly, so that tests run the same code without a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,14 +65,14 @@ class Recorder:
         self._memory: tuple[Any, torch.cuda.Stream] | None = None
 
     def record(self, region: Region) -> None:
-        """Record a region with its current buffers; on CUDA this runs it three times."""
+        """Record a region with its current buffers, and set its `replay`. On CUDA this runs the region three times."""
         began = time.perf_counter()
         region.replay = self._capture(region) if self.device.type == "cuda" else region.compute
         self.num_recorded += 1
         self.seconds += time.perf_counter() - began
 
     def run(self, region: Region) -> None:
-        """Compute the region's outputs from the current inputs."""
+        """Run a recorded region on the current contents of its input buffers."""
         self.replayed[region.kind] += 1
         region.replay()
 
@@ -108,23 +110,24 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class Grid:
-    """Shapes to record: the product of the sizes in each dimension."""
+    """The shapes to record: all combinations of the given sizes of each dimension."""
 
     def __init__(self, *sizes: Sequence[int]) -> None:
-        """`sizes`: ascending, by dimension."""
+        """`sizes`: for each dimension its sizes, ascending."""
         self.sizes = sizes
 
     @property
     def shapes(self) -> list[Shape]:
-        """All shapes, largest first, so that later captures reuse the memory of earlier ones."""
+        """All shapes of the grid, largest first, so that later captures reuse the memory of earlier ones."""
         return sorted(itertools.product(*self.sizes), key=lambda shape: (math.prod(shape), shape), reverse=True)
 
     def round_up(self, dimension: int, needed: int) -> int | None:
-        """The smallest size of this dimension that is at least `needed`, or None."""
+        """Return the dimension's smallest size that is at least `needed`, or None if all are smaller."""
         return next((size for size in self.sizes[dimension] if size >= needed), None)
 
     def cover(self, *needed: int) -> Shape | None:
-        """The smallest shape that is large enough in every dimension, or None."""
+        """Return the smallest shape with at least the needed size in every dimension, or None if the grid has no such
+        shape."""
         shape = [self.round_up(dimension, size) for dimension, size in enumerate(needed)]
         return None if None in shape else tuple(size for size in shape if size is not None)
 
@@ -133,10 +136,11 @@ AnyRegion = TypeVar("AnyRegion", bound=Region)
 
 
 class Recordings(Generic[AnyRegion]):
-    """Recorded regions of one type, by shape."""
+    """Cache of recorded regions that do the same type of work, one for each shape of a grid."""
 
     def __init__(self, recorder: Recorder, kind: str, grid: Grid, make: Callable[..., AnyRegion]) -> None:
-        """`make` creates a region; it receives the shape, one argument per dimension."""
+        """`kind`: name of the work, for counts. `make` creates a region; it receives the shape, one argument per
+        dimension."""
         self._recorder, self._kind, self.grid, self.make = recorder, kind, grid, make
         self._regions: dict[Shape, AnyRegion | None] = {}
         """Shape -> region, or None if recording failed."""
@@ -150,8 +154,8 @@ class Recordings(Generic[AnyRegion]):
 
     @torch.inference_mode()
     def find(self, *needed: int) -> AnyRegion | None:
-        """A recorded region that is large enough in every dimension; None, counted as an eager run, if none is
-        recorded."""
+        """Return the recorded region for the smallest shape that is large enough in every dimension. None if it is not
+        recorded; this is counted as an eager run."""
         shape = self.grid.cover(*needed)
         if shape is not None and shape not in self._regions and self._recorder.records_late:
             self._add(shape)
@@ -176,5 +180,5 @@ class Recordings(Generic[AnyRegion]):
 
 
 def row_sizes(num_rows: int) -> list[int]:
-    """1, 2, 4, ... and `num_rows` itself."""
+    """Return the row counts to record: 1, 2, 4, ... and `num_rows` itself."""
     return [*(1 << power for power in range((num_rows - 1).bit_length())), num_rows]

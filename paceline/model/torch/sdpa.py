@@ -1,4 +1,4 @@
-"""Selects PyTorch's attention kernels on GPUs, for eager passes and without Triton.
+"""Selects PyTorch's attention kernels on GPUs, for passes outside CUDA graphs and without Triton.
 
 Masks are floating-point numbers, which the flash kernel does not support. The memory-efficient kernel does; cases that
 it does not support (head sizes, strides) fall back to the math kernel, which stores the whole score matrix. cuDNN is
@@ -17,7 +17,7 @@ KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacken
 
 
 def chosen_kernels(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Context in which attention on CUDA uses only KERNELS; no effect on other devices.
+    """Return a context manager in which PyTorch's attention on CUDA uses only KERNELS; no effect on other devices.
 
     Entering takes some 30 us, so a pass enters it once; nested uses, or with cuDNN already off, only read a flag.
     """
