@@ -155,8 +155,8 @@ def foreseen(
     (`draft/foresight.py`).
 
     Returns (token ids [B, K], or FAILED if the logits are not finite; log of the probability that the target samples
-    the same token [B, K]). position_BK: each token's index in its text. scale, spread: the parameters of Foresight.
-    draft_ids: token id of each logits column; None: column i is token i.
+    the same token [B, K]). position_BK: each token's index in its text. scale, spread: fields of
+    `draft.foresight.Foresight`. draft_ids: token id of each logits column; None: column i is token i.
     """
     ids_BKM, logprobs_BKM = top_logprobs(logits_BKV, draws.inverse_temperature_B, FIELD)
     tokens_BKM = ids_BKM if draft_ids is None else draft_ids[ids_BKM]

@@ -1,7 +1,7 @@
 """Attention of a packed batch over the static KV cache, and RoPE of its queries and keys.
 
-A pass has several rows, each with its own start and number of new tokens. The plan, including masks, is built once per
-pass and used by every layer. Queries that share a key head are stacked as rows of one product (GQA without repeating
+A pass has several rows, each with its own start and number of new tokens. Their plan, including masks, is built once
+per pass and used by every layer. Queries that share a key head are stacked as rows of one product (GQA without repeated
 keys), four times faster on CPU at one position than `enable_gqa=True` (docs/project/log/2026-11.md).
 
 Adjacent rows with equal token counts run as one product with a mask; other rows run over exactly their own length.
@@ -27,14 +27,14 @@ from paceline.model.torch.sdpa import chosen_kernels
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Options for turning query-key products into attention weights."""
+    """Options for turning attention scores (query-key products) into attention weights."""
 
     scale: float | None = None
-    """Factor on the products; None: 1 / sqrt(head_dim)."""
+    """Factor on the scores; None: 1 / sqrt(head_dim)."""
     cap: float = 0.0
-    """Soft cap (tanh) of the products, before the mask; 0 is off."""
+    """Soft cap of the scores, cap * tanh(score / cap), before the mask; 0 is off."""
     sinks_H: Tensor | None = None
-    """For each head, the learned score of an always visible key without a value (gpt-oss)."""
+    """Attention sink of each head: the learned score of an always visible key without a value (gpt-oss)."""
 
 
 PLAIN = Scores()
@@ -54,10 +54,10 @@ class _Span:
 
 
 class AttentionPlan:
-    """Attention pattern of one pass, for layers with one window setting; causal or not among the new tokens."""
+    """The cache positions that each token of a pass attends to; shared by all layers with the same sliding window."""
 
     live_T: Tensor | None = None
-    """In a pass of fixed shape, mask of valid tokens; None: all are valid."""
+    """Mask of valid tokens in a pass of fixed shape, where others are padding; None: all are valid."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class AttentionPlan:
         is_causal: bool = True,
         parents: list[int] | None = None,
     ) -> None:
-        """`parents`: see ForwardBatch; a token then attends to positions before its row's start, its ancestors and
-        itself."""
+        """`group`: query heads per key head. `parents`: as in ForwardBatch; a token then attends to all positions
+        before its row's start, to its ancestors and to itself."""
         self._group = group
         self._window = window
         self._is_causal = is_causal
@@ -100,8 +100,8 @@ class AttentionPlan:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
-        """A plan with explicit masks; `visible`: for each row, the cache positions each token attends to, bool [count,
-        positions]."""
+        """Build a plan from explicit masks. `visible`: for each row, the cache positions that each of its tokens
+        attends to, bool [count, positions]."""
         plan = cls([], [], [], group=group, dtype=dtype, device=device)
         for row, count, seen in zip(rows, counts, visible, strict=True):
             plan.spans.append(_Span(row, 1, count, 0, seen.shape[-1], plan._additive(seen[None].to(device))))
@@ -145,7 +145,7 @@ class AttentionPlan:
         return mask.repeat(1, self._group, 1)[:, None]
 
     def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor, scores: Scores = PLAIN) -> Tensor:
-        """Attention output [T, heads * head_dim] of queries [T, heads, head_dim].
+        """Compute the attention output [T, heads * head_dim] of queries [T, heads, head_dim].
 
         keys, values: one layer of the cache, [rows, kv_heads, max_len, head_dim], with the new tokens already written.
         """
@@ -161,9 +161,10 @@ class AttentionPlan:
 
 
 def attend_rows(query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores = PLAIN) -> Tensor:
-    """Attention output [T, heads * head_dim] of rows with equal numbers of queries, one row after another.
+    """Compute the attention output [T, heads * head_dim] of rows with equal numbers of queries, one row after another.
 
-    keys, values: visible range of the cache, [rows, kv_heads, positions, head_dim]; mask: see `AttentionPlan._mask`.
+    keys, values: visible range of the cache, [rows, kv_heads, positions, head_dim]. mask: None, or added to the scores,
+    [rows, 1, group * count, positions].
     """
     num_rows, kv_heads, _, head_dim = keys.shape
     count, group = len(query_THD) // num_rows, query_THD.shape[1] // kv_heads
@@ -196,8 +197,8 @@ def _weigh(stacked: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores, c
 
 
 def ancestors(parents: list[int]) -> tuple[Tensor, list[int]]:
-    """(bool [C, C]: whether a token is an ancestor of another or the token itself, number of ancestors of each
-    token)."""
+    """Find the ancestors of each of C tokens in trees: (bool [C, C], true where the column's token is an ancestor of
+    the row's token or that token itself; number of ancestors of each token)."""
     seen_CC, depths = torch.eye(len(parents), dtype=torch.bool), list[int]()
     for token, parent in enumerate(parents):
         if parent >= 0:
@@ -218,7 +219,8 @@ def _runs(rows: list[int], counts: list[int]) -> list[int]:
 
 
 class CacheWriter:
-    """Writes a pass's keys and values to the cache; positions are computed once per pass and used by every layer."""
+    """Writes new keys and values to the cache. The positions of a pass's tokens are computed once and used by every
+    layer."""
 
     def __init__(
         self, rows: list[int], starts: list[int], counts: list[int], device: torch.device | str = "cpu"
@@ -233,7 +235,7 @@ class CacheWriter:
 
     @property
     def places(self) -> Places:
-        """Cache rows and positions of the tokens, for kernels."""
+        """Cache row and position of each token, in the form that kernels need."""
         if self._places is None and self._single is not None:
             row, start, count = self._single
             position_T = torch.arange(start, start + count, device=self._device)
@@ -243,7 +245,8 @@ class CacheWriter:
         return self._places
 
     def write(self, cache: Tensor, new_THD: Tensor) -> None:
-        """Copy [T, kv_heads, head_dim] into a layer of the cache [rows, kv_heads, max_len, head_dim]."""
+        """Copy the new keys or values [T, kv_heads, head_dim] into one layer of the cache [rows, kv_heads, max_len,
+        head_dim]."""
         if self._single is None:
             cache[self._row_T, :, self._position_T] = new_THD
         else:
@@ -252,12 +255,12 @@ class CacheWriter:
 
 
 def positions_of(starts: list[int], counts: list[int]) -> list[int]:
-    """Absolute position of each token of a packed pass."""
+    """Return the position in its row of each token of a packed pass, without trees."""
     return [start + offset for start, count in zip(starts, counts, strict=True) for offset in range(count)]
 
 
 class Rope:
-    """RoPE in the half-split layout, from tables [max_len, R] for the first R channels of each head."""
+    """RoPE in the half-split layout, by tables [max_len, R] for the first R channels of each head."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         half = cos.shape[-1] // 2
@@ -275,24 +278,25 @@ class Rope:
         kind: RopeKind = "main",
         slack: int = 0,
     ) -> Self:
-        """RoPE for texts of up to `max_len` tokens, with tables for `slack` more positions; see `rope_tables`."""
+        """Make RoPE for texts of up to `max_len` tokens, of the layers with this `kind`; tables cover `slack` more
+        positions."""
         tables = rope_tables(config, max_len + slack, kind, longest=max_len)
         return cls(*(table.to(device, dtype) for table in tables))
 
     def tables(self, positions: list[int]) -> tuple[Tensor, Tensor]:
-        """cos and signed sin [T, 1, R] for these positions."""
+        """Look up the cosines and signed sines of these positions: [T, 1, R] each."""
         if len(positions) == 1:
             at = positions[0]
             return self._cos[at : at + 1, None], self._signed_sin[at : at + 1, None]
         return self.tables_at(torch.tensor(positions, device=self._cos.device))
 
     def tables_at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `tables`, from a tensor of positions."""
+        """Look up the cosines and signed sines of a tensor of positions: [T, 1, R] each."""
         return self._cos[positions_T][:, None], self._signed_sin[positions_T][:, None]
 
     def rotate(self, heads_THD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """x * cos + rotate_half(x) * sin; rotating by half the size swaps the halves, and the table contains the
-        sign."""
+        """Rotate heads x: x * cos + rotate_half(x) * sin. Rolling x by half its size swaps the halves; the table
+        contains the sign."""
         if self._size < heads_THD.shape[-1]:
             rotated, rest = heads_THD.tensor_split([self._size], dim=-1)
             return torch.cat([self.rotate(rotated, tables), rest], dim=-1)
@@ -303,12 +307,11 @@ class Rope:
 def rope_tables(
     config: DecoderConfig, max_len: int, kind: RopeKind = "main", longest: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of `max_len` positions, float32 [max_len, R] each, including yarn's attention factor.
+    """Compute cosines and sines for `max_len` positions, float32 [max_len, R] each, including YaRN's attention factor.
 
-    longest: maximum text length [default: max_len]; longrope selects its factors by it, for all positions. If the last
-    position
-    of each pass selected them, drafts would change how accepted tokens are rotated. Raises UnsupportedModelError for an
-    unknown RoPE type, ModelFileError if its numbers are missing.
+    longest: maximum text length [default: max_len]; LongRoPE selects its factors by it, for all positions. (Selected by
+    the last position of each pass, drafts would change how accepted tokens are rotated.) Raises UnsupportedModelError
+    for an unknown RoPE type, ModelFileError if its numbers are missing.
     """
     inv_freq, attention_factor = inverse_frequencies(config, kind, max_len if longest is None else longest)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq
@@ -317,7 +320,7 @@ def rope_tables(
 
 
 def inverse_frequencies(config: DecoderConfig, kind: RopeKind = "main", longest: int = 0) -> tuple[Tensor, float]:
-    """(angle per position, float32 [R / 2]; factor on cosine and sine)."""
+    """Compute RoPE's frequencies: (angle per position, float32 [R / 2]; factor on cosines and sines)."""
     theta, scaling = config.rope_theta, config.rope_scaling
     if kind == "local":
         theta, scaling = config.local_rope_theta, config.local_rope_scaling

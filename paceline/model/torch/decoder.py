@@ -1,9 +1,9 @@
 """The PyTorch decoder for the families of families.json, optimised for decoding.
 
 Weights are fused (q, k, v; gate and up) and packed for the device; keys and values go into a static cache; one call
-runs a ragged batch and also returns taps. It uses plain functions on tensors rather than modules, since at one row call
-overhead dominates. `model/checkpoint.py` provides the tensors; differences between families are fields of
-DecoderConfig. `tests/families/` compares every family with Transformers.
+runs a ragged batch and also returns the outputs of tapped layers. It uses plain functions on tensors rather than
+modules, since at one row call overhead dominates. `model/checkpoint.py` provides the tensors; differences between
+families are fields of DecoderConfig. `tests/families/` compares every family with Transformers.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from paceline.model.torch.sdpa import chosen_kernels
 
 
 class LayerAttention(NamedTuple):
-    """Inputs of a layer's attention in addition to hidden states: its part of the cache, and the pass's plan and
-    positions."""
+    """Inputs of a layer's attention in addition to hidden states: the layer's part of the cache, and the pass's
+    attention plan and positions."""
 
     keys: Tensor
     values: Tensor
     plan: AttentionPlan
     writer: CacheWriter
     rope: Rope | None
-    """None: nothing is rotated."""
+    """RoPE of the layer; None: nothing is rotated."""
     tables: Tables | None
 
 
@@ -62,7 +62,7 @@ class Layer:
     input_norm: Norm
     qkv: PackedLinear
     qk_norm: RMSNorm | WholeNorm | None
-    """Norms of individual heads; one weight row per query and key head, so that both are normed at once."""
+    """Norms of query and key heads: one weight row per head of either, so that both are normed at once."""
     output: PackedLinear
     attention_out_norm: Norm
     mlp_norm: Norm
@@ -74,7 +74,8 @@ class Layer:
 
     @classmethod
     def of(cls, config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> Layer:
-        """Build a layer, fusing projections with the same input. Removes the used weights from `parts`."""
+        """Build layer `index` from its weights `parts`, fusing projections with the same input. Removes used weights
+        from `parts`."""
         names, dtype = NORMS[config.norms], next(iter(parts.values())).dtype
         norms: dict[str, Norm] = {
             field: RMSNorm(parts[f"{names[field]}.weight"], config.rms_norm_eps, config.norm_offset)
@@ -100,17 +101,17 @@ class Layer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the matrices that a pass of one position reads."""
+        """Bytes of the matrices that a pass with one token reads."""
         return self.qkv.num_bytes + self.output.num_bytes + self.mlp.num_bytes
 
     def run(self, residual: Residual, attention: LayerAttention) -> None:
-        """Add the outputs of attention and MLP to the residual stream."""
+        """Run the layer: adds the outputs of attention and MLP to the residual stream."""
         scale = self.config.residual_scale
         residual.add(self.attend(residual.normed(self.input_norm), attention), self.attention_out_norm, scale)
         residual.add(run_mlp(self.mlp, residual.normed(self.mlp_norm), attention.plan.live_T), self.mlp_out_norm, scale)
 
     def attend(self, normed_TD: Tensor, attention: LayerAttention) -> Tensor:
-        """Attention output of normed hidden states."""
+        """Compute the attention's output [T, D], including its projection, from normed hidden states [T, D]."""
         keys, values, plan, writer, rope, tables = attention
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         fused_TX = self.qkv(normed_TD)
@@ -132,13 +133,14 @@ def _qk_norm(config: DecoderConfig, parts: dict[str, Tensor]) -> RMSNorm | Whole
 
 
 class Decoder(Target):
-    """Target of a supported family with a static KV cache of `num_rows` rows of `max_len` tokens."""
+    """A target in PyTorch operations, with a static KV cache of `num_rows` rows of `max_len` tokens; supports the
+    families of families.json."""
 
     kv: StaticKVCache
-    """`cache`, with its concrete type."""
+    """The same object as `cache`, with its concrete type."""
     takes_trees = True
     slack = 0
-    """Scratch positions after each row of the cache."""
+    """Number of scratch positions after each row of the cache."""
 
     def __init__(
         self,
@@ -242,7 +244,8 @@ class Decoder(Target):
         return sum(isinstance(layer.mlp, Experts) for layer in self.layers)
 
     def chosen_experts(self) -> Tensor | None:
-        """Experts of each token of the last pass [L, T, K], for the L layers with experts; None without any."""
+        """Indices of the K experts of each token in the last pass, [L, T, K], for the L layers with experts; None
+        without any."""
         chosen = [layer.mlp.chosen_TK for layer in self.layers if isinstance(layer.mlp, Experts)]
         return torch.stack([each for each in chosen if each is not None]) if chosen else None
 
@@ -254,9 +257,11 @@ class Decoder(Target):
         tables: Mapping[RopeKind, Tables],
         stages: Sequence[Stage] | FixedStage = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Run embedding and all layers; returns hidden states [T, D] before the final norm, and taps [T, F].
+        """Run embedding and all layers; returns hidden states [T, D] before the final norm, and outputs [T, F] of the
+        tapped layers or None.
 
-        plans: by window; tables: by type of RoPE; stages: see `DeltaCache.stages`.
+        plans: attention plans by sliding window; tables: cosines and sines by type of RoPE; stages: work of the gated
+        delta nets, see `DeltaCache.stages`.
         """
         taps_TLD = torch.empty(
             len(tokens_T), len(self.tap_layers), self.hidden_size, dtype=self.dtype, device=self.device
@@ -280,7 +285,8 @@ class Decoder(Target):
 
 
 def end_scales(config: DecoderConfig, dtype: torch.dtype) -> EndScales:
-    """Scale factors of the config; the embedding's is rounded to the model's dtype, as in Gemma."""
+    """Return the config's scale factors of embedding and head; the embedding's is rounded to the model's dtype, as in
+    Gemma."""
     return EndScales(float(torch.tensor(config.embedding_scale, dtype=dtype)), config.logit_scale, config.logit_cap)
 
 
@@ -293,8 +299,11 @@ def build_layers(
     make_layer: Callable[[int, dict[str, AnyWeight]], AnyLayer],
     make_other: Callable[[str, AnyWeight], Any],
 ) -> tuple[list[AnyLayer], dict[str, Any]]:
-    """(layers, other tensors by name). Builds each layer from its tensors, by their names within it, as soon as all are
-    there, so that nothing is in memory twice."""
+    """Build each layer as soon as all of its tensors have arrived, so that nothing is in memory twice.
+
+    make_layer receives (layer index, the layer's tensors by their names within it); make_other converts each tensor
+    outside layers. Returns (layers, results of make_other by tensor name).
+    """
     sizes = [len(layer_shapes(config, index)) for index in range(config.num_layers)]
     waiting: dict[int, dict[str, AnyWeight]] = {}
     layers: dict[int, AnyLayer] = {}

@@ -1,4 +1,5 @@
-"""Cache of a model with gated delta nets: keys and values of its attention layers, and recurrent states of the others.
+"""Cache of a model with gated delta nets (linear attention): keys and values of its attention layers, and recurrent
+states of the others.
 
 A recurrent state cannot be rolled back by reducing a length, so it lags behind. The update of each position is
 independent of later positions (`delta_net.py`) and is kept in the row's *pending window*: a row is its state after
@@ -25,70 +26,77 @@ from paceline.model.target import ForwardBatch
 from paceline.model.torch.attention import ancestors
 
 ROOM = 64
-"""Positions of a pending window; also the maximum number of a row's tokens computed at once."""
+"""Number of positions in a pending window; also the maximum number of a row's tokens that are computed at once."""
 HALF = ROOM // 2
 
 
 @dataclass(slots=True)
 class Commit:
-    """A commit of the oldest pending positions of R rows to their recurrent states."""
+    """Which pending updates to apply to the recurrent states first: the oldest ones of each of R rows."""
 
     rows_R: Tensor
     gone_R: Tensor
-    """Number of positions committed, for each row."""
+    """Number of positions to commit, for each row."""
     most_gone: int
     most_left: int
-    """Maximum number of positions that stay pending in a row; `most_gone`: of positions committed."""
+    """Maximum number of positions that stay pending in a row; `most_gone` is that of positions to commit."""
 
 
 @dataclass(slots=True)
 class Stage:
-    """C tokens of each of R rows, computed together."""
+    """A group of R rows with C tokens each that every delta net layer computes at once; a pass is a sequence of
+    stages."""
 
     rows_R: Tensor
     tokens_RC: Tensor
-    """Indices among the tokens of the pass."""
+    """Index of each token among all tokens of the pass."""
     held_R: Tensor
-    """Number of positions in each row's pending window before these tokens."""
+    """Number of pending positions of each row before these tokens."""
     most_held: int
     seen_RCC: Tensor | None
-    """For a tree: which tokens each one attends to, including itself. None: all tokens before it."""
+    """For trees: bool, true where the second token is an ancestor of the first or that token itself. None: each row's
+    tokens form a chain."""
     conv_inputs_RCK: Tensor | None
-    """For a tree: the K inputs of each token's convolution, the last its own, as indices into the K - 1 inputs before
-    the pass followed by those of the pass."""
+    """For trees: the K convolution inputs of each token, its own last. They are indices into a list of the K - 1 inputs
+    before the pass followed by those of the pass."""
     commit: Commit | None
-    """Commit of pending positions to carry out first."""
+    """Pending positions to commit before these tokens are computed; None: no positions."""
     live_RC: Tensor | None = None
-    """In a pass of fixed shape, mask of valid tokens; others do not change the pending window."""
+    """Mask of valid tokens in a pass of fixed shape; the others are padding and do not change the pending window."""
 
 
 @dataclass(eq=False)
 class FixedStage:
-    """J tokens of each of the rows 0..B-1, with lengths known only on the device."""
+    """A stage of fixed shape for CUDA graphs: J tokens of each of the rows 0..B-1. Row lengths are known only on the
+    device."""
 
     counts_B: Tensor
-    """Number of valid tokens of each row."""
+    """Number of valid tokens of each row; the rest of the J tokens are padding."""
     gone_B: Tensor
-    """Number of positions of each row's pending window to commit first."""
+    """Number of pending positions of each row to commit to its state first."""
     held_B: Tensor
-    """Number of positions still pending after that, at most the window's size minus J."""
+    """Number of positions still pending after this commit, at most the window's size minus J."""
     depths_BJ: Tensor
     bits_BJ: Tensor
-    """Ancestors of each token as bits; see `kernels.attend.Sight`."""
+    """Ancestors of each token, and the token itself, as a bit mask over the row's tokens; see
+    `kernels.attend.Sight`."""
     live_T: Tensor
 
     @classmethod
     def of(
         cls, starts_B: Tensor, counts_B: Tensor, committed_B: Tensor, room: int, relation_2BJ: Tensor, live_T: Tensor
     ) -> FixedStage:
-        """A stage for rows with `committed_B` positions in their states; rows without tokens do not change."""
+        """Compute the stage's lengths on the device. starts_B: length of each row; committed_B: number of positions in
+        its state; room: size of the pending window; relation_2BJ: (depths, bits) of the tokens. Rows without tokens do
+        not change."""
         depths_BJ, bits_BJ = relation_2BJ
         held_B = (starts_B - committed_B).masked_fill(counts_B == 0, 0)
         gone_B = (held_B - HALF).masked_fill(held_B + depths_BJ.shape[1] <= room, 0)
         return cls(counts_B, gone_B, held_B - gone_B, depths_BJ, bits_BJ, live_T)
 
     def whole(self, room: int, kernel: int) -> Stage:
-        """The equivalent Stage of maximum lengths, for PyTorch operations; `kernel`: inputs of a convolution."""
+        """Return an equivalent Stage for PyTorch operations, in which every length is the maximum. `room`: size of the
+        pending window; `kernel`: number of inputs of the convolution."""
         num_rows, count = self.bits_BJ.shape
         device = self.bits_BJ.device
         slot_J, rows_B = torch.arange(count, device=device), torch.arange(num_rows, device=device)
@@ -105,20 +113,21 @@ class FixedStage:
 
 @dataclass(slots=True)
 class DeltaMemory:
-    """States and pending windows of one layer, for all B rows: windows of N positions, H value heads."""
+    """Recurrent states and pending windows of one layer for all B cache rows. A window has N positions; H: value
+    heads."""
 
     states_BHKV: Tensor
-    """float32: for each head a matrix from keys to values."""
+    """Recurrent states, float32: for each head a matrix [key_dim, value_dim]."""
     windows_BWX: Tensor
-    """The last committed inputs of the convolution."""
+    """Last inputs of the convolution that were committed, for its W = kernel - 1 previous positions."""
     inputs_BNX: Tensor
-    """Pending inputs of the convolution."""
+    """Inputs of the convolution at the pending positions."""
     keys_BNK: Tensor
-    """Pending normed keys of each key head, float32 [B, N, key heads, key_dim]."""
+    """Normed keys at the pending positions, float32 [B, N, key heads, key_dim]."""
     changes_BNHV: Tensor
-    """Pending changes: the values that each position adds for its key, float32."""
+    """Values that each pending position adds to the state under its key, float32."""
     decays_BNH: Tensor
-    """Logarithm of the decay that each pending position applies to the previous state, float32."""
+    """Logarithm of the factor by which each pending position decays the state before it, float32."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.states_BHKV, self.windows_BWX, self.inputs_BNX, self.keys_BNK, self.changes_BNHV, self.decays_BNH
@@ -129,7 +138,7 @@ class DeltaMemory:
 
 
 class DeltaCache(StaticKVCache):
-    """A StaticKVCache for the attention layers, and a `DeltaMemory` for each of the other layers."""
+    """KV cache for the attention layers, with a `DeltaMemory` (recurrent states) for each gated delta net layer."""
 
     def __init__(
         self,
@@ -143,9 +152,8 @@ class DeltaCache(StaticKVCache):
         slack: int = 0,
         inputs: torch.dtype | None = None,
     ) -> None:
-        """head_dim and slack: storage sizes of keys and values, if different; inputs: storage dtype of convolution
-        inputs
-        [default: dtype]."""
+        """head_dim: stored size of a head, if padded. slack: scratch positions after each row. inputs: stored dtype of
+        convolution inputs [default: dtype]."""
         assert config.delta is not None
         num_linear = len(config.linear_layers)
         shape = (config.num_layers - num_linear, num_rows, config.num_kv_heads, max_len, head_dim or config.head_dim)
@@ -214,7 +222,8 @@ class DeltaCache(StaticKVCache):
             memory.windows_BWX[row] = 0.0
 
     def lost(self, rows: list[int]) -> Iterator[ForwardBatch]:
-        """Passes that recompute lost rows, to be run one by one before a pass with these rows."""
+        """Yield passes that recompute the states lost by long rollbacks, for those of `rows` that need it; run them one
+        by one before a pass with these rows."""
         for row in sorted(self._unread.intersection(rows)):
             tokens = self._tokens[row]
             self._forget(row)
@@ -222,7 +231,8 @@ class DeltaCache(StaticKVCache):
             yield ForwardBatch([row], [0], [len(tokens)], tokens, "none")
 
     def stages(self, batch: ForwardBatch) -> list[Stage]:
-        """Work of every delta net layer in this pass, in order; updates the cache's bookkeeping for it."""
+        """Plan the work of every delta net layer in this pass: stages to compute in order. The rows' pending and
+        committed positions are counted as if the pass had run."""
         first, by_count = 0, dict[int, list[tuple[int, int]]]()
         for row, count in zip(batch.rows, batch.counts, strict=True):
             assert row not in self._unread
@@ -240,11 +250,12 @@ class DeltaCache(StaticKVCache):
         return stages
 
     def committed(self, row: int) -> int:
-        """Number of the row's positions committed to its state."""
+        """Number of the row's positions that its recurrent state contains."""
         return self._committed[row]
 
     def passed(self, batch: ForwardBatch, count: int) -> None:
-        """Record a pass of fixed shape with room for `count` tokens per row; call it before `append`."""
+        """Count the positions that a pass of fixed shape with `count` tokens per row commits; call it before
+        `append`."""
         first = 0
         for row, own, held in zip(batch.rows, batch.counts, self.held(batch.rows), strict=True):
             self._tokens[row] += batch.tokens[first : first + own]
@@ -252,12 +263,15 @@ class DeltaCache(StaticKVCache):
             first += own
 
     def held(self, rows: list[int]) -> list[int]:
-        """Number of pending positions of each row."""
+        """Number of pending positions of each row: those not yet in its recurrent state."""
         return [self.lengths[row] - self._committed[row] for row in rows]
 
     def commits(self, batch: ForwardBatch) -> list[tuple[int, int, int]]:
-        """Alternative to `stages` for passes that process rows token by token: (row of the pass, token before which to
-        commit, positions to commit). Updates the cache's bookkeeping."""
+        """Plan the commits of a pass that computes each row token by token, an alternative to `stages`.
+
+        Returns (index of the row in the pass, index of its token before which to commit, number of positions to commit)
+        for each commit, and counts the positions as committed.
+        """
         first, commits = 0, list[tuple[int, int, int]]()
         for index, (row, count, held) in enumerate(zip(batch.rows, batch.counts, self.held(batch.rows), strict=True)):
             assert row not in self._unread

@@ -1,7 +1,7 @@
 """Gated delta nets (arXiv 2412.06464): layers of Qwen3-Next and Qwen3.5 with a recurrent state instead of a KV cache.
 
-For each token and value head: S <- exp(g) S; S <- S + k u^T with the change u = beta (v - S^T k); output S^T q.
-Queries, keys and values come from a short causal convolution, g <= 0 and 0 < beta < 1 from the token itself.
+For each token and value head: S <- exp(g) S; S <- S + k u^T with the change u = beta (v - S^T k); output S^T q. Queries
+q, keys k and values v come from a short causal convolution, g <= 0 and 0 < beta < 1 from the token itself.
 
 Several tokens at once (section 3.3 of the paper): the changes u solve the triangular system (I + A) U = beta (V -
 decayed K S - pending changes), A_ij = beta_i exp(G_i - G_j) k_i.k_j for each j that i attends to, with G the cumulative
@@ -32,10 +32,11 @@ L2_EPS = 1e-6
 
 
 class DeltaNet:
-    """Gated delta net: from normed hidden states [T, D] to its output [T, D]."""
+    """A gated delta net: computes its output [T, D] from normed hidden states [T, D], and updates its recurrent
+    memory."""
 
     def __init__(self, config: DecoderConfig, parts: dict[str, Tensor]) -> None:
-        """Removes the weights from `parts`."""
+        """`parts`: the layer's weights by name; those used are removed from it."""
         assert config.delta is not None
         self._shape, self._eps = config.delta, config.rms_norm_eps
         if config.has_mixed_delta:
@@ -60,7 +61,8 @@ class DeltaNet:
         )
 
     def gated(self, fused_TX: Tensor, memory: DeltaMemory, stages: Sequence[Stage]) -> Tensor:
-        """Input of the output projection [T, values], from the fused product of the inputs; updates the memory."""
+        """Compute the input [T, values] of the output projection from the fused input projection's result [T, X];
+        updates `memory`."""
         shape, heads = self._shape, self._shape.num_value_heads
         inputs_TX, gate_TY, beta_TH, step_TH = fused_TX.split([shape.channels, shape.values, heads, heads], dim=-1)
         beta_TH = beta_TH.sigmoid().float()
@@ -172,7 +174,8 @@ class DeltaNet:
 
 
 MOST_INVERTED = 32
-"""Maximum tokens of a row for which a GPU multiplies by the inverse: those of a decode pass of fixed shape."""
+"""Maximum tokens per row for which a GPU solves the triangular system by a matrix inverse, which CUDA graphs can
+record."""
 
 
 def _solved(system: Tensor, right: Tensor) -> Tensor:
@@ -187,7 +190,7 @@ def _solved(system: Tensor, right: Tensor) -> Tensor:
 
 
 def unit_lower_inverse(system: Tensor) -> Tensor:
-    """(I + A)^-1 [..., C, C], with A the part of `system` [..., C, C] below its diagonal, in log2(C) doublings.
+    """Compute (I + A)^-1 [..., C, C], with A the part of `system` [..., C, C] below its diagonal, in log2(C) doublings.
 
     Inverses of adjacent diagonal blocks P and Q, with B below P, give the inverse of both: P^-1 and Q^-1 on the
     diagonal, -Q^-1 B P^-1 below. The shorter (I - A)(I + A^2)(I + A^4) ... is not used: with repeated keys, powers of A
@@ -225,7 +228,7 @@ class DeltaLayer:
 
     @classmethod
     def of(cls, config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> DeltaLayer:
-        """Build a layer, removing its weights from `parts`."""
+        """Build layer `index` from its weights `parts`, removing them from `parts`."""
         names = NORMS[config.norms]
         norms = [
             RMSNorm(parts[f"{names[field]}.weight"], config.rms_norm_eps, config.norm_offset)
@@ -235,11 +238,11 @@ class DeltaLayer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the matrices that a pass of one position reads."""
+        """Bytes of the matrices that a pass with one token reads."""
         return self.delta.num_bytes + self.mlp.num_bytes
 
     def run(self, residual: Residual, memory: DeltaMemory, stages: Sequence[Stage] | FixedStage) -> None:
-        """Add the outputs of both sublayers to the residual stream."""
+        """Run the layer: adds the outputs of delta net and MLP to the residual stream, and updates `memory`."""
         residual.add(self.delta(residual.normed(self.input_norm), memory, stages))
         live_T = stages.live_T if isinstance(stages, FixedStage) else None
         residual.add(run_mlp(self.mlp, residual.normed(self.mlp_norm), live_T))

@@ -15,12 +15,13 @@ from paceline.model.torch.kernels.experts import ExpertStack
 from paceline.model.torch.kernels.layer import can_run
 
 MOST_FIXED = 1024
-"""Maximum pairs of token and expert for which a GPU runs an eager pass in fixed shape, which avoids a
-synchronisation."""
+"""Maximum number of (token, expert) pairs for which a GPU runs an eager pass in fixed shape; this avoids waiting for
+the device."""
 
 
 def gating(config: DecoderConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Function from gate and up [T, inner] to their activated product, by `DecoderConfig.activation`."""
+    """Return the config's activation as a function: (gate, up), each [T, inner] -> their product [T, inner] with the
+    gate activated."""
 
     def silu(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate).mul_(up)
@@ -36,7 +37,7 @@ def gating(config: DecoderConfig) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class Part(Protocol):
-    """A function of hidden states [T, D] with weights."""
+    """A module with weights that maps hidden states [T, D]: a router, or an expert."""
 
     num_bytes: int
 
@@ -44,7 +45,8 @@ class Part(Protocol):
 
 
 class Experts:
-    """Mixture of experts: runs the top-scored MLPs of each token and sums their outputs, weighted by a router.
+    """Mixture of experts: a router scores all experts for each token; the token's best ones run, and the weighted sum
+    of their outputs is returned.
 
     On CPU, and for many tokens, tokens are sorted by expert, so that each expert runs once per pass over all its
     tokens. Passes of fixed shape copy nothing to the host (`kernels/experts.py`).
@@ -59,9 +61,9 @@ class Experts:
         shared: tuple[Part, Part] | None = None,
         stack: ExpertStack | None = None,
     ) -> None:
-        """is_normed: weights of a token's experts are divided by their sum. shared: (an expert for every token, its
-        gate, of
-        which the sigmoid is applied). stack: matrices of all experts for kernels; None on CPU."""
+        """per_token: experts per token. is_normed: weights of a token's experts are divided by their sum. shared: (an
+        expert that runs for every token, its gate; the sigmoid of the gate's output multiplies the expert's). stack:
+        matrices of all experts for kernels; None on CPU."""
         self._router, self._experts, self._stack = router, experts, stack
         self._per_token, self._is_normed, self._shared = per_token, is_normed, shared
         read = sum(expert.num_bytes for expert in experts) * per_token // len(experts)
@@ -71,7 +73,8 @@ class Experts:
         """Experts of each token of the last pass, ascending; -1 for padding tokens."""
 
     def __call__(self, normed_TD: Tensor, live_T: Tensor | None = None) -> Tensor:
-        """live_T: in a pass of fixed shape, mask of valid tokens; others get zeros and read no expert."""
+        """Compute the outputs [T, D]. live_T: mask of valid tokens in a pass of fixed shape; the others get zeros and
+        read no expert."""
         logits_TE, has_kernels = self._router(normed_TD), self._stack is not None and can_run(normed_TD)
         route = kernels.route if has_kernels else kernels.route_twin
         weights_TK, self.chosen_TK = route(logits_TE, self._per_token, self._is_normed, live_T)

@@ -190,7 +190,8 @@ class GraphDecoder(Decoder):
         super().allocate_cache(num_rows, max_len)
         self._most_count = 0
         self.rounds: dict[Any, Any] = {}
-        """State of `engine/device_round.py` for this cache: its rows, and recorded rounds without a drafter."""
+        """Data of `engine/device_round.py` that depends on this cache: its rows, and recorded rounds without a
+        drafter."""
         self._forget(MAX_COUNT)
 
     def _forget(self, most_count: int) -> None:

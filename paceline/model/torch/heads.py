@@ -27,7 +27,7 @@ def split_heads(
 
     fused_TX: for each token the heads of queries, keys and values, then any other columns. keys, values: one layer of
     the cache [rows, kv_heads, positions, head_dim]. norm: of queries and keys. Without `rope` nothing is rotated. On a
-    GPU this is one kernel (`kernels.layer.heads`), elsewhere PyTorch.
+    GPU this is one kernel (`kernels.layer.heads`), on other devices PyTorch operations.
     """
     if not kernels.can_run(fused_TX):
         return heads_twin(fused_TX, num_heads, keys, values, writer, norm, rope, tables)

@@ -1,4 +1,5 @@
-"""Building blocks of decoder layers: packed matrices, norms, gated MLPs, experts."""
+"""Building blocks of decoder layers: packed matrices, norms, the residual stream, gated MLPs, and construction of
+experts."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _DECODE_ROWS = 8
 
 
 class PackedLinear:
-    """y = x W^T + b for x [T, in] -> [T, out], with the weight packed once for its device; the original is not kept.
+    """A linear layer, y = x W^T + b for x [T, in] -> [T, out]. The weight is packed once for its device; the original
+    is not kept.
 
     On CPU the weight is converted to oneDNN's blocked layout, at 1 to 16 rows 1.4 times faster than `F.linear` in
     bfloat16 and two to three times in float32 (docs/project/log/2026-11.md). On other devices, or if oneDNN lacks the
@@ -43,7 +45,8 @@ class PackedLinear:
         return compute(inputs_TD, self._weight, self._bias)
 
     def gated(self, inputs_TD: Tensor, activation: str) -> Tensor | None:
-        """activation(gate) * up for both halves of the product, in one launch; None if no kernel supports it."""
+        """Compute activation(gate) * up in one kernel launch, if the matrix has the rows of gate, then of up; None if
+        no kernel supports it."""
         if (
             self._is_packed
             or activation not in kernels.GATED
@@ -54,7 +57,8 @@ class PackedLinear:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """True if oneDNN supports this weight: on CPU, float32, or bfloat16 if the processor has instructions for it."""
+    """Return True if oneDNN supports this weight: on CPU, float32, or bfloat16 if the processor has instructions for
+    it."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -63,7 +67,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * (w + offset) over the last dimension, in the weight's dtype.
+    """RMSNorm: x / sqrt(mean(x^2) + eps) * (w + offset) over the last dimension, in the weight's dtype.
 
     On CPU it uses vector_norm and hypot, exact and twice as fast as `F.rms_norm` at one row; on CUDA a kernel of
     `kernels/layer.py`.
@@ -89,8 +93,8 @@ class RMSNorm:
         return inputs.div(scale).mul_(self._weight).to(self._dtype)
 
     def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
-        """Norms of the first heads of a fused product. On a GPU all heads are normed, as PyTorch's kernel would copy a
-        slice."""
+        """Norm the first `num_heads` heads of each token. On a GPU all heads are normed, as PyTorch's kernel would copy
+        a slice."""
         if self._is_cpu:
             return self(heads_THD[:, :num_heads])
         normed_THD = kernels.normed(heads_THD, self.for_kernel)[:, :num_heads]
@@ -98,13 +102,13 @@ class RMSNorm:
 
     @property
     def for_kernel(self) -> NormWeight:
-        """The norm's parameters for kernels; not on CPU."""
+        """The norm's parameters in the form that kernels need; not on CPU."""
         assert not self._is_cpu
         return NormWeight(self._weight, self._eps, self._is_wide)
 
 
 class NoNorm:
-    """Placeholder for an absent norm: only converts the dtype."""
+    """Used where a layer has no norm: only converts the dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -114,7 +118,10 @@ class NoNorm:
 
 
 class WholeNorm:
-    """One norm over all queries of a token and one over all its keys: heads [T, num_heads + num_kv_heads, head_dim]."""
+    """RMSNorm over all queries of a token together, and another over all its keys (OLMo 2).
+
+    Input and output: heads [T, num_heads + num_kv_heads, head_dim].
+    """
 
     def __init__(self, query_norm: RMSNorm, key_norm: RMSNorm, num_heads: int) -> None:
         self._query_norm, self._key_norm, self._num_heads = query_norm, key_norm, num_heads
@@ -125,12 +132,13 @@ class WholeNorm:
         return torch.cat([queries, keys], dim=1).view(heads_THD.shape)
 
     def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
-        """Norms of the first heads, sliced off first, as other heads would change the norm."""
+        """Norm the first `num_heads` heads of each token. The other heads are sliced off first, as they would change
+        the norm."""
         return self(heads_THD[:, :num_heads])
 
     @cached_property
     def for_kernel(self) -> NormWeight:
-        """Parameters of both norms, concatenated, for kernels; not on CPU."""
+        """Parameters of both norms, concatenated, in the form that kernels need; not on CPU."""
         query, key = self._query_norm.for_kernel, self._key_norm.for_kernel
         return query._replace(weight=torch.cat([query.weight, key.weight]))
 
@@ -139,7 +147,8 @@ Norm = RMSNorm | NoNorm
 
 
 class Residual:
-    """The residual stream of a pass. On CUDA an addition is deferred and fused with the next norm in one kernel."""
+    """The residual stream of a pass: hidden states to which layers add their outputs. On CUDA each addition is
+    deferred, and runs in one kernel with the next norm."""
 
     def __init__(self, hidden_TD: Tensor) -> None:
         """`hidden_TD` [T, D] is modified in place."""
@@ -147,7 +156,7 @@ class Residual:
         self._waiting: tuple[Tensor, NormWeight | None, float] | None = None
 
     def add(self, update_TD: Tensor, norm: Norm | None = None, scale: float = 1.0) -> None:
-        """Add scale * norm(update)."""
+        """Add scale * norm(update) to the hidden states."""
         if kernels.can_run(update_TD):
             self._complete(None)
             self._waiting = update_TD, norm.for_kernel if isinstance(norm, RMSNorm) else None, scale
@@ -155,7 +164,7 @@ class Residual:
             self._hidden_TD.add_(update_TD if norm is None else norm(update_TD), alpha=scale)
 
     def normed(self, norm: Norm) -> Tensor:
-        """Norm of the hidden states."""
+        """Return the norm of the hidden states, [T, D]."""
         if self._waiting is None or not isinstance(norm, RMSNorm):
             return norm(self.hidden_TD)
         normed_TD = self._complete(norm.for_kernel)
@@ -164,7 +173,7 @@ class Residual:
 
     @property
     def hidden_TD(self) -> Tensor:
-        """Hidden states [T, D], including all additions."""
+        """Hidden states [T, D], after all additions."""
         self._complete(None)
         return self._hidden_TD
 
@@ -177,17 +186,17 @@ class Residual:
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)), or the config's variant of that product."""
+    """An MLP with a gate: down(activation(gate(x)) * up(x)), with the activation of the config."""
 
     def __init__(self, config: DecoderConfig, gate_up: PackedLinear, down: PackedLinear) -> None:
-        """gate_up: fused matrix, the gate's outputs first."""
+        """gate_up: matrix with the rows of gate, then of up."""
         self._gate_up, self._down = gate_up, down
         self._multiply, self._activation = gating(config), config.activation
         self.num_bytes = self._gate_up.num_bytes + self._down.num_bytes
 
     @classmethod
     def of(cls, config: DecoderConfig, parts: dict[str, Tensor], name: str) -> GatedMLP:
-        """Build the MLP from the weights under `name`, removing them from `parts`."""
+        """Build the MLP from the weights with names that begin with `name`, removing them from `parts`."""
         gate_up = fuse(parts, f"{name}.gate_proj", f"{name}.up_proj")
         return cls(config, gate_up, fuse(parts, f"{name}.down_proj"))
 
@@ -203,24 +212,26 @@ class GatedMLP:
 
 
 def make_mlp(config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> GatedMLP | Experts:
-    """Build a layer's MLP or experts, removing their weights from `parts`."""
+    """Build the MLP or the experts of layer `index`, removing their weights from `parts`."""
     return make_experts(config, parts) if config.has_experts(index) else GatedMLP.of(config, parts, "mlp")
 
 
 def run_mlp(mlp: GatedMLP | Experts, normed_TD: Tensor, live_T: Tensor | None) -> Tensor:
-    """Run an MLP or experts. live_T: in a pass of fixed shape, mask of valid tokens."""
+    """Run an MLP or experts on normed hidden states [T, D]. live_T: mask of valid tokens in a pass of fixed shape."""
     return mlp(normed_TD, live_T) if isinstance(mlp, Experts) else mlp(normed_TD)
 
 
 def fuse(weights: dict[str, Tensor], *names: str) -> PackedLinear:
-    """Fuse projections of the same input into one matrix, in this order. Removes their weights from `weights`."""
+    """Fuse projections of the same input into one matrix, in the order of `names`. Removes their weights from
+    `weights`."""
     biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
     weight = torch.cat([weights.pop(f"{name}.weight") for name in names])
     return PackedLinear(weight, torch.cat(biases) if biases else None)
 
 
 def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
-    """Build a layer's experts, removing their weights from `parts`. Matrices are stacked if kernels may run."""
+    """Build a layer's experts, removing their weights from `parts`. On GPUs the experts' matrices are stacked in one
+    tensor for kernels."""
     stack, names = None, [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
     if not has_stacks(parts["mlp.gate.weight"]):
         experts = [GatedMLP.of(config, parts, name) for name in names]
@@ -243,7 +254,8 @@ def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
 
 
 def has_stacks(weight: Tensor) -> bool:
-    """True if a layer's experts are stacked; on CPU each expert's matrices are packed for oneDNN."""
+    """Return True if a layer's experts are stacked in one tensor. On CPU they are not: each expert's matrices are
+    packed for oneDNN."""
     return weight.device.type != "cpu"
 
 

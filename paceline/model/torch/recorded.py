@@ -53,15 +53,16 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.records_late = device.type != "cuda"
-        """True if a shape is recorded on first use even during traffic."""
+        """True if a shape may also be recorded on its first use while requests are running."""
         self.seconds = 0.0
-        """Total seconds spent on recording."""
+        """Seconds spent on recording so far."""
         self.num_recorded = 0
-        """Number of recorded regions (CUDA graphs, on CUDA)."""
+        """Number of recorded regions; on CUDA each is one CUDA graph."""
         self.replayed, self.eager = Counter[str](), Counter[str]()
-        """Runs by type of region: replays, and eager runs because no recorded region fitted."""
+        """Number of runs by `Region.kind`: replays of a recorded region, and eager runs because none was large
+        enough."""
         self.failed = Counter[str]()
-        """Failed recordings by type of region; their work is computed eagerly."""
+        """Number of failed recordings by `Region.kind`; that work is computed eagerly."""
         self._memory: tuple[Any, torch.cuda.Stream] | None = None
 
     def record(self, region: Region) -> None:
