@@ -32,7 +32,7 @@ HALF = ROOM // 2
 
 @dataclass(slots=True)
 class Commit:
-    """Which pending updates to apply to the recurrent states first: the oldest ones of each of R rows."""
+    """Pending updates to apply to the recurrent states: the oldest ones of each of R rows."""
 
     rows_R: Tensor
     gone_R: Tensor
@@ -231,8 +231,8 @@ class DeltaCache(StaticKVCache):
             yield ForwardBatch([row], [0], [len(tokens)], tokens, "none")
 
     def stages(self, batch: ForwardBatch) -> list[Stage]:
-        """Plan the work of every delta net layer in this pass: stages to compute in order. The rows' pending and
-        committed positions are counted as if the pass had run."""
+        """Plan the work of every delta net layer in this pass: returns the stages to compute in order. Stores the
+        pass's tokens, and counts the positions that the stages commit."""
         first, by_count = 0, dict[int, list[tuple[int, int]]]()
         for row, count in zip(batch.rows, batch.counts, strict=True):
             assert row not in self._unread
@@ -254,8 +254,8 @@ class DeltaCache(StaticKVCache):
         return self._committed[row]
 
     def passed(self, batch: ForwardBatch, count: int) -> None:
-        """Count the positions that a pass of fixed shape with `count` tokens per row commits; call it before
-        `append`."""
+        """Store the tokens of a pass of fixed shape with `count` tokens per row, and count the positions that it
+        commits; call this before `append`."""
         first = 0
         for row, own, held in zip(batch.rows, batch.counts, self.held(batch.rows), strict=True):
             self._tokens[row] += batch.tokens[first : first + own]

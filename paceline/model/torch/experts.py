@@ -37,7 +37,7 @@ def gating(config: DecoderConfig) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class Part(Protocol):
-    """A module with weights that maps hidden states [T, D]: a router, or an expert."""
+    """A function of hidden states [T, D] with weights, such as a router, an expert or a gate."""
 
     num_bytes: int
 

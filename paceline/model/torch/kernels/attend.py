@@ -1,9 +1,9 @@
-"""Attention of recorded passes with lengths on the device: a Triton kernel on CUDA, and an equivalent PyTorch function
-(twin).
+"""Attention of passes in CUDA graphs, with row lengths read on the device: a Triton kernel on CUDA, and an equivalent
+PyTorch function, `twin`, for other devices.
 
-A pass has J tokens for each of the cache rows 0..B-1. Lengths and visibility among new tokens are read on the device,
-so that one recorded pass serves every length and does work proportional to it. The kernel splits each row's positions
-among programs and combines their partial results (Flash-Decoding).
+A pass has J tokens for each of the cache rows 0..B-1. Lengths, and which new tokens attend to each other, are read on
+the device, so that one recorded pass serves every length and does work proportional to it. The kernel splits each row's
+positions among programs and combines their partial results (Flash-Decoding).
 """
 
 from __future__ import annotations
@@ -20,38 +20,43 @@ from paceline.model.torch.kernels import available
 from paceline.model.torch.kernels.layer import next_power
 
 MOST_BITS = 32
-"""Maximum new tokens per row if their visibility is given as a bit mask."""
+"""Maximum new tokens per row if a bit mask gives which of them each token attends to."""
 PROGRAMS = 264
-"""Minimum number of programs: two per multiprocessor of an H100."""
+"""Minimum number of Triton programs per launch: two per multiprocessor of an H100."""
 H100_SHARED = 227 * 1024
 MOST_POSITIONS = 2048
-"""Maximum positions of a row per program, for any number of rows."""
+"""Maximum positions of a row that one program reads, for any number of rows."""
 CHUNK = 32
-"""Splits that are combined at a time."""
+"""Number of splits (parts of a row's positions) that are combined at a time."""
 _LOADED = 64 * 128
 """Elements of a block of keys, and of a block of values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
-    """Cache positions that the tokens of a pass attend to, on the device: all before their row's start and, of the J
-    new tokens, those in `bits_BJ`, or causally earlier ones, or all. New tokens beyond the row's own count are never
-    visible."""
+    """Cache positions that each token of a pass attends to: all before its row's start, and some of the row's J new
+    tokens.
+
+    The latter are those in `bits_BJ` if it is given, else all up to the token itself, or all J if not `is_causal`.
+    Padding tokens are never attended to.
+    """
 
     starts_B: Tensor
     counts_B: Tensor
     count: int
-    """J, tokens per row including padding."""
+    """J: number of new tokens per row, including padding."""
     window: int | None = None
-    """Window size in positions, including the token's own; also limits later positions if they are visible."""
+    """Sliding window in positions, including the token's own; None: unlimited. It also limits later positions if these
+    are visible."""
     is_causal: bool = True
     depths_BJ: Tensor | None = None
-    """Depth of each new token, counted from its row's start; None: 0, 1, 2, ..."""
+    """Position of each new token, counted from its row's start: its depth in a tree. None: 0, 1, 2, ..."""
     bits_BJ: Tensor | None = None
-    """Bit i: the token attends to new token i of its row. Used with `depths_BJ`, for up to MOST_BITS tokens."""
+    """Bit i is set if the token attends to new token i of its row. Used with `depths_BJ`, for up to MOST_BITS
+    tokens."""
 
     def mask(self, length: int) -> Tensor:
-        """Mask of the first `length` positions for each token, bool [B, J, length]."""
+        """Expand to a mask over the first `length` cache positions: bool [B, J, length]."""
         slot_J = torch.arange(self.count, device=self.starts_B.device)
         place_BS = torch.arange(length, device=self.starts_B.device) - self.starts_B[:, None]
         at_BS = place_BS.clamp(0, self.count - 1)
@@ -69,7 +74,7 @@ class Sight:
 
 
 def twin(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores = PLAIN) -> Tensor:
-    """`attend` in PyTorch, by masked products over all cache positions."""
+    """Compute the same as `attend` in PyTorch operations, by masked products over all cache positions."""
     seen_BJS = sight.mask(keys.shape[2])
     mask = torch.zeros(seen_BJS.shape, dtype=keys.dtype, device=keys.device).masked_fill_(~seen_BJS, float("-inf"))
     mask_B1TS = mask.repeat(1, query_THD.shape[1] // keys.shape[1], 1)[:, None]
@@ -81,7 +86,7 @@ def twin(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: 
 
 
 def attend(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores = PLAIN) -> Tensor:
-    """Attention output [B * J, heads * head_dim] of queries [B * J, heads, head_dim], row after row.
+    """Compute the attention output [B * J, heads * head_dim] of queries [B * J, heads, head_dim], row after row.
 
     keys, values: one layer of the cache, [rows, kv_heads, positions, head_dim], with new tokens already written; rows
     0..B-1 are read. A token without visible positions yields zeros.
@@ -93,10 +98,10 @@ def attend(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Block sizes of the kernel for one shape of pass."""
+    """Block sizes of the Triton kernel for one shape of pass."""
 
     members: int
-    """Stacked queries per program: BLOCK_M."""
+    """Number of stacked queries per program: BLOCK_M."""
     keys: int
     channels: int
     warps: int
@@ -104,7 +109,8 @@ class Tiles:
 
     @classmethod
     def of(cls, group: int, count: int, head_dim: int, dtype: torch.dtype, shared: int = H100_SHARED) -> Tiles:
-        """Choose block sizes. `shared`: bytes of shared memory per program."""
+        """Choose block sizes. group: query heads per key head; count: tokens per row; shared: bytes of shared memory
+        per program."""
         channels, stacked = max(16, next_power(head_dim)), max(16, next_power(group * count))
         if dtype.itemsize > 2:  # float32 products run without tensor cores, from registers
             return cls(min(stacked, 32), 32, channels, warps=4, stages=1)
@@ -116,7 +122,10 @@ class Tiles:
         return cls(members, keys, channels, warps=8 if members > 64 else 4, stages=stages)
 
     def splits(self, pairs: int, stacked: int, positions: int) -> int:
-        """Number of programs that share the positions of one (row, key head) pair; `pairs`: number of such pairs."""
+        """Return the number of programs that share the positions of one (row, key head) pair.
+
+        pairs: number of such pairs; stacked: queries of a pair; positions: maximum positions of a row.
+        """
         programs = pairs * -(-stacked // self.members)
         # Rows differ in length and may be idle: a single program must not walk a long row alone.
         num_splits = max(PROGRAMS // programs, -(-positions // MOST_POSITIONS))
@@ -132,7 +141,7 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores) -> Tensor:
-    """`attend` with the Triton kernels."""
+    """Compute `attend` with the Triton kernels."""
     from paceline.model.torch.kernels.triton import attend as attend_triton
 
     launched: Any = attend_triton

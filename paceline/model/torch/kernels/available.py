@@ -1,4 +1,4 @@
-"""Decides where the Triton kernels run: NVIDIA GPUs of Ampere or later on which Triton can compile and start a
+"""Decides where the Triton kernels run: on NVIDIA GPUs of Ampere or later on which Triton can compile and start a
 kernel."""
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 
 log = logging.getLogger("paceline.model")
 LEAST_CAPABILITY = (8, 0)
-"""Older GPUs have no bfloat16 products."""
+"""Minimum CUDA compute capability; older GPUs have no bfloat16 products."""
 OVERLAPPING_CAPABILITY = (9, 0)
-"""From Hopper on, a kernel's programs may start before the previous kernel has ended."""
+"""CUDA compute capability (Hopper) from which a kernel's programs may start before the previous kernel has ended."""
 
 
 def can_use(device: torch.device | str) -> bool:
-    """True if the Triton kernels can process tensors on `device`; otherwise PyTorch operations are used."""
+    """Return True if the Triton kernels can process tensors on `device`; otherwise PyTorch operations are used."""
     device = torch.device(device)
     if device.type != "cuda" or torch.version.hip or find_spec("triton") is None:
         return False
@@ -28,14 +28,16 @@ def can_use(device: torch.device | str) -> bool:
 
 @cache
 def overlap_options(device: torch.device) -> dict[str, bool]:
-    """Launch options for `device`: whether kernels may overlap with the previous one (`triton/overlap.py`)."""
+    """Return Triton's launch options for `device`: whether a kernel may overlap with the previous one
+    (`triton/overlap.py`)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < OVERLAPPING_CAPABILITY:
         return {"OVERLAPS": False}
     return {"OVERLAPS": True, "launch_pdl": True}
 
 
 def launch(module: str, kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int | str) -> None:
-    """Launch a kernel of `triton/{module}.py` on the device of its first argument, unless the grid is empty."""
+    """Launch a Triton kernel, a function of `triton/{module}.py`, on the device of its first argument. Does nothing if
+    the grid is empty."""
     assert isinstance(args[0], Tensor)
     if 0 not in grid:
         kernels = importlib.import_module(f"paceline.model.torch.kernels.triton.{module}")

@@ -25,10 +25,10 @@ _KEYS = 16
 
 
 class DeltaWeights(NamedTuple):
-    """Small weights of a layer, float32."""
+    """Small weights of a gated delta net layer, float32."""
 
     kernel_KX: Tensor
-    """Convolution weights, the newest input last."""
+    """Weights of the convolution: K inputs, the newest last, for each channel."""
     rate_H: Tensor
     step_H: Tensor
     norm_V: Tensor
@@ -43,12 +43,11 @@ def recur(
     eps: float,
     unit_eps: float,
 ) -> Tensor:
-    """Gated outputs [T, values] from the fused product of a layer's inputs, in four launches; updates state and pending
-    window.
+    """Compute gated outputs [T, values] of a delta net from its fused input projection's result, in four launches;
+    updates `memory`, the recurrent states and pending windows.
 
-    fused_TX: concatenated convolution inputs, gates, and each head's logits of beta and steps of decay. eps: for the
-    output
-    norm; unit_eps: for the normalisation of queries and keys. Padding tokens yield zeros.
+    fused_TX: concatenated convolution inputs, gates, and for each head the logit of beta and the step of the decay.
+    eps: of the output norm; unit_eps: of the normalisation of queries and keys. Padding tokens yield zeros.
     """
     check_contiguous(fused_TX, *weights, *memory.tensors(), stage.bits_BJ, stage.depths_BJ)
     num_rows, count = stage.bits_BJ.shape

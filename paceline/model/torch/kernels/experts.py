@@ -1,8 +1,8 @@
 """Mixtures of experts in passes of fixed shape: routing and products without device-to-host copies.
 
 On CUDA, kernels of `model/torch/kernels/triton/experts.py` compute only the selected experts and read each of their
-matrices once for up to FEW tokens. Their PyTorch twins compute all experts for all tokens. A token's experts are summed
-in ascending order, so that results are reproducible bit by bit.
+matrices once for up to FEW tokens. The functions `*_twin` are PyTorch equivalents; `mix_twin` computes all experts for
+all tokens. A token's experts are summed in ascending order, so that results are reproducible bit by bit.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from paceline.model.torch.kernels.layer import check_contiguous, next_power
 
 _launch = partial(available.launch, "experts")
 FEW = 16
-"""Maximum tokens for which an expert finds its tokens without a list; they are one block of a product."""
+"""Maximum tokens for which each expert searches all tokens for its own, without a list; they fit in one block of a
+product."""
 _BUSY = 512
 """Programs needed to fill a GPU; with fewer, tiles become smaller."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertStack:
-    """Matrices of all experts of a layer; the gates' outputs come first in `gate_up_EXD`."""
+    """Matrices of all experts of a layer, stacked. In `gate_up_EXD` each expert's gate rows come before its up rows."""
 
     gate_up_EXD: Tensor
     down_EDI: Tensor
     gate_up_bias_EX: Tensor | None
     down_bias_ED: Tensor | None
     activation: str
-    """See DecoderConfig; `limit` and `alpha` belong to clamped_swiglu."""
+    """Name of the activation, as in DecoderConfig; `limit` and `alpha` are parameters of clamped_swiglu."""
     limit: float
     alpha: float
 
 
 def route_twin(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(weights [T, K] in float32 of the K experts with the largest logits, their indices [T, K] in ascending order).
+    """Select the K = `per_token` experts with the largest logits for each token, in PyTorch operations.
 
-    is_normed: a token's weights sum to one. A padding token gets -1 for each expert.
+    Returns (weights [T, K], float32; indices of the experts [T, K], ascending). is_normed: a token's weights sum to
+    one. Padding tokens, false in `live_T`, get index -1 for each expert.
     """
     weights_TK, chosen_TK = logits_TE.softmax(-1, torch.float32).topk(per_token, dim=-1)
     if is_normed:
@@ -54,7 +56,7 @@ def route_twin(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tenso
 
 
 def route(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`route_twin` in one launch."""
+    """Select experts as `route_twin` does, in one kernel launch."""
     check_contiguous(logits_TE)
     (num_tokens, num_experts), device = logits_TE.shape, logits_TE.device
     weights_TK = torch.empty(num_tokens, per_token, dtype=torch.float32, device=device)
@@ -75,7 +77,8 @@ def route(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tensor | N
 def mix_twin(
     inputs_TD: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], weights_TK: Tensor, chosen_TK: Tensor
 ) -> Tensor:
-    """Weighted sum [T, D] of the outputs of each token's experts, in the inputs' dtype; zeros for index -1."""
+    """Compute the weighted sum [T, D] of the outputs of each token's experts, in the inputs' dtype; index -1 adds
+    zeros."""
     outputs_ETD = torch.stack([expert(inputs_TD) for expert in experts])
     token_T = torch.arange(len(inputs_TD), device=inputs_TD.device)
     summed_TD = torch.zeros(outputs_ETD.shape[1:], dtype=torch.float32, device=inputs_TD.device)
@@ -92,9 +95,10 @@ def mix(
     chosen_TK: Tensor,
     shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`mix_twin` in three launches, or four for more than FEW tokens.
+    """Compute the weighted sum [T, D] of the outputs of each token's experts, as `mix_twin` does, in three kernel
+    launches, or four for more than FEW tokens.
 
-    shared: (an additional output [T, D], gates [T, 1] of which the sigmoid is applied to it).
+    shared: (an additional output [T, D], its gates [T, 1]); the output times the sigmoid of its gate is added.
     """
     check_contiguous(inputs_TD, weights_TK, chosen_TK)
     (num_tokens, hidden), per_token, device = inputs_TD.shape, chosen_TK.shape[1], inputs_TD.device

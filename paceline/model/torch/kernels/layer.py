@@ -1,8 +1,9 @@
-"""Small operations of a decoder layer in one launch each, on CUDA: residual addition and norms, heads, gated product.
+"""Small operations of a decoder layer in one kernel launch each, on CUDA: residual addition and norms, heads, gated
+product.
 
-Each function launches a kernel of `model/torch/kernels/triton/layer.py`; its PyTorch twin is the reference. Kernels
-round to the tensors' dtype at the same points; sums of squares use another order, and exponentials differ in the last
-bits of float32. They have no gradients.
+Each function launches a kernel of `model/torch/kernels/triton/layer.py`; the function `*_twin` is its reference in
+PyTorch. Kernels round to the tensors' dtype at the same points; sums of squares use another order, and exponentials
+differ in the last bits of float32. They have no gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from paceline.model.torch.kernels import available
 
 GATED = ("silu", "gelu_tanh")
-"""Activations that `gated` supports."""
+"""Activations that the function `gated` supports."""
 _BLOCK = 1024
 """Columns per program of the gated product."""
 
@@ -27,38 +28,39 @@ class NormWeight(NamedTuple):
     weight: Tensor
     eps: float
     is_wide: bool = False
-    """True if values are multiplied by the weight in float32, before rounding to the dtype."""
+    """True if values are multiplied by the weight in float32 and then rounded to the dtype; otherwise they are rounded
+    before."""
 
 
 class Places(NamedTuple):
-    """Cache rows and positions of a pass's tokens, int64 [T] each."""
+    """Cache row and position in that row of each token of a pass, int64 [T] each."""
 
     rows_T: Tensor
     slots_T: Tensor
 
 
 def can_run(tensor: Tensor) -> bool:
-    """True if the kernels can process this tensor: on CUDA with Triton, without gradients."""
+    """Return True if the kernels can process this tensor: on CUDA with Triton, without gradients."""
     return available.can_use(tensor.device) and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def rms_norm_twin(inputs: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
-    """RMSNorm in PyTorch, in `dtype`."""
+    """Compute an RMSNorm in PyTorch operations; the result has dtype `dtype`."""
     return weighted(normed(inputs, norm), norm, dtype)
 
 
 def normed(inputs: Tensor, norm: NormWeight) -> Tensor:
-    """`rms_norm_twin` before multiplication by the weight; float32 if the norm is wide."""
+    """Compute an RMSNorm without the multiplication by its weight; in float32 if `norm.is_wide`."""
     return F.rms_norm(inputs.float() if norm.is_wide else inputs, inputs.shape[-1:], eps=norm.eps)
 
 
 def weighted(normed: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
-    """Normed values multiplied by the norm's weight, in `dtype`."""
+    """Multiply normed values by the norm's weight; the result has dtype `dtype`."""
     return (normed * norm.weight).to(dtype) if norm.is_wide else normed.to(dtype) * norm.weight
 
 
 def rms_norm(inputs: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
-    """`rms_norm_twin` in one launch."""
+    """Compute an RMSNorm in one kernel launch; the result has dtype `dtype`."""
     inputs = inputs.contiguous()
     out = torch.empty_like(inputs, dtype=dtype)
     _launch_norm(inputs, inputs, out, None, norm, 1.0)
@@ -68,7 +70,8 @@ def rms_norm(inputs: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
 def add_norm_twin(
     hidden_TD: Tensor, update_TD: Tensor, update_norm: NormWeight | None, norm: NormWeight | None, scale: float
 ) -> Tensor | None:
-    """Add scale * update_norm(update) to `hidden_TD` in place; returns norm(hidden). None skips a norm."""
+    """Add scale * update_norm(update) to `hidden_TD` in place; returns norm(hidden), or None if `norm` is None. If
+    `update_norm` is None, scale * update is added."""
     normed_TD = update_TD if update_norm is None else rms_norm_twin(update_TD, update_norm, update_TD.dtype)
     hidden_TD.add_(normed_TD, alpha=scale)
     return None if norm is None else rms_norm_twin(hidden_TD, norm, update_TD.dtype)
@@ -77,7 +80,7 @@ def add_norm_twin(
 def add_norm(
     hidden_TD: Tensor, update_TD: Tensor, update_norm: NormWeight | None, norm: NormWeight | None, scale: float
 ) -> Tensor | None:
-    """`add_norm_twin` in one launch."""
+    """Add to the residual stream and norm the sum, as `add_norm_twin` does, in one kernel launch."""
     update_TD = update_TD.contiguous()
     out_TD = None if norm is None else torch.empty_like(update_TD)
     _launch_norm(hidden_TD, update_TD, out_TD, update_norm, norm, scale, has_update=True)
@@ -124,14 +127,13 @@ def heads(
     tables: tuple[Tensor, Tensor] | None,
     is_whole: bool = False,
 ) -> Tensor:
-    """Queries [T, num_heads, size] of a fused product, normed and rotated; writes keys and values to the cache.
+    """Norm and rotate the heads of a QKV projection's output, and write keys and values to the cache; returns the
+    queries [T, num_heads, size].
 
-    fused_TX: heads of queries, keys and values, then any other columns. keys, values: a layer of the cache [rows,
-    kv_heads,
-    positions, size]. norm: one weight row per query and key head; `is_whole`: one norm over all queries and one over
-    all keys.
-    tables: cosines and signed sines of the tokens' positions (`Rope.tables`). The twin is
-    `paceline.model.torch.heads.heads_twin`.
+    fused_TX: for each token the heads of queries, keys and values, then any other columns. keys, values: one layer of
+    the cache [rows, kv_heads, positions, size]. norm: one weight row per query and key head; `is_whole`: one norm over
+    all queries and one over all keys. tables: cosines and signed sines of the tokens' positions (`Rope.tables`). The
+    reference in PyTorch is `paceline.model.torch.heads.heads_twin`.
     """
     _, num_kv_heads, _, size = keys.shape
     rotary = 0 if tables is None else tables[0].shape[-1]
@@ -165,14 +167,15 @@ def heads(
 
 
 def gated_twin(gate_up_TX: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up of [T, 2 * inner] -> [T, inner]; `activation` is one of GATED."""
+    """Compute activation(gate) * up in PyTorch operations: [T, 2 * inner], gate first -> [T, inner]. `activation`: one
+    of GATED."""
     gate, up = gate_up_TX.chunk(2, dim=-1)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return activated.mul_(up)
 
 
 def gated(gate_up_TX: Tensor, activation: str) -> Tensor:
-    """`gated_twin` in one launch."""
+    """Compute activation(gate) * up, as `gated_twin` does, in one kernel launch."""
     check_contiguous(gate_up_TX)
     size = gate_up_TX.shape[-1] // 2
     out = gate_up_TX.new_empty(*gate_up_TX.shape[:-1], size)
@@ -182,7 +185,7 @@ def gated(gate_up_TX: Tensor, activation: str) -> Tensor:
 
 
 def check_contiguous(*tensors: Tensor) -> None:
-    """Raises ValueError for a tensor that is not contiguous."""
+    """Raise ValueError if one of the tensors is not contiguous."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise ValueError(
@@ -191,7 +194,7 @@ def check_contiguous(*tensors: Tensor) -> None:
 
 
 def next_power(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 

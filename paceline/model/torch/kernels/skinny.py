@@ -1,4 +1,4 @@
-"""Products of a few tokens with a matrix on CUDA, limited only by reading the matrix, unlike cuBLAS's.
+"""Products of a few tokens with a matrix on CUDA. Unlike cuBLAS's, they take no longer than reading the matrix.
 
 Each function launches the kernel of `model/torch/kernels/triton/skinny.py`; its twin is PyTorch's product. Sums use
 another order, so results differ from the twin's in the last bits, and one token's from those of several.
@@ -16,11 +16,12 @@ from paceline.model.torch.kernels import available
 from paceline.model.torch.kernels.layer import GATED, gated_twin
 
 MOST_TOKENS = 16
-"""With more tokens cuBLAS is faster."""
+"""Maximum number of tokens; with more, cuBLAS is faster."""
 
 
 class Tile(NamedTuple):
-    """Part of a matrix [rows, columns] that one program reads at a time."""
+    """Part of a matrix, `rows` x `columns`, that one Triton program reads at a time; `warps` and `stages` are launch
+    options."""
 
     rows: int
     columns: int
@@ -34,12 +35,13 @@ TILES = {
     (False, False): Tile(16, 256, 2, 4),
     (False, True): Tile(16, 256, 4, 4),
 }
-"""Tile by (single token, gated product); the best of five to seven candidates each on an H100
-(docs/project/log/2026-11.md)."""
+"""(whether there is one token, whether the product is gated) -> tile; the best of five to seven candidates each on an
+H100 (docs/project/log/2026-11.md)."""
 
 
 def tile_of(num_tokens: int, size: int, inner: int, is_gated: bool) -> Tile | None:
-    """The tile for a matrix [size, inner] (twice as many rows if gated); None if no tile divides it."""
+    """Choose the tile for a matrix [size, inner], or [2 * size, inner] if the product is gated; None if no tile divides
+    it."""
     tile = TILES[num_tokens == 1, is_gated]
     columns = tile.columns
     while columns >= 64 and inner % columns:
@@ -48,7 +50,7 @@ def tile_of(num_tokens: int, size: int, inner: int, is_gated: bool) -> Tile | No
 
 
 def can_run(inputs_TD: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
-    """True if `product` supports these inputs: few bfloat16 tokens on CUDA with Triton, without gradients."""
+    """Return True if `product` supports these inputs: few bfloat16 tokens on CUDA with Triton, without gradients."""
     num_tokens, (size, inner) = inputs_TD.numel() // inputs_TD.shape[-1], weight.shape
     return (
         0 < num_tokens <= MOST_TOKENS
@@ -60,14 +62,17 @@ def can_run(inputs_TD: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
 
 
 def product_twin(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
-    """inputs [..., D] times the matrix [N, D], plus its bias. With `activation`, one of GATED: activation(gate) * up
-    for both halves of the product."""
+    """Multiply inputs [..., D] by the matrix [N, D] and add its bias, in PyTorch operations.
+
+    With `activation`, one of GATED: the first half of the product is the gate, the second is up, and the result is
+    activation(gate) * up.
+    """
     product = F.linear(inputs_TD, weight, bias)
     return product if activation is None else gated_twin(product, activation)
 
 
 def product(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
-    """`product_twin` in one launch; requires `can_run`."""
+    """Multiply by the matrix, as `product_twin` does, in one kernel launch; requires that `can_run` is true."""
     inputs_TD = inputs_TD.contiguous()
     num_tokens, (size, inner) = inputs_TD.numel() // inputs_TD.shape[-1], weight.shape
     size = size if activation is None else size // 2

@@ -1,5 +1,5 @@
-"""Triton kernels of `model/torch/kernels/attend.py`: attention split over keys, and the combination of splits
-(Flash-Decoding).
+"""Triton kernels of `model/torch/kernels/attend.py`: attention over parts of each row's positions (splits), and the
+combination of their results (Flash-Decoding).
 
 Queries that share a key head are stacked: member m of a row and key head is query head m % GROUP of token m // GROUP.
 Scores are in base 2, so that weights are exp2 of them. Imported on first use, as they need Triton.
@@ -24,7 +24,8 @@ def attend_split(
     HAS_BITS: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the members of one row and key head, with one share of the row's positions."""
+    """One program: attention of one tile of the queries of one row and key head, over one split of the row's
+    positions."""
     overlap(OVERLAPS)
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     pair = tl.program_id(2)
@@ -106,7 +107,7 @@ def combine_splits(
     GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One member of one row and key head: the sum of its splits; zeros if it sees no key."""
+    """One program: combines the splits of one query; writes zeros if the query sees no key."""
     overlap(OVERLAPS)
     member, pair = tl.program_id(0), tl.program_id(1)
     row, kv_head = pair // kv_heads, pair % kv_heads

@@ -14,8 +14,8 @@ def commit(
     ROOM: tl.constexpr, BLOCK_R: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One row, value head and tile of values: commits positions to the state and moves the remaining changes to the
-    front. `convolve` moves all other tensors."""
+    """One program for one row, value head and tile of values: commits the oldest pending positions to the state, and
+    moves the remaining changes to the front. `convolve` moves all other pending tensors."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     gone = tl.load(gone_ptr + row).to(tl.int32)
     if gone > 0:
@@ -51,8 +51,11 @@ def convolve(
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, BLOCK_W: tl.constexpr,
     COUNT: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """One head's channels of one row: moves pending data that `commit` left to the front; then SiLU of the convolution,
-    unit queries and keys. Appends new inputs and keys to the pending window."""
+    """One program for one head's channels of one row: computes SiLU of the convolution, and normalises queries and
+    keys.
+
+    First moves the pending data that `commit` left to the front of the window; appends new inputs and keys to it.
+    """
     head, row = tl.program_id(1), tl.program_id(0).to(tl.int64)
     channels: tl.constexpr = 2 * NUM_KEY_HEADS * KEY + NUM_HEADS * VALUE
     width: tl.constexpr = TAPS - 1
@@ -134,8 +137,8 @@ def recur(
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     COUNT: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """One row, value head and tile of values: outputs of the new tokens; appends their changes and decays to the
-    pending window.
+    """One program for one row, value head and tile of values: computes outputs of the new tokens, and appends their
+    changes and decays to the pending window.
 
     Padding tokens yield zeros.
     """
@@ -215,7 +218,7 @@ def gated_norm(
     found_ptr, fused_ptr, weight_ptr, out_ptr, num_columns, first, eps,
     NUM_HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token and head: norm(output) * weight * silu(gate), with the gates from column `first` on."""
+    """One program for one token and head: norm(output) * weight * silu(gate), with the gates from column `first` on."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     mask = at < VALUE

@@ -1,7 +1,7 @@
 """Triton kernels of a mixture of experts, imported only when `model/torch/kernels/experts.py` launches them.
 
-A pair is one token with one of its experts: pair token * PER_TOKEN + k is the token's k-th. All compute in float32 and
-round to the tensors' dtype where the formulas of `model/torch/kernels/experts.py` do.
+A pair is one token with one of its experts; pair token * PER_TOKEN + k is the token with its k-th expert. All compute
+in float32 and round to the tensors' dtype where the formulas of `model/torch/kernels/experts.py` do.
 """
 
 import triton
@@ -13,7 +13,7 @@ def route(
     logits_ptr, live_ptr, weights_ptr, chosen_ptr, num_experts,
     PER_TOKEN: tl.constexpr, BLOCK_E: tl.constexpr, IS_NORMED: tl.constexpr, HAS_LIVE: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: its experts in ascending order, and the weights of their outputs."""
+    """One program per token: selects its experts, in ascending order, and the weights of their outputs."""
     token = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < num_experts
@@ -45,7 +45,7 @@ def list_pairs(
     chosen_ptr, lists_ptr, counts_ptr, num_tokens,
     PER_TOKEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """One program per expert: its pairs in the order of tokens, at most one per token, and their number."""
+    """One program per expert: lists its pairs in the order of tokens, at most one per token, and counts them."""
     expert = tl.program_id(0)
     place = tl.arange(0, BLOCK_P)
     count = 0
@@ -83,12 +83,12 @@ def multiply(
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the outputs of one expert, for all of its pairs: outputs [pairs, OUT].
+    """One program: one tile of an expert's outputs [pairs, OUT], for all pairs of that expert.
 
     IS_UP: the activated product of both halves of a matrix [2 * OUT, IN] with inputs [tokens, IN]; otherwise the
-    product of a
-    matrix [OUT, IN] with inputs [pairs, IN]. IS_BY_PAIR: one program per pair instead of per expert; an expert's first
-    pair computes all of its pairs. HAS_LISTS: pairs come from `list_pairs`; otherwise all tokens fit in one block.
+    product of a matrix [OUT, IN] with inputs [pairs, IN]. IS_BY_PAIR: one program per pair instead of per expert; an
+    expert's first pair computes all of its pairs. HAS_LISTS: pairs come from `list_pairs`; otherwise all tokens fit in
+    one block.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -147,7 +147,8 @@ def combine(
     outputs_ptr, weights_ptr, chosen_ptr, shared_ptr, gate_ptr, out_ptr,
     SIZE: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, HAS_SHARED: tl.constexpr,
 ):  # fmt: skip
-    """One token and BLOCK of columns: the weighted sum of its experts' outputs, from the first expert to the last.
+    """One program for one token and BLOCK of columns: the weighted sum of its experts' outputs, from the first expert
+    to the last.
 
     HAS_SHARED: adds the shared expert's output times the sigmoid of the token's gate.
     """

@@ -1,4 +1,5 @@
-"""Lets programs start while those of the previous kernel still run (programmatic dependent launch, from Hopper on)."""
+"""Lets a kernel's programs start while those of the previous kernel still run (CUDA's programmatic dependent launch,
+from Hopper on)."""
 
 import triton
 import triton.language as tl
@@ -10,8 +11,8 @@ def overlap(OVERLAPS: tl.constexpr):
     """Allow the next kernel to start its programs, then wait until the previous kernel has ended and its writes are
     visible.
 
-    Every program of a kernel launched with `launch_pdl` must call it before it accesses data shared with other kernels.
-    It waits only for the previous kernel, which itself waited for the one before.
+    Every program of a kernel launched with `launch_pdl` must call this before it accesses data shared with other
+    kernels. It waits only for the previous kernel, which itself waited for the one before.
     """
     if OVERLAPS:
         gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""A minimal Triton kernel that tests whether Triton can compile and start one. Imported on first use, as it needs
+"""A minimal Triton kernel, to test whether Triton can compile and start one. Imported on first use, as it needs
 Triton."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def write_one(out):
 
 
 def starts(index: int) -> bool:
-    """Compile the kernel and start it on a GPU. Raises Triton's errors."""
+    """Compile the kernel and start it on the GPU with this index; returns whether it ran. Raises Triton's errors."""
     with torch.cuda.device(index):
         out = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
         kernel: Any = write_one
