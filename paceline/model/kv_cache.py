@@ -1,4 +1,4 @@
-"""The KV cache: a fixed number of rows with room for `max_len` positions each, allocated once.
+"""The KV cache of a target or drafter: a fixed number of rows with room for `max_len` positions each, allocated once.
 
 A row belongs to one sequence from `allocate` to `free`. A forward pass appends; `rollback` removes rejected positions
 by reducing the row's length, and later passes overwrite them.
@@ -24,7 +24,8 @@ class KVCache(ABC):
         self.max_len = max_len
         self.lengths = [0] * num_rows
         self.generations = [0] * num_rows
-        """Number of allocations of each row; remembered contents of a row are invalid once its number has changed."""
+        """Number of allocations of each row so far. If it has changed, data remembered about the row's contents is
+        invalid."""
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property

@@ -16,7 +16,7 @@ from paceline.model.stored_experts import taken_apart
 NORMS: dict[str, dict[str, str]] = TABLES["norms"]
 """Norm position (`DecoderConfig.norms`) -> field of a layer -> name of the norm's weight in checkpoints."""
 DELTA_NORM = "linear_attn.norm.weight"
-"""The output norm of a gated delta net, to which `DecoderConfig.norm_offset` does not apply."""
+"""Name of the output norm of a gated delta net; `DecoderConfig.norm_offset` is not added to this norm."""
 FUSED: dict[str, list[str]] = TABLES["fused"]
 """Name of a fused matrix in some checkpoints -> names of the matrices whose rows it contains, in order."""
 

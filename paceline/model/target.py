@@ -47,7 +47,7 @@ class ForwardBatch:
     logits: Literal["all", "last", "none"] = "all"
     """Compute logits of every token, of each row's last one, or of none (for a chunk of the prompt before its last)."""
     only_argmax: bool = False
-    """True if only the argmax of each logits row will be read; the implementation may omit the logits."""
+    """True if the caller reads only the argmax of each row of logits; the implementation may then omit the logits."""
     parents: list[int] | None = None
     """Parent of each token, if each row's tokens form a tree; None: every token follows the previous one.
 
@@ -85,7 +85,7 @@ class ForwardBatch:
 
 @dataclass(slots=True)
 class ForwardOutput:
-    """Results of a pass; tensors are views of buffers that the next pass may overwrite."""
+    """Results of a pass. Its tensors are views of buffers that the next pass may overwrite."""
 
     logits_TV: Tensor | None
     """Logits [T, V] for "all", [B, V] for "last"; float32 or the model's dtype. None for "none", or if `only_argmax`
@@ -117,7 +117,7 @@ class EndScales:
     logits: float = 1.0
     """Factor on the head's output."""
     cap: float = 0.0
-    """Soft cap of logits (tanh), applied after `logits`; 0 is off."""
+    """Soft cap of logits, cap * tanh(logit / cap), applied after the factor `logits`; 0 is off."""
 
     def of_logits(self, product_TV: Tensor) -> Tensor:
         """Compute logits [T, V] from the product of hidden states and head matrix: multiply by `logits`, then apply
@@ -131,7 +131,7 @@ PLAIN_ENDS = EndScales()
 
 
 class Target(ABC):
-    """A causal language model with its KV cache."""
+    """A causal language model with its KV cache: the model that speculative decoding accelerates."""
 
     cache: KVCache
     device: torch.device
@@ -148,7 +148,7 @@ class Target(ABC):
     """True if a token's result has the same bits in any batch, however its row is split into passes."""
 
     takes_trees: bool = False
-    """True if `forward` supports trees of tokens (`ForwardBatch.parents`)."""
+    """True if `forward` supports trees of draft tokens (`ForwardBatch.parents`)."""
 
     has_own_threads: bool = False
     """True if the target computes on its own threads. PyTorch's idle threads spin and would slow these down."""

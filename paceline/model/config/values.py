@@ -13,7 +13,8 @@ MAX_LAYERS = 4096
 MAX_SIZE = 2**31 - 1
 MAX_EXPERTS = 65536
 LARGEST = 1e18
-"""Upper limits for layers, other integers, experts of all layers, and floats; configs beyond them are rejected."""
+"""Upper limits of values in config.json: layers, other integers, experts of all layers, and floats. Larger values are
+rejected."""
 
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
 

@@ -124,8 +124,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Parse the header of a file, or of all parts of a split model. Raises ModelFileError if it is truncated, damaged
-    or not GGUF, or if a part is missing."""
+    """Parse the header of a GGUF file; a split model is opened as one file, given any of its parts. Raises
+    ModelFileError if it is truncated, damaged or not GGUF, or if a part is missing."""
     file = _open_one(path)
     count = file.get("split.count", int) or 1
     return file if count == 1 else _joined(path, count)

@@ -1,5 +1,5 @@
-"""Reads GGUF files as models: metadata as config.json, quantised blocks as float32 tensors under Hugging Face names,
-the vocabulary as a tokenizer of the `tokenizers` library.
+"""Reads GGUF files as models. Metadata become config.json, quantised blocks become float32 tensors under Hugging Face
+names, and the vocabulary becomes a tokenizer of the `tokenizers` library.
 
 `container.py` parses the header, the `gguf` package dequantises; names and the row order of Llama's RoPE are handled
 here. Used by `checkpoint.py` and `model/text/tokenizer.py`.

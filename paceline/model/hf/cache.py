@@ -105,7 +105,7 @@ class HFCache(KVCache):
         self._token_bytes = token_bytes
         self._state_bytes = state_bytes
         self.rows: dict[int, Row] = {}
-        """State of the allocated rows."""
+        """Row index -> cache and tokens of each allocated row."""
 
     @property
     def num_bytes(self) -> int:

@@ -117,7 +117,7 @@ class HFTarget(Target):
         return cls(model.to(device), num_rows, max_len)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
-        """Replace `cache` by an empty one, whose memory is allocated as rows grow. Raises ContextLengthError.
+        """Replace `cache` by an empty one; its memory is allocated as rows grow. Raises ContextLengthError.
 
         LongRoPE models (Phi-3, Phi-4 128k) use their short factors at every position if `max_len` is at most the
         original training length, else their long factors.

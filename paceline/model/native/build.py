@@ -1,13 +1,12 @@
-"""Compiles the native CPU library: from the C++ sources of a folder to one shared library with a C interface.
+"""Compiles the native CPU library: the C++ sources of a folder become one shared library with a C interface.
 
     python paceline/model/native/build.py                # into this folder, where paceline looks for it
-    python paceline/model/native/build.py --sanitize     # with address and undefined-behaviour checks, into
-    build/native python paceline/model/native/build.py --emulated     # with AMX tiles and AVX-VNNI emulated, for tests
+    python paceline/model/native/build.py --sanitize     # checks addresses and undefined behaviour; into build/native
+    python paceline/model/native/build.py --emulated     # with AMX tiles and AVX-VNNI emulated, for tests
 
-Sources are compiled for the oldest processor of their architecture, except those of an instruction set
-(kernels_avx2.cpp etc.), which are skipped if the compiler or machine does not support it. setup.py loads this file by
-path before paceline and torch are
-installed: it uses only the standard library.
+Sources are compiled for the oldest processor of their architecture. Those of an instruction set (kernels_avx2.cpp etc.)
+are compiled for that set, or skipped if the compiler cannot do so on this machine. setup.py loads this file by path
+before paceline and torch are installed: it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -187,8 +186,8 @@ def _compile_all(
 
 
 def build_for_install(source_folder: Path, out_path: Path, *, emulated: bool = False) -> bool:
-    """Build during an installation; returns True if the library was built. A failure prints one warning and returns
-    False.
+    """Build the library during an installation; returns True if it was built. If that fails, prints one warning and
+    returns False.
 
     PACELINE_NATIVE_BUILD=0 skips compiling; PACELINE_NATIVE_BUILD=require raises NativeBuildError on failure.
     """

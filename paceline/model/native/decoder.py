@@ -98,7 +98,7 @@ class NativeDecoder(Target):
         matrices += [matrix for own in experts for pair in own for matrix in pair]
         self.weight_format = "+".join(sorted({name for matrix in matrices for name in matrix.formats}))
         self.has_blocks = self.weight_format not in ("float32", "bfloat16")
-        """True if it uses quantised weights of the file."""
+        """True if some weights stay quantised, in blocks."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights by dense ones, quantised weights too. Raises ModelFileError, see Target.load_weights."""
@@ -226,10 +226,10 @@ def native_model(
     first_position: int = 0,
     **parts: Any,
 ) -> Model:
-    """Create a model of the library from matrices, float32 vectors and numbers, named like the fields of CLayer and
-    CConfig.
+    """Create a model of the library. `layers` and `parts` hold matrices, float32 vectors and numbers, by fields of
+    CLayer and CConfig.
 
-    first_position: RoPE position of the first cache position; the cache has `max_len`.
+    first_position: RoPE position of the cache's first position; max_len: number of positions per row.
     """
     tables = {"": rope_tables(config, first_position + max_len)}
     if "local" in config.ropes:

@@ -39,7 +39,7 @@ FORMAT_NAMES: list[str] = [
 FORMAT_NAMES += ["IQ4_NL", "IQ4_XS"]
 """In the order of the library's PnFormat."""
 FORMATS = {getattr(torch, name): FORMAT_NAMES.index(name) for name in ("float32", "bfloat16")}
-"""Dtypes of inputs, caches and taps -> number of the format in the library."""
+"""Dtypes of inputs, caches and taps (outputs of tapped layers) -> number of the format in the library."""
 STAGES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 ROPES = ("main", "local", "none")

@@ -163,7 +163,7 @@ class DeltaCache(StaticKVCache):
         with reraised(MemoryBudgetError, failure, "lower max_batch", RuntimeError, MemoryError):
             self.memories = [self._memory(ROOM) for _ in range(num_linear)]
         self.room = ROOM
-        """Size of the pending windows; larger if a tree needed it."""
+        """Number of positions in a pending window: ROOM, or more if a tree needed it."""
         self._tokens: list[list[int]] = [[] for _ in range(num_rows)]
         """Tokens of each row, to recompute lost states."""
         self._committed = [0] * num_rows

@@ -1,4 +1,4 @@
-"""MLP activations, and mixtures of experts that select several MLPs per token."""
+"""Activation functions of MLPs, and mixtures of experts, which select several MLPs for each token."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Experts:
         self.num_bytes = router.num_bytes + read + sum(part.num_bytes for part in shared or ())
         """Bytes of weights that one token reads."""
         self.chosen_TK: Tensor | None = None
-        """Experts of each token of the last pass, ascending; -1 for padding tokens."""
+        """Indices of each token's experts in the last pass, ascending; -1 for padding tokens."""
 
     def __call__(self, normed_TD: Tensor, live_T: Tensor | None = None) -> Tensor:
         """Compute the outputs [T, D]. live_T: mask of valid tokens in a pass of fixed shape; the others get zeros and

@@ -84,17 +84,18 @@ class StaticPass(Region):
         device, size = decoder.device, num_rows * count
         self._inputs = torch.zeros(size + 3 * num_rows, dtype=torch.long, device=device)
         tokens_T, self.starts_B, self.counts_B, self.committed_B = self._inputs.split([size, *[num_rows] * 3])
-        """The last: positions committed to states of gated delta nets, which the pass updates."""
+        """committed_B: number of each row's positions in the states of gated delta nets, which the pass increases."""
         self.tokens_BJ = tokens_T.view(num_rows, count)
         self.relation_2BJ = _chains(num_rows, count).to(device)
-        """[depths, bits] of each token: its number of ancestors in the pass, and these as bits; see Sight."""
+        """(depths, bits) of each token: its number of ancestors in the pass, and a bit mask of them and itself; see
+        Sight."""
         self._is_chain = True
         self.logits_TV, self.taps_TF = logits_TV[:size], None if taps_TF is None else taps_TF[:size]
         self._writer = StaticWriter(num_rows, count, decoder.cache.max_len, device)
         mixtures, per_token = decoder.num_mixtures, decoder.config.experts_per_token
         kind: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.chosen_LTK = torch.zeros(mixtures, size, per_token, **kind) if mixtures else None
-        """Experts of each token, by layer; see Target.experts_read."""
+        """Indices of each token's experts in each layer with experts; see Target.experts_read."""
 
     @property
     def inputs(self) -> list[Tensor]:

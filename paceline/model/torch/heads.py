@@ -1,4 +1,5 @@
-"""Splits a fused QKV product: applies norms and RoPE, and writes keys and values to the cache."""
+"""Splits the output of a fused QKV projection into heads: applies norms and RoPE, and writes keys and values to the
+cache."""
 
 from __future__ import annotations
 

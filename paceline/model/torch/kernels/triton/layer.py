@@ -57,9 +57,10 @@ def heads(
     WHOLE_BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and head: norm and RoPE of queries and keys; writes keys and values to the cache.
+    """One program per token and head: applies norm and RoPE to queries and keys, and writes keys and values to the
+    cache.
 
-    ROTARY: rotated channels of each head, 0 for none. IS_WHOLE: one norm over all queries, and one over all keys.
+    ROTARY: number of rotated channels of each head, 0 for none. IS_WHOLE: one norm over all queries, one over all keys.
     """
     overlap(OVERLAPS)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)

@@ -40,12 +40,11 @@ def skinny(
     INNER: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, size] = inputs [tokens, INNER] times the matrix [size, INNER], plus its bias.
+    """Compute out [tokens, size] = inputs [tokens, INNER] times the matrix [size, INNER], plus its bias.
 
     TOKENS: 1, or the smallest power of two, at least 16, that holds the tokens. COLUMNS divides INNER, ROWS divides
-    size. GATE:
-    0, or the matrix has `size` rows of a gate followed by `size` rows of up, and out = activation(gate) * up: 1 SiLU, 2
-    GELU by tanh.
+    size. GATE: 0: no gate. Otherwise the matrix has `size` rows of gate, then `size` rows of up, and out =
+    activation(gate) * up: 1 is SiLU, 2 is GELU by tanh.
     """
     IS_ONE: tl.constexpr = TOKENS == 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
