@@ -72,9 +72,9 @@ class DecoderConfig:
     """True if the attention's output projection has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """True if queries and keys pass an RMSNorm, one per head, before RoPE (Qwen3)."""
+    """True if each query head and each key head passes an RMSNorm before RoPE (Qwen3)."""
     is_qk_norm_whole: bool = False
-    """True if this norm covers all query heads together, and all key heads together (OLMo 2)."""
+    """True if `qk_norm` covers all query heads together, and all key heads together (OLMo 2)."""
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer in tokens, or None for full attention; empty means all full."""
 

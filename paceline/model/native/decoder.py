@@ -101,7 +101,8 @@ class NativeDecoder(Target):
         """True if some weights stay quantised, in blocks."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights by dense ones, quantised weights too. Raises ModelFileError, see Target.load_weights."""
+        """Replace all weights, also quantised ones, by these dense ones. Raises ModelFileError for a wrong or missing
+        tensor."""
         self._take(check_tensors(self.config, tensors, "the new weights"))
         self.allocate_cache(self.cache.num_rows, self.cache.max_len)
 

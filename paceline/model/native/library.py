@@ -46,7 +46,7 @@ ROPES = ("main", "local", "none")
 GROUP = 16
 """A matrix begins at a multiple of this many rows in a stack (matrices packed one below the other)."""
 KEYS = 16
-"""Number of positions of a cache row is a multiple of this."""
+"""The number of positions of each cache row is a multiple of this."""
 MAX_HEAD_DIM, MAX_TAPS, MAX_THREADS = 1024, 64, 256
 
 

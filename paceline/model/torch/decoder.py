@@ -140,7 +140,7 @@ class Decoder(Target):
     """The same object as `cache`, with its concrete type."""
     takes_trees = True
     slack = 0
-    """Number of scratch positions after each row of the cache."""
+    """Number of scratch positions after each row of the cache, which are written but never read."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class Commit:
 
     rows_R: Tensor
     gone_R: Tensor
-    """Number of positions to commit, for each row."""
+    """Number of pending positions to commit, for each row."""
     most_gone: int
     most_left: int
     """Maximum number of positions that stay pending in a row; `most_gone` is that of positions to commit."""
@@ -113,8 +113,10 @@ class FixedStage:
 
 @dataclass(slots=True)
 class DeltaMemory:
-    """Recurrent states and pending windows of one layer for all B cache rows. A window has N positions; H: value
-    heads."""
+    """Recurrent states and pending windows (updates not yet in a state) of one layer for all B cache rows.
+
+    A window has N positions; there are H value heads.
+    """
 
     states_BHKV: Tensor
     """Recurrent states, float32: for each head a matrix [key_dim, value_dim]."""

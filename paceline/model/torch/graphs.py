@@ -37,7 +37,7 @@ def can_record(config: DecoderConfig) -> bool:
 
 class StaticWriter(CacheWriter):
     """Writes keys and values of J tokens to each of the cache rows 0..B-1; those of padding tokens go to scratch
-    positions."""
+    positions, which are never read."""
 
     def __init__(self, num_rows: int, count: int, scratch: int, device: torch.device) -> None:
         """`count`: J; `scratch`: the first of the J scratch positions in each row."""

@@ -164,7 +164,7 @@ class Residual:
             self._hidden_TD.add_(update_TD if norm is None else norm(update_TD), alpha=scale)
 
     def normed(self, norm: Norm) -> Tensor:
-        """Return the norm of the hidden states, [T, D]."""
+        """Apply a norm to the hidden states; returns [T, D]."""
         if self._waiting is None or not isinstance(norm, RMSNorm):
             return norm(self.hidden_TD)
         normed_TD = self._complete(norm.for_kernel)

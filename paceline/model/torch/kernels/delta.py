@@ -25,7 +25,7 @@ _KEYS = 16
 
 
 class DeltaWeights(NamedTuple):
-    """Small weights of a gated delta net layer, float32."""
+    """Weights of a gated delta net layer (linear attention) other than its projection matrices, float32."""
 
     kernel_KX: Tensor
     """Weights of the convolution: K inputs, the newest last, for each channel."""
