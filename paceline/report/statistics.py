@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-import numpy as np
-
 from paceline.types import Round
 
 Interval = tuple[float | None, float | None]
@@ -85,6 +83,8 @@ class Spread:
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the quantile of `values` (not empty) at `share` (0 to 1), interpolated linearly."""
+    import numpy as np  # here, because predictions that need no percentiles start without NumPy
+
     return float(np.quantile(values, share))
 
 

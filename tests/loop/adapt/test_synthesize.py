@@ -200,7 +200,7 @@ def test_users_name_values_of_the_schema(
 ) -> None:
     """Where an opener has a blank for one; what no opener names is said."""
     monkeypatch.setattr(self_written, "MAX_TOKENS", 40)
-    monkeypatch.setattr(self_written, "fault", lambda *_: None)  # a random model finishes no sentence
+    monkeypatch.setattr(self_written, "rejection_reason", lambda *_: None)  # a random model finishes no sentence
     openers, out = tmp_path / "openers.txt", tmp_path / "x"
     said = Said()
     for text in ("Please look at {id}\n", "Please look\n"):
