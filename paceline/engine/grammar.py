@@ -219,11 +219,11 @@ def _only(mask: bytes) -> int | None:
 
 
 def within_grammars(batch: Batch, draft: DraftBlock) -> DraftBlock:
-    """Returns the drafts without those that the grammars refuse, so that the target does not verify them. A row's
-    drafts never become longer; some are corrected.
+    """Returns each row's drafts up to the first that its grammar refuses, so that later ones are not verified.
 
-    Sampled drafts are not corrected, and a refused one stays as the last of its row: its replacement is sampled from
-    the residual with its own distribution, and would have another distribution if the draft were removed.
+    Greedy drafts: where the grammar leaves one token, it replaces the refused draft and drafting goes on. Sampled
+    drafts: the refused one is kept as the row's last, because verification replaces it by a sample from the residual
+    distribution, and removing it would change the distribution of the output.
     """
     if all(seq.constraint is None for seq in batch.sequences):
         return draft

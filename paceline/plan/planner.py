@@ -79,7 +79,7 @@ class Plan:
 
 
 class Planner(Protocol):
-    """Plans the steps of one engine; the module's docstring shows the order of calls."""
+    """Decides for every step of one engine how many tokens each row drafts and how large prompt chunks are."""
 
     tells_said: bool  # True if rounds report which candidates the target generated: for measurements
 

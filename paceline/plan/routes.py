@@ -96,8 +96,9 @@ class Arm:
         return math.sqrt(self.squares.near(SPREAD**2, SPREAD_WEIGHT) / max(weight, 1e-3))
 
     def add(self, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
-        """Record a finished request. `num_tokens`: generated tokens. `price`: sum of the prices of its rounds.
-        `num_own`: accepted drafts of the drafter itself."""
+        """Record a finished request. `num_tokens`: generated tokens. `price`: time of its rounds, in units of a round
+        without drafts. `num_own`: accepted drafts that this drafter made, prompt lookup's left out. `num_rounds`:
+        verify passes."""
         self.own.add(num_own, num_rounds, 1.0)
         weight = min(num_tokens / WHOLE, 1.0)
         self.weight += weight

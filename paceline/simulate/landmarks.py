@@ -63,7 +63,7 @@ class Served:
 
 
 def served() -> Iterator[Served]:
-    """Yields every published rate of every system, with its prediction."""
+    """Yields every published serving speed, in tokens/s, with the speed-up that the simulator predicts for it."""
     for system in TOLD["systems"]:
         costs = _costs_of(system)
         added_s = overhead_s(costs, Load(1, system["context"]), system["plain_rate"])

@@ -78,8 +78,8 @@ class DFlash2Path(TorchPath):
             residual.add(convolve(outputs_TD, added[:, 1], base[1], size))
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """Drafts a block for each row; returns the scored candidates of its first `width` draft positions. `anchors`:
-        last committed tokens. The next recorded pass may overwrite the result."""
+        """Drafts a block of `size` tokens for each cache row of `rows`; returns the scored candidates of its first
+        `width` draft positions. `anchors`: the rows' last committed tokens. The next call may overwrite the result."""
         if outputs := self._replayed(rows, anchors, size):
             chosen_BKM, tokens_BKM, scores_BKPM = (rows_of(tensor, rows)[:, :width] for tensor in outputs)
             return Picks(chosen_BKM, tokens_BKM, scores_BKPM)

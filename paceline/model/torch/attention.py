@@ -161,10 +161,10 @@ class AttentionPlan:
 
 
 def attend_rows(query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores = PLAIN) -> Tensor:
-    """Compute the attention output [T, heads * head_dim] of rows with equal numbers of queries, one row after another.
+    """Compute the attention output [T, heads * head_dim] of rows with equally many queries; T concatenates the rows.
 
     keys, values: visible range of the cache, [rows, kv_heads, positions, head_dim]. mask: None, or added to the scores,
-    [rows, 1, group * count, positions].
+    [rows, 1, query heads per key head * queries per row, positions].
     """
     num_rows, kv_heads, _, head_dim = keys.shape
     count, group = len(query_THD) // num_rows, query_THD.shape[1] // kv_heads

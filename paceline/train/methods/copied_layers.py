@@ -141,8 +141,8 @@ def _fill(layer: Any, parts: dict[str, Tensor], source: str) -> None:
 
 @torch.no_grad()
 def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
-    """Returns the size of a projection's outputs for a normed input: the root mean square of each head, as a geometric
-    mean over heads, since one head of Qwen2.5 may have biases a hundred times larger than the others. `norm_D`: weight
+    """Returns the magnitude of a projection's outputs for a normed input: the geometric mean over heads of each head's
+    root mean square, since one head of Qwen2.5 may have biases a hundred times larger than the others. `norm_D`: weight
     of the norm before the projection."""
     square_X = (projection.weight * norm_D).square().sum(1)
     if projection.bias is not None:

@@ -62,7 +62,7 @@ class MtpNetwork(nn.Module):
 
     def forward(self, embedded_TD: Tensor, hidden_TD: Tensor, attend: ChainAttention) -> tuple[Tensor, Tensor]:
         """Returns (input of the next step, input of the head), [T, D] each, from embedded tokens and the previous
-        positions' hidden states: the target's, or the first output of the previous step."""
+        positions' hidden states. In the first step these are the target's, later the previous step's first output."""
         scale = self.config.residual_scale
         both_TX = torch.cat([self._norm("embedding_norm", embedded_TD), self._norm("hidden_norm", hidden_TD)], dim=-1)
         hidden_TD = self._linear("fc", both_TX).float()

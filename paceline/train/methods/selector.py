@@ -39,7 +39,7 @@ class BlockSample:
     key: str = ""
 
     def of(self, pack: Pack) -> Tensor:
-        """Returns the indices of a pack's selected blocks, ascending."""
+        """Returns the ascending indices [N] of the pack's draft blocks that train the selector in this step."""
         if self.share >= 1:
             return torch.arange(len(pack.anchors_A), device=pack.anchors_A.device)
         tokens_AK = torch.where(pack.slots.valid_AK, pack.slots.labels_AK, -1).long()
