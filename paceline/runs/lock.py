@@ -25,7 +25,8 @@ PATIENCE_S = 5.0
 
 @contextlib.contextmanager
 def only_run(folder: Path, doing: str, ranks: Ranks, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the folder's lock within the block. `doing`: this run's activity for the error message, such as "training".
+    """Within the block, hold the lock on `folder`, so that no other run writes there. `doing`: activity of this run,
+    such as "training", for the error message of another run.
 
     `say` prints a note if the file system has no locks. Raises ConfigError when another run has the lock, CacheError
     when the folder cannot be written.

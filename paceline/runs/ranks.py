@@ -30,6 +30,6 @@ class Ranks:
         return self.rank == 0
 
     def share_of(self, number: int) -> range:
-        """Returns the range of indices that this process works on, out of `number` items divided among all
-        processes."""
+        """Returns the indices of the items that this process works on, if `number` items are divided among all
+        processes in contiguous parts."""
         return range(number * self.rank // self.world, number * (self.rank + 1) // self.world)

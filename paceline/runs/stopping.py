@@ -19,7 +19,7 @@ STATUS = 143
 
 
 class Stop:
-    """Handles SIGTERM, and records in `is_asked` that it came."""
+    """Signal handler for SIGTERM: sets `is_asked`, and ends the process except within a `later` block."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.is_asked = False

@@ -29,7 +29,7 @@ def check_tracker(name: str) -> None:
 
 @contextlib.contextmanager
 def tracker(name: str, run: Path) -> Iterator[AddScalars]:
-    """Yields a function (scalars, step) that logs a step's named values to the tracker `name`; it skips NaN and
+    """Yields a function (scalars, step) that logs the values of one training step to the tracker; it leaves out NaN and
     infinities.
 
     `name`: "tensorboard", "wandb", "mlflow", or "none" for a function that does nothing. `run`: the run folder.

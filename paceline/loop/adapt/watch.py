@@ -38,7 +38,8 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError,
 
 @dataclass(slots=True)
 class Watcher(Steps):
-    """Adaptation daemon. Its whole state is in `store.state` and in the traces."""
+    """Adaptation daemon: decides once an hour whether to train, and replaces the server's drafter. Its whole state is
+    in `store.state` and in the traces."""
 
     def __post_init__(self) -> None:
         self.log, self.lineage = AdaptLog(self.store.state), Lineage(self.store.state / "lineage.json")

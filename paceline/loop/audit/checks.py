@@ -71,8 +71,8 @@ def verdict_of(findings: Iterable[Finding]) -> Verdict:
 def sampled(
     groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float, tolerance: float = 0.0
 ) -> list[Finding]:
-    """Returns one finding per group of answers with equal sampling settings. `tolerance`: rounding error of the mean
-    surprisal, in nats."""
+    """Checks that sampled answers have the probabilities of the local model; returns one finding per group of answers
+    with equal sampling settings. `tolerance`: rounding error of the mean surprisal, in nats."""
     findings = []
     for group in groups:
         own = [test for test in tests if test.group == group.name]
@@ -196,8 +196,8 @@ def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
 
 
 def stops(tried: Sequence[Stop]) -> Finding:
-    """Checks that greedy answers repeated with a stop string end there. An answer that differs before its stop string
-    does not count."""
+    """Checks that greedy answers, requested again with a stop string, end at the stop string. An answer that differs
+    before its stop string does not count."""
     wrong, num_kept = [], 0
     for stop in tried:
         if stop.stop in stop.text:

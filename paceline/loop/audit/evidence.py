@@ -216,8 +216,8 @@ def tests_of(group: Group, tolerance: float) -> list[Trial]:
 
 
 def detectable(test: Trial, num_tests: int, tolerance: float, false_alarms: float) -> float:
-    """Returns the smallest shift of the mean surprisal, in nats, that a test like `test` is likely to detect among
-    `num_tests` tests.
+    """Returns the smallest shift of the mean surprisal, in nats, that a test as precise as `test` is likely to detect
+    if it is one of `num_tests` tests.
 
     Normal approximation of the evidence, including the cost of averaging over slopes."""
     deviation = (test.high - test.low) / (2 * Z95)

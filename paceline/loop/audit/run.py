@@ -41,7 +41,7 @@ Answers = list[tuple[Request, ServerAnswer | None]]
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """Result of an audit."""
+    """Result of an audit: the verdict on the server, and the checks and statistical tests that led to it."""
 
     verdict: Verdict
     findings: list[Finding]
@@ -58,7 +58,7 @@ class Audited:
 
 @dataclass(slots=True)
 class Auditor:
-    """An audit in progress."""
+    """An audit in progress: sends requests to the server, and computes the answers' scores under the local model."""
 
     llm: LLM
     endpoint: Endpoint
@@ -102,7 +102,8 @@ class Auditor:
         )
 
     def scored(self, answers: Answers, temperature: float, top_p: float = 1.0) -> list[Draw]:
-        """Compute the probabilities of the answers under the model; answers with unknown tokens are left out."""
+        """Compute the token probabilities of the answers under the local model; answers with unknown tokens are left
+        out."""
         by_prompt: dict[int, list[ServerAnswer]] = defaultdict(list)
         for request, answer in answers:
             if answer is not None and answer.token_ids:

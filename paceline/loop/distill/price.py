@@ -42,8 +42,8 @@ class Price:
 
 
 def price(config: DistillConfig) -> Price:
-    """Estimates a distillation. Raises ConfigError without answers to time, and the run's ConfigError and
-    PromptError."""
+    """Estimates time and memory of a distillation. Raises ConfigError without answers to time, and the run's
+    ConfigError and PromptError."""
     if not config.answers:
         raise ConfigError(
             "a dry run times steps on answers: make them first with paceline regenerate, and give --answers FOLDER"

@@ -45,10 +45,10 @@ def spread_layers(num_layers: int, number: int) -> tuple[int, ...]:
 
 
 def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Returns the indices of the teacher's layers to copy: those that `config` names, else the most influential, else
-    evenly spaced.
+    """Returns the indices of the teacher's layers to copy: `config.keep_layers` if set; otherwise the most influential
+    ones, or evenly spaced ones without `influence`.
 
-    `influence`: one value per layer, or None. Raises ConfigError.
+    `influence`: one value per layer of the teacher. Raises ConfigError.
     """
     if config.keep_layers:
         if config.keep_layers[-1] >= num_layers:
@@ -79,7 +79,8 @@ def check_layers(config: StudentConfig, teacher: Path) -> None:
 def write_start(
     config: StudentConfig, teacher: Path, folder: Path, influence: Callable[[], Sequence[float]] | None = None
 ) -> tuple[int, ...]:
-    """Writes the untrained student in float32; returns the indices of the copied layers, () for a smaller model.
+    """Writes the untrained student in float32; returns the indices of the teacher's layers copied into it. They are ()
+    if `config` names a smaller model as the student.
 
     `influence` computes the layers' influence, and is called only if needed. A complete folder is not written again.
     Raises ConfigError if the student does not fit the teacher, and the errors of loading models.
@@ -135,7 +136,8 @@ def _selected(tensors: Iterator[tuple[str, Tensor]], layers: Sequence[int]) -> I
 
 
 def num_weights(config: Any) -> tuple[int, int]:
-    """Returns the number of weights in the decoder layers, and in all other tensors (embedding, norm, head)."""
+    """Returns the number of weights of the model with this `config` in its decoder layers, and in all other tensors
+    (embedding, norm, head)."""
     sizes: dict[bool, int] = {True: 0, False: 0}
     for name, shape in checkpoint.expected_shapes(config).items():
         sizes[name.startswith("model.layers.")] += math.prod(shape)

@@ -159,13 +159,13 @@ class Watch(transformers.TrainerCallback):
 
 
 def rest_of(logprobs_NK: Tensor) -> Tensor:
-    """Log-probability of all tokens outside the top K together, [N, 1]."""
+    """Log-probability, in nats, of all tokens outside the top K together at each of N positions, [N, 1]."""
     return torch.log1p(-logprobs_NK.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
 
 
 def kept_divergence(logits_NV: Tensor, ids_NK: Tensor, logprobs_NK: Tensor) -> Tensor:
-    """Forward KL divergence from the teacher to the student [N], in nats, over K + 1 classes: the teacher's top K
-    tokens, and all other tokens together.
+    """Forward KL divergence from the teacher to the student at each of N positions [N], in nats, over K + 1 classes:
+    the teacher's top K tokens, and all other tokens together.
 
     Computes the sum over k of p_k (log p_k - log q_k): a lower bound of the divergence over the whole vocabulary.
     """
@@ -176,7 +176,7 @@ def kept_divergence(logits_NV: Tensor, ids_NK: Tensor, logprobs_NK: Tensor) -> T
 
 
 def answer_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, columns_C: Tensor) -> Any:
-    """Returns a causal model's outputs with logits [B, C, V] at the given columns only.
+    """Returns a causal model's outputs for B padded rows, with logits [B, C, V] only at the C positions `columns_C`.
 
     A prefix shared by all rows, such as a system message, is computed once and its keys and values are repeated, with
     gradients. Equal to a plain pass up to rounding.

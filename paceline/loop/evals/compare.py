@@ -159,7 +159,7 @@ def cases_needed(loss: float, deviation: float, level: float = LEVEL, power: flo
 
 
 class Gate(GateConfig):
-    """Conditions that scores must meet in `evals run` and `compare`, and their check. The fields are those of
+    """Conditions of a gate that scores must meet in `evals run` and `compare`, and their check. The fields are those of
     `config.GateConfig`."""
 
     __slots__ = ()

@@ -91,8 +91,8 @@ def check_given(suite: Suite, stores: Iterable[Path], source: Path) -> None:
 
 
 def apart(suite: Suite, stores: Iterable[Path], dropped: Dropped) -> Suite | None:
-    """Returns the suite without the cases that any of the stores trains on, and counts those in `dropped`; None if no
-    case remains."""
+    """Returns the suite without the cases that are in the training data of any of the stores; None if no case remains.
+    The removed cases are counted in `dropped`."""
     leaks = dict.fromkeys(name for path in stores for name in leaking(suite, Store.open(path)))
     for name in leaks:
         dropped.add("that models here were or will be trained on", name)

@@ -20,7 +20,7 @@ OWN, FIRST = "suite", "first-suite"
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Runs a turn's suites of evals on models."""
+    """Runs the eval suites of one turn (iteration of the flywheel) on models, and compares their scores."""
 
     config: FlywheelConfig
     folder: Path
@@ -77,13 +77,15 @@ class Bench:
 
 
 def lost(comparison: Comparison, most: float) -> str | None:
-    """Returns a reason to refuse a student if the scores do not rule out a loss of more than `most`; else None."""
+    """Returns a reason to refuse a student if the 95% interval of the change of its mean score (0 to 1) includes a loss
+    of more than `most`; else None."""
     loss = comparison.loss_above(most)
     return f"evals: {loss}" if loss else None
 
 
 def slower(alone: Scores, drafted: Scores, comparison: Comparison, least: float, is_greedy: bool) -> str | None:
-    """Returns a reason not to serve a drafter: it changed a greedy answer, or its speed-up is below `least`; else None.
+    """Returns a reason not to serve a drafter: it changed a greedy answer, or its speed-up, a factor, is below `least`;
+    else None.
 
     `alone`, `drafted`: scores of the model without and with the drafter.
     """

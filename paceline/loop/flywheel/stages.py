@@ -50,7 +50,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """State and settings that the stages of one turn share."""
+    """State and settings of one turn (iteration of the flywheel); every stage reads them."""
 
     config: FlywheelConfig
     number: int

@@ -37,7 +37,7 @@ DONE = b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A parsed request and its answer."""
+    """A parsed request to a model and the answer to it, from the proxy or from a log file."""
 
     is_chat: bool
     request: dict[str, Any]

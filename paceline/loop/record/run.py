@@ -40,7 +40,7 @@ CLOSE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Result of a recording: the folder of the traces, and their number."""
+    """Result of a recording: the folder of the traces, and the numbers of traces, answers and dropped exchanges."""
 
     folder: Path
     num_written: int

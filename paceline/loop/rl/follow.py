@@ -74,8 +74,8 @@ class DFlashFollower:
         self._num_learned = 0
 
     def learn(self, llm: LLM, samples: Sequence[Sample]) -> dict[str, float]:
-        """Trains on the samples. Returns loss ("drafter_loss") and expected acceptance length ("drafter_eal") of the
-        first step; {} if all samples are too short."""
+        """Trains the drafter on the samples. Returns loss ("drafter_loss") and expected acceptance length
+        ("drafter_eal") of the first step; {} if all samples are too short."""
         documents = self._documents(samples)
         if not documents:
             return {}

@@ -142,8 +142,8 @@ class Rollouts:
         self.step, self._num_calls = step, 0
 
     def next_place(self) -> str:
-        """Starts a batch of rollouts; returns its name, "step.number": training step of the weights, number of the
-        batch."""
+        """Starts a batch of rollouts; returns its name "step.number", from the training step of the policy's weights
+        and the number of the batch within this step."""
         self._num_calls += 1
         return self.place
 
@@ -167,7 +167,8 @@ class Rollouts:
     def keep(
         self, samples: list[Sample], seconds: float, rounds: Rounds, more: Mapping[str, float] | None = None
     ) -> None:
-        """Records the measured values of a batch, and its samples, on which the follower trains next."""
+        """Records the measured values of a batch of rollouts, and stores its samples, on which the follower trains the
+        drafter next. `seconds`: wall time of the batch; `more`: further values by name."""
         self._latest = samples
         num_tokens = sum(sum(each.mask) for each in samples)
         more = {**self._follower_figures, **(more or {})}

@@ -51,8 +51,8 @@ def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
-    """Groups conversations with similar first prompts; numbers in the result are indices of `firsts`. `related`:
-    smallest similarity, 0 to 1."""
+    """Groups conversations with similar first prompts; numbers in the result are indices of `firsts` (token ids).
+    `related`: smallest similarity, 0 to 1."""
     groups, pieces = Groups(len(firsts)), list(map(pieces_of, firsts))
     near = Near(related, common_pieces(pieces))
     for number, own in enumerate(pieces):
@@ -63,7 +63,8 @@ def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
 
 
 def side_of(name: str, config: SplitConfig) -> str:
-    """Chooses "train" or "evals" by a hash of the family's name and the seed."""
+    """Chooses "train" or "evals" for a family (conversations with similar first prompts) by a hash of its name and the
+    seed."""
     drawn = hashlib.blake2b(f"{config.split_seed}/{name}".encode(), digest_size=8).digest()
     return SIDES[int.from_bytes(drawn, "big") < config.evals_share * 2**64]
 

@@ -41,7 +41,7 @@ class SynthesizeConfig:
 
 @dataclass(slots=True)
 class Synthesized:
-    """Results of `paceline synthesize`."""
+    """Results of `paceline synthesize`: the folder of the accepted answers, and counts of answers and tokens."""
 
     answers: Path
     """Folder of the accepted answers."""

@@ -139,13 +139,13 @@ class Coverage:
 
 
 def narrowed(schema: Schema, choice: Choice, place: int) -> Schema:
-    """Returns the schema with this choice fixed to its value number `place`. Properties on the choice's path become
+    """Returns the schema with this choice fixed to `choice.values[place]`. Properties on the choice's path become
     required, and arrays non-empty, so that every answer has the value."""
     return _narrowed(schema, schema, choice.path, choice, place)
 
 
 def entropy(counts: Iterable[int]) -> float:
-    """Shannon entropy in bits."""
+    """Shannon entropy of the distribution given by `counts`, in bits; 0 without counts."""
     counts = [count for count in counts if count]
     total = sum(counts)
     return -sum(count / total * math.log2(count / total) for count in counts) if total else 0.0

@@ -58,7 +58,7 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Inputs of a decision, at the end of an hour."""
+    """Inputs of a decision at the end of an hour: confirmed alarms, the cluster mix, and earlier trainings."""
 
     hour: int
     alarms: Sequence[Alarm] = ()
@@ -74,7 +74,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """An action for some clusters, with its reason and the reasons against other actions."""
+    """Action of the policy for some clusters (groups of similar requests), with the reason for it and the reasons
+    against other actions."""
 
     action: Action = "none"
     clusters: tuple[str, ...] = ()
@@ -91,14 +92,15 @@ class Decision:
 
 
 def saving(prices: PriceConfig, horizon_days: float, tokens_per_hour: float, before: float, after: float) -> float:
-    """Returns the price of the rounds saved over the horizon if acceptance length rises from `before` to `after`:
-    tokens x (1 / before - 1 / after) x time of a round x price per hour."""
+    """Returns the price of the rounds that are saved within `horizon_days` if acceptance length rises from `before` to
+    `after` tokens per round: tokens x (1 / before - 1 / after) x time of a round x price per hour."""
     rounds = tokens_per_hour * DAY * horizon_days * max(1 / before - 1 / after, 0.0)
     return rounds * prices.round_ms / 3.6e6 * prices.units * prices.serving_price
 
 
 def decide(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision:
-    """Returns the action for this hour, with the reasons for it and against the others."""
+    """Returns the policy's action for this hour, such as "retrain" or "none", with the reason for it and the reasons
+    against other actions."""
     declined: dict[str, str] = {}
     if view.is_training:
         return Decision(why="a training is running", declined={"retrain": "one is running already"})

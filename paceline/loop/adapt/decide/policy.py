@@ -150,8 +150,8 @@ class SeasonalPolicy:
         self.is_training = True
 
     def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
-        """Record that a training has ended. `clusters` got the new drafter (empty if it was refused); `hours`: core- or
-        GPU-hours of the training."""
+        """Record that a training has ended in hour `number` (since 1970). `clusters` got the new drafter (empty if it
+        was refused); `hours`: core- or GPU-hours of the training."""
         self.is_training, self.trained_at = False, number
         if hours:
             self.prices = replace(self.prices, training_hours=hours)

@@ -54,8 +54,9 @@ def is_held_out(prompt: str) -> bool:
 def examine(
     candidate: Path, engine: EngineConfig, traces: Path, config: CandidateConfig, progress: Progress = SILENT
 ) -> Verdict:
-    """Judges the candidate in a folder by the requests in `traces`. Raises ConfigError if there are no such requests,
-    and the errors of loading the target `engine.model`."""
+    """Compares the drafter in the folder `candidate` with the incumbent (the drafter that serves now) on the requests
+    in the folder `traces`; returns whether the candidate may replace the incumbent. Raises ConfigError if there are no
+    such requests, and the errors of loading the target `engine.model`."""
     usual, source = usual_settings(engine.model, config.temperature)
     requests, left_out = read_requests(traces, since=config.since, usual=usual)
     if config.held_out_only:
@@ -100,7 +101,8 @@ class _Comparison:
         self._figures: dict[str, list[Rounds]] = {}
 
     def verdict(self, candidate: Path, target_name: str) -> Verdict:
-        """Judge the candidate, or, if it loses too much on other traffic, the first of its blends that does not."""
+        """Judge the candidate. If it loses too much on other traffic, judge blends (its weights averaged with the
+        incumbent's) with less and less of the candidate, until a blend does not lose too much."""
         reasons, verdict = list[str](), Verdict(False, "")
         for share in sorted(self._config.shares, reverse=True):
             verdict = self._verdict_at(candidate, share, target_name)
@@ -214,6 +216,7 @@ def _fastest_draft(llm: LLM, drafter: Drafter) -> float:
 
 
 def alike(one_s: float, other_s: float) -> tuple[float, float]:
-    """Returns (one_s, other_s), or their mean twice if the times are too close to distinguish."""
+    """Returns two drafters' drafting times in seconds unchanged, or their mean twice if the difference is too small to
+    be measured."""
     mean = (one_s + other_s) / 2
     return (mean, mean) if abs(one_s - other_s) <= LEAST_DIFFERENCE * mean else (one_s, other_s)

@@ -40,7 +40,8 @@ class RoundTimes:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Rounds of the same requests with the incumbent and with the candidate; index i is the same request in both."""
+    """Rounds (draft, then verify) of the same requests with the incumbent and with the candidate; index i is the same
+    request in both."""
 
     incumbent: Sequence[Rounds]
     candidate: Sequence[Rounds]
@@ -100,7 +101,8 @@ def judge(
     config: CandidateConfig | None = None,
 ) -> Verdict:
     """Decides whether the candidate may replace the incumbent, by the limits in `config`. `drifted`: rounds on the
-    cluster whose acceptance fell; `elsewhere`: rounds by other cluster; `ood`: rounds on out-of-domain answers."""
+    cluster whose acceptance fell; `elsewhere`: cluster name -> rounds on the other clusters; `ood`: rounds on
+    out-of-domain answers."""
     config = config or CandidateConfig()
     if refused := too_few(len(drifted), config):
         return refused

@@ -22,7 +22,8 @@ from paceline.runs.folder import plain, write_whole
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Reads and writes the lineage file; every call reads it again, since users may edit it."""
+    """Reads and writes the lineage file, which lists each drafter with its parents, state and weights' hash. Every call
+    reads the file again, since users may edit it."""
 
     path: Path
 
@@ -75,7 +76,7 @@ WEIGHTS = ("model.safetensors", "model-q8_0.safetensors")
 
 
 def weights_hash(folder: Path) -> str | None:
-    """SHA-256 of a drafter's weights file; None without one."""
+    """SHA-256 of the weights file in a drafter's folder; None if the folder has no weights file."""
     file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if file is None:
         return None

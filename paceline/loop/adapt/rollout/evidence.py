@@ -47,7 +47,8 @@ def variance_of_rounds(rate: float, rounds: float) -> float:
 
 
 def more_failures(before: Failures, now: Failures, most: float) -> str | None:
-    """Returns a text if the share of failed requests rose by more than `most`, and by more than chance; else None."""
+    """Returns a text if the share of failed requests (0 to 1) rose by more than `most`, and by more than chance
+    explains; else None."""
     if now.requests < LEAST_REQUESTS or now.failed < LEAST_FAILED or now.share - before.share <= most:
         return None
     if chance_of(before, now) >= LEVEL:

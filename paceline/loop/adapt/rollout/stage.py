@@ -121,7 +121,8 @@ class Stage:
         self.away_since += by if self.away_since else 0.0
 
     def wait(self, now: float) -> None:
-        """Record that the server does not answer, and schedule the next try; a probation does not pause."""
+        """Record that the server does not answer at `now` (seconds since 1970), and schedule the next try. A probation
+        tries again without a pause."""
         self.away_since = self.away_since or now
         pause = min(FIRST_WAIT_S * 2 ** min(self.num_tries, 10), LONGEST_WAIT_S)  # 2.0**1024 overflows
         self.wait_until = now if self.name == "probation" else now + pause

@@ -32,7 +32,7 @@ Start = Callable[[list[str], Path], Job]
 
 @dataclass(slots=True)
 class Steps:
-    """State of the daemon, and the steps of each `Stage` (work in progress, such as a training)."""
+    """Holds the state of the daemon, and performs the steps of each `Stage` (work in progress, such as a training)."""
 
     store: StoreConfig
     engine: EngineConfig

@@ -214,7 +214,7 @@ def drafts_of(client: Client, member: str) -> float | None:
 
 def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
     """Returns {engine: {metric: value}}. Metrics with the label `finished_reason`, or a label in `by`, are also listed
-    by its value, as NAME{VALUE}.
+    once per value of the label, as NAME{VALUE}.
 
     Raises DownloadError if the server does not answer, or the page has no known metric; DeployError if it serves
     several models and `model` is not one of them."""

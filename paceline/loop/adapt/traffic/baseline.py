@@ -68,7 +68,8 @@ class Seasonal:
         self._fit = None
 
     def predict(self, hour: int) -> tuple[float, float]:
-        """Returns (expected value, variance of the prediction) for an hour; the variance is infinite without data."""
+        """Returns (expected log acceptance length, variance of the prediction) for an hour; the variance is infinite
+        without data."""
         if not self.num_hours:
             return 0.0, math.inf
         level, variance, values, variances, _ = self._fit or self._fitted()
@@ -82,7 +83,7 @@ class Seasonal:
         return variance + float(days[day_and_hour(hour)[0], 0])
 
     def shift(self, by: float) -> None:
-        """Add `by` to all observations: another drafter serves this traffic, with another acceptance level."""
+        """Add `by` (log acceptance length) to all observations, because another drafter now serves this traffic."""
         self._sums += self._weights * by
         self._fit = None
 

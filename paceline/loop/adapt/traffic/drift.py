@@ -42,8 +42,8 @@ State = Literal["learning", "calm", "raised", "held"]
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """Difference between the value of one hour and the season, in log acceptance length, and its variance. `raw` is the
-    value itself, `raw_variance` its squared standard error."""
+    """Log acceptance length of one hour minus its seasonal prediction (`value`), and the variance of this difference.
+    `raw`: the log acceptance length itself; `raw_variance`: its squared standard error."""
 
     hour: int
     value: float
@@ -109,7 +109,8 @@ class Series:
         self.evidence.append(Residual(hour, value - predicted, total_variance, value, variance))
 
     def tick(self, hour: int) -> None:
-        """Judge an alarm at the end of each of its days. Must be called after every hour, with or without traffic."""
+        """At the end of each day since the alarm was raised, decide whether it continues, is confirmed, or ends. Must
+        be called after every hour, with or without traffic."""
         if self.raised_at is None or (hour + 1 - self.raised_at) // DAY <= self._judged:
             return
         self._judged += 1
@@ -159,7 +160,8 @@ class Series:
         return self._level_residuals is not None
 
     def relearn(self, hours: Iterable[tuple[int, float, float]]) -> None:
-        """Estimate the season anew from all hours (hour, value, variance), and end any alarm."""
+        """Estimate the season anew from all `hours`, and end any alarm. Each element is (hour since 1970, log
+        acceptance length or a similar value, its squared standard error)."""
         self.season = Seasonal()
         for hour, value, variance in hours:
             self._learn(hour, value, variance)

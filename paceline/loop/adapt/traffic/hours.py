@@ -54,7 +54,7 @@ class Sums:
 
     @classmethod
     def of(cls, requests: Iterable[tuple[float, float]]) -> Sums:
-        """Sum up (tokens, rounds) per request; requests without a round are left out."""
+        """Sum up `requests`, each given as (tokens, rounds); requests without a round are left out."""
         terms = [(t, r, t * t, t * r, r * r) for t, r in requests if r > 0]
         return cls(len(terms), *map(math.fsum, zip(*terms, strict=True)))
 

@@ -45,13 +45,13 @@ Curve = Callable[[int], float]
 
 @dataclass(slots=True)
 class Source:
-    """One cluster of synthetic requests. `rate`: requests per hour; `curve`, `place` and `bend` are functions of the
-    hour since the start."""
+    """One cluster of synthetic requests. `rate`: requests per hour, before the factor `curve`. `curve`, `place` and
+    `bend` are functions of the number of hours since the start."""
 
     name: str
     rate: float
     fit: float
-    """Fit of the initial drafter."""
+    """Fit of the initial drafter to this cluster; a higher fit means that more drafts are accepted."""
     curve: Curve = lambda at: 1.0
     """Factor on the request rate."""
     place: Curve = lambda at: 0.0
@@ -72,7 +72,7 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """Fit of a drafter to a cluster, and the position of the content that it was trained on."""
+    """Knowledge of a drafter on a cluster: its fit, and the position of the content that the drafter was trained on."""
 
     fit: float
     place: float = 0.0

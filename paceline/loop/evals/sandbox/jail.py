@@ -93,7 +93,7 @@ def _write(path: str, text: str) -> None:
 
 
 def enter_namespaces() -> None:
-    """Creates the namespaces. Root maps itself and user 65534 into them; other users map only themselves."""
+    """Creates the sandbox's Linux namespaces. Root maps users 0 and 65534 into them; another user maps only itself."""
     uid, gid = os.geteuid(), os.getegid()
     ready, begin = os.pipe()
     done, written = os.pipe()
@@ -269,7 +269,7 @@ class Warden:
         self.stderr, self.echo = b"", b""
 
     def run(self) -> Job:
-        """Runs the answer; returns the fields of `run.Ran`."""
+        """Runs the answer; returns its outcome, stderr and use of resources, as the fields of `run.Ran`."""
         word_out, word_in = os.pipe()
         result_out, result_in = os.pipe()
         errors_out, errors_in = os.pipe()

@@ -129,7 +129,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class ConfigSizes:
-    """Sizes of a target model, from its config.json."""
+    """Number of layers, vocabulary size and hidden size of a target model, from its config.json."""
 
     num_layers: int
     vocab_size: int

@@ -74,7 +74,7 @@ class _Engine:
         self.process.send_signal(number)
 
     def wait_until_ready(self, client: Client, limit_s: float) -> str:
-        """Wait until the engine is healthy; returns its model's name, "" if it ended after a signal.
+        """Wait until the engine is healthy; returns the name of its model, or "" if the engine ended after a signal.
 
         Raises ConfigError if it ends by itself, DownloadError at the time limit."""
         began = time.monotonic()
