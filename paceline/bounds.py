@@ -51,7 +51,8 @@ Share = Annotated[float, within("between 0 and 1", least=0, most=1)]
 
 
 def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
-    """Raises `kind` for the first field of a dataclass whose value is outside the limits of its type."""
+    """Raises an error of class `kind` for the first field of the dataclass object `settings` whose value is outside the
+    limits in the field's type annotation."""
     for name, limits in _limits_of(type(settings)).items():
         field_value = getattr(settings, name)
         for value in field_value if isinstance(field_value, tuple) else (field_value,):

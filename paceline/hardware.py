@@ -43,7 +43,8 @@ class Machine:
         return max([self.bytes_per_s, *(rate for size, rate in self.cached_bytes_per_s.items() if int(size) >= least)])
 
     def ceiling_tokens_per_s(self, weight_bytes: int) -> float:
-        """Return the upper limit of plain decoding of one request: every token reads all weights once."""
+        """Return the upper limit of plain decoding of one request, in tokens per second: every token reads all weights
+        once."""
         return self.read_bytes_per_s(weight_bytes) / weight_bytes
 
 
@@ -55,7 +56,8 @@ def device_name(device: str = "cpu") -> str:
 
 
 def this_machine(device: str = "cpu") -> Machine:
-    """Measure the device in less than a second: the best of a few reads of a large buffer and a few matrix products."""
+    """Measure a device in less than a second: bandwidth and FLOP/s are the best of a few reads of a large buffer and
+    of a few matrix products."""
     import torch
 
     where = torch.device(device)
@@ -162,7 +164,7 @@ def cpu_name() -> str:
 
 
 def memory_bytes() -> int:
-    """Return the machine's total memory; 0 if it is unknown."""
+    """Return the machine's total memory in bytes; 0 if it is unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a Unix
@@ -170,7 +172,7 @@ def memory_bytes() -> int:
 
 
 def free_bytes() -> int | None:
-    """Return the memory available without swapping, within the container's limit; None if it is unknown."""
+    """Return the bytes of memory available without swapping, within the container's limit; None if unknown."""
     limits: list[int] = []
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()

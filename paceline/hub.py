@@ -61,7 +61,7 @@ class Piece:
     member: str
     """Path of the part in the wheel."""
     num_bytes: int
-    """Size of the part."""
+    """Size of the part, in bytes."""
     wheel_bytes: int
     wheel_sha256: str
 

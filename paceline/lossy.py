@@ -204,15 +204,15 @@ class Ledger:
         del self.sums[num_tokens:]
 
     def price(self, rule: str) -> Price:
-        """Return the mean deviation per token; `rule` is the rule's text."""
+        """Return the means per token of total variation, KL divergence and changed tokens. `rule`: text of the rule."""
         count, spent = max(len(self.sums), 1), self.spent
         return Price(rule, self.max_tv, spent.tv / count, spent.kl / count, spent.num_changed / count)
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Cost of a lossy rule for one answer: means over its tokens. `verify/lossy.py` defines them for greedy
-    requests."""
+    """Deviation from the target's distribution that a lossy rule caused in one answer, as means over the answer's
+    tokens. `verify/lossy.py` defines it for greedy requests."""
 
     rule: str
     max_tv: float | None

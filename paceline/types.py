@@ -35,7 +35,8 @@ CANDIDATE = "candidate"
 
 
 class Constraint(Protocol):
-    """Grammar state of one answer. `engine.grammar.Grammar` implements it and documents the methods."""
+    """Grammar state of one answer: checks drafts against the grammar, and masks the logits of tokens that it forbids.
+    `engine.grammar.Grammar` implements it."""
 
     @property
     def has_failed(self) -> bool: ...
@@ -94,7 +95,8 @@ class Row:
     """Function that computes `offers` on demand; its argument names draft sources to leave out."""
 
     def weigh(self, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Return the offers; if `ask` is set, computes them first, without the draft sources `unwanted`."""
+        """Return the drafts that the row could verify (`offers`); if `ask` is set, computes them first, without the
+        draft sources `unwanted`."""
         if self.ask:
             self.offers = self.ask(unwanted)
         return self.offers

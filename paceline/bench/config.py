@@ -157,7 +157,8 @@ class StepsConfig:
 
     @property
     def growth(self) -> int:
-        """Maximum number of tokens that one series of all pass widths adds to a row's cache, with its first round."""
+        """Maximum number of tokens added to a row's cache by one repetition: a first round, then one round for each
+        number of positions."""
         return int((self.max_positions + 2) * (self.tokens_per_round + 1))
 
     @property

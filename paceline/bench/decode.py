@@ -157,7 +157,7 @@ class Result(Drafting):
     num_answers: int
     num_output_tokens: int
     marginals: Tally | None = None
-    """Counts of the target's token's rank among the candidates, for `simulate --marginals`; None if not recorded."""
+    """How often the target's token had each rank among the drafter's candidates; None if not recorded."""
     differences: list[Difference] = field(default_factory=list)
     doubt: str | None = None
     """Reason not to trust the speed-up (machine busy, too few tokens), or None."""

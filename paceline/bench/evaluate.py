@@ -115,7 +115,8 @@ class Evaluation:
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        """One record for each prompt set and setting; "prompts" is the name of the set."""
+        """One dict of results for each prompt set and setting (drafter, temperature, batch size); its key "prompts" is
+        the name of the set."""
         return [{"prompts": name, **row} for name, figures in self.sets.items() for row in figures["results"]]
 
     @property

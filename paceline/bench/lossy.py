@@ -144,7 +144,7 @@ def _mean(items: list[tuple[float, ...]]) -> float:
 
 
 def _by_token(answers: list[Answer], name: str) -> float:
-    """Return the token-weighted mean of a field of `Price`; answers without a lossy rule count as 0."""
+    """Return the token-weighted mean of the field `name` of `Price`; answers without a lossy rule count as 0."""
     pairs = [
         (getattr(answer.price, name) * len(answer.token_ids) if answer.price else 0.0, len(answer.token_ids))
         for answer in answers

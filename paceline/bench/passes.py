@@ -28,7 +28,7 @@ from paceline.types import Round, SamplingParams
 from paceline.verify.rules import mocked
 
 CHUNK = 256
-"""Maximum prompt tokens of a prefill pass."""
+"""Maximum prompt tokens of one forward pass during prefill."""
 
 
 def described(llm: LLM) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Pass:
-    """Answers of one pass in the order of the requests, with its seconds by stage."""
+    """One timed pass over all requests: the answers in the order of the requests, and the seconds of each stage."""
 
     answers: list[Answer]
     wall_s: float = 0.0
@@ -107,7 +107,7 @@ class Pass:
     num_passes: int = 0
     """Number of the target's forward passes for decoding; each reads all weights."""
     marginals: Tally = field(default_factory=Tally)
-    """Counts of the rank that the target's token has among the drafter's candidates, if the planner records them."""
+    """How often the target's token had each rank among the drafter's candidates, if the planner records it."""
 
     @property
     def num_tokens(self) -> int:
@@ -186,14 +186,15 @@ def run_pass(
 
 
 def rates(passes: list[Pass]) -> list[tuple[float, ...]]:
-    """Return (number of tokens, median seconds over the repetitions) of each request."""
+    """Return (output tokens, median seconds) of each request. `passes`: repetitions with the same requests."""
     requests = zip(*(run.answers for run in passes), strict=True)
     return [(float(len(same[0].token_ids)), statistics.median(answer.seconds for answer in same)) for same in requests]
 
 
 def rate_ratio(items: list[tuple[float, ...]]) -> float:
-    """Return the ratio of two rates in tokens per second. `items`: for each request (tokens, seconds, tokens of the
-    other, seconds of the other)."""
+    """Return the ratio of two speeds in tokens per second, first over second; each is total tokens over total
+    seconds. `items`: for each request (tokens and seconds in the first measurement, tokens and seconds in the
+    second)."""
     own, other = ratio_of_sums([item[:2] for item in items]), ratio_of_sums([item[2:] for item in items])
     return own / other if other else 0.0
 

@@ -91,7 +91,8 @@ def add_round(times: Times, num_rows: int, width: int, wall_s: float, draft_s: f
 
 
 class StepBench:
-    """Measures the step times of a loaded model and a drafter. Call `run()`, then `as_json()`."""
+    """Measures the seconds of verification, drafting, host and prefill, by rows and positions, on a loaded model with
+    a drafter. Call `run()`, then `as_json()`."""
 
     def __init__(self, llm: LLM, config: StepsConfig, drafter: str) -> None:
         self.llm, self.config, self.name = llm, config, drafter
@@ -111,8 +112,8 @@ class StepBench:
         self._engine = mocked_engine(llm, filled, config.tokens_per_round)
 
     def run(self, on_turn: Callable[[str], None] = ignore) -> None:
-        """Measure every size in turn, `repeat` times after a warm-up. Pass widths change their order with each
-        repetition."""
+        """Measure every size (rows, positions per row) in turn, `repeat` times after a warm-up. The order of the
+        numbers of positions changes with each repetition."""
         order = random.Random(0)
         for turn in range(-1, self.config.repeat):
             times = self.times if turn >= 0 else no_times()
@@ -200,7 +201,8 @@ def num_parameters(drafter: DFlashDrafter) -> int:
 
 
 def table(times: dict[Size, list[float]]) -> list[list[float]]:
-    """Return the times by size as a sorted list of [rows, width, median seconds]."""
+    """Return the times by size as a sorted list of [rows, positions, median seconds]. For drafting the second
+    number is the drafts per row, for prefill the tokens of the prompt."""
     return [[*size, statistics.median(spent)] for size, spent in sorted(times.items())]
 
 

@@ -54,7 +54,8 @@ class Journal:
         """Key -> answers so far, for unfinished conversations."""
 
     def note(self, path: Path, answer: Answer, is_over: bool) -> None:
-        """Append an answer to the journal at `path`. Raises CacheError if the disk cannot be written to."""
+        """Append an answer to the journal at `path`. `is_over`: the answer is the last of its conversation. Raises
+        CacheError if the disk cannot be written to."""
         if is_over:
             self.begun.pop(answer.key, None)
         else:

@@ -22,7 +22,7 @@ ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def pieces_of(token_ids: Sequence[int]) -> np.ndarray:
-    """Return the distinct hashes [pieces] of a text's shingles (runs of SHINGLE tokens); a shorter text has one
+    """Return a 1-D array of the distinct hashes of a text's shingles (runs of SHINGLE tokens). A shorter text has one
     hash."""
     ids = np.asarray(token_ids, np.uint64) + np.uint64(1)
     size = min(SHINGLE, len(ids))
@@ -53,7 +53,8 @@ def bands(threshold: float) -> tuple[int, int]:
 
 
 class Near:
-    """Index of texts that finds near-duplicates of a text: those with a Jaccard similarity of more than `overlap`."""
+    """Index of texts that finds near-duplicates of a text: those with a Jaccard similarity of more than `overlap`.
+    `common`: hashes of the shingles to ignore (`common_pieces`)."""
 
     def __init__(self, overlap: float, common: np.ndarray) -> None:
         with needing(ConfigError, "near-copies are found with datasketch: pip install 'paceline[evals]'"):

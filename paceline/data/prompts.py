@@ -95,7 +95,7 @@ class Prompt:
     tools: tuple[Row, ...] = ()
     """Tools that the model may call, as in the API."""
     grammar: GrammarSpec | None = None
-    """Grammar of the answer; None: that of all prompts, if any."""
+    """Grammar of the answer; None for the grammar that the caller sets for all prompts, if any."""
     variables: tuple[tuple[str, Any], ...] = ()
     """Chat-template variables of this row, e.g. (("enable_thinking", False),)."""
     where: str = field(default="", repr=False, compare=False)

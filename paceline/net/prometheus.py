@@ -41,7 +41,7 @@ MEANS = ("sglang:spec_accept_length", "sglang:spec_accept_rate")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One sample of /metrics."""
+    """One sample of a /metrics page: metric name, labels and current value."""
 
     name: str
     labels: dict[str, str]
@@ -49,7 +49,7 @@ class Series:
 
 
 def read_series(text: str) -> Iterator[Series]:
-    """Yield every sample with a finite value of at least 0; other lines are skipped."""
+    """Yield the samples of a /metrics page that have a finite value of at least 0; other lines are skipped."""
     for line in text.splitlines():
         match = METRIC.fullmatch(line.strip())
         if not match or line.startswith("#"):
@@ -116,7 +116,7 @@ def _without_ranks(series: Iterable[Series]) -> Iterable[Series]:
 
 
 def totals(engines: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return metric name -> value over all engines: the sum, or for `MEANS` the mean of values above 0."""
+    """Return metric name -> value over all engines: the sum, or for the gauges in MEANS the mean of values above 0."""
     by_name = defaultdict[str, list[float]](list)
     for values in engines.values():
         for name, value in values.items():

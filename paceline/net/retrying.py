@@ -35,11 +35,12 @@ class Refused(PacelineError):
 
 
 class Client:
-    """Sends requests to one HTTP server and retries them for `patience_s` while it is down. Threads may share a
-    client."""
+    """Sends requests to one HTTP server. While it is down they are retried, until no request has succeeded for
+    `patience_s` seconds. Threads may share a client."""
 
     def __init__(self, url: str, option: str, patience_s: float) -> None:
-        """`url` is the server's address, with or without /v1; error messages call it `option`. Raises ConfigError."""
+        """`url`: the server's address, with or without /v1. `option`: name of the option that sets it, for error
+        messages. Raises ConfigError for an invalid address or key."""
         self._http = streaming.Client(url, os.environ.get(KEY) or None, TIMEOUT_S, option, keeps=False, key_name=KEY)
         self.url, self.option, self.patience_s = self._http.url, option, patience_s
         self._closed = threading.Event()

@@ -78,8 +78,8 @@ class Client:
         keeps: bool = True,
         key_name: str = "the API key",
     ) -> None:
-        """`url` with or without /v1; `keeps` reuses connections. Errors call the address `option` and the key
-        `key_name`.
+        """`url`: the server's address, with or without /v1. `timeout_s`: seconds that a whole response may take.
+        `keeps`: reuse connections. `option`, `key_name`: names of address and key in error messages.
 
         Raises ConfigError for an invalid address or key."""
         self._timeout_s, self._keeps = timeout_s, keeps

@@ -149,7 +149,7 @@ def write_load_report(
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a plot: its label and points. `is_faint` draws it thin and dashed."""
+    """One line of a plot: its label and points. `color`: index of the colour. `is_faint` draws it thin and dashed."""
 
     label: str
     x: Sequence[float]
@@ -289,8 +289,8 @@ def _offset(groups: Sequence[tuple[str, Sequence[float]]], index: int, place: in
 def ranges(
     title: str, rows: Sequence[tuple[str, float, Sequence[float | None], int]], xlabel: str, mark: float | None = None
 ) -> Plot:
-    """Plot horizontal bars with error bars. `rows`: (label, value, interval, index of the colour). `mark` adds a dotted
-    vertical line."""
+    """Plot horizontal bars with error bars. `rows`: (label, value, (low, high) of its interval, index of
+    the colour). `mark` adds a dotted vertical line at this value."""
 
     def fill(axes: Axes) -> None:
         for place, (_, value, (low, high), color) in enumerate(rows):

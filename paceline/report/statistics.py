@@ -67,7 +67,7 @@ def doubt(speedup: float | None, tokens_per_round: float | None, num_tokens: int
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and percentiles of a set of values; all None if the set is empty."""
+    """Mean and percentiles of a set of values, in the values' unit; all None if the set is empty."""
 
     mean: float | None
     p50: float | None
@@ -146,7 +146,8 @@ class Rounds:
 
 
 def shares(histogram: Sequence[int]) -> list[float]:
-    """Return an `accepted_histogram` divided by the number of rounds; [] without a round."""
+    """Return the shares of rounds with exactly 0, 1, 2, ... accepted drafts, from an `accepted_histogram`; [] without a
+    round."""
     num_rounds = sum(histogram)
     return [rounds / num_rounds for rounds in histogram] if num_rounds else []
 

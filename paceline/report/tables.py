@@ -186,7 +186,7 @@ def spread_column(
 
 
 def with_interval(value: float | None, interval: Interval | None, form: str = "{:.2f}", unit: str = "") -> str | None:
-    """Format a value with its interval, if there is one: "1.50x [1.40, 1.60]"; None without a value."""
+    """Format a value with its `unit` and its interval, if there is one: "1.50x [1.40, 1.60]"; None without a value."""
     if value is None:
         return None
     low, high = interval or (None, None)

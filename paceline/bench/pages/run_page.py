@@ -160,8 +160,8 @@ def _object(path: Path) -> Line:
 
 
 def numbers(lines: list[Line], key: str, kind: str = "", over: str = "blocks") -> tuple[list[float], list[float]]:
-    """Return two lists from lines that have both values: of the key `over` (default: blocks trained on up to this
-    step), and of `key`. With `kind`, `key` is read from the line's check "heldout" or "ood"."""
+    """Return (x, y): the values of the keys `over` and `key`, from the lines that have both. `over` is by default the
+    number of blocks trained on so far. With `kind`, "heldout" or "ood", `key` is read from this check of the line."""
     pairs = [(line.get(over), ((line.get(kind) or {}) if kind else line).get(key)) for line in lines]
     known = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
     return [x for x, _ in known], [y for _, y in known]

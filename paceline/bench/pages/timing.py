@@ -54,7 +54,7 @@ MOST_LINES = 26
 MOST_TICKS = 90
 """Maximum number of updates of the clock in the picture; each is shown for at least 0.1 s."""
 HOLD_S = 3.0
-"""Seconds for which the final state is shown before the replay restarts."""
+"""Seconds for which the finished answers are shown before the replay restarts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Timing:
 
     @property
     def usual_speed(self) -> float:
-        """Default replay speed: real time, or slower if the answers are too fast to follow."""
+        """Default replay speed as a factor of real time: 1.0, or less if the answers are too fast to follow."""
         end_s = max(self.off.total_s, self.on.total_s)
         return next((speed for speed in SPEEDS if end_s / speed >= LEAST_S), SPEEDS[-1])
 
@@ -307,7 +307,8 @@ def _said(side: TimedAnswer, now_s: float) -> str:
 
 
 def runs(side: TimedAnswer) -> Iterator[Run]:
-    """Yield the parts of the answer's text, in lines of CELLS characters, broken between words where possible."""
+    """Yield the answer's text in parts that each have tokens of one round. Lines of at most CELLS characters are broken
+    between words where possible."""
     text = Text(overflow="fold")
     for (number, is_drafted), group in groupby(side.tokens, key=lambda token: (token.round, token.is_drafted)):
         letters = "".join(token.text for token in group).replace("\r", "").replace("\t", "    ")

@@ -103,7 +103,7 @@ def parts_of(stream: Stream, answer: Answer) -> dict[str, float]:
     """Return part -> seconds of one answer; they sum to the time from sending to the end.
 
     A paceline server reports its `timings` as defined in `serve/http/clock.py`; llama.cpp's server reports prompt_ms
-    and predicted_ms. For other servers all time on the server is one part.
+    and predicted_ms, the parts "prefill" and "verify". For other servers all time on the server is one part.
     """
     timings = answer.timings
     connect_s, send_s = stream.connected_s - stream.sent_s, stream.written_s - stream.connected_s

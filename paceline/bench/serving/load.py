@@ -377,7 +377,7 @@ def _error_of(body: bytes) -> str:
 
 
 def tokens_per_round(answers: Sequence[Answer]) -> float | None:
-    """Return the acceptance length over all answers; None if the server does not report rounds."""
+    """Return the acceptance length (mean tokens per round) over all answers; None if the server reports no rounds."""
     counts = [
         (answer.num_accepted, answer.num_rounds)
         for answer in answers

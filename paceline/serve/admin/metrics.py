@@ -54,7 +54,7 @@ class Metrics(Collector):
     which are thread-safe."""
 
     def __init__(self, model: str, traces: TraceWriter | None = None, *, lossless: bool = True) -> None:
-        """`model` is the label model_name. `traces` gets every finished request, and its counters are reported too.
+        """`model` is the label model_name. `traces` gets every finished request; its counts are reported too.
         Without `lossless`, every series has the label lossless="false"."""
         self.lossless = lossless
         self.registry = CollectorRegistry()
@@ -110,7 +110,7 @@ class Metrics(Collector):
             self.step_times[phase, size] = count + 1, before_s + seconds
 
     def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """Count new tokens of a request, generated at `now` (time.perf_counter)."""
+        """Count `num_tokens` new tokens of a request, generated at the time `now` (time.perf_counter)."""
         self.totals.generation_tokens += num_tokens
         last_at = self._open.get(sequence)
         if last_at is None:

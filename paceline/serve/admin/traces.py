@@ -113,7 +113,7 @@ class Trace:
     seconds: dict[str, float | None] = field(default_factory=dict)
     """Durations in seconds, by phase (queue, prefill, first_token, draft, verify, host, total)."""
     mark: str | None = None
-    """End of the trace's key. The same trace imported twice has the same mark; None makes the key unique."""
+    """Last part of the trace's key. The same trace imported twice has the same mark; None makes the key unique."""
 
 
 class Lost(Exception):
@@ -185,8 +185,9 @@ class TraceWriter:
     def put(self, maker: Maker, *, wait: bool = False, is_full: bool = False) -> bool:
         """Queue `maker`, which builds the traces in the writer's thread; returns True if it was queued. Never raises.
 
-        Only a random share of the calls is recorded (`TraceConfig.sample`). If the queue is full, the call waits
-        (`wait`), or the traces are lost and counted; also if the caller's byte limit is reached (`is_full`).
+        Only a random share of the calls is recorded (`TraceConfig.sample`). If the queue is full, a call with `wait`
+        waits for a free place; otherwise its traces are counted as lost. `is_full` counts them as lost in any case: the
+        caller has reached a limit of its own.
         """
         if self._random.random() >= self._config.sample:
             return False

@@ -120,7 +120,8 @@ class Exchange:
         lossless: bool = True,
     ) -> None:
         """`kind` is the type of OpenAI's response object ("chat.completion"), `prefix` the prefix of its id
-        ("chatcmpl"). If `lossless` is False, responses have the field lossless: false."""
+        ("chatcmpl"), `num_prompts` the number of prompts that the replies answer, equally many each. If `lossless` is
+        False, responses have the field lossless: false."""
         self._ticket, self._replies, self._request = ticket, replies, request
         self.is_stream = bool(request.stream)
         self._with_each = bool(request.stream_options and request.stream_options.continuous_usage_stats)

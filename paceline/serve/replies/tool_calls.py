@@ -141,7 +141,7 @@ class CallParser:
 
     def __init__(self, names: Iterable[str], *, is_whole: bool = False, most: int | None = None) -> None:
         """`names`: the tools that may be called. `is_whole`: the whole answer is calls without tags, or text; it is
-        parsed at its end. `most`: later calls are dropped."""
+        parsed at its end. `most`: maximum number of calls; later ones are dropped."""
         self._names = set(names)
         self._held, self._is_whole, self._most = "", is_whole, most
         self._num_calls = 0

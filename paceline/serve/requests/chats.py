@@ -95,7 +95,8 @@ async def count_chat(body: ChatRequest, worker: EngineWorker) -> int:
 
 
 async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[Job]:
-    """Compile the grammars of one request's jobs; returns the jobs with them and with this clock."""
+    """Compile the grammars of one request's jobs. Returns copies of the jobs with the compiled grammars and with
+    `clock`, which measures the compilation."""
     clock.mark("dispatch")
     jobs = await worker.compiled(jobs)
     clock.mark("grammar")

@@ -104,7 +104,7 @@ def jobs_of(
     grammar: tuple[str, GrammarSpec] | None,
 ) -> list[Job]:
     """Return `n` jobs for each prompt, in the prompts' order. Without `max_tokens` the limit is
-    `config.default_max_tokens` or the rest of the context.
+    `config.default_max_tokens` or the rest of the context. `grammar`: (request field with the grammar, grammar).
 
     Raises RequestRefused for values that are invalid or beyond this server's limits.
     """

@@ -40,7 +40,8 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
 
 
 class Drafters:
-    """Operations of the admin API on the pool of drafters; for the event loop."""
+    """Lists, loads, drains and unloads drafters of the running server, and pins request classes to a drafter. The
+    admin API calls it in the event loop."""
 
     def __init__(self, worker: EngineWorker[Any]) -> None:
         self._worker = worker

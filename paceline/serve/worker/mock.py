@@ -128,8 +128,8 @@ def _with_config(engine: EngineConfig, config: dict[str, Any], folder: Path) -> 
 
 def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
     """Return the drafter for a mocked server. "default" is the drafter shipped for the model if it is installed, else
-    random-dflash: random weights that take as long. Raises ConfigError for a drafter that does not draft in every
-    round."""
+    random-dflash: random weights that take as long. `most_accepted`: 1 if the mock never accepts a draft, else
+    more. Raises ConfigError for a drafter that does not draft in every round."""
     if name == "default":
         return name if shipped.local(model) else "random-dflash"
     if name == LOOKUP or (name == NONE and most_accepted > 1):

@@ -43,7 +43,7 @@ class Event:
 
 class Ticket:
     """The answers to one API request, from submission to the end. One task of the event loop reads the events and must
-    close it."""
+    close the ticket. `deadline`: time.perf_counter time at which the worker aborts unfinished answers."""
 
     def __init__(
         self,
