@@ -46,7 +46,7 @@ ROUNDS = "device"
 
 
 class Form(NamedTuple):
-    """Properties that select a recorded round, in addition to its numbers of rows and positions."""
+    """Properties that select a recorded round (CUDA graph), in addition to its numbers of rows and positions."""
 
     is_drawn: bool
     """True if some rows are sampled; then all positions are sampled by the exponential race (see `race`)."""
@@ -188,7 +188,8 @@ class StaticRound(Region):
 
 
 class DeviceRounds:
-    """Computes device rounds for one engine, if a batch qualifies for them."""
+    """Runs one engine's device rounds, for batches that qualify: whole decode rounds (draft, verify, commit), each as
+    one recorded CUDA graph."""
 
     def __init__(self, target: GraphDecoder, pool: Pool, judge: RuleJudge) -> None:
         assert target.recorder is not None

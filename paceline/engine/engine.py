@@ -60,7 +60,8 @@ class Chunk:
 
 
 class Engine:
-    """Continuous batching with one target model; `planner` plans each step."""
+    """Generates answers to many requests together (continuous batching) with one target model. `planner` decides each
+    step's prefill chunk and drafts."""
 
     def __init__(
         self,

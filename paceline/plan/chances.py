@@ -82,8 +82,8 @@ class Chances:
         return cell.near(chance, _CELL_WEIGHT) if cell else chance
 
     def of_candidates(self, slot: int, logprobs: Sequence[float]) -> list[float]:
-        """Returns the acceptance chance of each candidate token of a slot, in non-increasing order. `logprobs`: their
-        log-probabilities in the drafter, the largest first."""
+        """Returns the acceptance chance of each candidate token of a slot, in non-increasing order. `logprobs`: the
+        drafter's log-probabilities of these candidates, the largest first."""
         chances = [self._chance(slot, _bucket_of(logprobs[0]))]
         left = 1.0 - chances[0]
         for logprob in logprobs[1:]:
@@ -92,8 +92,8 @@ class Chances:
         return chances
 
     def record_tree(self, outcome: Outcome, confidence: Sequence[float] | None) -> None:
-        """Update the estimates with the outcome of one row's verified tree. Its path of top tokens counts like a
-        chain."""
+        """Update the estimates with the outcome of one row's verified tree. The tree's path of top tokens counts like a
+        chain. `confidence`: the drafter's log-probability of its top token at each slot."""
         self.record(len(outcome.tree.spine), outcome.spine_accepted, confidence)
         siblings = outcome.siblings()
         expected = sum(math.exp(logprob) for logprob, _ in siblings)

@@ -43,9 +43,9 @@ _LANGUAGES = {name: frozenset(words.split()) for name, words in _WORDS.items()}
 def clusters_of(
     texts: Sequence[tuple[str, str]], *, tag: str | None = None, schema: str = "", tools: str = ""
 ) -> tuple[str, ...]:
-    """Returns a request's classes, the most specific first: strings that similar requests share. `texts`: its messages
-    as (role, text), or one raw text with the role RAW. `schema` and `tools`: the answer's schema and the tools as text,
-    in any form."""
+    """Returns a request's classes, the most specific first: strings that similar requests share. If the client
+    chose a `tag`, that is the only class. `texts`: the request's messages as (role, text), or one raw text with the
+    role RAW. `schema` and `tools`: the answer's schema and the tools as text, in any form."""
     if tag:
         return (f"tag:{tag}",)
     system = "".join(text for role, text in texts if role in ("system", "developer"))

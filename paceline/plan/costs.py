@@ -59,7 +59,8 @@ class RoundCosts:
     """Size class of the latest round, and its duration over the one in `passes`."""
 
     def pass_s(self, num_positions: int) -> float:
-        """Returns the estimated seconds of a round that verifies `num_positions` positions, without its drafting."""
+        """Returns the estimated seconds, without drafting, of a round that verifies `num_positions` token positions in
+        all rows."""
         known = self._pass_s.get(num_positions)
         if known is None:
             factor = self._factor(size_class(num_positions))
@@ -92,7 +93,8 @@ class RoundCosts:
         return self._draft_s[source, nearest] * max(1.0 + 0.5 * (num_rows - nearest) / nearest, 0.5)
 
     def record(self, num_positions: int, pass_s: float) -> None:
-        """Record a round; `pass_s`: seconds of its target pass and host work, without drafting."""
+        """Record a round that verified `num_positions` token positions in all rows. `pass_s`: seconds of its target
+        pass and host work, without drafting."""
         size, measured = size_class(num_positions), pass_s / self.passes.seconds(num_positions)
         ratio = measured / (self._factor(size) * self.slowness)
         if self._num_rounds == 0:

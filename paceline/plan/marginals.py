@@ -148,8 +148,8 @@ class Marginals:
         return tuple(itertools.accumulate(self.firsts, operator.mul))
 
     def with_firsts(self, firsts: Sequence[float]) -> Marginals:
-        """Returns marginals in which the top token of each slot has the chance in `firsts`. The other ranks share the
-        rest as before on average."""
+        """Returns marginals in which the top token of each slot has the chance in `firsts`. The candidates of the other
+        ranks divide the remaining chance in their average proportions."""
         left = sum(1 - first for first in self.firsts)
         ranks = itertools.zip_longest(*(own[1:] for own in self.chances_KM), fillvalue=0.0)
         shares = [sum(each) / left if left else 0.0 for each in ranks]
@@ -159,8 +159,8 @@ class Marginals:
         return Marginals(self.chances_KM[:count], self.num_rounds)
 
     def drawn(self, luck: random.Random) -> Weigh:
-        """Draws random chances for one round, because the drafter's confidence varies between rounds. `luck`: the
-        random number generator."""
+        """Returns a function that gives the candidates' acceptance chances in one random round, because the drafter's
+        confidence varies between rounds. `luck`: the random number generator."""
         return self._weigh([_confidence(luck, own[0]) for own in self.chances_KM])
 
     def _weigh(self, confidence_K: Sequence[float]) -> Weigh:

@@ -89,8 +89,8 @@ class Planner(Protocol):
         ...
 
     def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
-        """Returns the expected acceptance and cost of drafts from `source` (a drafter's name) for a row of this kind,
-        which may verify up to `most` drafts. `is_stepwise`: each draft takes a forward pass of its own."""
+        """Returns the expected acceptance chances and seconds of drafts from `source` (a drafter's name) for a row of
+        this kind, which may verify up to `most` drafts. `is_stepwise`: each draft takes a forward pass of its own."""
         ...
 
     def next(self, rows: list[Row], prompt_left: int = 0) -> Plan:
@@ -104,17 +104,17 @@ class Planner(Protocol):
     def narrow(
         self, plan: Plan, confidence_B: Confidences, candidates_B: Sequence[Candidates | None] | None = None
     ) -> list[int | Tree]:
-        """Returns the number of drafts, or the tree, that each row verifies. Called after drafting. `candidates_B`: the
-        drafter's candidates of each row that may verify a tree."""
+        """Returns each row's number of drafts, or tree, to verify. `confidence_B`: log-probability of the drafter's top
+        token at each slot. `candidates_B`: the drafter's top tokens at each slot, for rows that may verify a tree."""
         ...
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
         """Update the estimates with a finished round and its plan."""
 
     def price(self, plan: Plan, index: int, num_checked: int, num_alike: int) -> float | None:
-        """Returns the price of a round for one row (`index` in the plan): the round's time if every row drafted like
-        this one, in units of a round without drafts. 1.0 without drafts; None if costs are unknown. `num_checked`:
-        verified drafts of the row; `num_alike`: rows that share its drafting."""
+        """Returns a round's relative time for one row (`index` in the plan): its seconds if every row drafted like this
+        one, over the seconds of a round without drafts. None if costs are unknown. `num_checked`: verified drafts of
+        the row; `num_alike`: rows assumed to share its drafting pass."""
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """Record the seconds of a prefill chunk of `num_tokens` tokens."""

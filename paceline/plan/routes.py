@@ -63,7 +63,7 @@ of the round for this row, in units of a round without drafts; None if unknown."
 
 @dataclass(slots=True)
 class Arm:
-    """Statistics of one drafter in one request cluster."""
+    """Statistics of one drafter (an arm of a multi-armed bandit) in one cluster (group of similar requests)."""
 
     reward: Ratio = field(default_factory=Ratio)
     """Generated tokens over the time of their rounds, in units of rounds without drafts."""
@@ -116,7 +116,8 @@ class Arm:
 
 @dataclass(slots=True)
 class Cluster:
-    """Statistics of one request cluster, and the choice of a drafter for its requests."""
+    """Statistics of each drafter in one cluster (group of similar requests). Chooses the drafter of each new
+    request."""
 
     arms: dict[str, Arm] = field(default_factory=dict)
     pinned: str | None = None
@@ -160,7 +161,9 @@ class Cluster:
         return best, [name for name in arms if name != best and own[name] >= FAR_FEWER * own[best]]
 
     def add(self, drafter: str, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
-        """Record a finished request of this cluster; the parameters are those of `Arm.add`."""
+        """Record a finished request of this cluster that used `drafter`: its generated tokens and its number of rounds.
+        `price`: estimated time of these rounds, in units of a round without drafts. `num_own`: accepted drafts that the
+        drafter made, without those of prompt lookup."""
         for arm in self.arms.values():
             arm.fade()
         if arm := self.arms.get(drafter):
@@ -181,8 +184,8 @@ class _Session:
 
 
 class Router:
-    """Chooses a drafter for each request, by the request's cluster, and updates its estimates from finished rounds.
-    Used only by the engine's thread."""
+    """Chooses a drafter for each request, by the request's cluster (group of similar requests), and updates its
+    estimates from finished rounds. Used only by the engine's thread."""
 
     def __init__(self) -> None:
         self.clusters: dict[str, Cluster] = {}
@@ -231,8 +234,8 @@ class Router:
         return FIRST if is_proven or sum(arm.num_given for arm in arms) < UNPROVEN else 1
 
     def learn(self, sequences: Sequence[Request], stats: RoundStats, price: Price) -> None:
-        """Record a finished round of these sequences. `price` gives the price of the round for each row, in units of a
-        round without drafts."""
+        """Record a finished round of these sequences. `price`: function that returns the round's estimated time for a
+        row, in units of a round without drafts."""
         alike = Counter(
             seq.cluster for seq in sequences
         )  # these would draft together if the drafter were the cluster's best

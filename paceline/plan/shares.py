@@ -54,8 +54,8 @@ def gains_of(chances: Sequence[float]) -> list[float]:
 
 def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[float], each_s: float = 0.0) -> float:
     """Returns the largest surplus, in tokens, of verifying the first n of these drafts, for the best n. The surplus is
-    their expected tokens minus `rate` (tokens per second) times their extra seconds. No other row drafts. `each_s`:
-    seconds to make one draft."""
+    their expected tokens minus `rate` (tokens per second) times their extra seconds. No other row drafts. `gains`:
+    expected tokens of each draft (see `gains_of`). `each_s`: seconds to make one draft."""
     best, expected, plain_s = 0.0, 0.0, costs.pass_s(num_rows)
     for count, gain in enumerate(gains, start=1):
         expected += gain
@@ -64,8 +64,8 @@ def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[fl
 
 
 def spared_by(row: Row, take: Take) -> float:
-    """Returns 1 - 1 / E for a row that expects E tokens per round with the drafts in `take`; 0 without drafts.
-    `share_out` sums these values."""
+    """Returns 1 - 1 / E, the share of rounds that drafts save, for a row that expects E tokens per round with the
+    drafts in `take`; 0 without drafts. `share_out` sums these values."""
     offer = next((offer for offer in row.offers if offer.source == take.source), None) if take.count else None
     return 1 - 1 / (1 + sum(gains_of(offer.chances[: take.count]))) if offer else 0.0
 
@@ -95,9 +95,9 @@ class Drafted:
 
 
 def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) -> list[int]:
-    """Returns the number of drafts that each row verifies. `share` divides a round among the rows' drafts. Trees start
-    small and grow while more than half of one would be verified: most nodes are not worth a position, and considering a
-    node takes as long as verifying it."""
+    """Returns the number of drafts that each row verifies. `share`: function that returns these numbers, given the
+    drafts that each row could verify. Trees start small and grow while more than half of one would be verified: most
+    nodes are not worth a position, and considering a node takes as long as verifying it."""
     limit = FIRST_NODES
     while True:
         counts = share([each.want(limit) for each in drafted])
@@ -125,8 +125,8 @@ class TreeWorth:
         return self._worth >= 0.0 or self._num_without >= TREE_EVERY
 
     def record(self, gains: Sequence[float], rate: float) -> None:
-        """Record a round after planning. `gains`: for each tree, its surplus minus that of the best chain, in tokens.
-        `rate`: tokens per second."""
+        """Record a round after planning. `gains`: for each tree, its surplus (expected tokens minus `rate` times
+        its extra seconds) minus the surplus of the best chain, in tokens. `rate`: tokens per second."""
         self._num_without = 0 if gains else self._num_without + 1
         for gain in gains:
             self._worth += TREE_WEIGHT * (gain - rate * TREE_S - self._worth)

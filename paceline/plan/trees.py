@@ -122,8 +122,8 @@ def drafter_probs(slot: int, logprobs: list[float]) -> list[float]:
 
 
 class Growing:
-    """A tree that can grow further. It takes the most probable node next; nodes with a chance below LEAST_GAIN are not
-    added."""
+    """A draft tree that grows node by node, each time by the candidate most likely to be accepted; nodes with a chance
+    below LEAST_GAIN are not added."""
 
     def __init__(self, candidates: Candidates, weigh: Weigh) -> None:
         self.tree = Tree([], [], [], [], [])
@@ -174,8 +174,8 @@ class Growing:
 
 
 def grow(candidates: Candidates, weigh: Weigh, most: int) -> Tree:
-    """Returns the tree of the `most` most probable nodes, without those with a chance below LEAST_GAIN. `weigh` gives
-    the chances."""
+    """Returns the tree of the `most` most probable nodes, without those with a chance below LEAST_GAIN. `weigh`:
+    function that returns the acceptance chances of a slot's candidates."""
     return Growing(candidates, weigh).to(most)
 
 

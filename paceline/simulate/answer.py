@@ -148,8 +148,8 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
 def deployment_of(
     config: CostsConfig, known: Precisions, measured: Machine | None = None, locality: float = 0.0
 ) -> Deployment:
-    """Returns the machine, precisions and expert locality of a prediction. Each is that of `config`; where `config` has
-    none, it is `measured`, `known` or `locality`."""
+    """Returns the machine, precisions and expert locality of a prediction. Values set in `config` take precedence.
+    Defaults: `measured` for the machine, `known` for the precisions, `locality` for the expert locality."""
     number, name = counted(config.hardware)
     if number > 1 and config.gpus not in (1, number):
         raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")

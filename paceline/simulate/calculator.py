@@ -39,7 +39,8 @@ IMPORT = re.compile(r"^import [^;]+;\n", re.MULTILINE)
 
 
 def page(this_machine: Machine | None = None) -> str:
-    """Returns the HTML of the page. `this_machine` is listed in addition to the known machines."""
+    """Returns the HTML of the calculator page, which predicts speed-ups in the browser. `this_machine` is listed in
+    addition to the known machines."""
     script, style = _read(CHARTS) + joined(), _read("vendor/uPlot.min.css") + look() + _read("calculator.css")
     parts = {
         "SCRIPT-HASH": hash_of(script),

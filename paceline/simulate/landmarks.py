@@ -146,7 +146,8 @@ class BestLengths:
 
 
 def best_lengths() -> Iterator[BestLengths]:
-    """Yields each drafter's best draft lengths, computed from its measured survival curve and its own roofline."""
+    """Yields each drafter's published and predicted best numbers of drafts. The prediction uses the drafter's measured
+    survival curve (share of rounds whose first i drafts are all accepted) and its roofline."""
     table = TOLD["best_lengths"]
     shape, machine = catalogue.find(table["model"]), catalogue.machines()["B200"]
     deployment = Deployment(machine, shape.precisions)

@@ -70,7 +70,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Figures that a server's log or metrics report."""
+    """Decoding speed, acceptance and other figures that a server's log or metrics report."""
 
     server: str
     """Name of the server software: vLLM, SGLang, llama.cpp or paceline."""

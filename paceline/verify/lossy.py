@@ -106,7 +106,8 @@ _LOSSLESS = Lenience(1.0)
 
 
 class Tilt(NamedTuple):
-    """Distance between the output distribution at a position and the target's distribution."""
+    """Total variation and Kullback-Leibler divergence between the output distribution at a position and the
+    target's."""
 
     tv: float
     kl: Callable[[], float]
@@ -115,8 +116,8 @@ class Tilt(NamedTuple):
 
 
 def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
-    """Returns the distance (E and the divergence) for a sampled draft. `chance_V`: a(x) of all tokens, from
-    `chances`."""
+    """Returns the total variation and the divergence between output and target at the position of a sampled draft.
+    `chance_V`: a(x) of all tokens, from `chances`."""
     extra_V = (draft_V * (chance_V - chances(_LOSSLESS, target_V, draft_V, None))).clamp_(min=0.0)
     tv = float(extra_V.sum(dtype=torch.float64))
 
@@ -133,8 +134,9 @@ def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
 
 
 def lossy_rule(lossy: Lossy, ledger: Ledger) -> rules.Rule:
-    """Returns the lossy rule as a `rules.Rule` for chains of sampled requests. Certain drafts are judged by `follow`,
-    sampled ones by `drawn`. Costs are added to the ledger."""
+    """Returns the lossy rule as a `rules.Rule` for chains of sampled requests. Certain (deterministic) drafts are
+    judged by `follow`, sampled ones by `drawn`. Adds to `ledger` each decision's distance from the target's
+    distribution."""
 
     def verify(row: CheckedRow) -> RowVerdict:
         if row.draft_probs_KV is not None:
@@ -156,7 +158,7 @@ def lossy_rule(lossy: Lossy, ledger: Ledger) -> rules.Rule:
 
 
 def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
-    """Judges a chain of sampled drafts, and adds the cost of each decision to the ledger.
+    """Judges a chain of sampled drafts. Adds to `ledger` each decision's distance from the target's distribution.
 
     With lossless settings the result equals that of `rules.rejection`, bit for bit.
     """
@@ -191,7 +193,8 @@ def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[flo
 
 
 def tilt_children(target_V: Tensor, children: list[int], chance_N: list[float]) -> Tilt:
-    """Returns the distance between output and target for certain drafts. `chance_N`: the result of `child_chances`."""
+    """Returns the total variation and the divergence between output and target for certain (deterministic) drafts.
+    `chance_N`: the result of `child_chances`."""
     known = target_V[torch.tensor(children, device=target_V.device)].tolist()
     outside = max(1.0 - sum(known), 0.0)
     left = math.prod(1.0 - chance for chance in chance_N)
@@ -224,7 +227,8 @@ def follow(
     ledger: Ledger,
     is_greedy: bool,
 ) -> Followed:
-    """Judges a tree of certain drafts (or a chain, which is a tree), and adds the cost of each decision to the ledger.
+    """Judges a tree of certain (deterministic) drafts; a chain is a tree too. Adds to `ledger` each decision's distance
+    from the target's distribution.
 
     `own`: function that returns the target's own token after the accepted nodes. `probs`: returns the target's
     distribution there, [V], at temperature 1 for a greedy request. `coin`: returns the random number of a slot (draft

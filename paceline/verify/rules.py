@@ -131,14 +131,14 @@ def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerd
 
 
 def match(row: CheckedRow) -> RowVerdict:
-    """Accepts drafts that equal the target's own sampled tokens. A certain draft x is so accepted with probability
-    target(x), as by `rejection`."""
+    """Accepts drafts that equal the target's own sampled tokens. A certain (deterministic) draft x is so accepted with
+    probability target(x), as by `rejection`."""
     return match_prefix(row.draft_tokens, row.draw)
 
 
 def auto(row: CheckedRow) -> RowVerdict:
-    """Judges certain drafts by `match` (same text as without a drafter) and sampled drafts by `block` (the most
-    accepted tokens)."""
+    """Judges certain (deterministic) drafts by `match` (same text as without a drafter) and sampled drafts by `block`
+    (the most accepted tokens)."""
     return match(row) if row.draft_probs_KV is None else block(row)
 
 

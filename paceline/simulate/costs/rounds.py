@@ -267,7 +267,8 @@ class TimeTable:
         return numbers
 
     def seconds(self, batch: float, width: float) -> float:
-        """Returns the seconds at a size, interpolated linearly in batch and width; a larger size never takes less."""
+        """Returns the seconds for `batch` rows with `width` positions or drafts each, interpolated linearly in both. A
+        larger size never takes less time."""
         most, row = self.rows[-1]
         if batch > most:
             more = batch / most

@@ -171,7 +171,8 @@ def capacity(case: Case, policy: str) -> float:
 def sweep(
     case: Case, policies: Sequence[str], rates: Sequence[float] = (), concurrencies: Sequence[int] = ()
 ) -> list[LoadFigures]:
-    """Simulates every policy at every load, with the same requests each time. Raises ConfigError."""
+    """Simulates every policy (rule for the number of drafts) at every load, with the same requests each time. `rates`:
+    requests per second. `concurrencies`: requests in flight. Raises ConfigError."""
     if not case.jobs or not policies or not (rates or concurrencies):
         raise ConfigError("nothing to simulate: give at least one request, one policy, and one --rate or --concurrency")
     most = {policy: capacity(case, policy) for policy in policies}

@@ -68,7 +68,8 @@ def parse_slo(text: str | None) -> list[Limit]:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """Maximum request rate of one variant on a server with `rows` batch rows, and the latencies at that rate."""
+    """Maximum request rate of one variant (plain decoding, or drafting with a given acceptance) on a server with `rows`
+    batch rows, and the latencies at that rate."""
 
     rows: int
     name: str
@@ -86,7 +87,8 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Results of the three variants for each batch size, and sentences that summarise them."""
+    """Results of `priced` for its three variants at each batch size (plain decoding, drafts, drafts of a better
+    drafter), and sentences that summarise them."""
 
     title: str
     rows: list[Priced]
@@ -94,8 +96,8 @@ class Prices:
 
 
 def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, price: PriceConfig) -> Prices:
-    """Simulates the three variants (plain, best draft length, one more token per round) at each batch size. Raises
-    ConfigError for invalid limits, lengths or costs."""
+    """Simulates three variants at each batch size: plain decoding, the best number of drafts, and the best number with
+    a better drafter (one more accepted token per round). Raises ConfigError for invalid limits, lengths or costs."""
     limits = parse_slo(price.slo)
     if isinstance(costs, ToyCosts):
         raise ConfigError("a price needs costs in seconds, the toy model has none: leave --toy out")

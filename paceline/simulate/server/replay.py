@@ -232,7 +232,8 @@ def _survival(rounds: Rounds) -> Survival:
 
 
 def policy_for(speculate: str, most: int) -> str:
-    """Returns the simulator's policy for a `speculate` setting of the benchmark. `most`: maximum drafts per round."""
+    """Returns the simulator's policy for a `speculate` setting of the benchmark. `speculate`: "auto", "full", "off" or
+    a number of drafts. `most`: maximum drafts per round."""
     if speculate == "auto":
         return "adaptive" if most else "off"
     wanted = most if speculate == "full" else int(speculate) if speculate.isdecimal() else 0
