@@ -60,7 +60,7 @@ class GenerationStats(Rounds):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished answer."""
+    """One finished answer: its text, token ids, reason for the end and statistics."""
 
     text: str
     """Text of the answer, without the stop string or token that ended it."""

@@ -60,7 +60,7 @@ class Form(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of one row in a device round."""
+    """Result of one row in a device round: its verified drafts, how many were accepted, and the bonus token."""
 
     num_accepted: int
     bonus: int

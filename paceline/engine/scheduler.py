@@ -128,7 +128,8 @@ class PrefixReuse:
             self._take_over(seq)
 
     def reads(self, seq: Sequence) -> None:
-        """Copy the prefix now if the request was waiting for another prompt. Call when the request's prefill starts."""
+        """Copy the common prefix from another row now, if `admitted` deferred the request until another prompt was
+        computed. Call when the request's prefill starts."""
         if seq.request_id in self.deferred:
             self.deferred.remove(seq.request_id)
             self._take_over(seq)

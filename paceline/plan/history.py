@@ -60,8 +60,8 @@ class Trials:
         return self.wanted_s <= self.budget_s
 
     def begin(self, keys: set[int]) -> None:
-        """Start a round of the rows with these keys. If one of them is new, the seconds saved for new requests go to
-        the budget."""
+        """Start a round of the rows with these keys (`Row.key`). If one of the rows is new, the seconds saved for new
+        requests go to the budget."""
         if keys - self._keys:
             self.budget_s, self._new_s = self.budget_s + self._new_s, 0.0
         self._keys = keys

@@ -27,7 +27,7 @@ than they save."""
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """The drafts that one row could verify: the best of its offers."""
+    """Drafts that one row could verify, from the best offer of its sources (a drafter or prompt lookup)."""
 
     index: int
     """Index of the row in the plan."""

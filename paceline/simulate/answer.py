@@ -77,8 +77,8 @@ class Setup:
     """Sentence that lists the assumed default values (`simulate/assumed.py`)."""
 
     def ignore(self, config: CostsConfig, *names: str) -> Setup:
-        """Adds one warning that names the options in `names` that are set in `config`: they have no effect with these
-        costs. Returns the setup."""
+        """Adds a warning about the options in `names` that are set in `config` but have no effect with these costs.
+        Returns the setup."""
         given = [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) is not None]
         if given:
             self.warnings.append(f"{', '.join(given)} has no effect here: the {self.kind} model knows better")

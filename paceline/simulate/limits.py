@@ -30,8 +30,8 @@ LOOKUPS = ("ngram",)
 
 
 def cost_by_method(costs: CostsConfig, method: str | None) -> tuple[CostsConfig, list[str]]:
-    """Returns the costs with the drafter cost of this drafting method, and sentences that explain it. Costs that set
-    the drafter in another way are returned unchanged, without a sentence."""
+    """Returns the costs with the drafter cost of this drafting method, and sentences that explain it. If `costs`
+    sets the drafter's cost by another option or source, returns it unchanged, and no sentences."""
     is_said = costs.drafter_cost is not None or costs.drafter_params is not None
     if method is None or is_said or costs.toy or costs.table is not None or costs.calibration is not None:
         return costs, []
@@ -70,7 +70,7 @@ def _rate_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
 
 
 def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
-    """Returns sentences on the limits of the acceptance data, e.g. for draft positions beyond the given ones."""
+    """Returns sentences on the limits of the acceptance data, e.g. for draft positions beyond `acceptance.depth`."""
     if acceptance.kind == "constant":
         return [TEXTS["constant"]]
     limits = []

@@ -246,8 +246,8 @@ MOCKED = "mocked"
 
 
 def mocked(acceptance: float | Sequence[float] | Marginals) -> Rule:
-    """Returns a rule that accepts a given number of drafts, whatever the target's tokens are; never more than were
-    drafted.
+    """Returns a rule that accepts as many drafts as `acceptance` prescribes, whatever the target's tokens are; never
+    more than were drafted.
 
     `acceptance` is one of three. A number: the average tokens per round; `acceptance` - 1 drafts are accepted, as
     evenly as possible. A survival curve: at least i drafts are accepted in a share acceptance[i - 1] of the rounds,

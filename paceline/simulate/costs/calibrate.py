@@ -45,7 +45,7 @@ FEWEST = 6
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One measured time in seconds, and the size it was measured at."""
+    """One measured time in seconds, with the batch size, the positions or drafts per row, and the context in tokens."""
 
     batch: float
     width: float

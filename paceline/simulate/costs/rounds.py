@@ -81,7 +81,7 @@ def _passes(num_drafted: int, block: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DraftFit:
-    """Drafter cost fitted to measured times (`calibrate.py`)."""
+    """Coefficients of a drafter's cost in seconds, fitted to measured times (`calibrate.py`)."""
 
     fixed_s: float = 0.0
     """Seconds of each drafter pass."""

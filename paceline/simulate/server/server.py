@@ -81,7 +81,7 @@ class ServerShape:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Inputs of a simulation: requests, costs, server and acceptance. Load and policy are chosen by `run`."""
+    """Inputs of a simulation: requests, costs, server and acceptance. The arguments of `run` set load and policy."""
 
     jobs: Sequence[Job]
     costs: StepCosts
