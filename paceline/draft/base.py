@@ -35,12 +35,13 @@ class Observed:
 
     @property
     def taps_NF(self) -> Tensor | None:
-        """Hidden states [N, F] of these N = `count` positions."""
+        """Hidden states [N, F] of these N = `count` positions; F = tapped layers * hidden size."""
         return None if self.taps_TF is None else self.taps_TF[self.begin : self.begin + self.count]
 
 
 class Drafter(ABC):
-    """Base class of all drafters; `draft/registry.py` lists the implementations."""
+    """Base class of all drafters: a drafter proposes tokens that the target then verifies, for all sequences of an
+    engine."""
 
     name: str = ""
     source: str = ""
@@ -97,12 +98,13 @@ class Drafter(ABC):
 
     def chance(self, seq: Sequence) -> float:
         """Returns the predicted acceptance probability of each draft if all drafts before it are accepted; 0.0 if it
-        has no draft. Only for drafters with `is_at_hand`."""
+        has no draft. Only for drafters that draft in almost no time (`is_at_hand`)."""
         return 0.0
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft up to `num_drafted` tokens after each sequence's last token, at most `batch.draft_limits_B`.
+        """Draft up to `num_drafted` tokens after each sequence's last token; sequence i gets at most entry i of
+        `batch.draft_limits_B(num_drafted)`.
 
         Drafts for greedy and seeded requests are deterministic, so that a seeded output equals plain decoding.
         """

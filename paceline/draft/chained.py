@@ -48,9 +48,10 @@ class ChainPath(Protocol):
     def extend(
         self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
     ) -> Tensor:
-        """Append cache entries for newly verified positions. `tokens`: the token after each of these positions.
-        `taps_TF`: the target's hidden states there; it may have more rows than there are tokens. Returns the drafting
-        state [B, D] after each row's last entry."""
+        """Append cache entries for newly verified positions: `counts` entries to each of `rows`, after its first
+        `starts` entries. `tokens`: the token after each of these positions. `taps_TF`: the target's
+        hidden states there; it may have more rows than there are tokens. Returns the drafting state [B, D] after each
+        row's last entry."""
         ...
 
     def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
@@ -135,9 +136,10 @@ class _Row:
 
 
 class ChainedDrafter(TappedDrafter):
-    """Base class of drafters with a `ChainPath`. Greedy and seeded requests get deterministic drafts. Sampled requests
-    get drafts with their distribution, or drafts that predict the target's samples from its noise, if these samples
-    decide acceptance. `bind` of a subclass calls `_bind_path`, then `_begin`."""
+    """Base class of drafters with a `ChainPath`. Greedy and seeded requests get deterministic drafts. For sampled
+    requests, drafts are sampled, and returned with the distribution that they were sampled from. If drafts are verified
+    by comparison with the tokens that the target samples, drafts may instead predict these tokens from the target's
+    sampling noise. `bind` of a subclass calls `_bind_path`, then `_begin`."""
 
     is_stepwise, has_own_threads = True, False
     looks_ahead = 1

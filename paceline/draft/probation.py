@@ -12,8 +12,8 @@ from paceline.types import CANDIDATE, Batch, DraftBlock, Sequence, Take
 
 
 class Probation(Drafter):
-    """Wraps a new drafter to try it on one request: it reads the prompt and drafts once. The request itself gets no
-    drafts.
+    """Wraps a new drafter to try it on one request: the drafter reads the prompt and drafts once. These drafts are not
+    verified; the request is decoded without drafts.
 
     When the request ends, the future `done` receives the drafted tokens or the error.
     """

@@ -19,8 +19,9 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 
 class SmallModelDrafter(Drafter):
-    """Drafts with a smaller language model. Greedy and seeded requests get deterministic drafts. Sampled requests get
-    drafts with their distribution, under the same sampling parameters."""
+    """Drafts with a smaller language model. Greedy and seeded requests get deterministic drafts. For sampled requests,
+    drafts are sampled with the request's parameters, and returned with the distribution that they were sampled
+    from."""
 
     name, is_stepwise = "small_model", True
 

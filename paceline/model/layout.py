@@ -140,8 +140,8 @@ def _rows_of(name: str) -> list[str]:
 
 
 def gate_apart(config: DecoderConfig, parts: dict[str, AnyWeight]) -> None:
-    """Split the attention's output gate from the query projection, where it follows each head's queries. Adds it to
-    `parts` (one layer's tensors by name) as `self_attn.gate`."""
+    """Split the attention's output gate from the query projection, in which each head's query rows are followed by its
+    gate rows. Adds the gate to `parts` (one layer's tensors by name) as `self_attn.gate`."""
     numbers = torch.arange(2 * config.num_heads * config.head_dim).view(config.num_heads, 2, config.head_dim)
     for kind in [kind for kind in ("weight", "bias") if f"self_attn.q_proj.{kind}" in parts]:
         rows = parts[f"self_attn.q_proj.{kind}"]

@@ -66,7 +66,7 @@ def _each(config: DecoderConfig, owner: str, which: str, kind: str, tensor: Tens
 
 
 def expanded(blocks: Tensor, scales: Tensor, name: str) -> Tensor:
-    """Expand MXFP4 weights (OCP Microscaling Formats 1.0) exactly to bfloat16 [..., 32 * G].
+    """Expand MXFP4 weights (OCP Microscaling Formats 1.0), G groups of 32 values, exactly to bfloat16 [..., 32 * G].
 
     blocks: uint8 [..., G, 16], two values per byte, the low four bits first; scales: uint8 [..., G], biased exponents
     of two; name: of the tensor, for the ModelFileError raised if they are not MXFP4.

@@ -40,8 +40,9 @@ class Attend(Protocol):
     """Interface of the attention function in training, with RoPE and masks; `train/learn/attention.py` implements it.
     Blocks of several sequences are packed one after another.
 
-    `layer`: index of the draft layer. `query`: [T, heads, head_dim]. Keys and values: [T, kv_heads, head_dim] of the
-    blocks, and [N, kv_heads, head_dim] of the context; normed, before RoPE. Returns [T, heads * head_dim].
+    `layer`: index of the draft layer. `query_THD`: queries of the blocks' T positions. `own`: (keys, values) of the
+    blocks, [T, kv_heads, head_dim]. `context`: (keys, values) of N context positions, [N, kv_heads, head_dim]. All are
+    normed, before RoPE. Returns [T, heads * head_dim].
     """
 
     def __call__(
@@ -204,8 +205,8 @@ def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool)
 
 
 class DFlashDrafter(TappedDrafter):
-    """A DFlash v1 drafter. Greedy and seeded requests get deterministic drafts; sampled requests get drafts with their
-    distribution."""
+    """A DFlash v1 drafter. Greedy and seeded requests get deterministic drafts. For sampled requests, drafts are
+    sampled, and returned with the distribution that they were sampled from."""
 
     name = "dflash"
     has_native_path = True

@@ -114,8 +114,8 @@ class TorchPath:
 
     @torch.inference_mode()
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
-        """Append keys and values of newly verified positions in all draft layers. `taps_TF`: the target's hidden
-        states; its first sum(counts) rows are used."""
+        """Append keys and values of newly verified positions in all draft layers: `counts` positions to each of `rows`,
+        from cache position `starts` on. `taps_TF`: the target's hidden states; its first sum(counts) rows are used."""
         forms = self._forms()
         if forms is None or not forms.inject(rows, starts, counts, taps_TF):
             writer = CacheWriter(rows, starts, counts, self.device)
@@ -132,11 +132,11 @@ class TorchPath:
 
     @torch.inference_mode()
     def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
-        """Returns the most probable token at the first `width` draft positions of each row, and logits [B, width, V] if
-        requested.
+        """Drafts one block for each of `rows`. Returns the most probable token at the first `width` draft positions,
+        and logits [B, width, V] if `with_logits`; the next pass may overwrite the logits.
 
-        Each block of `size` positions follows its row's context and is discarded afterwards. `anchors`: the last
-        committed token of each row. The next recorded pass may overwrite the logits.
+        `anchors`: the last committed token of each row. `size`: number of positions of a block, which follows the row's
+        context in the cache and is discarded afterwards.
         """
         if outputs := self._replayed(rows, anchors, size):
             best_and_logprob = outputs[0].tolist()  # the round's only device-to-host copy
@@ -160,8 +160,8 @@ class TorchPath:
         return torch.stack([_best(logits_BKV).double(), sure_BK.double()], dim=-1), logits_BKV
 
     def slots(self, rows: list[int], anchors: list[int], width: int, size: int) -> Tensor:
-        """Runs a block for each row and returns the final normed hidden states [B * width, D] of its first `width`
-        draft positions."""
+        """Runs a block of `size` positions for each row, after its last committed token (`anchors`). Returns the final
+        normed hidden states [B * width, D] of the first `width` draft positions of each block."""
         masks = [self.config.mask_token_id] * (size - 1)
         tokens = [token for anchor in anchors for token in (anchor, *masks)]
         embedded_TD = self.embed_block(torch.tensor(tokens, device=self.device))
@@ -204,7 +204,7 @@ class TorchPath:
 
 
 def rows_of(tensor: Tensor, rows: list[int]) -> Tensor:
-    """Returns these rows of a tensor. It is a view if they are 0, 1, 2, ..."""
+    """Returns these rows of a tensor; the result is a view, not a copy, if `rows` is 0, 1, 2, ..."""
     if rows == list(range(len(rows))):
         return tensor[: len(rows)]
     return tensor[torch.tensor(rows, device=tensor.device)]
@@ -287,9 +287,9 @@ class NativePath:
         with_logits: bool,
         taps_TD: Tensor | None = None,
     ) -> Drafts:
-        """Returns the most probable token at the first `width` draft positions of each row, and logits [B, width, V] if
-        requested. Each block has `size` positions. `taps_TD` [B * size, D], in the target's dtype, receives the block's
-        final normed hidden states."""
+        """Drafts one block of `size` positions for each of `rows`, after its last committed token (`anchors`). Returns
+        the most probable token at the first `width` draft positions, and logits [B, width, V] if `with_logits`.
+        `taps_TD` [B * size, D], in the target's dtype, receives the final normed hidden states of all positions."""
         num_rows, masks = len(rows), [self.config.mask_token_id] * (size - 1)
         first = 0 if self.config.from_anchor else 1
         logit_rows = [row * size + slot for row in range(num_rows) for slot in range(first, first + width)]

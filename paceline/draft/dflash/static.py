@@ -51,7 +51,7 @@ class FixedPath(Protocol):
 
 class StaticBlock(Region):
     """Recorded pass (CUDA graph) that drafts a block of `block_size` positions after the context of each of B rows. Its
-    outputs are those of the path's `conclude`."""
+    outputs are those of the path's `conclude`: drafts and logits, or candidates and scores (DFlash 2)."""
 
     kind = "block"
 

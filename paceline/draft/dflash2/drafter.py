@@ -165,7 +165,7 @@ def materialised(tensors: Mapping[str, Tensor], embedding_VD: Tensor) -> dict[st
 
 
 class DFlash2Drafter(DFlashDrafter):
-    """A DFlash 2 drafter. Each draft depends on the one before it."""
+    """A DFlash 2 drafter: its candidate selector picks each draft given the draft before it."""
 
     name = "dflash2"
     network: DFlash2Network

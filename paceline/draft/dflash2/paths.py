@@ -30,7 +30,8 @@ def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -
 
         out[i, c] = sum over t < K of (base[t, c] + added[i, t, group of c]) * hidden[i - t, c]
 
-    `hidden_TD` [T, D]: the blocks, one after another; values before a block's first position count as zero.
+    `hidden_TD` [T, D]: the blocks, one after another; values before a block's first position count as zero. K: number
+    of positions that the convolution combines. `added_TKG`: one weight for each of G groups of adjacent channels.
     """
     num_taps, groups = added_TKG.shape[1:]
     blocks, dtype = hidden_TD.unflatten(0, (-1, size)), hidden_TD.dtype
@@ -94,8 +95,9 @@ class DFlash2Path(TorchPath):
 
     @torch.inference_mode()
     def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
-        """Runs a block for each row. Returns final normed hidden states [B, width, D] and scaled logits [B, width, V]
-        of its first `width` draft positions."""
+        """Runs a block of `size` positions for each row, after its last committed token (`anchors`). Returns final
+        normed hidden states [B, width, D] and scaled logits [B, width, V] of each block's first `width` draft
+        positions."""
         return self._logits_of(self.slots(rows, anchors, width, size), len(rows))
 
     def _logits_of(self, slots_TD: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -119,8 +121,9 @@ class DFlash2NativePath(NativePath):
         self._picker = Picker(self.selector.top_k, books, gate, target.dtype, ids_V)
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """Drafts a block for each row; returns the scored candidates of its first `width` draft positions. Scores use
-        log-probabilities, which differ from logits by a constant per position."""
+        """Drafts a block of `size` positions for each row, after its last committed token (`anchors`). Returns the
+        scored candidates of each block's first `width` draft positions. Scores use log-probabilities, which differ
+        from logits by a constant per position."""
         hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
         return Picks(*self._picker.pick(anchors, logits_BKV, hidden_BKD))
 

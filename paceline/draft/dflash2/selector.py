@@ -46,8 +46,8 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 
     def rows(self, book: str, tokens: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Returns the rows of a codebook for these tokens, [*tokens.shape, rank]. `book`: its name. Factored codebooks
-        need the target's embedding."""
+        """Returns the rows of a codebook for these tokens, [*tokens.shape, rank]. `book`: the codebook's name in the
+        network. Factored codebooks need the target's embedding."""
         if not self.is_factored:
             return F.embedding(tokens, self.get_parameter(book))
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
@@ -56,8 +56,8 @@ class Selector(nn.Module):
 
     def linked(self, before_BKPR: Tensor, tokens_BKM: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
         """Returns the products [B, K, P, M] of `before_BKPR` (rows of A times the projected hidden state) with the rows
-        of codebook B for `tokens_BKM`. Factored codebooks are multiplied as (before P) E^T, which computes no codebook
-        rows."""
+        of codebook B for `tokens_BKM`: for each of P previous tokens and M candidates. Factored codebooks are
+        multiplied as (before P) E^T, which computes no codebook rows."""
         if not self.is_factored:
             return before_BKPR @ self.rows(BOOKS[1], tokens_BKM).float().transpose(-1, -2)
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
@@ -162,8 +162,8 @@ class WalkedReading(Reading):
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
         """Returns the `count` most probable tokens at each position on the walk with the largest scores, for a tree of
-        at most `most` nodes; the result's `behind` gives those after any other candidate. With `foresight`, these are
-        the tokens that the target will most probably sample."""
+        at most `most` nodes; the result's function `behind` gives the most probable tokens after any other candidate.
+        With `foresight`, "most probable" means most probably sampled by the target, given its noise."""
         inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(row), self._tokens_BKM[row]
         first, known = len(seq.tokens), dict[int, list[float]]()
 
@@ -203,7 +203,7 @@ class WalkedReading(Reading):
 
 def walk(scores_KPM: list[list[list[float]]], inverse: float) -> tuple[list[int], list[float]]:
     """Returns (candidate indices, their log-probabilities) of the walk that takes the largest score at each position.
-    `inverse`: 1 / temperature. A score that is not finite ends the walk. Same as `native_lib.walk`."""
+    `inverse`: 1 / temperature. A score that is not finite ends the walk. The native library has an equal `walk`."""
     places, logprobs, before = list[int](), list[float](), 0
     for scores_PM in scores_KPM:
         scores_M = scores_PM[before]

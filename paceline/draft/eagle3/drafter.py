@@ -141,8 +141,9 @@ class Eagle3Network(nn.Module):
 
     def forward(self, embedded_TD: Tensor, hidden_TD: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """Returns (state for the next step, input of the LM head), [T, D] each. `embedded_TD`: embeddings of the
-        tokens. `hidden_TD`: for the position before each token, its `features` or the previous step's state.
-        Differentiable. The decode path must give the same result."""
+        tokens. `hidden_TD`: hidden states of the positions before these tokens: `features` in the first drafting step,
+        in later steps the state that the previous step returned. Differentiable. The decode path must give the same
+        result."""
         for index, layer in enumerate(self.layers):
             hidden_TD = layer(index, embedded_TD, hidden_TD, attend)
         normed_TD = self.norm(hidden_TD)

@@ -25,7 +25,7 @@ class Eagle3NativePath(EagleNorms):
     """
 
     def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: NativeDecoder, slack: int) -> None:
-        """`slack`: additional cache positions per row, for drafts after the longest text."""
+        """`slack`: number of cache positions per row beyond the maximum text length, for drafts."""
         shape, dtype = config.shape, target.dtype
         rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in network.items()}
         super().__init__(config, rounded, dtype, torch.float32)

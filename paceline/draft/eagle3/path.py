@@ -58,7 +58,7 @@ class Eagle3Path(EagleNorms):
     """
 
     def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: Target, slack: int) -> None:
-        """`slack`: additional cache positions per row, for drafts after the longest text."""
+        """`slack`: number of cache positions per row beyond the maximum text length, for drafts."""
         self._shape = shape = config.shape
         dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
         weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}

@@ -41,7 +41,7 @@ class MtpPath:
     the target's hidden state of position e with the embedding of the token after it."""
 
     def __init__(self, layer: MtpLayer, target: Target, slack: int) -> None:
-        """`slack`: additional cache positions per row, for drafts after the longest text."""
+        """`slack`: number of cache positions per row beyond the maximum text length, for drafts."""
         shape, dtype, device = layer.config, target.dtype, target.device
         num_rows, max_len = target.cache.num_rows, target.cache.max_len
         self._shape, self._target, self._tells_normed = shape, target, layer.tells_normed

@@ -206,7 +206,7 @@ def native_cache(
 
 
 def padded(config: DecoderConfig, max_len: int, slack: int) -> tuple[int, int]:
-    """Return (head size, slack positions per row), padded for the library."""
+    """Return (head_dim, scratch positions per row beyond `max_len`), both enlarged as the library requires."""
     return native.require().pn_padded_head_dim(config.head_dim), slack + -(max_len + slack) % native.KEYS
 
 

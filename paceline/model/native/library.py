@@ -299,7 +299,7 @@ class Matrix:
 
 
 class Model:
-    """A model in the library. `keep` holds the memory it uses; `config.layers` must be set (`native/api.h`)."""
+    """A decoder model in the native library. `keep`: objects that own its memory. `config.layers` must be set."""
 
     def __init__(self, config: CConfig, keep: list[object]) -> None:
         library = require()
@@ -391,11 +391,11 @@ class Picker:
         filled(self._pick, {"gate": gate, "token_of": ids_V, **numbers})
 
     def pick(self, anchors: list[int], logits_BKV: Tensor, hidden_BKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(columns, tokens, scores) of candidates, for K draft positions of each of B rows and M candidates per
-        position.
+        """Returns (columns, tokens, scores) of the candidates, for K draft positions of each of B rows and M candidates
+        per position.
 
         columns, tokens: the M most probable logits columns and their token ids, int32 [B, K, M]. scores [B, K, M, M]:
-        of each candidate after each one of the previous position, or after the last verified token, in `anchors`.
+        of each candidate after each candidate of the previous position; at the first one, after the token in `anchors`.
         logits_BKV: float32, contiguous; hidden_BKD: in the gate's dtype, contiguous within a row.
         """
         num_rows, slots, size = logits_BKV.shape

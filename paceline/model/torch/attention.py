@@ -72,8 +72,9 @@ class AttentionPlan:
         is_causal: bool = True,
         parents: list[int] | None = None,
     ) -> None:
-        """`group`: query heads per key head. `parents`: as in ForwardBatch; a token then attends to all positions
-        before its row's start, to its ancestors and to itself."""
+        """`starts`, `counts`: for each cache row, the number of positions before the pass and of new tokens. `group`:
+        query heads per key head. `parents`: as in ForwardBatch; a token then attends to all positions before its row's
+        start, to its ancestors and to itself."""
         self._group = group
         self._window = window
         self._is_causal = is_causal
@@ -278,8 +279,8 @@ class Rope:
         kind: RopeKind = "main",
         slack: int = 0,
     ) -> Self:
-        """Make RoPE for texts of up to `max_len` tokens, of the layers with this `kind`; tables cover `slack` more
-        positions."""
+        """Make the RoPE of the layers with this `kind`, for texts of up to `max_len` tokens. `slack`: number of
+        positions that the tables cover beyond `max_len`."""
         tables = rope_tables(config, max_len + slack, kind, longest=max_len)
         return cls(*(table.to(device, dtype) for table in tables))
 
@@ -320,7 +321,8 @@ def rope_tables(
 
 
 def inverse_frequencies(config: DecoderConfig, kind: RopeKind = "main", longest: int = 0) -> tuple[Tensor, float]:
-    """Compute RoPE's frequencies: (angle per position, float32 [R / 2]; factor on cosines and sines)."""
+    """Compute RoPE's frequencies for R rotated channels: (angle per position in radians, float32 [R / 2]; factor on
+    cosines and sines)."""
     theta, scaling = config.rope_theta, config.rope_scaling
     if kind == "local":
         theta, scaling = config.local_rope_theta, config.local_rope_scaling

@@ -87,8 +87,8 @@ class FixedStage:
         cls, starts_B: Tensor, counts_B: Tensor, committed_B: Tensor, room: int, relation_2BJ: Tensor, live_T: Tensor
     ) -> FixedStage:
         """Compute the stage's lengths on the device. starts_B: length of each row; committed_B: number of positions in
-        its state; room: size of the pending window; relation_2BJ: (depths, bits) of the tokens. Rows without tokens do
-        not change."""
+        its state; room: size of the pending window; relation_2BJ: for each token (depth in its tree, bit mask of its
+        ancestors and itself). Rows without tokens do not change."""
         depths_BJ, bits_BJ = relation_2BJ
         held_B = (starts_B - committed_B).masked_fill(counts_B == 0, 0)
         gone_B = (held_B - HALF).masked_fill(held_B + depths_BJ.shape[1] <= room, 0)

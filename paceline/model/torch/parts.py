@@ -45,8 +45,8 @@ class PackedLinear:
         return compute(inputs_TD, self._weight, self._bias)
 
     def gated(self, inputs_TD: Tensor, activation: str) -> Tensor | None:
-        """Compute activation(gate) * up in one kernel launch, if the matrix has the rows of gate, then of up; None if
-        no kernel supports it."""
+        """Compute activation(gate) * up [T, inner] in one kernel launch, for a matrix that contains the rows of gate,
+        then those of up. Returns None if no kernel supports it."""
         if (
             self._is_packed
             or activation not in kernels.GATED

@@ -30,7 +30,8 @@ _CAPTURING = threading.Lock()
 
 
 class Region(ABC):
-    """A piece of work of one fixed shape that can be recorded as a CUDA graph; it reads and writes fixed buffers."""
+    """Work of one fixed shape that can be recorded as a CUDA graph, such as a target pass of 4 rows with 8 tokens each;
+    it reads and writes fixed buffers."""
 
     kind = ""
     """Name of this type of work, such as "target"; runs are counted under it."""
@@ -59,8 +60,8 @@ class Recorder:
         self.num_recorded = 0
         """Number of recorded regions; on CUDA each is one CUDA graph."""
         self.replayed, self.eager = Counter[str](), Counter[str]()
-        """Number of runs by `Region.kind`: replays of a recorded region, and eager runs because none was large
-        enough."""
+        """Numbers of runs by `Region.kind`: replays of recorded regions, and eager runs for which no recorded region
+        was large enough."""
         self.failed = Counter[str]()
         """Number of failed recordings by `Region.kind`; that work is computed eagerly."""
         self._memory: tuple[Any, torch.cuda.Stream] | None = None
@@ -111,7 +112,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class Grid:
-    """The shapes to record: all combinations of the given sizes of each dimension."""
+    """Shapes for which regions are recorded: all combinations of one size per dimension, such as number of rows and
+    tokens per row."""
 
     def __init__(self, *sizes: Sequence[int]) -> None:
         """`sizes`: for each dimension its sizes, ascending."""
@@ -181,5 +183,5 @@ class Recordings(Generic[AnyRegion]):
 
 
 def row_sizes(num_rows: int) -> list[int]:
-    """Return the row counts to record: 1, 2, 4, ... and `num_rows` itself."""
+    """Return the numbers of rows for which passes are recorded: 1, 2, 4, ... and the maximum `num_rows` itself."""
     return [*(1 << power for power in range((num_rows - 1).bit_length())), num_rows]

@@ -130,12 +130,12 @@ def heads(
     is_whole: bool = False,
 ) -> Tensor:
     """Norm and rotate the heads of a QKV projection's output, and write keys and values to the cache; returns the
-    queries [T, num_heads, size].
+    queries [T, num_heads, head_dim].
 
     fused_TX: for each token the heads of queries, keys and values, then any other columns. keys, values: one layer of
-    the cache [rows, kv_heads, positions, size]. norm: one weight row per query and key head; `is_whole`: one norm over
-    all queries and one over all keys. tables: cosines and signed sines of the tokens' positions (`Rope.tables`). The
-    reference in PyTorch is `paceline.model.torch.heads.heads_twin`.
+    the cache [rows, kv_heads, positions, head_dim]. norm: one weight row per query and key head; `is_whole`: one norm
+    over all queries and one over all keys. tables: cosines and signed sines of the tokens' positions (`Rope.tables`).
+    The reference in PyTorch is `paceline.model.torch.heads.heads_twin`.
     """
     _, num_kv_heads, _, size = keys.shape
     rotary = 0 if tables is None else tables[0].shape[-1]

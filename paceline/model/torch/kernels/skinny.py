@@ -40,8 +40,8 @@ H100 (docs/project/log/2026-11.md)."""
 
 
 def tile_of(num_tokens: int, size: int, inner: int, is_gated: bool) -> Tile | None:
-    """Choose the tile for a matrix [size, inner], or [2 * size, inner] if the product is gated; None if no tile divides
-    it."""
+    """Choose the tile for a product with `size` outputs and `inner` inputs per token: of a matrix [size, inner], or
+    [2 * size, inner] if the product is gated. None if no tile divides the matrix."""
     tile = TILES[num_tokens == 1, is_gated]
     columns = tile.columns
     while columns >= 64 and inner % columns:
