@@ -96,7 +96,8 @@ def _kind(config: TrainConfig, drafter: Path, raw: dict[str, Any], named: str) -
 
 
 def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> str:
-    """Returns the card as Markdown, with the YAML header that the hub reads; `write_card` explains the parameters."""
+    """Returns the drafter's card as Markdown, with the YAML header that the hub reads. `figures`: steps, blocks, eal
+    (expected acceptance length), loss, prompts; `served`: contents of heldout.json."""
     raw = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
     target = config.target.model
     licence = BUILTINS[target].licence.lower() if target in BUILTINS else "other"

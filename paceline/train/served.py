@@ -58,8 +58,8 @@ TIMED, TIMED_TOKENS = 4, 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldoutFigures(Rounds):
-    """Figures of some held-out prompts served by the real engine. The training loop's figures differ: they are
-    teacher-forced, so every block is anchored in the target's own text."""
+    """Acceptance and other figures of held-out prompts that the real engine answered with a drafter. The training
+    loop's figures differ from these: they are teacher-forced, so every block is anchored in the target's own text."""
 
     num_prompts: int
     num_tokens: int
@@ -72,8 +72,8 @@ class HeldoutFigures(Rounds):
 def serve_heldout(
     llm: LLM, drafter: Drafter, documents: list[Document], max_tokens: int
 ) -> tuple[HeldoutFigures, list[Document]]:
-    """Answers the documents' prompts greedily with this drafter. Returns the figures, and the answers as documents.
-    Raises ContextLengthError when a prompt does not fit the cache."""
+    """Answers the documents' prompts greedily with this drafter, with at most `max_tokens` tokens each. Returns the
+    figures, and the answers as documents. Raises ContextLengthError when a prompt does not fit the cache."""
     llm.use_drafter(drafter)
     llm.engine.planner = FixedPlanner()  # always draft full blocks: the drafter is measured, not this machine's speed
     prompts = [document.tokens[: document.answer_start].tolist() for document in documents]

@@ -27,7 +27,7 @@ Source = tuple[str, float | None]
 
 @dataclass(slots=True)
 class Mixture:
-    """The prompts of one run."""
+    """The prompts of one run, mixed from all its sources, with counts of dropped rows."""
 
     prompts: list[Prompt] = field(default_factory=list)
     traced: list[Path] = field(default_factory=list)

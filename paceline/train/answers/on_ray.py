@@ -155,7 +155,8 @@ class _AnswerWriter:
     _seen: set[str] = field(default_factory=set)
 
     def add(self, batch: list[Answer], counts: Regenerated) -> None:
-        """Adds a batch's answers and counts; a conversation that has already arrived is ignored."""
+        """Adds a batch's answers to those of the run, and the worker's `counts` to the run's counts. Ignores a
+        conversation that has already arrived."""
         for key, group in groupby(batch, key=lambda answer: answer.key):
             answers = list(group)
             if key in self._seen:

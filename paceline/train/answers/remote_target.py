@@ -69,7 +69,7 @@ class RemoteLLM(TokenizerOnly):
 
 @dataclass
 class RayTokenizer(TokenizerOnly):
-    """Replaces an LLM that runs on the workers of a Ray cluster: here is only its tokenizer."""
+    """Replaces an LLM whose model runs on the workers of a Ray cluster: holds only the tokenizer."""
 
     introduction: str
 
@@ -78,8 +78,8 @@ class RayTokenizer(TokenizerOnly):
 
 
 def remote_target_of(config: RegenerateConfig) -> RemoteLLM | RayTokenizer | None:
-    """Returns what replaces the LLM if the target runs remotely; None if it runs here. Raises ConfigError for settings
-    that the remote side does not support, and the errors of connecting to it."""
+    """Returns the object that replaces the LLM if the target runs remotely; None if it runs on this machine. Raises
+    ConfigError for settings that the remote side does not support, and the errors of connecting to it."""
     where = config.elsewhere
     if not where.ray and not where.answers_from:
         return None

@@ -34,7 +34,7 @@ MAX_PERIOD = 64
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One answer with its prompt."""
+    """One answer with its prompt, as token ids to train on."""
 
     key: str
     tokens: NDArray[np.int32]
@@ -227,7 +227,8 @@ def prompt_of(key: str) -> str:
 
 
 def heldout_prompts(keys: Iterable[str], share: float, most: int, fewest: int = 1) -> set[str]:
-    """Returns the prompts to hold out, those with the smallest hashes; `num_heldout` explains the other parameters."""
+    """Returns the prompts to hold out, those with the smallest hashes: `share` of all prompts, at least `fewest`, at
+    most `most`, as `num_heldout` computes. `keys`: those of the conversations."""
     prompts = sorted({prompt_of(key) for key in keys}, key=lambda prompt: (zlib.crc32(prompt.encode()), prompt))
     return set(prompts[: num_heldout(len(prompts), share, most, fewest)])
 

@@ -53,7 +53,7 @@ sinks."""
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """One document's hidden states."""
+    """The target's hidden states for one document."""
 
     taps_SF: Tensor
     """Outputs of the tapped target layers at each position, concatenated."""
@@ -62,7 +62,7 @@ class Features:
 
 
 class FeatureSource(Protocol):
-    """Provides hidden states to the training loop."""
+    """Provides the target's hidden states for documents to the training loop."""
 
     def of(self, number: int) -> Features:
         """Returns the hidden states of document `number`."""
@@ -70,7 +70,7 @@ class FeatureSource(Protocol):
 
 
 class MeasuredSource(FeatureSource, Protocol):
-    """A feature source with known documents and sizes."""
+    """A feature source whose documents and bytes per position are known."""
 
     @property
     def documents(self) -> Sequence[Document]: ...
@@ -237,7 +237,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
 def fingerprint(
     target_name: str, dtype: torch.dtype, documents: Sequence[Document], tap_layers: tuple[int, ...], needs_final: bool
 ) -> str:
-    """Returns a hash of everything that determines a set of features."""
+    """Returns a hash (hexadecimal) of all arguments, which together determine the documents' hidden states."""
     digest = hashlib.sha256(repr((target_name, str(dtype), tap_layers, needs_final)).encode())
     for document in documents:
         digest.update(document.key.encode())
@@ -259,8 +259,9 @@ class ScaledFeatures:
 
 
 def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
-    """Measures the size of features on evenly spread documents, without attention sinks. Returns (scale [F], mean [F]):
-    each feature's power of two near the inverse of its size, and the mean of the scaled features."""
+    """Measures the magnitude (root mean square) of each of the F features on evenly spread documents, without attention
+    sinks. Returns (scale [F], mean [F]): the power of two near the inverse of each feature's magnitude, and the means
+    of the scaled features."""
     step = max(1, len(documents) // NUM_SAMPLED)
     taps = (source.of(number).taps_SF for number in range(0, len(documents), step)[:NUM_SAMPLED])
     sample_SF = torch.cat([taps_SF[:: max(1, len(taps_SF) // MOST_SAMPLED)].float().cpu() for taps_SF in taps])

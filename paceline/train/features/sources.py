@@ -86,7 +86,8 @@ class Sources:
         return self._cached(documents, source, form, name)
 
     def scale(self, features: FeatureSource) -> tuple[Tensor, Tensor]:
-        """Returns (scale, mean) of the training documents' `features` (see `stored_scale`); measures them only once."""
+        """Returns (scale [F], mean [F]) of the training documents' `features` (see `stored_scale`), measured only in
+        the first call."""
         if self._scale is None:
             file = self.config.out / "feature-scale.safetensors"
             self._scale = stored_scale(file, features, self.documents, self.ranks.is_first)

@@ -94,8 +94,8 @@ class _PackedAttention(ABC):
 
 
 class SplitAttention(_PackedAttention):
-    """Multiplies queries by the context and by their own block in two products, under one softmax, document by
-    document."""
+    """Computes attention document by document, with two products (queries by the context's keys, and queries by those
+    of their own block) under one softmax."""
 
     def _plan(self, window: int | None, is_causal: bool) -> list[Tensor]:
         """Returns an additive mask [A, 1, B, N + B] per document."""
@@ -155,7 +155,8 @@ class SplitAttention(_PackedAttention):
 
 
 class SdpaAttention(_PackedAttention):
-    """One scaled-dot-product call over all contexts and blocks of the pack, with a dense mask."""
+    """Computes attention with one scaled-dot-product call over all contexts and blocks of the pack, with a dense
+    mask."""
 
     def _plan(self, window: int | None, is_causal: bool) -> Any:
         """Returns a bool mask [T, N + T]."""
@@ -194,8 +195,9 @@ CONTEXT, PADDING = -1, -2
 
 
 def mask_function(slots: Tensor, keys: Tensor, window: int | None, is_causal: bool) -> Callable[..., Tensor]:
-    """Returns a mask function for FlexAttention, which ignores its arguments `batch` and `head`. slots [4, T]:
-    position, document, block, and the block's anchor. keys [3, S]: position, document, block. Only `window` is a
+    """Returns a mask function for FlexAttention, True where a query may attend to a key; it ignores its arguments
+    `batch` and `head`. slots [4, T]: position, document, block, and the block's anchor, of each of the T queries. keys
+    [3, S]: position, document and block of each of the S keys. Only `window` (of sliding-window attention) is a
     constant, so the function compiled for one pack is valid for the next."""
     # Separate tensors: offsets into a common one would become constants of the compiled function.
     position_T, document_T, block_T, anchor_T = (row_T.clone() for row_T in slots)
@@ -222,7 +224,7 @@ TILE = 128
 @functools.cache
 def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
     """Returns (flex_attention, create_block_mask), compiled for inputs of all sizes. flex_attention is compiled a
-    second time when its size changes for the first time."""
+    second time when the size of its inputs changes for the first time. `backend`: that of torch.compile."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     make = functools.partial(torch.compile, dynamic=True, backend=backend)
@@ -230,8 +232,9 @@ def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
 
 
 class FlexAttention(SdpaAttention):
-    """FlexAttention over all contexts and blocks of the pack; fully masked tiles cost nothing. Queries and keys are
-    padded to whole tiles, so that few sizes occur and no size has its own compiled kernel."""
+    """Computes attention with PyTorch's FlexAttention over all contexts and blocks of the pack; fully masked tiles cost
+    nothing. Queries and keys are padded to whole tiles, so that few sizes occur and no size has its own compiled
+    kernel."""
 
     def _plan(self, window: int | None, is_causal: bool) -> Any:
         slots, keys = self._places()
@@ -272,8 +275,8 @@ WAYS: dict[str, type[_PackedAttention]] = {"split": SplitAttention, "sdpa": Sdpa
 
 
 def make_attention(way: str, config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> Attend:
-    """Returns the attention of a pack. `way`: split, sdpa, flex, or auto, which selects flex on a GPU and split on a
-    CPU."""
+    """Returns the attention implementation for the pack that `layout` describes. `way`: split, sdpa, flex, or auto,
+    which selects flex on a GPU and split on a CPU."""
     if way == "auto":
         way = "flex" if layout.anchors[0].device.type == "cuda" else "split"
     return WAYS[way](config, layout, dtype)

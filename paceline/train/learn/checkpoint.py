@@ -37,7 +37,7 @@ BEST, BEFORE = "best", ".best-before"
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint."""
+    """A complete training checkpoint, read from disk: weights, optimiser states, and the trainer's progress."""
 
     folder: Path
     trainer: dict[str, Any]
@@ -48,7 +48,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """A hash of all its tensors."""
+        """A hash of the network's weights and the optimiser states, in hexadecimal."""
         every = {**self.weights, **{f"optimiser {name}": tensor for name, tensor in self.optimisers.items()}}
         return f"{mark_of_text(repr([(name, mark_of(tensor)) for name, tensor in sorted(every.items())])):x}"
 
@@ -62,8 +62,8 @@ def save_checkpoint(
     keep_last: int = 1,
 ) -> Path:
     """Writes the checkpoint `step-N`, then deletes all but the newest `keep_last`; returns its folder. `raw`: the
-    drafter's config.json; `tensors`: its weights; `trainer`: contents of trainer.json. Raises CacheError for disk
-    errors, before anything is deleted."""
+    drafter's config.json; `tensors`: its weights; `optimisers`: the optimiser states; `trainer`: contents of
+    trainer.json. Raises CacheError for disk errors, before anything is deleted."""
     newest = folder / f"step-{trainer['step']:06d}"
     described = json.dumps(plain(trainer), indent=1) + "\n"
     if (newest / "trainer.json").is_file() and (newest / "trainer.json").read_text(encoding="utf-8") == described:
@@ -145,8 +145,9 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def check_same(folder: Path, before: dict[str, Any], now: dict[str, Any], or_else: str = "") -> None:
-    """Raises ConfigError, with a list of the differences, if settings differ that change what is learned or answered.
-    `or_else`: further advice at the end of the message."""
+    """Compares the stored settings `before` of the run in `folder` with its current settings `now`. Raises ConfigError,
+    with a list of the differences, if they differ in other fields than `FREE_TO_CHANGE`. `or_else`: further advice at
+    the end of the message."""
     changed = {name: pair for name, pair in differences(before, plain(now)).items() if name not in FREE_TO_CHANGE}
     if changed:
         listed = "; ".join(f"{name}: {old!r} there, {new!r} now" for name, (old, new) in changed.items())

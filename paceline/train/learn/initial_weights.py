@@ -72,8 +72,9 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
 
 
 def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
-    """Returns the config keys that a new drafter copies from its target. Its rotary embedding differs in two ways: it
-    rotates whole heads, and has plain frequencies if the target has LongRoPE's, which depend on the text's length."""
+    """Returns the config keys that a new drafter copies from its target, whose config is `decoder`. The drafter's
+    rotary embedding may differ from the target's: it always rotates whole heads, and it has plain frequencies if the
+    target has LongRoPE's, which depend on the text's length."""
     keys = {key: getattr(decoder, field) for key, field in TABLES["drafter"]["from_target"].items()}
     scaling = keys["rope_scaling"]
     if scaling and (decoder.rotary_dim or scaling["rope_type"] == "longrope"):
@@ -82,8 +83,8 @@ def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
 
 
 def end_keys(target: Target) -> dict[str, float]:
-    """Returns the config keys with the scales of the target's embedding and logits, which its two matrices do not
-    include."""
+    """Returns the config keys for the scales and the soft cap that the target applies to its embeddings and logits; the
+    embedding matrix and the LM head do not include them."""
     ends, keys = target.ends, dict[str, float]()
     if ends.embedding != 1.0:
         keys["input_embedding_scale"] = ends.embedding
@@ -95,8 +96,8 @@ def end_keys(target: Target) -> dict[str, float]:
 
 
 def own_sizes(shape: DrafterShape, keys: dict[str, Any]) -> dict[str, int]:
-    """Returns the requested widths, which replace the target's widths in `keys` (config keys). Raises ConfigError if
-    the number of key heads does not divide that of query heads."""
+    """Returns the MLP width and the numbers of heads that `shape` requests; they replace the target's values in `keys`
+    (config keys). Raises ConfigError if the number of key-value heads does not divide that of query heads."""
     sizes = {"intermediate_size": shape.intermediate_size, "num_attention_heads": shape.num_heads}
     heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     group = heads // kv_heads if heads and kv_heads else 1
@@ -167,8 +168,9 @@ def most_frequent(number: int | None, corpus: Corpus, target: Target, say: Calla
 
 
 def continued_draft_ids(init: Path | None, corpus: Corpus, target: Target) -> Tensor | None:
-    """Returns the draft vocabulary of a drafter continued from `init`: its own tokens and all tokens of the new
-    answers; None if `init` drafts all tokens. Any token can be added, since the head's rows are the target's."""
+    """Returns the draft vocabulary (token ids) of a drafter whose training continues from the folder `init`: the tokens
+    that it drafts now and all tokens of the new answers; None if `init` drafts all tokens. Any token can be added,
+    since the head's rows are the target's."""
     known = None if init is None else read_draft_ids(init)
     if known is None:
         return None
@@ -217,7 +219,7 @@ def _with_selector(
 
 
 class FirstNorm(NamedTuple):
-    """The norm before a new drafter's head."""
+    """The last norm of a new drafter, before the LM head; its weight sets the scale of the first logits."""
 
     weight: Tensor
     offset: float = 0.0

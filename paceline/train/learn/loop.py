@@ -123,13 +123,13 @@ class Trainer:
 
     @property
     def share_done(self) -> float:
-        """Share of the run that is done, in steps or minutes, whichever is larger; 1 at the end."""
+        """Share of the run that is done, 0 to 1: that of its steps or of its minutes, whichever is larger."""
         by_minutes = self.state.seconds / 60 / self.config.max_minutes if self.config.max_minutes else 0.0
         return min(1.0, max(self.state.step / self.total_steps, by_minutes))
 
     def resume(self, notice: Callable[[str], None] = ignore) -> bool:
-        """Loads the latest checkpoint; returns False without one. Raises ConfigError if its settings differ,
-        ProcessesError if processes read different checkpoints."""
+        """Loads the latest checkpoint; returns False if there is no checkpoint. Raises ConfigError if the run's
+        settings differ from the checkpoint's, ProcessesError if processes read different checkpoints."""
         checkpoint = latest_checkpoint(self.folder)
         self.parallel.check_alike("the checkpoint it reads", lambda: "none" if checkpoint is None else checkpoint.mark)
         if checkpoint is None:
@@ -242,8 +242,8 @@ class Trainer:
         }
 
     def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
-        """Computes gradients of this process's blocks; returns its share of the loss, and metrics. `num_slots`: draft
-        positions of the whole step."""
+        """Computes the gradients of this process's part of the blocks `chosen`; returns (this process's part of the
+        step's loss, metrics). `num_slots`: draft positions of the whole step."""
         metrics, loss = SlotMetrics.zero(self.drafter.block_size - 1), 0.0
         pieces = self.parallel.pieces(chosen, self.budget)
         for number, piece in enumerate(pieces):

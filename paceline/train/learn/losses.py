@@ -78,7 +78,8 @@ class Head:
         return self.target.of_logits(final_RD.to(self.weight_VD.dtype) @ self.weight_VD.T)
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the row of `weight_VD` for each of these token ids, and whether the head has the token."""
+        """Returns, for each token id in `labels`, its row in `weight_VD`, and whether the head has this token
+        (bool)."""
         if self.columns is None:
             return labels, torch.ones_like(labels, dtype=torch.bool)
         rows = torch.searchsorted(self.columns, labels).clamp_(max=len(self.columns) - 1)
@@ -260,8 +261,8 @@ def slot_losses(
 
 
 def distance(name: str, draft_RV: Tensor, target_RV: Tensor) -> Tensor:
-    """Returns the distance [R] between log-probabilities of drafter and target, [R, vocabulary] each, in the loss
-    `name`: kl, lk or lk-hybrid."""
+    """Returns the distance [R] that the loss `name` (kl, lk or lk-hybrid) computes in each of R rows between the
+    log-probabilities of drafter and target, [R, vocabulary] each."""
     target_probs_RV = target_RV.exp()
     kl_R = (target_probs_RV * (target_RV - draft_RV)).sum(-1)
     if name == "kl":
@@ -274,9 +275,9 @@ def distance(name: str, draft_RV: Tensor, target_RV: Tensor) -> Tensor:
 
 
 def slot_weights(config: LossConfig, loss_AK: Tensor, valid_AK: Tensor) -> Tensor:
-    """Returns the weight of each slot, zero where it is not valid; detached. d-pace: with s = (1 - alpha) exp(-CE) +
-    alpha and prefix_j = s_1 ... s_j, w_k = sum_{j >= k} prefix_j / K; a block of certain slots weighs as much as with
-    `ce`."""
+    """Returns the weight [A, K] of each slot in the loss, zero where the slot is not valid; detached. d-pace: with s =
+    (1 - alpha) exp(-CE) + alpha and prefix_j = s_1 ... s_j, w_k = sum_{j >= k} prefix_j / K. Other losses: w_k =
+    exp(-(k - 1) / gamma). A block without loss (CE = 0) has a similar total weight in both."""
     valid_AK = valid_AK.to(loss_AK.dtype)
     num_slots = loss_AK.shape[1]
     if config.name == "d-pace":
@@ -316,8 +317,8 @@ def _count(mask_RV: Tensor) -> Tensor:
 
 
 class LossVocabulary:
-    """Selects the tokens over which a step's cross entropies run: the most frequent ones, the labels, and a random
-    sample of the rest."""
+    """Selects the part of the vocabulary over which a training step's cross entropies are computed: the most frequent
+    tokens, the step's labels, and a random sample of the other tokens."""
 
     SHARE_SAMPLED = 0.25
 
@@ -329,7 +330,8 @@ class LossVocabulary:
         self._rest = order_V[size - self._num_sampled :]
 
     def head(self, labels: Tensor, generator: torch.Generator, scale: float = 1.0, cap: float = 0.0) -> Head:
-        """Returns a head with the rows of a step's tokens only, which include all `labels`."""
+        """Returns a head with only the rows of the tokens that are selected for one step; these include all `labels`
+        (token ids). `scale` and `cap`: those of `Head`."""
         picked = torch.randperm(len(self._rest), generator=generator)[: self._num_sampled]
         sampled = self._rest[picked]
         certain = torch.unique(torch.cat([self._frequent, labels.flatten().cpu()]))

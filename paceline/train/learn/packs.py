@@ -61,7 +61,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """Assembles packs from documents and their features."""
+    """Assembles packs (batches of blocks) from documents and the target's hidden states (features) for them."""
 
     block_size: int
     documents: Sequence[Document]
@@ -100,13 +100,14 @@ class Packer:
 
 
 def context_of(anchors_A: NDArray[np.int64], window: int | None) -> range:
-    """Returns the positions of a document that blocks with these anchors attend to, all before the last anchor."""
+    """Returns the positions of a document that blocks with these anchors attend to, all before the last anchor.
+    `window`: most positions before a draft position that the network attends to; None for all."""
     return range(0 if window is None else max(0, int(anchors_A.min()) - window + 1), int(anchors_A.max()))
 
 
 @dataclass(frozen=True, slots=True)
 class PackBudget:
-    """Limits of one pack."""
+    """The largest number of blocks and of positions in one pack."""
 
     blocks: int
     """Most blocks in a pack; a pack of a single document may have more."""
@@ -118,7 +119,8 @@ class PackBudget:
     """Most positions before a draft position that the network attends to; None for all."""
 
     def size(self, anchors_A: NDArray[np.int64]) -> int:
-        """Returns the number of positions of one document's blocks with these anchors."""
+        """Returns the number of positions, of context and blocks, that one document takes in a pack with these
+        anchors."""
         return len(context_of(anchors_A, self.window)) + len(anchors_A) * self.block_size
 
     def pieces(self, chosen: Chosen) -> Iterator[Chosen]:
@@ -140,8 +142,8 @@ class PackBudget:
 
 
 def split_into_packs(chosen: list[Chosen], budget: PackBudget | int) -> Iterator[list[Chosen]]:
-    """Yields the contents of each pack: whole documents, within the budget (an int: blocks). A longer document is split
-    into several packs."""
+    """Yields the contents of each pack, as (document number, anchors): whole documents, within `budget` (an int limits
+    only the number of blocks). A longer document is split into several packs."""
     budget = budget if isinstance(budget, PackBudget) else PackBudget(budget)
     group: list[Chosen] = []
     num_blocks = num_tokens = 0
@@ -181,7 +183,8 @@ class Trainable(Protocol):
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
         """Returns hidden states [A * K, D] from which the target's head predicts the draft positions; differentiable.
-        embedding_VD: the target's, float32 or less. With `is_autocast`, products are computed in bfloat16."""
+        embedding_VD [V, D]: the target's embedding matrix, in float32 or a smaller dtype. With `is_autocast`, products
+        are computed in bfloat16."""
         ...
 
 

@@ -54,7 +54,8 @@ def tracked(
 
 
 def time_left(trainer: Trainer) -> str:
-    """Returns the estimated time of the remaining steps, such as ", 12 min left"."""
+    """Returns the estimated time of the remaining steps as text, such as ", 12 min left"; empty before the first step
+    and at the end."""
     done, seconds = trainer.share_done, trainer.state.seconds
     return f", {seconds * (1.0 - done) / done / 60:.0f} min left" if 0 < done < 1 else ""
 

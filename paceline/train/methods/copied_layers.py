@@ -37,8 +37,9 @@ def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], t
     """Fills the draft layers with target layers, evenly spread over the target's depth.
 
     `tensors`: the target's, by their Hugging Face names; `target`: its DecoderConfig, or None if it is unknown
-    (Transformers models); then the target must have the drafter's head sizes. Parts that a target layer does not have,
-    such as an MLP in a layer of experts, stay random. Raises ConfigError if nothing can be copied.
+    (Transformers models); then the target must have as many heads as the drafter, and the same `head_dim`. Parts that a
+    target layer does not have, such as an MLP in a layer of experts, stay random. Raises ConfigError if nothing can be
+    copied.
     """
     shape, num_layers = network.config.shape, network.config.num_target_layers
     if num_layers is None:
@@ -68,9 +69,9 @@ def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], t
 
 @torch.no_grad()
 def fuse_taps(network: DFlashNetwork, scale_F: Tensor) -> None:
-    """Sets `fc` (the projection of the taps) to the mean of the taps, each divided by its size, plus a little noise.
-    Call it before `train_in_scaled_units`. scale_F: the inverse of each feature's size, from `measure_scale`. The
-    output has about unit size."""
+    """Initialises `fc` (the projection of the taps) so that it computes the mean of the taps, each feature divided by
+    its magnitude, plus a little noise. Call it before `train_in_scaled_units`. scale_F [F]: the inverse of each
+    feature's magnitude, from `measure_scale`. The output has a magnitude of about 1."""
     size = network.config.shape.hidden_size
     scale_F = scale_F.to(network.fc.weight)
     scale_LD = scale_F.unflatten(0, (-1, size))

@@ -100,9 +100,9 @@ def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[st
 
 @torch.no_grad()
 def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor, *, is_new: bool) -> Tensor:
-    """Makes the network train on features of similar size; returns the scale [F] to multiply features by. If norms come
-    before `fc`, the features stay unscaled (a scale of ones), and a new drafter's norms get the scale as their initial
-    weights."""
+    """Makes the network train on features of similar magnitude; returns the scale [F] to multiply features by. If norms
+    come before `fc` (the projection of the taps), the features stay unscaled (a scale of ones), and a new drafter's
+    norms get the scale as their initial weights."""
     config = network.config
     if not config.fc_norm and not config.norm_before_fc:
         train_in_scaled_units(network, scale_F)

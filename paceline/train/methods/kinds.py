@@ -26,7 +26,7 @@ from paceline.train.plan.choices import is_trained_already
 
 @dataclass(frozen=True, slots=True)
 class InitialDrafter:
-    """A drafter before its first training step."""
+    """A drafter before its first training step, with its heads and the target layers that it reads."""
 
     drafter: Trainable
     network: DFlashNetwork | Eagle3Network | MtpNetwork
@@ -94,8 +94,8 @@ def _built(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> Ini
 
 
 def use_scaled_units(initial: InitialDrafter, scale_F: Tensor, mean_F: Tensor) -> Tensor:
-    """Makes the drafter train on features of similar size; returns the scale [F] to multiply features by. `scale_F`,
-    `mean_F`: results of `measure_scale`."""
+    """Makes the drafter train on features of similar magnitude; returns the scale [F] to multiply features by. scale_F,
+    mean_F: results of `measure_scale`."""
     network = initial.network
     if isinstance(network, MtpNetwork):
         return torch.ones_like(scale_F)  # features come from the target's final norm, and the layer norms them first

@@ -45,7 +45,8 @@ FIRST_DEVIATION = 0.02
 
 class MtpNetwork(nn.Module):
     """A multi-token-prediction layer that can be trained; `state_dict` has the names of `MtpLayer.tensors`.
-    `draft/mtp/drafter.py` drafts with such a layer; `tests/train/test_mtp_training.py` compares the two."""
+    `draft/mtp/drafter.py` drafts with such a layer; `tests/train/test_mtp_training.py` compares the two
+    implementations."""
 
     def __init__(self, layer: MtpLayer) -> None:
         """Copies the weights, as float32. Raises UnsupportedModelError for attention sinks."""

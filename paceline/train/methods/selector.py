@@ -31,9 +31,10 @@ from paceline.train.learn.packs import DFlashTrainable, Pack
 
 @dataclass(frozen=True, slots=True)
 class BlockSample:
-    """Selects the blocks of a step that train the selector, each with probability `share`, by a hash of `key` (the
-    step) and of the block's tokens, so that the choice does not depend on packs or processes. A selected block has
-    weight 1 / share, so the expected gradient is that of all blocks."""
+    """A random sample of a training step's blocks, on which DFlash 2's selector is trained. A block is in the sample
+    with probability `share`, decided by a hash of `key` (the step) and of the block's tokens, so that the choice does
+    not depend on packs or processes. A sampled block has weight 1 / share, so the expected gradient is that of all
+    blocks."""
 
     share: float = 1.0
     key: str = ""
@@ -57,7 +58,8 @@ ALL_BLOCKS = BlockSample()
 
 
 class DFlash2Trainable(DFlashTrainable):
-    """A DFlashTrainable with a trained selector."""
+    """Trains DFlash 2: a DFlash network with a selector, which chooses each draft from the candidates of its
+    position."""
 
     network: DFlash2Network
 
@@ -139,8 +141,8 @@ class DFlash2Trainable(DFlashTrainable):
 
     @torch.no_grad()
     def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
-        """Returns at which draft positions the selector chooses the target's token, bool [A, K]; it reads the target's
-        own token as the previous one."""
+        """Returns at which draft positions the selector chooses the target's token, bool [A, K]; the selector's
+        previous token is always the target's own."""
         slots = pack.slots
         hidden_AKD = hidden_TD.unflatten(0, slots.valid_AK.shape)
         logits_AKV = head.logits(hidden_TD).unflatten(0, slots.valid_AK.shape).float()

@@ -46,7 +46,8 @@ LEAST_ROUNDS = 200
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Measurements of the current traffic, as far as there are any."""
+    """Measurements of a server's current traffic: acceptance, answers and concurrent streams, as far as they are
+    known."""
 
     source: str = ""
     """Description of the measurements; empty without measurements."""
@@ -60,7 +61,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Predictions for a drafter trained on a given number of answers."""
+    """Predicted acceptance length, speed and training time of a drafter that is trained on `answers` answers."""
 
     answers: int
     tokens_per_round: float
@@ -81,7 +82,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A decision about training a drafter, and the figures behind it."""
+    """The decision whether to train a drafter for a server, and the figures behind it."""
 
     verdict: str
     """The decision: train, collect (more answers first), or no."""
@@ -105,7 +106,8 @@ class Advice:
 
 
 def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
-    """Returns the advice for a server (`costs`) and its traffic (`seen`). Raises PacelineError."""
+    """Returns the advice whether to train a drafter, for a server (`costs`) and its traffic (`seen`). Raises
+    PacelineError."""
     streams = config.streams or seen.streams or 1
     load = Load(streams, config.context)
     setup = set_up(costs, [load])
@@ -226,8 +228,8 @@ def _number(machine: str) -> int:
 
 
 def learned(answers: int, plan: Plan, traffic: str, now: float) -> tuple[float, bool]:
-    """Returns the acceptance length of a drafter trained on this many answers, and whether they are more than were
-    measured. `now`: the current acceptance length."""
+    """Returns the acceptance length of a drafter trained on this many answers, and whether the number of answers is
+    beyond the measured curve. `now`: the current acceptance length."""
     assert plan.expected is not None, "only drafters of chains have none"
     if traffic == "mixed":
         return plan.expected["tokens_per_round"], plan.expected["is_beyond_the_curve"]

@@ -83,7 +83,7 @@ def is_trained_already(shape: DrafterShape) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The complete architecture of a drafter, as far as a plan needs it."""
+    """The sizes of a drafter (layers, heads, widths, vocabulary), as far as a plan needs them."""
 
     num_layers: int
     block_size: int
@@ -108,7 +108,7 @@ class Sizes:
 
     @property
     def context_parameters(self) -> int:
-        """Number of parameters that are multiplied with every context position, once."""
+        """Number of parameters that are applied to each context position, once per position."""
         keys = 2 * self.num_layers * self.hidden_size * self.num_kv_heads * self.head_dim
         return keys + self.num_taps * self.hidden_size**2
 
@@ -188,7 +188,7 @@ def draft_seconds(sizes: Sizes, deployment: Deployment, value_bytes: float) -> f
 
 
 def share_of_pass(sizes: Sizes, target: TargetFacts, machine: MachineFacts) -> float:
-    """Returns the time of drafting a block as a share of the target's verification pass."""
+    """Returns the time of drafting a block, divided by the time of the target's pass that verifies it."""
     deployment = deployment_of(target, machine)
     value_bytes = BLOCK_BYTES if target.is_quantised else FORMATS[deployment.precisions.weights].num_bytes
     check_s = sum(pass_seconds(target.shape, deployment, 1, sizes.block_size, CONTEXT).values())

@@ -32,7 +32,7 @@ EPOCHS = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """The amount of training data of a run."""
+    """The amount of training data of a run, in blocks and answers."""
 
     blocks: float
     answers: int | None
@@ -97,7 +97,8 @@ def expected_lines(target: str, expected: dict[str, Any]) -> Iterator[str]:
 
 
 def advised_answers(places: float) -> int:
-    """Returns the smallest of NUMBERS with ENOUGH of the largest gain, for `CURVE_TARGET`."""
+    """Returns the smallest number of answers, out of NUMBERS, whose expected gain is at least the share ENOUGH of the
+    largest gain, by the curve of `CURVE_TARGET`. `places`: blocks per answer and epoch."""
     curve = [expected_tokens(CURVE_TARGET, EPOCHS * places * number) or {} for number in NUMBERS]
     gains = [expected["tokens_per_round"] - 1.0 for expected in curve]
     return next(number for number, gain in zip(NUMBERS, gains, strict=True) if gain >= ENOUGH * gains[-1])

@@ -37,7 +37,7 @@ MOST_LETTERS = 600
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The prompts, as far as they can be counted."""
+    """Number and length of a run's prompts, as far as they can be counted, and counts of those left out."""
 
     prompts: int
     """Number of prompts to be answered."""

@@ -135,7 +135,7 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """The machine of a run, with its speeds."""
+    """The hardware of a run: the speeds of a device, and the number of GPUs or processes."""
 
     machine: Machine
     number: int = 1

@@ -258,7 +258,7 @@ def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFac
 
 
 def flops_per_block(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) -> float:
-    """Returns the operations of one block, forward and backward, including its share of the document's context."""
+    """Returns the FLOPs of training on one block, forward and backward, with its share of the document's context."""
     rows = config.loop.loss.vocab or sizes.draft_vocab
     layers = 6.0 * sizes.num_layers * sizes.layer_parameters * sizes.block_size
     head = 4.0 * (sizes.block_size - 1) * min(rows, target.shape.vocab_size) * sizes.hidden_size

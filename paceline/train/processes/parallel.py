@@ -33,8 +33,8 @@ AGAIN = "the last checkpoint is kept: start all processes again with the same co
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The blocks of one pack, and the weight of their loss: 1, or 0 for a block that only fills up the number of
-    pieces."""
+    """The blocks of one pack, and the weight of their loss: 1, or 0 for a block that is added only so that all
+    processes compute equally many packs."""
 
     chosen: list[Chosen]
     weight: float = 1.0
@@ -96,7 +96,7 @@ class Replicated:
             self._buckets.finish()
 
     def clip(self, network: nn.Module, longest: float) -> float:
-        """Scales the gradients down to a norm of at most `longest`; returns the norm before."""
+        """Scales the gradients down to a total norm of at most `longest`; returns the norm before scaling."""
         norm = nn.utils.clip_grad_norm_(network.parameters(), longest)
         return float(self._whole(norm))
 

@@ -54,8 +54,9 @@ class Share:
 
     @classmethod
     def of(cls, machines: Sequence[Mapping[str, float]], requested: int | None) -> Share:
-        """Returns one worker for each GPU, else for each machine, or `requested` workers. `machines`: the resources of
-        each; machines without CPUs for Ray do not count. Raises ConfigError if there are too few."""
+        """Returns one worker for each GPU, else for each machine, or `requested` workers. `machines`: the Ray resources
+        of each machine, name -> amount; machines without CPUs for Ray do not count. Raises ConfigError if there are too
+        few."""
         useful = [machine for machine in machines if machine.get("CPU", 0) > 0]
         if not useful:
             raise ConfigError("the Ray cluster has no machine with processors: start workers (ray start --address ...)")
@@ -70,7 +71,7 @@ class Share:
 
 
 class BatchResult(NamedTuple):
-    """The results of one batch."""
+    """The results of one batch of items, and the worker's error, if there was one."""
 
     results: list[Any]
     error: tuple[str, str] | None = None
