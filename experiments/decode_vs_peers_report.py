@@ -1,4 +1,4 @@
-"""What `decode_vs_peers.py` makes of its log: figures of every contender, ratios within turns, the tables."""
+"""The report of `decode_vs_peers.py` from its log: figures of every contender, ratios within turns, the tables."""
 
 from __future__ import annotations
 

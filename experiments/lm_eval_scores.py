@@ -1,4 +1,4 @@
-"""What lm_eval_scores.sh needs beside lm-eval: the model's tokenizer and two small tasks as files, and a comparison of
+"""Inputs of lm_eval_scores.sh: the model's tokenizer and two small tasks as files, and a comparison of
 reports.
 
 python experiments/lm_eval_scores.py files FOLDER | compare PLAIN DRAFTED     (folders that lm-eval wrote)

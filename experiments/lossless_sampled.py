@@ -41,7 +41,7 @@ LEAST_P, MOST_ERRORS = 1e-5, 4.0
 def scored(
     llm: LLM, prompt: list[int], answer: list[int], params: SamplingParams, luck: random.Random
 ) -> tuple[list[float], list[float]]:
-    """Of each answer token, by one teacher-forced pass: NLL minus entropy under the target's distribution as the
+    """For each answer token, by one teacher-forced pass: NLL minus entropy under the target's distribution as the
     request has it, and its point between 0 and 1."""
     row = llm.target.cache.allocate()
     assert row is not None

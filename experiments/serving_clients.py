@@ -1,4 +1,4 @@
-"""What serving_clients.sh needs beside the clients: prompts for guidellm, the model's name, and a look at its report.
+"""Inputs of serving_clients.sh: prompts for guidellm, the model's name, and a look at its report.
 
 python experiments/serving_clients.py prompts FILE | model URL | sweep REPORT.json
 """

@@ -1,4 +1,4 @@
-"""What running streams notice of a long prompt: the longest wait for a token, in rounds, while 1,000 tokens are
+"""Measures how a long prompt delays running streams: the longest wait for a token, in rounds, while 1,000 tokens are
 prefilled.
 
     python experiments/serving_stall.py --dtype bfloat16 --streams 7

@@ -1,4 +1,4 @@
-"""What reports look like: verdicts coloured by what they say, charts without empty room, one style sheet for all
+"""The look of reports: verdicts coloured by what they say, charts without empty room, one style sheet for all
 pages."""
 
 from __future__ import annotations

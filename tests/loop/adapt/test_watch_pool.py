@@ -1,4 +1,4 @@
-"""What the daemon does with a pool of drafters: a cluster goes to another member, a second one is trained and added.
+"""The daemon with a pool of drafters: a cluster goes to another member, a second one is trained and added.
 Beside a server that only looks like one; `test_real_pool.py` has the real one."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `record` makes of unusual answers, and what it counts: marks before streams, packed parts, samples, prompts
+"""`record` with unusual answers, and its counts: marks before streams, packed parts, samples, prompts
 alone."""
 
 from __future__ import annotations
