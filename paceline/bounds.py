@@ -21,7 +21,7 @@ from paceline.errors import ConfigError, PacelineError, SamplingError
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """One limit of a setting, with its error message: "max_batch must be at least 1, not 0"."""
+    """One limit of a setting, placed in its type annotation. Its message: "max_batch must be at least 1, not 0"."""
 
     be: str
     """Text after "must be" in the error message."""
@@ -32,8 +32,8 @@ class Must:
 def within(
     be: str, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf, finite: bool = True
 ) -> Must:
-    """Return a limit: a number of at least `least`, above `above` and at most `most`. NaN is never valid; infinity is
-    valid only if `finite` is False."""
+    """Return a limit: a number of at least `least`, above `above` and at most `most`. `be`: the limit in words, for
+    the error message, after "must be". NaN is never valid; infinity is valid only if `finite` is False."""
     return Must(be, lambda value: least <= value <= most and value > above and (not finite or abs(value) < math.inf))
 
 

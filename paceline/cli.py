@@ -82,7 +82,7 @@ def keep_example_lines(text: str) -> str:
 
 
 class Group(TyperGroup):
-    """A command group. Its help lists the commands in sections, with the catalogue's summaries, without importing
+    """A command group. Its help lists the commands in sections, each with its one-line summary, and imports none of
     them."""
 
     sections: Mapping[str, Mapping[str, Entry]]

@@ -117,7 +117,7 @@ class EngineConfig:
     @property
     def mocked(self) -> float | tuple[float, ...] | Marginals | None:
         """Mocked acceptance: tokens per round, a survival curve (shares of rounds whose first 1, 2, ... drafts are
-        accepted) or marginals; None without mocking."""
+        accepted) or marginals (chances by draft position and candidate rank); None without mocking."""
         if self.mocked_marginals:
             return Marginals(self.mocked_marginals)
         return (

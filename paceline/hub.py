@@ -88,8 +88,8 @@ class Builtin:
         return home / "downloads" / self.file
 
     def is_kept_in(self, home: Path) -> bool:
-        """Return True if the file is downloaded and complete; checking the size suffices, because it is moved there at
-        once."""
+        """Return True if the downloaded file is there and has its full size. Its hash was checked before it was moved
+        there."""
         path = self.kept_in(home)
         return path.is_file() and path.stat().st_size == self.gguf_bytes
 

@@ -23,7 +23,8 @@ _PART = within("above 0 and at most 1", above=0, most=1)
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): a draft is accepted if it passes either test."""
+    """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): a draft is accepted if its target probability is
+    above `eps` or above `delta` * exp(-entropy of the target's distribution); else, as by the lossless rule."""
 
     eps: Annotated[float, _PART] = 0.09
     """Accepts a draft whose target probability is above this value."""
@@ -33,7 +34,8 @@ class Typical:
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """Relaxed acceptance (TensorRT-LLM): accepts drafts close to the target's most probable token."""
+    """Relaxed acceptance (TensorRT-LLM): accepts a draft among the target's top `n` tokens whose probability is less
+    than `delta` below that of the top token; other drafts, as by the lossless rule."""
 
     n: Count = 10
     """The draft must be one of the target's top n tokens."""
@@ -43,7 +45,8 @@ class Relaxed:
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """SGLang's two acceptance thresholds; 1 and 1 are lossless."""
+    """SGLang's two acceptance thresholds: a draft with target probability `single` or more is accepted, and the
+    acceptance probability of other drafts is divided by `acc`. 1 and 1 are lossless."""
 
     single: Annotated[float, _PART] = 1.0
     """Accepts a draft with at least this target probability."""
@@ -53,7 +56,8 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True)
 class Lenience:
-    """Rejection sampling with a weaker acceptance test (Leviathan et al., arXiv 2211.17192, appendix A.5)."""
+    """Rejection sampling that accepts more: the acceptance test multiplies the draft's probability by `l`, at most 1
+    (Leviathan et al., arXiv 2211.17192, appendix A.5)."""
 
     l: Annotated[float, _PART] = 1.0  # noqa: E741  # the paper's letter
     """Factor of the draft's probability in the acceptance test; 1 is lossless."""
@@ -88,7 +92,8 @@ _SHAPE = 'write it as "typical:eps=0.09,delta=0.3" or {"rule": "typical", "eps":
 
 @dataclass(frozen=True, slots=True)
 class Lossy:
-    """A lossy verification rule, its parameters and its budget: the limit of its total variation."""
+    """A lossy verification rule, its parameters and its budget: the limit of an answer's mean total variation from the
+    target's distribution, per token."""
 
     rule: Rule
     max_tv: Share | None = None
@@ -204,7 +209,8 @@ class Ledger:
         del self.sums[num_tokens:]
 
     def price(self, rule: str) -> Price:
-        """Return the means per token of total variation, KL divergence and changed tokens. `rule`: text of the rule."""
+        """Return the means per token of total variation, KL divergence and changed tokens, over the tokens recorded so
+        far. `rule`: text of the rule, which the result names."""
         count, spent = max(len(self.sums), 1), self.spent
         return Price(rule, self.max_tv, spent.tv / count, spent.kl / count, spent.num_changed / count)
 
@@ -212,7 +218,8 @@ class Ledger:
 @dataclass(frozen=True, slots=True)
 class Price:
     """Deviation from the target's distribution that a lossy rule caused in one answer, as means over the answer's
-    tokens. `verify/lossy.py` defines it for greedy requests."""
+    tokens. A changed token of a greedy request has total variation 1, and for KL the log of (probability of the top
+    token / its own)."""
 
     rule: str
     max_tv: float | None

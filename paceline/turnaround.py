@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 class Timings:
     """Durations and time stamps of one request, in seconds; stamps are values of time.perf_counter.
 
-    queue_s + wait_s + prefill_s + draft_s + verify_s + host_s + between_s = until_s - arrival_s.
+    The durations of the phases add up to the time from arrival to the end of the latest phase: queue_s + wait_s +
+    prefill_s + draft_s + verify_s + host_s + between_s = until_s - arrival_s.
     """
 
     arrival_s: float = 0.0
@@ -44,12 +45,14 @@ class Timings:
     """Stamp of each committed token."""
 
     def waited(self, now: float) -> None:
-        """Add the time from `until_s` to `now` to `wait_s`."""
+        """Add the time since the latest phase ended, from `until_s` to `now`, to `wait_s`: the engine worked for other
+        requests only."""
         self.wait_s += now - self.until_s
         self.until_s = now
 
     def read(self, started: float, now: float) -> None:
-        """Add the time from `started` to `now` to `prefill_s`, and the time before `started` to `between_s`."""
+        """Record the prefill: add the time from `started` to `now` to `prefill_s`, and the time from the end of the
+        latest phase (`until_s`) to `started` to `between_s`."""
         self.prefill_s += now - started
         self.between_s += started - self.until_s
         self.until_s = now

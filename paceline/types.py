@@ -48,7 +48,8 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Selects one drafter of the pool for a request: by its name, or by the request's class."""
+    """Selects a drafter of the pool (the loaded drafters) for a request: by the drafter's name, or by classes of
+    similar requests among which the router decides."""
 
     drafter: str = ""
     """Name of the requested drafter; if empty, the router chooses one, or without a router the first is used."""
@@ -83,7 +84,7 @@ class Offer:
 
 @dataclass(slots=True)
 class Row:
-    """A running sequence as the planner sees it."""
+    """The planner's input for a running sequence: its number, its sampling mode and the drafts that it could verify."""
 
     key: int
     """Unique number of the sequence."""
@@ -95,8 +96,8 @@ class Row:
     """Function that computes `offers` on demand; its argument names draft sources to leave out."""
 
     def weigh(self, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Return the drafts that the row could verify (`offers`); if `ask` is set, computes them first, without the
-        draft sources `unwanted`."""
+        """Return the drafts that the row could verify (`offers`). If the function `ask` is set, calls it first to
+        compute them, without the draft sources `unwanted`."""
         if self.ask:
             self.offers = self.ask(unwanted)
         return self.offers
@@ -180,7 +181,8 @@ class Sequence:
         return "lossy" if self.params.is_greedy else "lossy sampled"
 
     def trim(self) -> None:
-        """Drop log-probabilities and lossy costs of tokens that were cut from the answer."""
+        """Drop the log-probabilities, and the records in `ledger`, of tokens that were cut from the end of the
+        answer."""
         del self.logprobs[self.num_output :]
         if self.ledger:
             self.ledger.keep(self.num_output)
@@ -266,7 +268,7 @@ class Batch:
 
 @dataclass(slots=True)
 class DraftBlock:
-    """The drafts of one round. Rows may draft fewer than K tokens."""
+    """The drafts of all rows in one round. K is the largest number of drafts; rows may have fewer."""
 
     tokens_B: list[list[int]]
     """Drafted token ids of each row; an empty list for a row without drafts."""

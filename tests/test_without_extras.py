@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import json
+import os
 import pkgutil
 import re
 import subprocess
@@ -114,7 +115,8 @@ def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
     folders = [str(each) for each in (here.parent, here.parent / "support", here.parent.parent)]
     paths = f"import sys; sys.path[:0] = {folders!r}; "
     command = [sys.executable, "-c", paths + code.format(name=here.stem)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=here.parent.parent)
+    plain = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=here.parent.parent, env=plain)
 
 
 @pytest.mark.slow

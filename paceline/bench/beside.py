@@ -71,7 +71,8 @@ class TransformersPeer:
         ignore_eos: bool,
         on_answer: Callable[[], None] = ignore,
     ) -> Pass:
-        """Answer the requests one after another and return their times. `name`: a key of PEERS."""
+        """Answer the requests one after another and return their times. `name`: "transformers", or
+        "transformers-lookup" for its prompt lookup decoding."""
         answers = []
         started = time.perf_counter()
         for request in requests:

@@ -21,9 +21,10 @@ SHORTEST = 512
 
 
 def by_context(answers: Iterable[tuple[int, Sequence[Round]]]) -> list[dict[str, Any]]:
-    """Return bins of context length, each with its number of rounds and their acceptance length. `answers`: (tokens of
-    the prompt, rounds of its answer). A round is in the bin of the context at its start. Rounds without drafts lengthen
-    the context but are not counted."""
+    """Return the acceptance length by context length, as a list of bins: dicts with the keys "from" and "to" (tokens of
+    context), "rounds" (number of rounds) and "tokens_per_round". `answers`: for each answer (number of prompt tokens,
+    rounds). A round counts in the bin of the context length at which it starts; rounds without drafts only lengthen the
+    context."""
     by_end = defaultdict[int, list[Round]](list)
     for length, rounds in answers:
         for one in rounds:

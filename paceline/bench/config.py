@@ -115,7 +115,8 @@ class MockConfig:
 
     @property
     def settings(self) -> list[MockSetting]:
-        """All settings to measure: plain decoding first, trees last."""
+        """All combinations of batch size and acceptance length to measure: first chains of drafts, of which acceptance
+        length 1 is plain decoding, then draft trees."""
         values = sorted({PLAIN, *self.tokens_per_round})
         trees, most = sorted(set(self.trees)), max(self.trees, default=0)
         expected = read_marginals(self.marginals).expected(most) if trees else []
@@ -157,8 +158,8 @@ class StepsConfig:
 
     @property
     def growth(self) -> int:
-        """Maximum number of tokens added to a row's cache by one repetition: a first round, then one round for each
-        number of positions."""
+        """Maximum number of tokens that one repetition adds to a row's cache. A repetition is one round to begin with,
+        then a round with each number of positions from 1 to `max_positions`."""
         return int((self.max_positions + 2) * (self.tokens_per_round + 1))
 
     @property
@@ -282,7 +283,8 @@ class ArmsConfig:
 
     @property
     def named_drafters(self) -> list[tuple[str, str]]:
-        """Pairs of (contender's name, drafter); a drafter's folder is named by its last part."""
+        """Pairs of (contender's name, drafter). Without NAME=, the name is the last part of the drafter's path or
+        id."""
         return [
             _named(drafter, drafter.rstrip("/").rpartition("/")[2] or drafter)
             for drafter in dict.fromkeys(self.drafters)
@@ -332,6 +334,7 @@ class LossyConfig:
         )
 
     def rules(self) -> list[Lossy]:
-        """Return the parsed rules of `settings`. Raises SamplingError on an invalid rule."""
+        """Parse `settings` ("lenience:0.5;mixture:0.8") and return its lossy acceptance rules, without duplicates.
+        Raises SamplingError on an invalid rule."""
         rules = [Lossy.of(part) for part in self.settings.split(";") if part.strip()]
         return [rule if rule.max_tv is not None else rule.within(self.max_tv) for rule in dict.fromkeys(rules)]

@@ -101,8 +101,8 @@ class Drafting:
 
 
 def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafting:
-    """Return the acceptance statistics of `answers`, each a list of rounds. `num_drafted`: length of the survival
-    curve."""
+    """Return the acceptance statistics of `answers`, each a list of rounds. `num_drafted`: draft positions in the
+    survival curve, which has for each position the share of rounds that accept it and all before it."""
     rounds = [one for answer in answers for one in answer]
     if not rounds:
         return Drafting(tokens_per_round=1.0)
@@ -176,7 +176,7 @@ class Result(Drafting):
 
 
 class Bench:
-    """Runs all settings on a loaded model and summarises the passes. Call `run()`, then `results()`."""
+    """Measures every setting (drafter, temperature, batch size) on a loaded model. Call `run()`, then `results()`."""
 
     def __init__(
         self, llm: LLM, prompts: list[Prompt], config: BenchConfig, notice: Callable[[str], None] = print
@@ -283,12 +283,12 @@ class Bench:
 
 
 def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]:
-    """Return (speed-up of the passes `ours` over `theirs`, its bootstrap interval over prompts). The speed-up is the
-    ratio of tokens per second: median over paired repetitions.
+    """Return (speed-up of the passes `ours` over `theirs`, its bootstrap interval over prompts). Passes are paired by
+    repetition; the speed-up is the median of the pairs' ratios of tokens per second.
 
-    The interval compares tokens over the sum of the answers' times, which include time in which other requests run. As
-    almost all batch slots are always occupied, this is throughput divided by the batch size, which cancels in the
-    ratio. Slots that are idle at the end affect only the speed-up, so the interval is scaled to be around it.
+    The interval uses another ratio, which can be resampled by prompt: total tokens over the sum of the answers' times.
+    Answers run in parallel, so this is throughput divided by the batch size, which cancels in the ratio, except for
+    batch slots that are idle at the end. The interval is therefore scaled to be around the speed-up.
     """
     ratios = [
         one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s
@@ -322,7 +322,7 @@ def differences(target: Target, requests: list[Request], ours: Pass, baseline: P
 
 
 def introduction(llm: LLM, machine: Machine, config: BenchConfig) -> dict[str, Any]:
-    """Return a description of model, machine and settings: a dict with the keys of ABOUT."""
+    """Return a dict that describes the model, the machine (with its upper bound of tokens/s) and the settings."""
     return {
         **described(llm),
         "machine": plain(machine),
@@ -337,11 +337,11 @@ def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
 
 
 def set_figures(bench: Bench) -> dict[str, Any]:
-    """Return the results on one prompt set, and for the last drafter statistics of looping answers and sample texts.
+    """Return the figures of one prompt set as a dict: results of all settings, statistics of looping answers, texts.
 
-    Keys: "looping_share" is that of the lowest temperature, where models loop most; "without_loops" is the acceptance
-    length over answers that do not loop (None without any); "by_context" is that by context length, at the lowest
-    temperature; "num_skipped" counts turns that exceed the context.
+    "looping", "texts" and "by_context" cover the last drafter at the smallest batch size. "looping": a dict for each
+    temperature; its "without_loops" is the acceptance length of answers that do not loop (None if all do).
+    "looping_share" and "by_context": at the lowest temperature. "num_skipped": number of turns that exceed the context.
     """
     config = bench.config
     drafter, batch = config.drafters[-1], min(config.batches)

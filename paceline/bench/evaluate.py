@@ -100,8 +100,8 @@ class Evaluation:
 
     @classmethod
     def open(cls, drafter: str, settings: dict[str, Any], out: Path | None, sources: tuple[str, ...]) -> Evaluation:
-        """Return a new evaluation, or the one stored in `out`. Raises ConfigError if the stored one has other settings
-        or is damaged."""
+        """Return a new evaluation, or the one stored in `out`. `sources`: files or ids of the prompt sets, noted in the
+        new run folder. Raises ConfigError if the stored one has other settings or is damaged."""
         if out and (out / EVALUATION).is_file():
             saved = read_json(out / EVALUATION, "choose another --out")
             if not isinstance(saved, dict) or any(name not in saved for name in ("settings", "sets", *ABOUT)):

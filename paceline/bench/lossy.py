@@ -56,7 +56,8 @@ class Result:
 
     @property
     def is_faster(self) -> bool:
-        """True if the whole interval of the speed ratio is above 1 and the rule changed the output distribution."""
+        """True if the setting changed the output distribution and is faster than lossless speculation (the whole
+        interval of the speed ratio is above 1)."""
         low = self.beside_lossless_interval[0]
         return low is not None and low > 1.0 and self.mean_tv > 0
 
@@ -75,7 +76,8 @@ class LossyBench:
         self._engines.add("drafter", llm.make_drafter(drafter))
 
     def run(self, advance: Advance = ignore) -> None:
-        """Run all tasks with every setting in turn, `repeat` times, after a short warm-up."""
+        """Run all tasks with every setting in turn, `repeat` times, after a short warm-up. `advance`: called after each
+        pass with a text that names its task and setting."""
         for task in self.tasks:
             requests, num_skipped = make_requests(self.llm, task.prompts, self.config.max_tokens)
             if num_skipped or len(requests) != len(task.prompts):
@@ -131,7 +133,7 @@ class LossyBench:
         )
 
     def texts(self) -> list[dict[str, str]]:
-        """Return the texts of all answers of the first repetition."""
+        """Return all answers of the first repetition, as dicts with the keys "task", "setting" and "text"."""
         return [
             {"task": task, "setting": setting, "text": answer.text}
             for (task, setting), passes in self.passes.items()

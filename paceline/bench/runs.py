@@ -46,8 +46,9 @@ def bench_decode(
     out: Path | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Measure decoding speed on one loaded model for every combination of prompts, drafter, temperature and batch
-    size."""
+    """Measure decoding speed on one loaded model for every combination of drafter, temperature and batch size. Writes
+    the report and returns the figures, in which "run" is the run folder. `prompts`: file or data set id [default: the
+    built-in set]. `limit`: use only its first prompts."""
     prompt_list = read_prompts(prompts or BUILTIN_PROMPTS, limit)
     settings = {"llm": engine, "bench": config, "prompts": prompts or "built-in", "limit": limit}
     run = RunFolder.create("bench-decode", settings, out)
@@ -72,8 +73,8 @@ def bench_decode(
 def bench_mock(
     engine: EngineConfig, config: MockConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
-    """Measure decoding speed for each mocked acceptance length in turn, and compare it with the roofline's
-    prediction."""
+    """Measure decoding speed at each mocked acceptance length, and compare it with the roofline's prediction. Writes
+    the report and returns the figures, in which "run" is the run folder."""
     run = RunFolder.create("bench-decode", {"llm": engine, "mock": config}, out)
     engine = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
     llm, machine = loaded(engine, progress)
@@ -100,8 +101,8 @@ def bench_mock(
 def bench_steps(
     engine: EngineConfig, config: StepsConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
-    """Measure the seconds of verification, drafting and the host for each batch size and number of positions, in
-    turns."""
+    """Measure the seconds of verification, drafting and the host for each batch size and number of positions per row.
+    Writes steps.json and a report; returns the figures, in which "run" is the run folder."""
     run = RunFolder.create("bench-steps", {"llm": engine, "steps": config, "drafter": engine.drafter}, out)
     sized = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
     llm, machine = loaded(sized, progress)
@@ -138,7 +139,8 @@ def bench_steps(
 def bench_lossy(
     engine: EngineConfig, config: LossyConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
-    """Measure plain decoding, lossless speculation and each lossy rule in turn, on each task."""
+    """Measure plain decoding, lossless speculation and each lossy rule in alternation, on each task. Writes the report
+    and returns the figures, in which "run" is the run folder."""
     run = RunFolder.create("bench-lossy", {"llm": engine, "lossy": config}, out)
     llm, machine = loaded(replace(engine, max_batch=1), progress, allow_lossy=True)
     bench = LossyBench(llm, engine.drafter, config)
@@ -211,8 +213,8 @@ def ceiling_line(llm: LLM, machine: Machine) -> str:
 
 
 def loaded(engine: EngineConfig, progress: Progress, **more: Any) -> tuple[LLM, Machine]:
-    """Load the model without a drafter, report it and the machine's upper bound, and return both. `more`: further
-    arguments of `LLM.of`."""
+    """Load the model without a drafter, and return it with the machine's figures. Reports both, with the highest speed
+    that plain decoding can have on this machine. `more`: further arguments of `LLM.of`."""
     llm = LLM.of(replace(engine, drafter="none"), **more)
     machine = this_machine(llm.config.device)
     progress.loaded(llm)
@@ -245,8 +247,8 @@ def raw_runs(bench: Bench) -> list[dict[str, Any]]:
 
 
 def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, Any]) -> str | None:
-    """Write report.md, results.json, texts.json and report.html into the run folder. Returns a notice if report.html
-    could not be written."""
+    """Write report.md, results.json, texts.json and report.html into the run folder. `line`: the figures of all
+    settings, as results.json gets them. Returns a notice if report.html could not be written."""
     results: list[Result] = line["results"]
     llm, config = bench.llm, bench.config
     report = markdown(

@@ -91,8 +91,8 @@ def add_round(times: Times, num_rows: int, width: int, wall_s: float, draft_s: f
 
 
 class StepBench:
-    """Measures the seconds of verification, drafting, host and prefill, by rows and positions, on a loaded model with
-    a drafter. Call `run()`, then `as_json()`."""
+    """Measures the seconds of verification, drafting, host and prefill on a loaded model with a drafter, by rows
+    (sequences in the batch) and positions (tokens verified per row). Call `run()`, then `as_json()`."""
 
     def __init__(self, llm: LLM, config: StepsConfig, drafter: str) -> None:
         self.llm, self.config, self.name = llm, config, drafter
@@ -112,8 +112,8 @@ class StepBench:
         self._engine = mocked_engine(llm, filled, config.tokens_per_round)
 
     def run(self, on_turn: Callable[[str], None] = ignore) -> None:
-        """Measure every size (rows, positions per row) in turn, `repeat` times after a warm-up. The order of the
-        numbers of positions changes with each repetition."""
+        """Measure every size (rows, positions per row) in turn, `repeat` times after a warm-up; each repetition visits
+        the numbers of positions in another random order. `on_turn`: called with a text after each batch size."""
         order = random.Random(0)
         for turn in range(-1, self.config.repeat):
             times = self.times if turn >= 0 else no_times()
@@ -165,8 +165,8 @@ class StepBench:
         self._engine.planner = FixedPlanner(width, self.llm.config.prefill_chunk, whole_blocks=False)
 
     def as_json(self, machine: Machine, model_config: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the content of steps.json: median times over the repetitions. Drafting times cover only the numbers of
-        drafts that the drafter makes itself."""
+        """Return the content of steps.json: median times over the repetitions. Drafting times end at the drafter's own
+        `num_drafted`, since further drafts were random. `model_config`: the model's config.json, included as it is."""
         llm, times = self.llm, self.times
         own = {size: spent for size, spent in times["draft"].items() if size[1] <= self.drafter.num_drafted}
         return {

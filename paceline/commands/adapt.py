@@ -34,7 +34,8 @@ def adapt_replay(
 ) -> dict[str, Any]:
     """Replay a policy on a virtual clock, without training.
 
-    Uses synthetic traffic whose drift is known, or stored traces.
+    A policy decides every hour whether to act, e.g. to retrain a drafter. Uses synthetic traffic whose drift is known,
+    or stored traces.
 
     Examples:
       paceline adapt replay --scenario two-bases --policy seasonal --seeds 200
@@ -56,7 +57,8 @@ def adapt_replay(
 def adapt_check(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig, as_json: Json = False) -> None:
     """Decide once, from the latest hour of stored traces.
 
-    Exit status 0: nothing to do, or too little traffic to decide, 3: something to do, 2: an error.
+    Prints the action that is due, such as retraining a drafter. Exit status 0: nothing to do, or too little traffic to
+    decide, 3: something to do, 2: an error.
 
     Examples:
       paceline adapt check --traces traces
@@ -125,6 +127,8 @@ def adapt_log(
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Show observations, decisions and actions by hour.
+
+    Reads the log that the daemon, `paceline adapt watch`, writes.
 
     Examples:
       paceline adapt log --state runs/adapt --page

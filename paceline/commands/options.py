@@ -88,18 +88,18 @@ class Opt:
 
 
 class Changed:
-    """Marker of a dataclass parameter: changes the options of these fields (field=Opt(...))."""
+    """Marker in the `Annotated` type of a dataclass parameter: field=Opt(...) changes the option of this field."""
 
     def __init__(self, *fields: str, **opts: Opt) -> None:
         self.fields, self.opts = fields, opts
 
 
 class Only(Changed):
-    """Marker of a dataclass parameter: only these fields become options."""
+    """Marker in the `Annotated` type of a dataclass parameter: only the fields with these names become options."""
 
 
 class Without(Changed):
-    """Marker of a dataclass parameter: these fields do not become options."""
+    """Marker in the `Annotated` type of a dataclass parameter: the fields with these names do not become options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ def given(context: typer.Context, *sources: str) -> list[str]:
 
 
 def typed(command: Callable[..., Any], context: typer.Context) -> set[str]:
-    """Return the fields set on the command line, as parameter.field (shape.num_layers); `command` uses `options`."""
+    """Return the fields set on the command line, as parameter.field (shape.num_layers); the command uses `@options`."""
     fields: dict[str, str] = command.fields  # pyright: ignore[reportFunctionMemberAccess]
     return {fields[name] for name in given(context, "COMMANDLINE") if name in fields}
 
@@ -319,7 +319,7 @@ def _build(owner: type, values: list[tuple[_Option, Any]]) -> Any:
 
 @contextlib.contextmanager
 def named(names: dict[str, str], also: str = "") -> Iterator[None]:
-    """Context manager: replaces fields by options (`names`: field -> option) in the messages of PacelineErrors.
+    """Context manager: in messages of PacelineErrors, replaces field names by option names (`names`: field -> option).
 
     Only words with an underscore outside paths are replaced, because "model" may be an ordinary word; `also` is a
     pattern of more words to replace."""

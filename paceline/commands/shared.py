@@ -72,8 +72,8 @@ class MinuteLines:
         self._first = 0.0
 
     def advance(self, text: str, share: float | None = None) -> None:
-        """Count one finished item. `share` is the share of all work done, from 0 to 1; None computes it from the number
-        of items."""
+        """Count one finished item. `text` describes it, and ends the minute's line. `share` is the share of all work
+        done, from 0 to 1; None computes it from the number of items."""
         self._done += 1
         if self._done == 1 and share is not None:
             self._first = share  # an earlier run may have done a part

@@ -217,7 +217,7 @@ def _bar(prediction: Prediction, length: int, speedup: float) -> str:
 
 
 def print_notes(setup: Setup, *, stderr: bool) -> None:
-    """Print a prediction's assumptions, its warnings and the first of its limits."""
+    """Print a prediction's assumptions, its warnings and its first two limits (what it leaves out)."""
     lines = [*filter(None, [setup.assumed]), *(f"warning: {warning}" for warning in setup.warnings)]
     lines += [
         "Limits:",

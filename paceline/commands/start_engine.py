@@ -28,8 +28,8 @@ def _given(context: typer.Context | None) -> list[str]:
 
 
 def check_own(words: Sequence[str], context: typer.Context | None) -> None:
-    """Raises ConfigError if options for vLLM or SGLang were given without --engine: those in `OTHERS`, or `words` after
-    `--`."""
+    """Raises ConfigError if options that only vLLM or SGLang have (--engine-command and others, or `words` after `--`)
+    were given without --engine."""
     refuse(
         ConfigError,
         (bool(words), f"what is {' '.join(words)!r}? Options behind -- are another engine's: give --engine too"),

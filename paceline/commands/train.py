@@ -111,8 +111,8 @@ def train(
 
 
 def kept_files(run: Path) -> list[str]:
-    """Return a sentence on the files that only resuming the run needs, with their size, in a list; else an empty
-    list."""
+    """Return a list of one sentence, which names the folders that only resuming the run needs (checkpoints, features)
+    and their size; an empty list without such folders."""
     names = [
         path.name
         for path in sorted(run.iterdir())

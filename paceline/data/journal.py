@@ -64,7 +64,8 @@ class Journal:
             append_lines(path, [_line(answer, is_over)])
 
     def carry(self, path: Path) -> None:
-        """Copy the answers of unfinished conversations into a new journal file at `path`."""
+        """Write the answers of all unfinished conversations (`begun`) to a new journal file at `path`, if there are
+        any."""
         if self.begun:
             with whole_file(path, REMEDY) as scratch:
                 append_lines(scratch, (_line(answer, False) for answers in self.begun.values() for answer in answers))

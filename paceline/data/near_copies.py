@@ -22,8 +22,8 @@ ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def pieces_of(token_ids: Sequence[int]) -> np.ndarray:
-    """Return a 1-D array of the distinct hashes of a text's shingles (runs of SHINGLE tokens). A shorter text has one
-    hash."""
+    """Return a 1-D array of the distinct hashes of a text's shingles: its runs of SHINGLE (5) tokens. A shorter text is
+    one shingle."""
     ids = np.asarray(token_ids, np.uint64) + np.uint64(1)
     size = min(SHINGLE, len(ids))
     hashes = np.zeros(len(ids) - size + 1, np.uint64)
@@ -34,8 +34,8 @@ def pieces_of(token_ids: Sequence[int]) -> np.ndarray:
 
 
 def common_pieces(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the sorted shingle hashes that occur in more than COMMON of the texts. `texts`: the shingle hashes of each
-    text."""
+    """Return the sorted shingle hashes that occur in more than a tenth (COMMON) of the texts; none for fewer than 20
+    texts (FEW). `texts`: the shingle hashes of each text."""
     if len(texts) < FEW:
         return np.empty(0, np.uint64)
     values, counts = np.unique(np.concatenate(texts), return_counts=True)

@@ -97,13 +97,13 @@ class Drafter(ABC):
         return True
 
     def chance(self, seq: Sequence) -> float:
-        """Returns the predicted acceptance probability of each draft if all drafts before it are accepted; 0.0 if it
-        has no draft. Only for drafters that draft in almost no time (`is_at_hand`)."""
+        """Returns the predicted probability that a draft of the next round is accepted if all drafts before it are: one
+        value for all its drafts; 0.0 without a draft. Only for drafters that take almost no time (`is_at_hand`)."""
         return 0.0
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft up to `num_drafted` tokens after each sequence's last token; sequence i gets at most entry i of
+        """Draft up to `num_drafted` tokens after each sequence's last token, but no more than the sequence's entry in
         `batch.draft_limits_B(num_drafted)`.
 
         Drafts for greedy and seeded requests are deterministic, so that a seeded output equals plain decoding.

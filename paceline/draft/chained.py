@@ -36,8 +36,8 @@ MOST_BRANCHES = 4
 
 
 class ChainPath(Protocol):
-    """Interface of a drafting network that is prepared for one target. The *drafting state* is the hidden state that
-    one step passes to the next."""
+    """Interface of a network that drafts token by token, with weights and KV cache prepared for one target. The
+    *drafting state* is the hidden state that one step passes to the next."""
 
     @property
     def cache(self) -> KVCache: ...
@@ -48,15 +48,16 @@ class ChainPath(Protocol):
     def extend(
         self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
     ) -> Tensor:
-        """Append cache entries for newly verified positions: `counts` entries to each of `rows`, after its first
-        `starts` entries. `tokens`: the token after each of these positions. `taps_TF`: the target's
-        hidden states there; it may have more rows than there are tokens. Returns the drafting state [B, D] after each
-        row's last entry."""
+        """Append cache entries for newly verified positions: row `rows[i]` gets `counts[i]` entries after its first
+        `starts[i]`. `tokens`: the token after each of these positions, row by row. `taps_TF`: the target's hidden
+        states [F] at these positions; rows beyond the number of tokens are ignored. Returns the drafting state [B, D]
+        after the last entry of each of the B rows."""
         ...
 
     def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
-        """Compute cache entries of drafts, which follow each row's verified entries, and return their drafting states
-        [T, D]. `level`: rows and ancestors of these drafts."""
+        """Run the network on T drafts and return their drafting states [T, D]. Their cache entries follow the verified
+        entries of their rows. `level`: rows and ancestors of the drafts. `tokens`: the drafts. `state_TD`: drafting
+        states of their parents."""
         ...
 
     def logits(self, state_TD: Tensor) -> Tensor:
@@ -136,10 +137,10 @@ class _Row:
 
 
 class ChainedDrafter(TappedDrafter):
-    """Base class of drafters with a `ChainPath`. Greedy and seeded requests get deterministic drafts. For sampled
-    requests, drafts are sampled, and returned with the distribution that they were sampled from. If drafts are verified
-    by comparison with the tokens that the target samples, drafts may instead predict these tokens from the target's
-    sampling noise. `bind` of a subclass calls `_bind_path`, then `_begin`."""
+    """Base class of drafters whose network (a `ChainPath`) drafts token by token: EAGLE-3, MTP. Greedy and seeded
+    requests get deterministic drafts. For sampled requests, drafts are sampled, and returned with the distribution that
+    they were sampled from; if a draft is accepted only where the target samples the same token, it may instead be
+    predicted from the target's sampling noise. `bind` of a subclass calls `_bind_path`, then `_begin`."""
 
     is_stepwise, has_own_threads = True, False
     looks_ahead = 1
@@ -167,8 +168,8 @@ class ChainedDrafter(TappedDrafter):
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft token by token for each sequence, at most `num_drafted` tokens, and collect candidates if trees are
-        wanted. Non-finite logits end a row's drafts."""
+        """Draft token by token for each sequence, at most `num_drafted` tokens. If `batch.num_candidates` is above 0,
+        also return this many tokens per draft, to build trees from. Non-finite logits end a row's drafts."""
         limits = batch.draft_limits_B(self.num_drafted)
         rows = [self._row(index, limit, batch) for index, limit in enumerate(limits) if limit > 0]
         block = DraftBlock.certain([[] for _ in limits])

@@ -25,7 +25,8 @@ from paceline.errors import ModelFileError
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """Parameters of noise-aware drafting, from the key `paceline.foresight` of config.json."""
+    """Noise-aware drafting: predicts the token that the target will sample, from the random numbers that it will use.
+    Its two parameters are read from the key `paceline.foresight` of config.json."""
 
     scale: float = 0.8
     """Factor on the drafter's log-probabilities; below 1 for a drafter that is more confident than its target."""
@@ -34,7 +35,8 @@ class Foresight:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], path: Path) -> Foresight:
-        """Reads the parameters from a config.json (`raw`). Raises ModelFileError unless they are numbers above 0."""
+        """Reads `scale` and `spread` from the object `paceline.foresight` of a config.json (`raw`); a missing one gets
+        its default. Raises ModelFileError for other keys, or unless they are numbers above 0."""
         own = raw.get("paceline") or {}
         values = own.get("foresight") or {} if isinstance(own, Mapping) else None
         if not isinstance(values, Mapping) or not values.keys() <= {"scale", "spread"}:
@@ -47,7 +49,8 @@ class Foresight:
 
     def chances(self, logprobs_M: list[float], times_M: list[float]) -> list[float]:
         """Returns for each of M candidates the log-probability that the target samples it. `logprobs_M`: the drafter's
-        log-probabilities, the largest one finite. `times_M`: the exponential noise of each candidate."""
+        log-probabilities, the largest one finite. `times_M`: each candidate's exponential random number in the race by
+        which the target samples (the smallest number / probability wins)."""
         pairs = zip(logprobs_M, times_M, strict=True)
         scores = [(self.scale * logprob - math.log(time)) / self.spread for logprob, time in pairs]
         most = max(scores)

@@ -66,7 +66,8 @@ class NgramDrafter(Drafter):
         self._pending.pop(seq.row, None)
 
     def observe(self, observed: list[Observed]) -> None:
-        """Update the share of accepted drafts of each row. Tokens are indexed later, when the row drafts."""
+        """Update each row's share of accepted drafts, by which the acceptance of its next drafts is estimated. Tokens
+        are added to the n-gram index later, when the row drafts."""
         for one in observed if self._pending else ():
             if num_pending := self._pending.pop(one.sequence.row, 0):
                 row = self._rows[one.sequence.row]

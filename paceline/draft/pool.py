@@ -70,7 +70,8 @@ class Pool:
 
     @property
     def default(self) -> Member:
-        """The first open pool entry, or "none". Sequences get it if they name no drafter, or a closed one."""
+        """The first pool entry that new sequences may get (an open one), or "none". It serves sequences that name no
+        drafter, or one that is unknown or not open."""
         return next((member for member in self.members.values() if member.is_open), self._plain)
 
     @property
@@ -160,8 +161,8 @@ class Pool:
             lookups.start(seq)
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Take over the drafter's cached state for a common prefix from row `source`; returns the number of positions
-        taken over. 0 if another drafter observed that row."""
+        """Take over the drafter's cached state of the first `length` tokens, a prefix shared with row `source`. Returns
+        the number of positions taken over: 0 if another drafter observed that row."""
         drafter = self._leases[seq.row].drafter
         if drafter.tap_layers and self._held.get(source) is not drafter:
             return 0
@@ -176,8 +177,9 @@ class Pool:
             self._let_go()
 
     def offers(self, seq: Sequence, planner: Planner, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Returns the drafts that the sequence could verify next, one offer for each source: its own drafter first,
-        then prompt lookup. Sources in `unwanted` are left out."""
+        """Returns the drafts that the sequence could verify next, with predicted acceptance and cost: at most one offer
+        from its own drafter, then one from prompt lookup. `planner` predicts them for drafters that take time to draft.
+        Drafters named in `unwanted` are left out."""
         drafter, offers = self._leases[seq.row].drafter, []
         for source in (drafter, self._lookups_for(drafter)):
             if source is None or source.name in unwanted:
@@ -192,7 +194,8 @@ class Pool:
         return offers
 
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft for each sequence from the source in `batch.takes_B`; without it, from the sequence's own drafter."""
+        """Draft for each sequence with the drafter that was planned for it in `batch.takes_B` (its own drafter or
+        prompt lookup); if `takes_B` is missing, with its own drafter."""
         takes_B = batch.takes_B or [Take(self._leases[row].drafter.name, 1 << 30) for row in batch.rows]
         block = DraftBlock.certain([[] for _ in takes_B])
         sure_B: list[list[float] | None] = [None] * len(takes_B)

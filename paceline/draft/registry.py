@@ -44,8 +44,9 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
 
 
 def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str = "", **options: Any) -> Drafter:
-    """Creates the drafter that `spec` names: a key of DRAFTERS, a folder, a GGUF file, a hub id or a built-in model.
-    None means "none". A Drafter object is returned as it is.
+    """Creates the drafter that `spec` names: "default" (the one that ships for this target), "none", "ngram" (prompt
+    lookup), "mtp" (the target's own MTP layer), random weights ("random-dflash", ...), a folder, a GGUF file, a hub id
+    or a built-in model. None means "none". A Drafter object is returned as it is.
 
     `options` go to its constructor, except those equal to None. Raises ModelNotFoundError for an unknown name,
     ConfigError if a Drafter object comes with options, and the errors of reading a checkpoint.

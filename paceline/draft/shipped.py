@@ -34,8 +34,8 @@ SHIPPED: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE.read_text(encod
 
 
 def local(name: str) -> Path | None:
-    """Returns the folder of the drafter that ships for this target, or None if it is not on this machine. Uses no
-    network."""
+    """Returns the folder of the drafter that ships for the built-in model `name`, or None if none ships or it is not on
+    this machine. Uses no network."""
     if name not in SHIPPED:
         return None
     cached = hub.fetched_folder(name, _files(name))
@@ -44,9 +44,10 @@ def local(name: str) -> Path | None:
 
 
 def find(name: str) -> Path:
-    """Returns the folder of the drafter that ships for this target; downloads it from the hub if necessary.
+    """Returns the folder of the drafter that ships for the built-in model `name` (one that has such a drafter);
+    downloads it from the hub if necessary.
 
-    `name` is a key of SHIPPED. Raises DownloadError or CacheError, which name the command to install it.
+    Raises DownloadError or CacheError, which name the command to install it.
     """
     if (folder := local(name)) is not None:
         return folder
@@ -60,8 +61,8 @@ def find(name: str) -> Path:
 
 @functools.cache
 def find_or_report(name: str) -> Path | None:
-    """Returns the folder of the drafter that ships for this target. If it is missing, prints the error and returns
-    None. Searches once per process."""
+    """Returns the folder of the drafter that ships for the built-in model `name`; downloads it if necessary. If that
+    fails, prints the error and returns None. Later calls with the same name return the first call's result."""
     try:
         return find(name)
     except (DownloadError, CacheError) as error:

@@ -46,8 +46,8 @@ class SmallModelDrafter(Drafter):
             pass
 
     def record(self) -> None:
-        """Record the passes of one and of two tokens per row: the first pass of a round may also read the last
-        draft."""
+        """Record the model's passes of one and of two tokens per row as CUDA graphs, if the device uses them. The first
+        pass of a round may also read the last draft."""
         self.model.record(2)
 
     @property

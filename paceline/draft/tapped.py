@@ -32,8 +32,8 @@ MOST_UNSORTED = 16
 
 
 class TappedDrafter(Drafter):
-    """Base class of drafters that read the target's hidden states, with the state of each row. `bind` of a subclass
-    calls `_bind_path`."""
+    """Base class of drafters that read the target's hidden states (features). It stores each row's features until keys
+    and values are computed from them. `bind` of a subclass calls `_bind_path`."""
 
     network: Any
     """The network as an nn.Module, with the weights as they were read."""
@@ -116,8 +116,8 @@ class TappedDrafter(Drafter):
         self._sort()
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Copy keys and values of a common prefix from row `source`; returns the number of positions copied. A row
-        keeps its cache until another sequence observes positions in it."""
+        """Copy keys and values of the first `length` tokens, a prefix shared with row `source`, from that row; returns
+        the number of positions copied. A row keeps its cache until another sequence observes positions in it."""
         self._sort()
         self._inject([source])
         length = max(min(length - self.looks_ahead, self._cache.lengths[source]), 0)
@@ -195,8 +195,8 @@ class PendingFeatures:
 
 
 def features_of(observed: list[Observed]) -> Tensor:
-    """Returns the features [T, F] (target's hidden states) of all these positions, in order. If they are the beginning
-    of one pass, the result may have further rows after them."""
+    """Returns the features [T, F] (target's hidden states) of all these positions, in order. A single observation at
+    the beginning of its pass is not copied: the result may then end with other rows of that pass."""
     if len(observed) == 1 and observed[0].begin == 0 and observed[0].taps_TF is not None:
         return observed[0].taps_TF
     return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])

@@ -29,7 +29,8 @@ TARGETS_OWN = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.
 
 
 class Vocabulary(NamedTuple):
-    """Draft vocabulary and LM head of a drafter. Without values it uses the target's head over all tokens."""
+    """Draft vocabulary (the tokens that a drafter can draft) and LM head of a drafter. By default all tokens, with the
+    target's head."""
 
     ids: Tensor | None = None
     """Token ids that may be drafted, int64 [Vd], ascending; None: all tokens."""
@@ -41,8 +42,8 @@ ALL_TOKENS = Vocabulary()
 
 
 def split(tensors: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
-    """Splits the tensors of a drafter's file into (network, vocabulary, tensors that are not used). Raises
-    ModelFileError if the vocabulary is inconsistent."""
+    """Splits the tensors of a drafter's file into (network, draft vocabulary with LM head, tensors that are not used).
+    Raises ModelFileError if the draft vocabulary is inconsistent."""
     special = (HEAD, OFFSETS, IS_DRAFTED, *TARGETS_OWN)
     network = {name: tensor for name, tensor in tensors.items() if name not in special}
     others = {name: tensors[name] for name in TARGETS_OWN if name in tensors}

@@ -46,7 +46,7 @@ ROUNDS = "device"
 
 
 class Form(NamedTuple):
-    """Properties that select a recorded round (CUDA graph), in addition to its numbers of rows and positions."""
+    """Type of a recorded round (CUDA graph): with sampled rows or not, mocked acceptance or not, and the drafter."""
 
     is_drawn: bool
     """True if some rows are sampled; then all positions are sampled by the exponential race (see `race`)."""

@@ -18,8 +18,8 @@ from paceline.verify.rules import Rule, Uniforms
 
 
 class RowValues(NamedTuple):
-    """State of one cache row. The first six values are integers, the others are float64 on the device. A row with only
-    zeros is idle (no request)."""
+    """Decoding state and sampling parameters of one cache row. On the device, the values up to `top_k` are integers,
+    the others float64. A row with only zeros is idle (no request)."""
 
     length: int = 0
     anchor: int = 0
@@ -48,7 +48,8 @@ class RowValues(NamedTuple):
 
     @property
     def decisive(self) -> tuple[float, ...]:
-        """The values that can change the next round's result; empty for an idle row."""
+        """The values on which the row's next round depends, for comparing two states of the row; empty for an idle
+        row."""
         return (*self._replace(most=self.width),) if self.left > 0 else ()
 
 
@@ -134,8 +135,8 @@ class DeviceRows:
         self._known[row] = known._replace(length=known.length + gained, anchor=bonus, left=known.left - gained)
 
     def mock(self, rule: Rule, sequences: list[Sequence]) -> None:
-        """Fill the table that `survivors` reads, for these requests: the number of drafts that a mocked rule accepts at
-        each length."""
+        """Fill the table that `survivors` reads: for each of these requests, the number of drafts that `rule` accepts
+        at each length of its text. `rule` is mocked: it prescribes this number, whatever the tokens are."""
         assert rule.survives is not None
         if self._survivors_RS is None:
             self._survivors_RS = torch.zeros(
@@ -149,8 +150,8 @@ class DeviceRows:
             self._mocked[seq.row] = rule, seq
 
     def survivors(self, length_B: Tensor) -> Tensor:
-        """Returns how many drafts a mocked rule accepts in each row, given the rows' lengths [B]. The result [B] is not
-        limited by the number of drafts."""
+        """Returns for each row how many drafts the rule given to `mock` accepts at the row's length (`length_B`). The
+        result [B] is not limited by the number of drafts."""
         assert self._survivors_RS is not None
         return self._survivors_RS[: len(length_B)].gather(1, length_B.clamp(max=self._max_len - 1)[:, None])[:, 0]
 

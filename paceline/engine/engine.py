@@ -152,9 +152,9 @@ class Engine:
     ) -> int:
         """Queue a request; returns its id.
 
-        `constraint`: compiled state of its grammar, if the caller already has it (`grammars.compile`). `route`: the
-        pool's drafter that the request asks for, or the request's classes, from which the router chooses. `guest`: a
-        drafter outside the pool, tried on this request only; the request then goes to the front of the queue. Raises
+        `constraint`: compiled state of its grammar, if the caller already has it (`grammars.compile`). `route`: name of
+        the pool's drafter for this request, or its request classes, by which the engine's router chooses one. `guest`:
+        a drafter outside the pool, tried on this request only; the request then goes to the front of the queue. Raises
         PromptError, ContextLengthError or SamplingError for invalid input.
         """
         params = params or SamplingParams()
@@ -220,8 +220,8 @@ class Engine:
         return seq
 
     def record(self, most_drafted: int = 0, *, grows_trees: bool = False) -> None:
-        """Record the passes that rounds need as CUDA graphs, if the device uses them: for the present drafters' drafts,
-        for `most_drafted` drafts, or for trees. Takes seconds on CUDA, during which all requests wait."""
+        """Record the passes of target and drafters as CUDA graphs, if the device uses them, for `most_drafted` drafts
+        per round, or the drafters' maximum if that is larger, or for trees. Takes seconds; all requests wait."""
         most = max(most_drafted, *(drafter.num_drafted for drafter in self.pool.drafters))
         if most and self.pool.lookups:
             most = max(most, self.pool.lookups.num_drafted)

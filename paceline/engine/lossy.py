@@ -23,7 +23,8 @@ NO_TOKEN = -1
 
 
 def checked_row(seq: Sequence, tokens: list[int], draft_probs_KV: Tensor | None, logits_JV: Tensor) -> CheckedRow:
-    """Returns a rule's inputs for one sampled row. `logits_JV`: logits of its J verified positions, after bias,
+    """Returns the inputs of a verification rule for one sampled row: its drafts (`tokens`) with the distributions that
+    they were sampled from, and the target's distributions. `logits_JV`: logits of its J verified positions, after bias,
     penalties and grammar."""
     uniforms = Uniforms.of(seq)
     return CheckedRow(

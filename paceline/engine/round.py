@@ -38,7 +38,8 @@ def decode_round(
     batch: Batch, target: Target, drafter: Drafter | Pool, judge: RuleJudge, narrow: Narrow | None = None
 ) -> RoundStats:
     """Runs one round for all sequences of the batch: draft K tokens, verify J = K+1 positions, commit the accepted
-    ones. Returns the round's statistics."""
+    ones. Returns the round's statistics. `narrow`: function that chooses, by the drafter's confidences, how many drafts
+    of each row, or which tree, to verify; None: all."""
     started, recording_s = time.perf_counter(), target.recording_s
     proposed = drafter.propose(batch)
     if narrow:
@@ -168,8 +169,9 @@ def _observed(
 
 
 class RuleJudge:
-    """Decides which drafts are accepted. Sampled rows are judged by `rule`. Greedy rows are judged by the longest match
-    if the rule needs probabilities."""
+    """Decides which drafts are accepted, by the verification rule `rule`, such as rejection sampling. If it needs the
+    drafts' probabilities, greedy rows are judged by the longest match with the target's most probable tokens. A
+    request's own lossy rule comes first."""
 
     def __init__(self, rule: Rule = RULES["auto"]) -> None:
         self.rule = rule
@@ -179,7 +181,8 @@ class RuleJudge:
         return self.rule.takes_trees
 
     def only_argmax(self, batch: Batch) -> bool:
-        """True if judging this batch needs only the most probable token of each position, not all logits."""
+        """True if judging this batch needs only the most probable token of each position, not all logits: all requests
+        are greedy, without bias, penalties, bad words, minimum length, grammar, lossy rule or log-probabilities."""
         return all(_is_plain(seq) and seq.params.logprobs is None for seq in batch.sequences)
 
     def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
@@ -312,8 +315,8 @@ def _is_plain(seq: Sequence) -> bool:
 
 
 def is_shaped(seq: Sequence) -> bool:
-    """True if anything besides temperature and filters changes the request's logits or the accepted drafts: bias,
-    penalties, a grammar, and so on."""
+    """True if more than temperature, top-k, top-p and min-p affects the request's logits or accepted drafts: bias,
+    penalties, bad words, a minimum length, a grammar or a lossy rule."""
     params = seq.params
     return (
         params.lossy is not None

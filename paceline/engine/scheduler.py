@@ -103,8 +103,8 @@ class PrefixReuse:
         """Number of prompt tokens that were reused instead of computed, since the engine started."""
 
     def best_row(self, seq: Sequence, free: list[int]) -> int | None:
-        """Returns the free row that holds the longest prefix of the prompt, if that has at least LEAST tokens, else
-        None."""
+        """Returns the free row whose cache holds the longest prefix of the prompt, or None if no row holds at least
+        LEAST (16) tokens of it."""
         lengths = {row: _common(tokens, seq) for row, tokens in self._still_held().items() if row in free}
         best = max(lengths, key=lengths.__getitem__, default=None)
         return best if best is not None and lengths[best] >= LEAST else None

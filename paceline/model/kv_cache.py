@@ -80,8 +80,8 @@ class KVCache(ABC):
     def keep(self, rows: list[int], starts: list[int], slots: list[list[int]]) -> None:
         """Keep some of the positions that a pass over trees wrote, and drop the others.
 
-        Row `rows[i]` had `starts[i]` positions before the pass. `slots[i]` lists the new positions to keep, counted
-        from there and ascending; they form a path from the tree's root. They are moved to the front, without gaps.
+        Row `rows[i]` had `starts[i]` positions before the pass. `slots[i]` lists the new positions to keep, ascending,
+        as offsets from `starts[i]`; they form a path from the tree's root. They are moved to the front, without gaps.
         """
         for row, start, own_slots in zip(rows, starts, slots, strict=True):
             assert own_slots == sorted(set(own_slots)) and all(
@@ -112,7 +112,7 @@ _TOGETHER = 16
 
 class StaticKVCache(KVCache):
     """KV cache of fixed size: `keys` and `values` of all layers, each a tensor [layers, rows, kv_heads, max_len +
-    slack, head_dim]."""
+    slack, head_dim]. `slack` positions per row are scratch space for passes of fixed shape."""
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ class ForwardBatch:
 
 @dataclass(slots=True)
 class ForwardOutput:
-    """Results of a pass. Its tensors are views of buffers that the next pass may overwrite."""
+    """Logits of a target pass and outputs of its tapped layers: views of buffers that the next pass may overwrite."""
 
     logits_TV: Tensor | None
     """Logits [T, V] for "all", [B, V] for "last"; float32 or the model's dtype. None for "none", or if `only_argmax`
@@ -176,7 +176,7 @@ class Target(ABC):
 
     @experts_read.setter
     def experts_read(self, read: float | Tensor | None) -> None:
-        """`read`: the number, or the experts of each token [layers, tokens, experts], which are counted on access."""
+        """Set the mean number itself, or the expert indices of each token [layers, tokens, K], counted on access."""
         self._experts_read = read
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
@@ -188,14 +188,14 @@ class Target(ABC):
 
     @property
     def recording_s(self) -> float:
-        """Seconds spent on recording so far; not counted as time of any round."""
+        """Seconds spent so far on recording passes as CUDA graphs; not counted as time of any round."""
         return 0.0 if self.recorder is None else self.recorder.seconds
 
     def record(self, most_count: int) -> None:
-        """Record decode passes of up to `most_count` tokens per row, for every number of rows, with the layers now
-        tapped.
+        """Record decode passes for later replay (CUDA graphs), of up to `most_count` tokens per row, for every number
+        of rows, with the layers now tapped.
 
-        No-op without a recorder. Takes seconds on CUDA; `allocate_cache` discards the recordings.
+        No-op without a `recorder`. Takes seconds on CUDA; `allocate_cache` discards the recordings.
         """
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

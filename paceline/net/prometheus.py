@@ -69,10 +69,11 @@ def _name(name: str) -> str:
 
 
 def engines_of(text: str, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """Return engine -> metric name -> value; {} for a page without known metrics.
+    """Return engine -> metric name -> value, from the text of a /metrics page; {} for a page without known metrics.
 
-    Series that differ only in other labels are summed. Each label in `by` adds a sum for each of its values, under the
-    key NAME{VALUE}. Raises ConfigError if the page has metrics of several models and `model` names none.
+    Series of an engine that differ only in other labels are summed. For each value of a label in
+    `by`, such as "position", the result also has the sum of the series with that value, as NAME{VALUE}. Raises
+    ConfigError if the page has metrics of several models and no `model` is given, or only of other models.
     """
     series = [one for one in read_series(text) if not _is_draft(one)]
     if not any(one.name.startswith((*PREFIXES, "paceline:")) for one in series):
@@ -116,7 +117,8 @@ def _without_ranks(series: Iterable[Series]) -> Iterable[Series]:
 
 
 def totals(engines: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return metric name -> value over all engines: the sum, or for the gauges in MEANS the mean of values above 0."""
+    """Return metric name -> value over all engines: the sum, or for acceptance lengths and rates, which are gauges
+    (MEANS), the mean of values above 0."""
     by_name = defaultdict[str, list[float]](list)
     for values in engines.values():
         for name, value in values.items():

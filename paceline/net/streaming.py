@@ -132,8 +132,8 @@ class Client:
         *,
         most: float = float("inf"),
     ) -> Stream:
-        """Send a request of any method and wait for the whole response. A body of more than `most` bytes gives status
-        TOO_LONG."""
+        """Send a request of any method and wait for the whole response; `Stream.failure` reports errors. If the
+        response body has more than `most` bytes, the status is 413 (TOO_LONG)."""
         sent_s = time.perf_counter()
         stream, connection = Stream(sent_s if due_s is None else due_s, sent_s), self._connection()
         num_bytes = 0

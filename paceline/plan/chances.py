@@ -43,7 +43,7 @@ class Ratio:
         self.over, self.under = keep * self.over + over, keep * self.under + under
 
     def near(self, prior: float, weight: float) -> float:
-        """Returns over / under, smoothed towards `prior`, which counts as `weight` in the denominator."""
+        """Returns the quotient after adding prior * weight to its numerator, and `weight` to its denominator."""
         return (weight * prior + self.over) / (weight + self.under)
 
 
@@ -92,8 +92,9 @@ class Chances:
         return chances
 
     def record_tree(self, outcome: Outcome, confidence: Sequence[float] | None) -> None:
-        """Update the estimates with the outcome of one row's verified tree. The tree's path of top tokens counts like a
-        chain. `confidence`: the drafter's log-probability of its top token at each slot."""
+        """Update the estimates with one row's verified tree (`outcome`: the tree and its accepted nodes). Its path of
+        top tokens counts like a chain of drafts; other nodes update the chances of candidates of lower rank.
+        `confidence`: the drafter's log-probability of its top token at each slot."""
         self.record(len(outcome.tree.spine), outcome.spine_accepted, confidence)
         siblings = outcome.siblings()
         expected = sum(math.exp(logprob) for logprob, _ in siblings)

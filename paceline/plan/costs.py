@@ -40,8 +40,9 @@ class RoundCosts:
     """Estimated durations of rounds of one type: all rows greedy, or some sampled. They are in seconds at the speed
     that the machine had when `passes` was measured.
 
-    `slowness` follows the machine's speed, which changes within seconds. A factor for each size of pass corrects the
-    measured table; it comes from consecutive rounds of different sizes, which ran at the same speed.
+    `slowness` follows the machine's speed, which changes within seconds. Errors of `passes` are corrected by a factor
+    for each size of pass. These factors are estimated from pairs of consecutive rounds with passes of different sizes,
+    which ran at the same speed.
     """
 
     passes: PassCosts

@@ -40,7 +40,8 @@ RECENT = 0.97
 
 
 class Trials:
-    """Time budget of trials: rounds with drafts that seem not to pay, run to update the estimates."""
+    """Time budget of trials: rounds with drafts that are expected to cost more time than they save, run only to update
+    the estimates. A small share of the time of rounds is added to the budget."""
 
     def __init__(self, budget_s: float) -> None:
         self.budget_s = budget_s
@@ -60,8 +61,8 @@ class Trials:
         return self.wanted_s <= self.budget_s
 
     def begin(self, keys: set[int]) -> None:
-        """Start a round of the rows with these keys (`Row.key`). If one of the rows is new, the seconds saved for new
-        requests go to the budget."""
+        """Start a round of the rows with these keys (`Row.key`). If one of the rows is new, the budget grows by the
+        seconds reserved for that: a share of the time of the rounds since the last new row."""
         if keys - self._keys:
             self.budget_s, self._new_s = self.budget_s + self._new_s, 0.0
         self._keys = keys
@@ -79,8 +80,8 @@ class Trials:
 
 
 class PlainRounds:
-    """Schedules plain rounds (without drafts), which measure the present time of such a round. For each batch size they
-    are frequent at first, then ever rarer, up to one in PLAIN_EVERY."""
+    """Schedules plain rounds (without drafts), which measure the present time of such a round. For each batch size, one
+    is due after 2 rounds with drafts, the next after 4, then 8, up to PLAIN_EVERY (64)."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[int, int]] = {}
@@ -164,7 +165,8 @@ class Pauses:
 
 @dataclass(slots=True)
 class RoundHistory:
-    """History of rounds of one type: all rows greedy, or some sampled (sampling takes additional time)."""
+    """Statistics of past rounds, by which a planner decides whether the next one drafts: speed, trials, plain rounds
+    and pauses. For one type of round: all rows greedy, or some sampled (sampling takes additional time)."""
 
     costs: RoundCosts
     trials: Trials = field(init=False)
@@ -179,8 +181,8 @@ class RoundHistory:
         self.trials = Trials(FIRST_TRIALS * self.costs.pass_s(1))
 
     def rate(self, num_rows: int) -> float:
-        """Returns the tokens per second of recent rounds of `num_rows` rows, or those of rounds without drafts if
-        higher."""
+        """Returns the tokens per second of recent rounds of `num_rows` rows, or the estimate for rounds without drafts,
+        whichever is higher."""
         plain, recent = num_rows / self.costs.pass_s(num_rows), self._rates.get(num_rows)
         return max(plain, recent.over / recent.under) if recent and recent.under else plain
 
@@ -197,13 +199,13 @@ class RoundHistory:
             self.plain.restart(num_rows)
 
     def rest(self, num_rows: int) -> None:
-        """Use no drafts from models in the next rounds of `num_rows` rows, because such drafts did not pay. Prompt
-        lookup goes on."""
+        """Stop drafting with models for a few rounds (at most REST) while the batch has `num_rows` rows, because their
+        drafts would cost more time than they save. Prompt lookup goes on."""
         self._rest = (min(REST, 3 * num_rows), num_rows)
 
     def rests(self, num_rows: int) -> bool:
-        """True if drafts from models are not considered in this round of `num_rows` rows (see `rest`). Each call counts
-        one round."""
+        """True if models must not draft in this round of `num_rows` rows, because `rest` was called shortly before for
+        a batch of this size. Call it once per round, as each call shortens the rest by one round."""
         left, resting_rows = self._rest
         self._rest = max(left - 1, 0), resting_rows
         return left > 0 and resting_rows == num_rows

@@ -94,7 +94,7 @@ def _are_counts(values: Any) -> bool:
 
 
 class Expected(NamedTuple):
-    """Averages over many rounds for trees with a given number of drafts."""
+    """Acceptance length and depth of draft trees with a given number of drafts, averaged over many rounds."""
 
     tokens: float
     """Acceptance length: tokens per round, including the bonus token."""
@@ -159,8 +159,9 @@ class Marginals:
         return Marginals(self.chances_KM[:count], self.num_rounds)
 
     def drawn(self, luck: random.Random) -> Weigh:
-        """Returns a function that gives the candidates' acceptance chances in one random round, because the drafter's
-        confidence varies between rounds. `luck`: the random number generator."""
+        """Draws the acceptance chances of one random round, because the drafter's confidence varies between rounds.
+        Returns them as a function: (slot, log-probabilities of its candidates) -> chance of each candidate. `luck`: the
+        random number generator."""
         return self._weigh([_confidence(luck, own[0]) for own in self.chances_KM])
 
     def _weigh(self, confidence_K: Sequence[float]) -> Weigh:
@@ -169,8 +170,8 @@ class Marginals:
         return lambda slot, logprobs: chances[slot][: len(logprobs)] if slot < len(chances) else [0.0]
 
     def expected(self, most: int, seed: int = 0) -> list[Expected]:
-        """Returns a list: entry n has the averages of the best trees of n drafts, for n = 0 .. `most`, over DRAWS
-        random rounds."""
+        """Predicts trees of n drafts that have the largest expected number of accepted drafts: entry n of the list, for
+        n = 0 .. `most`, has their acceptance length and depth, averaged over DRAWS (1000) random rounds."""
         luck, sums, depths = random.Random(seed), [0.0] * (most + 1), [0] * (most + 1)
         confidence_KD = [_spread_evenly(luck, own[0]) for own in self.chances_KM]
         named = [list(range(len(own))) for own in self.chances_KM]
@@ -212,18 +213,18 @@ class MockedPlanner(FixedPlanner):
     marginals: Marginals | None = None
 
     def weigh(self, row: Row, candidates: Candidates) -> Weigh:
-        """Returns a function with random chances for this row and round. The seed is the row's key and its free cache
-        positions."""
+        """Draws random acceptance chances for this row and round; returns them as a function, see `Marginals.drawn`.
+        The seed consists of the row's key and the number of free positions in its cache row."""
         assert self.marginals is not None
         return self.marginals.drawn(random.Random(f"{row.key} {candidates.most}"))
 
 
 def path_that_stands(parents: Sequence[int], gains: Sequence[float], lucks: Sequence[float]) -> list[int]:
-    """Draws the accepted path of a tree at random and returns its nodes, root to leaf. Each child of an accepted node
-    has its own chance; at most one of them is accepted.
+    """Draws the accepted path of a draft tree by random numbers; returns the indices of its nodes, root to leaf. Each
+    child of an accepted node has its own chance; at most one of them is accepted.
 
-    `parents`, `gains`: as in `Tree`; `lucks`: a random number in [0, 1) for each slot. The expected number of nodes is
-    sum(gains).
+    `parents`: index of each node's parent, -1 for none; `gains`: chance that a node and all nodes above it are
+    accepted; `lucks`: a random number in [0, 1) for each slot (depth). The expected number of nodes is sum(gains).
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

@@ -112,9 +112,9 @@ class Planner(Protocol):
         """Update the estimates with a finished round and its plan."""
 
     def price(self, plan: Plan, index: int, num_checked: int, num_alike: int) -> float | None:
-        """Returns a round's relative time for one row (`index` in the plan): its seconds if every row drafted like this
-        one, over the seconds of a round without drafts. None if costs are unknown. `num_checked`: verified drafts of
-        the row; `num_alike`: rows assumed to share its drafting pass."""
+        """Returns the time that a round would take if all rows drafted like row `index` of the plan, in units of a
+        round without drafts; None if costs are unknown. `num_checked`: verified drafts of that row; `num_alike`: number
+        of rows, including it, among which the time of its drafting pass is divided."""
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """Record the seconds of a prefill chunk of `num_tokens` tokens."""
@@ -125,8 +125,8 @@ class Planner(Protocol):
 
 @dataclass(slots=True)
 class FixedPlanner(Planner):
-    """Plans the same number of drafts in every round, from the row's first offer (its own drafter, if that can draft),
-    and prefill chunks of one size; ignores all timings."""
+    """Plans the same number of drafts for a row in every round, from its first draft source (its own drafter, if that
+    can draft), and prefill chunks of one size; ignores all timings."""
 
     num_drafted: int | None = None
     """Drafts per row; None: all that are offered."""
@@ -183,7 +183,7 @@ class FixedPlanner(Planner):
 
 
 def fixed_planner(plan: str, most_chunk: int = 256) -> FixedPlanner:
-    """Creates the planner for `fixed` (all offered drafts), `fixed:K` or `tree:N`. Raises ConfigError for others."""
+    """Creates the planner for `fixed` (all drafts), `fixed:K` (at most K) or `tree:N` (N nodes). Raises ConfigError."""
     name, _, digits = plan.partition(":")
     number = int(digits) if digits.isascii() and digits.isdecimal() else None
     if plan == "fixed" or (name == "fixed" and number is not None):

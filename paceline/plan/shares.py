@@ -27,7 +27,8 @@ than they save."""
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Drafts that one row could verify, from the best offer of its sources (a drafter or prompt lookup)."""
+    """Drafts of one row (a running sequence) from one source, a drafter or prompt lookup. The planner decides how many
+    of them are verified."""
 
     index: int
     """Index of the row in the plan."""
@@ -41,8 +42,9 @@ class Want:
 
 
 def gains_of(chances: Sequence[float]) -> list[float]:
-    """Returns for each draft the chance that it and all earlier ones are accepted. This is the draft's gain, in
-    expected tokens. `chances`: acceptance chance of each draft if all earlier ones are accepted."""
+    """Returns for each draft the chance that it and all earlier ones are accepted, up to the first chance below
+    LEAST_GAIN. This is the draft's gain, in expected tokens. `chances`: acceptance chance of each draft if all earlier
+    ones are accepted."""
     gain, gains = 1.0, []
     for chance in chances:
         gain *= chance
@@ -53,9 +55,9 @@ def gains_of(chances: Sequence[float]) -> list[float]:
 
 
 def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[float], each_s: float = 0.0) -> float:
-    """Returns the largest surplus, in tokens, of verifying the first n of these drafts, for the best n. The surplus is
-    their expected tokens minus `rate` (tokens per second) times their extra seconds. No other row drafts. `gains`:
-    expected tokens of each draft (see `gains_of`). `each_s`: seconds to make one draft."""
+    """Returns the largest surplus, in tokens, over all n: expected tokens of this row's first n drafts minus `rate`
+    (tokens per second) times their extra seconds; at least 0. `num_rows`: rows in the round; the others do not draft.
+    `gains`: expected tokens of each draft (see `gains_of`). `each_s`: seconds to make one draft."""
     best, expected, plain_s = 0.0, 0.0, costs.pass_s(num_rows)
     for count, gain in enumerate(gains, start=1):
         expected += gain
@@ -64,8 +66,8 @@ def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[fl
 
 
 def spared_by(row: Row, take: Take) -> float:
-    """Returns 1 - 1 / E, the share of rounds that drafts save, for a row that expects E tokens per round with the
-    drafts in `take`; 0 without drafts. `share_out` sums these values."""
+    """Returns the share of rounds that drafts save a row: 1 - 1 / E, if it expects E tokens per round with the drafts
+    in `take` (source and number of drafts); 0 without drafts. Input `spared` of `share_out`, summed over rows."""
     offer = next((offer for offer in row.offers if offer.source == take.source), None) if take.count else None
     return 1 - 1 / (1 + sum(gains_of(offer.chances[: take.count]))) if offer else 0.0
 
@@ -84,20 +86,23 @@ class Drafted:
 
     @property
     def gains(self) -> list[float]:
-        """Gain of each draft in tokens, non-increasing; empty for a tree without nodes yet."""
+        """Expected tokens that each draft or tree node adds: the chance that it and all drafts before it are accepted.
+        Non-increasing; empty for a tree without nodes yet."""
         return self.growing.tree.gains if self.growing else gains_of(self.offer.chances)
 
     def want(self, most: int) -> Want:
-        """Returns the drafts to verify, with the tree grown to at most `most` nodes."""
+        """Returns the row's drafts as input of `share_out`. First grows a tree to at most `most` nodes; for a chain
+        `most` has no effect."""
         if self.growing:
             self.growing.to(most)
         return Want(self.index, self.offer, gains=self.gains)
 
 
 def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) -> list[int]:
-    """Returns the number of drafts that each row verifies. `share`: function that returns these numbers, given the
-    drafts that each row could verify. Trees start small and grow while more than half of one would be verified: most
-    nodes are not worth a position, and considering a node takes as long as verifying it."""
+    """Returns the number of drafts that each row verifies; grows the rows' draft trees on the way. `share`: function
+    that decides these numbers, given the drafts of each row. Trees start with at most FIRST_NODES nodes; the limit
+    doubles while more than half of the nodes of one tree would be verified. Most nodes are not worth verifying, and
+    considering a node takes as long as verifying it."""
     limit = FIRST_NODES
     while True:
         counts = share([each.want(limit) for each in drafted])
@@ -125,8 +130,9 @@ class TreeWorth:
         return self._worth >= 0.0 or self._num_without >= TREE_EVERY
 
     def record(self, gains: Sequence[float], rate: float) -> None:
-        """Record a round after planning. `gains`: for each tree, its surplus (expected tokens minus `rate` times
-        its extra seconds) minus the surplus of the best chain, in tokens. `rate`: tokens per second."""
+        """Record a round after planning. `gains`: for each tree, how much larger its surplus (see `surplus_of`) is than
+        that of the best chain, in tokens; empty for a round without trees. `rate`: tokens per second that the host time
+        of trees costs."""
         self._num_without = 0 if gains else self._num_without + 1
         for gain in gains:
             self._worth += TREE_WEIGHT * (gain - rate * TREE_S - self._worth)
@@ -181,18 +187,20 @@ def share_out(
     spared: float = 0.0,
     sooner: bool = False,
 ) -> list[int]:
-    """Returns how many drafts of each want (row with drafts) to verify: the most valuable drafts first, as many as give
-    the best round.
+    """Returns the number of drafts to verify of each want (a row and its drafts). Adds the most valuable drafts of all
+    rows first, while the round takes at most `most_s` seconds, and selects the best of these rounds.
 
-    `rate`: tokens per second that rounds reach anyway. `num_rows`: all rows that decode. `most_s`: maximum seconds of
-    the round. `num_fixed`: further drafts that are verified in any case. The best round has the largest surplus of
-    tokens over `rate` * its extra seconds, and must be better by the share `margin` than one without drafts.
+    `rate`: tokens per second that rounds reach anyway. `num_rows`: all rows that decode. `num_fixed`: drafts of rows
+    that are not among the wants, verified in any case. The best round has the largest surplus: its expected draft
+    tokens minus `rate` * its extra seconds. The surplus must exceed `margin` * `num_rows` tokens; otherwise no drafts
+    are verified.
 
-    With `sooner` (the objective "latency") it has the least mean time per token over the rows. A row that expects E
-    tokens per round has one every (round time / E) seconds, so round time * sum of 1 / E is minimised. Each further
-    draft of a row reduces its 1 / E by less, independently of other rows. Rows without drafts, and those about to join,
-    count with E = 1; `spared` is the sum of 1 - 1 / E over rows that are not among the wants. A plan with a smaller
-    value than plain decoding also has more tokens per second, because the mean of E is at least its harmonic mean.
+    With `sooner` (the objective "latency") the best round has the least mean time per token over the rows. That time
+    must be shorter than without drafts by the share `margin`. A row that expects E tokens per round has one every
+    (round time / E) seconds, so the product round time * sum of 1 / E is minimised. Each further draft of a row reduces
+    its 1 / E by less, independently of other rows. Rows without drafts, and those about to join the batch, count with E
+    = 1; `spared` is the sum of 1 - 1 / E over rows that are not among the wants. If that product is smaller than for
+    plain decoding, the round also has more tokens per second, because the mean of E is at least its harmonic mean.
     """
     steps, drafting, base = _steps(wants, sooner), _Drafting(costs, wants), num_rows + num_fixed
     base_s, total = costs.pass_s(base), 0.0

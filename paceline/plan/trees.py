@@ -135,13 +135,14 @@ class Growing:
 
     @property
     def is_whole(self) -> bool:
-        """True if the tree cannot grow further: no free positions, or no node with a chance of LEAST_GAIN."""
+        """True if the tree cannot grow further: the row's cache has no free position for another node, or no further
+        node has a chance of at least LEAST_GAIN to be accepted."""
         return (
             len(self.tree.tokens) >= self._candidates.most or not self._frontier or -self._frontier[0][0] < LEAST_GAIN
         )
 
     def to(self, most: int) -> Tree:
-        """Grows the tree up to `most` nodes, as far as possible, and returns it."""
+        """Grows the tree until it has `most` nodes or cannot grow further; returns `self.tree`, not a copy."""
         tree = self.tree
         while len(tree.tokens) < most and not self.is_whole:
             negative, parent, slot, rank, parent_gain = heapq.heappop(self._frontier)
@@ -174,14 +175,16 @@ class Growing:
 
 
 def grow(candidates: Candidates, weigh: Weigh, most: int) -> Tree:
-    """Returns the tree of the `most` most probable nodes, without those with a chance below LEAST_GAIN. `weigh`:
-    function that returns the acceptance chances of a slot's candidates."""
+    """Returns the tree of those nodes, at most `most`, that are most likely to be accepted; leaves out nodes with a
+    chance below LEAST_GAIN. `weigh`: function (draft position, log-probabilities of its candidates) -> acceptance
+    chance of each candidate, such as `drafter_probs`."""
     return Growing(candidates, weigh).to(most)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """A verified tree, and the indices of its accepted nodes from the root to a leaf."""
+    """A draft tree after verification, and the indices of its accepted nodes: a path that starts at the first draft
+    position; empty if no node was accepted."""
 
     tree: Tree
     accepted: list[int]
@@ -208,7 +211,8 @@ class Outcome:
 
 
 class Said(NamedTuple):
-    """How the target's tokens of one round rank among the drafter's candidates."""
+    """Agreement of the target's tokens in one round with a drafter's candidates: how many leading tokens were the top
+    candidates, and the rank of the next token."""
 
     num_first: int
     """Number of leading slots at which the target's token was the top candidate."""

@@ -116,8 +116,8 @@ def write_report(
 ) -> str | None:
     """Write report.md and report.html into the run folder. Returns a notice if report.html could not be written.
 
-    `draw`: returns the plots, shown at the end of the page's first section. `sections`: heading -> blocks. `values` are
-    for the page only: `tone`; `explained`, keys of the glossary in `words.html.j2`; `settings`, (name, value) pairs.
+    `draw`: returns the plots. `verdict`: text below the title. `sections`: heading -> blocks. `values`, for the page
+    only: `tone` (see `tone_of`); `explained`, glossary keys in `words.html.j2`; `settings`, (name, value) pairs.
     """
     blocks = [part for heading, parts in sections.items() if parts for part in (f"## {heading}", *parts)]
     run.write("report.md", markdown(title, verdict, *blocks))
@@ -139,9 +139,9 @@ def write_load_report(
     listed: dict[str, list[str]],
     **values: Any,
 ) -> str | None:
-    """Write the report of a server under load, measured or simulated. `draw`: returns the plots. `about`: first
-    paragraph. `note`: explanation of the columns of `figures`. `listed`: heading -> sentences. `values`: for
-    `write_report`."""
+    """Write the report of a server under load, measured or simulated. Returns a notice if report.html failed. `draw`:
+    returns the plots. `about`: first paragraph. `note`: explains the columns of `figures`. `listed`: heading ->
+    sentences. `values`: further arguments of `write_report` (title, verdict, tone, settings)."""
     sections: dict[str, list[Block]] = {"Under load": [about] if about else [], "Figures": [note, figures]}
     sections |= {heading: [sentences] for heading, sentences in listed.items()}
     return write_report(run, draw, sections=sections, explained=["load"], **values)
@@ -203,7 +203,7 @@ def curves(
 
 @dataclass(frozen=True, slots=True)
 class LoadPlot:
-    """Description of a plot: a quantity of a server over its load."""
+    """Definition of a plot: a quantity of a server (y axis), such as tokens per second, over its load (x axis)."""
 
     title: str
     ylabel: str
@@ -212,8 +212,8 @@ class LoadPlot:
     """Returns the quantity of a record. A `Spread` of seconds is plotted as its median, with p99 as a faint line."""
 
     def values(self, record: Any) -> dict[str, float | None]:
-        """Return the record's values to plot, each by the suffix of its line's label: " p50" and " p99" for a `Spread`,
-        else ""."""
+        """Return the values of one record to plot, in the unit of the y axis, by suffix of the line's label: " p50" and
+        " p99" (percentiles) if the quantity is a `Spread`, else ""."""
         quantity = self.take(record)
         if not isinstance(quantity, Spread):
             return {"": quantity}
@@ -232,8 +232,8 @@ LOAD_PLOTS = (
 
 
 def load_plots(plots: Sequence[LoadPlot], records: Sequence[tuple[float | None, int | None, str, Any]]) -> list[Plot]:
-    """Plot each quantity over requests in flight and over request rate, with one line per contender. `records`:
-    (request rate or None, requests in flight or None, contender, record)."""
+    """Plot each quantity over requests in flight and over requests per second. `records`: (requests per second or None,
+    requests in flight or None, name of the server or variant, record): one line for each name."""
     drawn = []
     by_flight = [(float(in_flight), name, record) for _, in_flight, name, record in records if in_flight]
     by_rate = [(rate, name, record) for rate, _, name, record in records if rate]

@@ -48,8 +48,8 @@ Tone = Literal["good", "cost", "bad", ""]
 
 
 def tone_of(speedups: Sequence[float], gain: float = GAIN) -> Tone:
-    """Return the colour of a verdict: "cost" if any speed-up is below EVEN, else "good" if the best is `gain` or more,
-    else ""."""
+    """Return the colour of a verdict on speed-ups: "cost" (amber) if any is below EVEN (0.97), else "good" (green) if
+    the best is `gain` or more, else "" (grey); "" also for an empty list."""
     if not speedups:
         return ""
     return "cost" if min(speedups) < EVEN else "good" if max(speedups) >= gain else ""
@@ -146,16 +146,17 @@ class Rounds:
 
 
 def shares(histogram: Sequence[int]) -> list[float]:
-    """Return the shares of rounds with exactly 0, 1, 2, ... accepted drafts, from an `accepted_histogram`; [] without a
-    round."""
+    """Return the shares of rounds with exactly 0, 1, 2, ... accepted drafts; [] without a round. `histogram`: entry n
+    is the number of rounds with n accepted drafts."""
     num_rounds = sum(histogram)
     return [rounds / num_rounds for rounds in histogram] if num_rounds else []
 
 
 def survival(histogram: Sequence[float], num_drafted: int = 0) -> list[float]:
-    """Return the survival curve of an `accepted_histogram`: entry i - 1 is the share of rounds whose first i drafts
-    were all accepted, for i = 1..num_drafted. Rounds near the end of an answer draft fewer tokens but count too, so
-    short answers lower the tail a little."""
+    """Return the survival curve: entry i - 1 is the share of rounds whose first i drafts were all accepted. It has at
+    least `num_drafted` entries; [] without a round. `histogram`: entry n is the number of rounds with n accepted
+    drafts. Rounds near the end of an answer draft fewer tokens but count too, so short answers lower the tail a
+    little."""
     num_rounds = sum(histogram)
     depth = max(num_drafted, len(histogram) - 1)
     return [sum(histogram[i:]) / num_rounds for i in range(1, depth + 1)] if num_rounds else []

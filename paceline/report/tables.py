@@ -88,8 +88,8 @@ class Table:
             console.print(note, markup=False, highlight=False)
 
     def cells(self, width: int) -> tuple[list[Column], list[list[str]]]:
-        """Return columns and rows of cell texts for a terminal of `width` characters. If it is too narrow, cells are
-        cut, then spare columns dropped."""
+        """Return (columns, cell texts of each row) for a terminal of `width` characters. If it is too narrow, cells are
+        shortened at `Column.cut`, and if still needed, columns with `is_spare` are left out."""
         columns, rows = list(self.columns), self.texts()
         if width >= self.width:
             return columns, rows
@@ -175,8 +175,9 @@ SILENT = Progress()
 def spread_column(
     name: str, of: Callable[[Any], Spread], scale: float, digits: int, shown: Sequence[str] = ("p50", "p90", "p99")
 ) -> Column:
-    """Return a column that shows mean or percentiles of a `Spread`, multiplied by `scale`; a narrow terminal shows only
-    the first. `of`: returns the Spread of a row."""
+    """Return a column called `name` that shows figures of a `Spread` (mean, percentiles), multiplied by `scale`: "p50 /
+    p90 / p99". A narrow terminal shows only the first. `of`: returns the Spread of a row. `shown`: names of the
+    figures."""
 
     def cell(record: Any) -> str:
         values = [getattr(of(record), name) for name in shown]

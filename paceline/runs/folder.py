@@ -42,7 +42,8 @@ LEFT_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """One run's folder. Every method raises CacheError when the disk cannot be written."""
+    """Folder of one run of train, bench, serve or adapt, with its settings, metrics and results. Every method raises
+    CacheError when the disk cannot be written."""
 
     path: Path
 
@@ -279,7 +280,7 @@ def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> d
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Versions of Python and of the installed PACKAGES, by name."""
+    """Versions of Python and of the installed packages that affect speed or output (PACKAGES), by name."""
     from importlib.metadata import PackageNotFoundError, version
 
     installed = {"python": platform.python_version()}

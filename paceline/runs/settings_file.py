@@ -9,10 +9,10 @@ from paceline.errors import ConfigError, needing, reraised
 
 
 def read_settings_file(file: Path, remedy: str) -> dict[str, Any]:
-    """Returns the file's top-level mapping.
+    """Returns the top-level mapping of a YAML or JSON settings file.
 
-    `remedy`: advice for error messages. Raises ConfigError when the file cannot be read or is not a mapping; for a
-    duplicate key, with its line.
+    `remedy`: advice for error messages. Raises ConfigError when the file cannot be read, is not a mapping, or has a
+    duplicate key (the message gives its line).
     """
     with needing(ConfigError, f"reading {file} needs PyYAML: pip install 'paceline[serve]'"):
         import yaml

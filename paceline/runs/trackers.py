@@ -21,7 +21,8 @@ PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow"
 
 
 def check_tracker(name: str) -> None:
-    """Raises ConfigError when the tracker's package is missing. Call it before training."""
+    """Raises ConfigError when the package of the tracker `name` ("tensorboard", "wandb", "mlflow") is missing; does
+    nothing for "none". Call it before training."""
     if name != "none":
         with needing(ConfigError, f"log_to {name} needs its package: pip install {name}, or leave it out"):
             importlib.import_module(PACKAGES[name])

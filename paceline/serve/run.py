@@ -75,7 +75,7 @@ class Probing:
 
 
 class Connection(H11Protocol):
-    """An HTTP connection that closes slow clients; `transport.abort` signals the disconnect to the application."""
+    """An HTTP connection that closes slow clients: those that send headers or read the response too slowly."""
 
     def __init__(self, limits: ServeConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -199,7 +199,8 @@ def listen(config: ServeConfig) -> socket.socket:
 def settings_of(
     app: ASGIApp, config: ServeConfig, *, close_seconds: float = CLOSE_SECONDS, dated: bool = True
 ) -> uvicorn.Config:
-    """Return the uvicorn settings of an application; `dated` adds a Date header to responses."""
+    """Return the uvicorn settings of an application. `close_seconds`: uvicorn's limit for a graceful shutdown. `dated`:
+    add a Date header to responses."""
     return uvicorn.Config(
         app,
         host=config.host,

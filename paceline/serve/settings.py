@@ -139,7 +139,8 @@ def named_drafters(drafters: Sequence[str]) -> dict[str, str]:
 
 
 def check_name(name: str) -> None:
-    """Raises ConfigError for an invalid name of a drafter."""
+    """Raises ConfigError for an invalid name of a drafter. Valid names have up to 32 letters, digits, dots, hyphens and
+    underscores, begin with a letter or digit, and are not reserved (TAKEN)."""
     if not NAME.fullmatch(name) or name.lower() in TAKEN:
         raise ConfigError(
             f"a drafter cannot be called {name!r:.80}: take up to 32 letters, digits and dots, not {', '.join(TAKEN)}"
@@ -148,7 +149,8 @@ def check_name(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """Recording of traces. Raises ConfigError on invalid values."""
+    """Settings for recording traces (prompts and answers of requests) for training. Raises ConfigError on invalid
+    values."""
 
     folder: Path | None = None
     """Record traces of requests in this folder, for training [default: none]."""

@@ -86,8 +86,8 @@ class Setup:
 
 
 def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
-    """Returns the costs of a round that `config` selects, with the overhead at the first load's context. Warnings
-    depend on all `loads`. Raises PacelineError."""
+    """Returns the costs of a round that `config` selects. If `config` asks for an overhead (constant seconds added to
+    every round), it is computed for the first load's context. Warnings depend on all `loads`. Raises PacelineError."""
     setup = _source(config, loads)
     overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
     if overhead:
@@ -309,8 +309,8 @@ def _serving(costs: CostsConfig, config: PredictConfig, setup: Setup, prediction
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """Results of a simulated server: one for each load and policy. For a replayed run: one for each load and
-    setting."""
+    """Results of a simulated server, one for each load and policy (rule for the number of drafts). For a replayed run:
+    one for each load and `speculate` setting of the run, compared with the measurement."""
 
     setup: Setup
     server: ServerShape
@@ -322,7 +322,8 @@ class ServerAnswer:
 
     @property
     def num_within(self) -> int:
-        """Number of results in `compared` whose errors are within the limits."""
+        """Number of results in `compared` whose prediction errors are small enough: at most 10% of tokens per second
+        and 30% of the median time to the first token."""
         return sum(each.is_within for each in self.compared)
 
     def as_json(self, config: ServingConfig) -> dict[str, Any]:

@@ -55,7 +55,8 @@ def page(this_machine: Machine | None = None) -> str:
 
 
 def joined(names: Sequence[str] = SCRIPTS) -> str:
-    """Returns JavaScript modules of the page joined into one script, after the JSON tables that they import."""
+    """Returns the page's JavaScript files `names` joined into one script, without their import lines and after the two
+    JSON tables that they use."""
     tables = f"const CONFIG_KEYS = {embedded(catalogue.KEYS)}, FLAGS = {embedded(FLAGS)};\n"
     return tables + "".join(IMPORT.sub("", _read(name)) for name in names)
 
@@ -115,7 +116,8 @@ def _point(label: str, tokens_per_round: float, speedup: float, is_mocked: bool)
 
 
 def passage() -> list[str]:
-    """Returns the sample text of the animated columns, split into pieces of about one token; no model generated it."""
+    """Returns the sample text that the page fills in at the predicted decoding speeds, split into pieces of about one
+    token; no model generated it."""
     return PIECE.findall(_read("passage.txt").strip())
 
 

@@ -15,8 +15,8 @@ DraftLength = Annotated[int, within("between 0 and 1024", least=0, most=1024)]
 
 @dataclass(frozen=True, slots=True)
 class CostsConfig:
-    """Selects the source of step times: a model on a machine, measured steps, a calibration, or the toy model. Raises
-    ConfigError."""
+    """Selects the source of step times: a model on a machine, measured steps, a calibration, or the toy model (drafting
+    and verification take no time). Raises ConfigError."""
 
     model: str | None = None
     """A model name from --list, a config.json, a folder with one, or a GGUF file [default: smollm2-135m]."""

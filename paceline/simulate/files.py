@@ -60,7 +60,8 @@ def check_amounts(record: Any) -> None:
 
 
 def record_of(kind: type[T], content: Any) -> T:
-    """Builds a dataclass of type `kind` from a JSON object, which must contain all number fields. Raises ValueError."""
+    """Builds a dataclass of type `kind` from a JSON object. Raises ValueError if an int or float field is missing or is
+    not a finite number of 0 or more."""
     values = content if isinstance(content, dict) else {}
     record = kind(**{field.name: values.get(field.name) for field in fields(kind)})  # pyright: ignore[reportArgumentType]
     check_amounts(record)

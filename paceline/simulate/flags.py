@@ -36,10 +36,11 @@ class Serving:
 
 
 def server_flags(serving: Serving) -> dict[str, str]:
-    """Returns server -> command line that serves this model and drafter; with 0 drafts, plain decoding.
+    """Returns server name (paceline, vllm, sglang) -> command line that serves this model and drafter; with 0 drafts,
+    plain decoding.
 
     Block sizes in these command lines are drafts + 1: they include the last accepted token. If paceline cannot serve
-    the setting, its entry is a remark instead of a command.
+    the setting, a remark replaces its command line.
     """
     method, drafts = METHODS[serving.method], serving.num_drafted
     checkpoint = {"model": serving.drafter} if method["model"] else {}

@@ -34,8 +34,8 @@ WAYS = {"token by token": (0.75, None), "in blocks": (0.89, 16)}
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One published rate of a system, in tokens/s of one stream, and its prediction. Speed-ups are over plain decoding
-    and cover all streams."""
+    """One published decoding rate of a system, in tokens/s of one stream, with the published and the predicted speed-up
+    over plain decoding. Speed-ups compare the rates of all streams together."""
 
     system: str
     setting: str
@@ -162,8 +162,9 @@ def best_lengths() -> Iterator[BestLengths]:
 
 
 def experts() -> list[tuple[int, float, float, float]]:
-    """Returns numbers of distinct experts read in a layer: (positions, measured, predicted for independent positions,
-    predicted with MEASURED_LOCALITY)."""
+    """Returns how many distinct experts one layer reads for consecutive positions of one sequence, 8 of 256 experts
+    each: (positions, measured, predicted for independent positions, predicted with MEASURED_LOCALITY, the expert
+    locality that fits the measurement)."""
     table = TOLD["experts"]
     return [
         (

@@ -30,8 +30,9 @@ LOOKUPS = ("ngram",)
 
 
 def cost_by_method(costs: CostsConfig, method: str | None) -> tuple[CostsConfig, list[str]]:
-    """Returns the costs with the drafter cost of this drafting method, and sentences that explain it. If `costs`
-    sets the drafter's cost by another option or source, returns it unchanged, and no sentences."""
+    """Returns `costs` with the drafter cost of this drafting method (0 for n-gram lookup, else the default share of a
+    target pass), and sentences that explain it. Returns `costs` unchanged and no sentences if `method` is None or if
+    `costs` has its own drafter cost, such as a measured one."""
     is_said = costs.drafter_cost is not None or costs.drafter_params is not None
     if method is None or is_said or costs.toy or costs.table is not None or costs.calibration is not None:
         return costs, []

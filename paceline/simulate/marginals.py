@@ -25,13 +25,15 @@ REMEDY = (
 
 
 def built_in() -> dict[str, dict[str, Any]]:
-    """Returns name -> built-in counts: "about" (description), "tried" (by draft position: rounds that reached it) and
-    "stood" (by draft position and candidate rank: rounds in which this candidate was the target's token)."""
+    """Returns name -> built-in counts of a drafter's candidates: "about" (description), "tried" (by draft position:
+    rounds that reached it) and "stood" (by draft position and candidate rank: rounds in which this candidate was the
+    target's token)."""
     return read_json(BUILT_IN, "install paceline again")
 
 
 def read_marginals(text: str) -> Marginals:
-    """Returns marginals. `text`: a built-in name, a run folder, RUN:DRAFTER, or a JSON file. Raises ConfigError."""
+    """Returns marginals: chances that a drafter's candidate is the target's token, by draft position and candidate
+    rank. `text`: a built-in name, a run folder, RUN:DRAFTER, or a JSON file. Raises ConfigError."""
     if text in (known := built_in()):
         return Marginals.of(Tally.of(known[text]))
     path, drafter = with_name(text)
@@ -42,8 +44,9 @@ def read_marginals(text: str) -> Marginals:
 
 
 def marginals_in(content: Any, name: str, drafter: str = "") -> Marginals:
-    """Returns the marginals in a JSON file's content. `name`: the file's name, for errors; `drafter`: reads only this
-    drafter of a run. Raises ConfigError."""
+    """Returns the marginals (acceptance chances by draft position and candidate rank) in a JSON file's content. `name`:
+    the file's name, for errors; `drafter`: if the file has the results of several drafters, the one to read. Raises
+    ConfigError."""
     if isinstance(content, dict) and isinstance(content.get("results"), list):
         return Marginals.of(Tally.of(_of_run(content["results"], name, drafter)))
     marginals = content.get("marginals") if isinstance(content, dict) else content

@@ -155,7 +155,9 @@ WRITTEN = {
 
 
 def parse_acceptance(text: str) -> Acceptance:
-    """Parses acceptance in any form of the module's docstring. Raises ConfigError, which shows the forms."""
+    """Parses acceptance: a chance for every draft (0.8) or for each position (0.8,0.75), survival:.77,.57 (shares of
+    rounds whose first 1, 2 drafts are accepted), histogram:20,10,5 (counts of rounds with 0, 1, 2 accepted drafts), or
+    the path of a bench run, a trace or a server's log. Raises ConfigError, which shows the forms."""
     kind, colon, rest = text.partition(":")
     if colon and kind.strip().lower() in WRITTEN:
         return WRITTEN[kind.strip().lower()](_numbers(rest, text))
@@ -254,7 +256,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The best draft length and speed-up if every acceptance chance were higher or lower."""
+    """The best draft length and speed-up if `points` were added to every acceptance chance."""
 
     points: float
     """Number added to every acceptance chance; 0.01 is one percentage point."""

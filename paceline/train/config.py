@@ -70,7 +70,7 @@ class AnswerConfig:
             SamplingParams(temperature=temperature, seed=self.seed)
 
     def template_variables(self) -> dict[str, Any]:
-        """Returns the variables by name; a value that is not JSON is text. Raises ConfigError."""
+        """Returns the template variables by name; a value that is not JSON is used as text. Raises ConfigError."""
         variables: dict[str, Any] = {}
         for variable in self.variables:
             name, sign, text = variable.partition("=")
@@ -85,12 +85,12 @@ class AnswerConfig:
         return variables
 
     def read_opening(self) -> list[Message]:
-        """Returns the system message and the `before` messages. Raises PromptError for a file without messages."""
+        """Returns the system message and those in the file `before`. Raises PromptError for a file without any."""
         before = read_messages(_json(self.before), str(self.before)) if self.before else []
         return ([{"role": "system", "content": self.system}] if self.system else []) + before
 
     def read_tools(self) -> tuple[dict[str, Any], ...]:
-        """Returns the tools of every prompt. Raises PromptError for a file without tools."""
+        """Returns the tools to offer with every prompt. Raises PromptError for a file without tools."""
         return read_tools(_json(self.tools), str(self.tools)) if self.tools else ()
 
 
@@ -229,8 +229,8 @@ class OptimConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoopConfig:
-    """Settings of the training loop. A resumed run must have the same values, except those in
-    `checkpoint.FREE_TO_CHANGE`."""
+    """Settings of the training loop. A resumed run must have the same values, except for its length, memory use, saving
+    and logging (`checkpoint.FREE_TO_CHANGE`)."""
 
     epochs: Positive = 6.0
     """Passes over the documents, each with new anchors."""

@@ -69,7 +69,7 @@ LEAST_LEARNING, MOST_GAINED = 0.25, 1.25
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """Results of a training run."""
+    """Folders and final figures of a training run."""
 
     drafter: Path
     """Folder of the finished drafter."""

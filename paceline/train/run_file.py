@@ -34,7 +34,8 @@ REMOVED = ("plateau", "plateau_steps")
 
 
 def write_run_file(config: TrainConfig) -> Path:
-    """Writes run.yaml into the run's folder. Raises CacheError."""
+    """Writes run.yaml, which holds all settings of `config`, into the run's folder `config.out`; returns its path.
+    Raises CacheError."""
     import yaml
 
     head = "# A whole run; paceline train --config FILE --out FOLDER does the same again.\n"
@@ -70,16 +71,16 @@ def drop_removed(file: Path, loop: dict[str, Any], notice: Callable[[str], None]
 
 
 def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
-    """Reads a settings file for the dataclass `owner`, as nested dicts. Raises ConfigError with the remedy, or for an
-    unknown name, with the nearest known one."""
+    """Reads a settings file, whose names are the fields of the dataclass `owner`, as nested dicts. Raises ConfigError:
+    for an unreadable file with the advice `remedy`, for an unknown name with the nearest known one."""
     tree = read_settings_file(file, remedy)
     _check_names(file, (owner, owner), tree, "")
     return tree
 
 
 def config_of(tree: Mapping[str, Any], source: Path | str = RUN_FILE) -> TrainConfig:
-    """Returns the TrainConfig of a tree (nested dicts) from `read_run_file`; all its fields count as given. Raises
-    ConfigError."""
+    """Returns the TrainConfig of a tree (nested dicts) from `read_run_file`; all fields in the tree count as given by
+    the user. Raises ConfigError."""
     config = settings_of(TrainConfig, tree, source, "see paceline train --help")
     return dataclasses.replace(config, given=tuple(leaves(tree)))
 

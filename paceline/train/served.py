@@ -182,9 +182,10 @@ def starts_of(accepted_P: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Document], max_tokens: int) -> dict[str, Any]:
-    """Returns all figures measured at the end of a run, for heldout.json: the acceptance length in the engine and its
-    parts; `teacher_forced`, the acceptance length of the first answers by teacher forcing; and tokens/s of one stream
-    without a drafter, with this one, and with the one that ships for the target, if it is on this machine."""
+    """Returns all figures measured at the end of a run, for heldout.json: the acceptance length in the engine, with the
+    counts and sample texts behind it; `teacher_forced`, the acceptance length of the first answers by teacher forcing;
+    and tokens/s of one stream without a drafter and with this one. The drafter that ships for the target is also
+    measured, if it is on this machine."""
     llm = _loaded(target, documents, max_tokens)
     figures, answers = serve_heldout(llm, drafter, documents, max_tokens)
     report = {"tokens_per_round": figures.tokens_per_round, **asdict(figures)}
@@ -204,7 +205,8 @@ def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Docume
 
 def agreement(figures: dict[str, Any]) -> str | None:
     """Returns a line that compares the acceptance lengths of the same answers by teacher forcing and in the engine, a
-    warning if they differ by more than `AGREE`; None if one is missing."""
+    warning if they differ by more than `AGREE` (3%); None if one is missing. `figures`: the contents of
+    heldout.json."""
     forced, served = figures.get("teacher_forced"), figures.get("served_of_walked")
     if not forced or not served:
         return None

@@ -16,7 +16,8 @@ PARTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8
 
 
 def write_tiny_target(folder: Path, seed: int = 0) -> Path:
-    """Writes a model folder that every stage can load, unless it exists. Raises CacheError for disk errors."""
+    """Writes a tiny language model with random weights and a byte tokenizer to `folder`, unless it exists; returns the
+    folder. All stages of a training can load it. Raises CacheError for disk errors."""
     if (folder / "model.safetensors").is_file():
         return folder
     with reraised(CacheError, f"cannot write the tiny target to {folder}", "choose another --out", OSError):

@@ -63,8 +63,8 @@ from paceline.verify.rules import CheckedRow, RowVerdict
 
 
 def allowed(rule: Rule, target_V: Tensor) -> Tensor | None:
-    """Returns which tokens the rule always accepts, [V] of bool; None if the rule has no such set. `target_V`: the
-    target's distribution."""
+    """Returns bool [V]: True for tokens that the lossy rule always accepts at a position; None if a rule of its type
+    has no such set. `target_V`: the target's distribution there."""
     if isinstance(rule, Typical):
         entropy = float(torch.special.entr(target_V).sum(dtype=torch.float64))
         return target_V > min(rule.eps, rule.delta * math.exp(-entropy))
@@ -134,9 +134,9 @@ def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
 
 
 def lossy_rule(lossy: Lossy, ledger: Ledger) -> rules.Rule:
-    """Returns the lossy rule as a `rules.Rule` for chains of sampled requests. Certain (deterministic) drafts are
-    judged by `follow`, sampled ones by `drawn`. Adds to `ledger` each decision's distance from the target's
-    distribution."""
+    """Returns the lossy rule as a `rules.Rule` for sampled (not greedy) requests whose drafts are chains. The function
+    `follow` judges certain (deterministic) drafts, `drawn` those sampled from a distribution. Adds to `ledger` each
+    decision's distance from the target's distribution."""
 
     def verify(row: CheckedRow) -> RowVerdict:
         if row.draft_probs_KV is not None:
@@ -178,8 +178,9 @@ def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
 
 
 def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
-    """Returns for each child its acceptance chance b_i (see the module), given that the target's own token is not among
-    the children and no earlier child was accepted. `children`: token ids."""
+    """Returns for each child of a tree node the chance b_i (see the module) that it is accepted, given that the token
+    sampled from the target is not among the children and no earlier child was accepted. target_V: the target's
+    distribution after the node; `children`: token ids drafted there, in the drafter's order."""
     if not children:
         return []
     ids_N = torch.tensor(children, device=target_V.device)

@@ -131,8 +131,8 @@ def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerd
 
 
 def match(row: CheckedRow) -> RowVerdict:
-    """Accepts drafts that equal the target's own sampled tokens. A certain (deterministic) draft x is so accepted with
-    probability target(x), as by `rejection`."""
+    """Accepts drafts that equal the target's own sampled tokens. A certain (deterministic) draft x is accepted with
+    probability target(x), the same as by `rejection`."""
     return match_prefix(row.draft_tokens, row.draw)
 
 
@@ -203,8 +203,9 @@ def _at_most_one(target: float, draft: float) -> float:
 
 
 def stop_prob(prefix_prob: float, residual_mass: float) -> float:
-    """Returns h_i of block verification, for i < K: the probability that exactly i drafts are accepted if not more are.
-    `prefix_prob` is pi_i, `residual_mass` is R_i."""
+    """Returns h_i of block verification (see the module), for i < K: the probability that exactly i drafts are
+    accepted, given that at most i are. `prefix_prob` is pi_i; `residual_mass` is R_i, the sum of the weights from
+    `residual_after`."""
     if prefix_prob == 1.0:
         return 1.0  # also if R_i is 0: then every longer prefix is accepted too, and h_i is not needed
     return residual_mass / (residual_mass + 1.0 - prefix_prob)
@@ -251,10 +252,11 @@ def mocked(acceptance: float | Sequence[float] | Marginals) -> Rule:
 
     `acceptance` is one of three. A number: the average tokens per round; `acceptance` - 1 drafts are accepted, as
     evenly as possible. A survival curve: at least i drafts are accepted in a share acceptance[i - 1] of the rounds,
-    with a random number for each row and round, as in the simulated server (`simulate/server/server.py`). Marginals: a
-    chain follows the curve of each slot's top token; in a tree, a random path is accepted by the tree's gains, so that
-    a round has 1 + their sum tokens on average, if the tree was grown by the same marginals
-    (`marginals.MockedPlanner`). Raises ConfigError for a number below 1, and for an invalid curve.
+    with a random number for each row and round, as in the simulated server (`simulate/server/server.py`). Marginals
+    (chances of candidates by slot and rank): a chain follows the survival curve of the top candidates; in a tree a
+    random path is accepted, with the chances in `Tree.gains`. If the tree was grown by the same marginals
+    (`marginals.MockedPlanner`), a round has 1 + sum(gains) tokens on average. Raises ConfigError for a number below 1,
+    and for an invalid curve.
     """
     if isinstance(acceptance, Marginals):
         return replace(mocked(acceptance.survival), takes_trees=True, walk=_walk)

@@ -73,7 +73,7 @@ def assert_same_rounds(raw: dict[str, Any], model: Any, target: Decoder, max_tok
     assert len(full) >= min_rounds
     for reference, mine in zip(full, drafter.logits, strict=False):
         reference = reference[: len(mine)]  # its last full block drafts one token past the limit
-        assert (reference - mine).abs().max() < 1e-4
+        assert (reference - mine).abs().max() < 1e-4 * reference.abs().max().clamp(min=1.0)  # float32, any sum order
         assert reference.argmax(-1).tolist() == mine.argmax(-1).tolist()
     assert any(count > 0 for stats in rounds for count in stats.num_accepted_B), "the test needs some acceptance"
 

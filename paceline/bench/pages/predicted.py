@@ -33,8 +33,9 @@ LINE, CELL = 0.19, 0.075
 
 
 def kept_drafts(survival: Sequence[float], number: int) -> int:
-    """Return the number of drafts accepted in round `number`, counted from 1. `survival[i]`: share of rounds whose
-    first i + 1 drafts are accepted. The same round always has the same number."""
+    """Return the number of drafts that round `number` (from 1) of a simulated answer accepts. `survival[i]`: share of
+    rounds whose first i + 1 drafts are accepted; many rounds together have these shares. Nothing is random: equal
+    arguments give equal results."""
     threshold = (number * GOLDEN) % 1.0
     return sum(survived > threshold for survived in survival)
 
@@ -52,8 +53,8 @@ def token_times(survival: Sequence[float], first_s: float, round_s: float, count
 
 
 def predicted(costs: CostsConfig, config: ChartConfig) -> Timing:
-    """Return the sample text with predicted token times, with and without drafts. Raises ConfigError for costs without
-    times, or invalid acceptance."""
+    """Return the sample text with predicted token times, with and without drafts. Raises PacelineError for invalid
+    costs or acceptance."""
     load = Load(config.batch, config.context, config.max_draft)
     setup, acceptance = set_up(costs, [load]), parse_acceptance(config.acceptance)
     prediction, pieces = predict(setup.costs, acceptance, load), passage()
@@ -100,7 +101,8 @@ def _drafts(length: int, block: int | None) -> str:
 
 
 def draw_png(timing: Timing, png: Path) -> None:
-    """Draw both columns with their full text and their speeds. Raises ConfigError if matplotlib is missing."""
+    """Write a PNG with two columns, the answer without and with speculation: its whole text and its speed. Raises
+    ConfigError if matplotlib is missing."""
     sides = [list(runs(side)) for side in (timing.off, timing.on)]
     num_lines = max(run.line for side in sides for run in side) + 1
     wide, high = 2 * 60 * CELL, (num_lines + 5) * LINE

@@ -160,8 +160,9 @@ def _object(path: Path) -> Line:
 
 
 def numbers(lines: list[Line], key: str, kind: str = "", over: str = "blocks") -> tuple[list[float], list[float]]:
-    """Return (x, y): the values of the keys `over` and `key`, from the lines that have both. `over` is by default the
-    number of blocks trained on so far. With `kind`, "heldout" or "ood", `key` is read from this check of the line."""
+    """Return a curve (x, y) from the lines of a training log: x is each line's value of `over` (by default the number
+    of blocks trained on so far), y its value of `key`; lines without both are left out. With `kind`, "heldout" or
+    "ood", `key` is looked up in the dict that the line has under this name."""
     pairs = [(line.get(over), ((line.get(kind) or {}) if kind else line).get(key)) for line in lines]
     known = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
     return [x for x, _ in known], [y for _, y in known]

@@ -51,7 +51,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Data of the speed-up chart: title, curve, measured points and slopes."""
+    """Data of a chart of speed-up over tokens per round: title, curve from round costs, measured points, and the slope
+    of each series."""
 
     title: str
     kind: str
@@ -72,8 +73,8 @@ class Chart:
 
 
 def made(costs: CostsConfig, config: ChartConfig) -> Chart:
-    """Return the chart's data. Raises PacelineError for unreadable costs, or for a run without a result at this batch
-    size."""
+    """Return the data of the chart of speed-up over tokens per round: a curve from `costs`, and points from the runs in
+    `config.results`. Raises PacelineError for unreadable costs, or a run without a result at `config.batch`."""
     batch, context = config.batch, config.context
     setup = set_up(costs, [Load(batch, context)])
     points = [point for run in config.results for point in read_points(run, batch)]

@@ -207,8 +207,8 @@ def record(
 
 
 def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
-    """Return the times of all tokens of a finished sequence. `detokenizer`: a new one, which has not decoded any
-    token."""
+    """Return the tokens of a finished sequence, each with its text, seconds and round. `detokenizer`: a new one, which
+    has not decoded any token. `drafter`: the drafter's name, stored with the result."""
     ids = sequence.output_ids
     origins = [(0, False)]
     for number, one in enumerate(sequence.rounds, start=1):
@@ -260,7 +260,7 @@ def page(timing: Timing) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Part of a line of text with tokens of one round: either all drafted, or all the target's own."""
+    """Segment of one line of an answer's text: tokens of a single round, either all drafts or all the target's own."""
 
     line: int
     cell: int
@@ -307,8 +307,8 @@ def _said(side: TimedAnswer, now_s: float) -> str:
 
 
 def runs(side: TimedAnswer) -> Iterator[Run]:
-    """Yield the answer's text in parts that each have tokens of one round. Lines of at most CELLS characters are broken
-    between words where possible."""
+    """Yield an answer's text as segments, each with its place and with tokens of one round. Lines are wrapped at CELLS
+    (55) characters, between words where possible."""
     text = Text(overflow="fold")
     for (number, is_drafted), group in groupby(side.tokens, key=lambda token: (token.round, token.is_drafted)):
         letters = "".join(token.text for token in group).replace("\r", "").replace("\t", "    ")

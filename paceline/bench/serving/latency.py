@@ -100,7 +100,8 @@ def measured(stream: Stream) -> Measured:
 
 
 def parts_of(stream: Stream, answer: Answer) -> dict[str, float]:
-    """Return part -> seconds of one answer; they sum to the time from sending to the end.
+    """Split the time of one answer (`answer` is the parsed `stream`) into parts such as "connect", "queue", "prefill"
+    and "verify". Returns part -> seconds; they sum to the time from sending to the end.
 
     A paceline server reports its `timings` as defined in `serve/http/clock.py`; llama.cpp's server reports prompt_ms
     and predicted_ms, the parts "prefill" and "verify". For other servers all time on the server is one part.
@@ -155,8 +156,8 @@ class LatencyResult:
 
 @dataclass(slots=True)
 class Pair:
-    """Comparison of contender `arm` with the first one, `against`, on the same requests. `part`: a group of parts, or
-    the total."""
+    """Comparison of contender `arm` with the first one, `against`, on the same requests. `part`: the time compared:
+    total, communication, host, prefill or decode."""
 
     workload: str
     arm: str
@@ -270,7 +271,8 @@ class LatencyBench:
         return [_result(*names, answers) for names, answers in self.measured.items()]
 
     def pairs(self) -> list[Pair]:
-        """Return the comparison of every contender with the first one, in total and for each group of parts."""
+        """Return the comparison of every contender with the first one, for each workload: of the total time and of
+        communication, host, prefill and decode."""
         first = self.arms[0].name
         return [
             pair
@@ -363,7 +365,8 @@ def _result(workload: str, arm: str, answers: list[Measured]) -> LatencyResult:
 
 
 def bar_of(answers: Sequence[Measured], share: float) -> dict[str, float]:
-    """Return segment -> mean seconds over the answers whose total is near the percentile `share` (0 to 1)."""
+    """Return the segments of one stacked bar: name (such as "prefill") -> mean seconds, over the answers whose total is
+    near the percentile `share` (0 to 1)."""
     ordered = sorted(answers, key=lambda answer: answer.total_s)
     middle, width = share * (len(ordered) - 1), max(NEAR * len(ordered), 0.5)
     near = [answer for place, answer in enumerate(ordered) if abs(place - middle) <= width]

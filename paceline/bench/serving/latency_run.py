@@ -157,8 +157,8 @@ def _arm(name: str, url: str, key: str | None, model: str | None, config: Latenc
 
 
 def verdict_on(results: list[LatencyResult], pairs: list[Pair]) -> str:
-    """Return the verdict as text: how well the parts explain the measured time, which results are not lossless, and how
-    much less time decoding takes in each comparison."""
+    """Return the verdict as text: how closely the server's parts (queue, prefill, ...) sum to the time that the client
+    measured, which results are not lossless, and how much less time decoding takes in each comparison."""
     timed = [result.unattributed or 0.0 for result in results if result.is_told]
     worst = max(timed, default=0.0)
     only, advice = ("", "") if worst <= ENOUGH else ("only ", ": look at unattributed first")

@@ -151,7 +151,7 @@ class ServingResult:
 
 
 class ServingBench:
-    """Sends the requests to all contenders at all loads and summarises the passes. Call `run()`, then `results()`."""
+    """Measures all contenders (servers, or settings of one) at all loads. Call `run()`, then `results()`."""
 
     def __init__(self, contenders: list[Contender], model: str, prompts: list[Prompt], config: ServingConfig) -> None:
         self.contenders, self.config, self._model, self._prompts = contenders, config, model, prompts
@@ -254,8 +254,8 @@ def _steps(client: Client) -> dict[tuple[str, int], tuple[int, float]]:
 def api_request(
     prompt: Prompt, index: int, config: ServingConfig | LatencyConfig, max_tokens: int, fields: dict[str, Any]
 ) -> tuple[str, bytes]:
-    """Return (API path, JSON body) of a streamed request for this prompt. Its seed is the configured one plus
-    `index`."""
+    """Return (API path, JSON body) of a streamed request for this prompt. Its seed is the configured one plus `index`.
+    `fields`: further fields of the body, such as the model's name."""
     path, own = prompt.api_request()
     options = {"max_tokens": max_tokens, "temperature": config.temperature, "seed": config.seed + index}
     body = {"stream": True, "stream_options": {"include_usage": True}, **options, **fields, **own}
@@ -310,8 +310,8 @@ def _identical(passes: list[Pass], baseline: list[Pass]) -> float | None:
 
 
 def read_answer(stream: Stream, began_s: float = 0.0) -> Answer:
-    """Parse the stream of a chat or text completion. `began_s`: start of the pass, from which the due time is
-    counted."""
+    """Parse the stream of a chat or text completion. `began_s`: start of the pass; the answer's `due_s`, the time at
+    which it should have been sent, is counted from it."""
     if stream.failure:
         return Answer(error=stream.failure)
     if stream.status != 200:

@@ -140,8 +140,8 @@ def write_checkpoint(
     `draft_ids`.
 
     A new folder appears complete; in an existing folder, files are replaced one at a time, weights first. An index file
-    names only the dense weights, since vLLM and SGLang without it read every *.safetensors. Raises CacheError if
-    writing fails.
+    that names only model.safetensors is written too: without it, vLLM and SGLang would read every *.safetensors of the
+    folder. Raises CacheError if writing fails.
     """
     folder = Path(folder).expanduser()
     remedy = "free space or choose another folder"

@@ -175,7 +175,9 @@ def as_dflash2(raw: Mapping[str, Any], *, rank: int = 256, top_k: int = 16) -> d
 def check_fit(
     config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = None, head_VD: Tensor | None = None
 ) -> None:
-    """Raises DrafterMismatchError if a drafter does not fit the target; the message has both values."""
+    """Raises DrafterMismatchError, with both values, if a drafter does not fit the target (hidden size, vocabulary,
+    layers). `draft_ids`: token ids of its reduced draft vocabulary; `head_VD`: its own LM head, one row per draft
+    token. None: it uses the target's."""
     last_id = -1 if draft_ids is None else int(draft_ids.max())
     wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
     num_layers, vocab_size = target.num_layers, target.vocab_size

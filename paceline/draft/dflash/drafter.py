@@ -37,12 +37,12 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 
 class Attend(Protocol):
-    """Interface of the attention function in training, with RoPE and masks; `train/learn/attention.py` implements it.
-    Blocks of several sequences are packed one after another.
+    """Interface of the attention function in training; `train/learn/attention.py` implements it. It applies RoPE and
+    masks. Blocks of several sequences are packed one after another.
 
     `layer`: index of the draft layer. `query_THD`: queries of the blocks' T positions. `own`: (keys, values) of the
-    blocks, [T, kv_heads, head_dim]. `context`: (keys, values) of N context positions, [N, kv_heads, head_dim]. All are
-    normed, before RoPE. Returns [T, heads * head_dim].
+    blocks, [T, kv_heads, head_dim]. `context`: (keys, values) of N context positions, [N, kv_heads, head_dim]. Queries
+    and keys are normed, without RoPE. Returns [T, heads * head_dim].
     """
 
     def __call__(
@@ -153,7 +153,7 @@ class DFlashNetwork(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Creates a network with random weights, as `checkpoint.random_weights` makes them."""
+        """Creates a network with random weights: normal with standard deviation 0.02; norm weights are 1."""
         with torch.device("meta"):
             shapes = shapes_of(cls(config).state_dict())
         return cls.of(config, dict(random_weights(shapes, seed, device, dtype)))
@@ -277,8 +277,8 @@ class DFlashDrafter(TappedDrafter):
 
     @property
     def round_path(self) -> TorchPath | None:
-        """The decode path if a whole round can be recorded with it (`engine/device_round.py`), else None. This needs
-        the PyTorch path of DFlash v1, where each draft depends only on its own block position."""
+        """The decode path if one CUDA graph can hold a whole round with it (`engine/device_round.py`), else None. This
+        needs the PyTorch path of DFlash v1, where each draft depends only on its own block position."""
         return self._path if type(self._path) is TorchPath else None
 
     def cache_bytes(self, target: Target) -> int:
@@ -338,9 +338,9 @@ class DFlashDrafter(TappedDrafter):
         return block
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
-        """Returns for each of `tokens` the probability that it is drafted, given the tokens before it; the first one
-        follows the row's last token. `probs_KV`: distributions of the row's latest sampled drafts, one for each token
-        at least."""
+        """Returns for each of `tokens`, which follow the row's last token, the probability that the drafter drafts it
+        after the ones before it. `probs_KV`: distributions over the vocabulary of the row's latest K sampled drafts;
+        K is at least the number of tokens."""
         return probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.int64)].tolist()
 
     def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Reading:

@@ -32,7 +32,8 @@ from paceline.model.torch.parts import PackedLinear, Residual, RMSNorm, fuse
 
 
 class Drafts(NamedTuple):
-    """Result of one drafting pass for K draft positions of B rows."""
+    """Most probable tokens at K draft positions of B rows, from one drafting pass, optionally with logits and
+    log-probabilities."""
 
     best_BK: list[list[int]]
     """Most probable row of the LM head at each position; -1 if the logits are not finite."""
@@ -123,8 +124,9 @@ class TorchPath:
         self.cache.append(rows, counts)
 
     def write_context(self, taps_TF: Tensor, writer: CacheWriter, tables: tuple[Tensor, Tensor]) -> None:
-        """Compute keys and values of all draft layers in one matrix product and write them to the cache. `writer`: the
-        cache positions. `tables`: their RoPE tables."""
+        """Compute keys and values of all draft layers from the target's hidden states (`taps_TF`) in one matrix
+        product, and write them to the cache at the positions of `writer`. `tables`: RoPE's cosines and sines for these
+        positions."""
         fused_TX = self._context_kv(self._hidden_norm(self._fc(taps_TF)))
         split_heads(
             fused_TX, 0, self.cache.keys[0], self.cache.values[0], writer, self._context_norm, self.rope, tables
@@ -153,8 +155,10 @@ class TorchPath:
         return forms.block(rows, anchors) if forms else None
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
-        """Computes drafts from hidden states before the final norm. Returns (top token and its log-probability [B,
-        width, 2], logits [B, width, V]). The first tensor is float64 for both, so that the host needs one copy."""
+        """Computes drafts at the first `width` draft positions of `num_rows` blocks, from the blocks' hidden states [T,
+        D] before the final norm. Returns (most probable row of the LM head and its log-probability [B, width, 2],
+        logits [B, width, V]). Both values of the first tensor are float64, so that the host needs one copy. `anchors_B`
+        is not used."""
         logits_BKV = self._head(self._drafting_slots(hidden_TD, num_rows, width)).unflatten(0, (num_rows, width))
         sure_BK = top_logprob(scale_logits(logits_BKV, self.config))
         return torch.stack([_best(logits_BKV).double(), sure_BK.double()], dim=-1), logits_BKV
@@ -191,15 +195,17 @@ class TorchPath:
         writer: CacheWriter,
         tables: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Runs all draft layers on blocks of `size` positions; returns the hidden states [T, D]. `plans`: attention
-        plan for each type of layer. `writer`, `tables`: cache positions and RoPE tables of the blocks."""
+        """Runs all draft layers on packed blocks of `size` positions, from embeddings to hidden states before the final
+        norm, both [T, D]. `plans`: attention plan for each type of layer, (sliding window or None, is causal).
+        `writer`, `tables`: the blocks' cache positions, and RoPE's cosines and sines for them."""
         residual = Residual(hidden_TD.to(self._residual_dtype))
         for index, (kind, keys, values) in enumerate(zip(self.kinds, self._keys, self._values, strict=True)):
             self.run_layer(index, residual, size, LayerAttention(keys, values, plans[kind], writer, self.rope, tables))
         return residual.hidden_TD
 
     def run_layer(self, index: int, residual: Residual, size: int, attention: LayerAttention) -> None:
-        """Run one draft layer on blocks of `size` positions, and add its output to the residual stream."""
+        """Run draft layer number `index` on packed blocks of `size` positions, and add its outputs to `residual`, which
+        holds their hidden states. `attention`: the layer's keys and values, attention plan and cache positions."""
         self._layers[index].run(residual, attention)
 
 

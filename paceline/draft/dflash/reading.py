@@ -75,8 +75,8 @@ class Reading:
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
         """Returns the `count` most probable tokens at each position, at the request's temperature, for a tree of at
-        most `most` nodes. With `foresight`, these are the tokens that the target will most probably sample, given its
-        noise."""
+        most `most` nodes. With `foresight`, "most probable" means: most likely to be sampled by the target, given the
+        random numbers that it will use (known from the request's seed)."""
         assert self._logits_BKV is not None
         num_candidates = max(count, FIELD) if foresight else count
         ids_KM, logprobs_KM = top_logprobs(self._logits_BKV[row, :limit], num_candidates, inverse_temperature(seq))
@@ -92,8 +92,8 @@ class Reading:
 
 
 def over_vocabulary(logits_KV: Tensor, draft_ids: Tensor, vocab_size: int) -> Tensor:
-    """Expands logits over a draft vocabulary to the target's whole vocabulary: [K, V] with -inf for all other
-    tokens."""
+    """Expands logits over a draft vocabulary to the target's whole vocabulary: [K, V] with -inf for all other tokens.
+    `draft_ids`: the token id of each column of `logits_KV`."""
     full_KV = logits_KV.new_full((len(logits_KV), vocab_size), float("-inf"))
     return full_KV.index_copy_(1, draft_ids.to(logits_KV.device), logits_KV)
 

@@ -27,7 +27,7 @@ Kind = tuple[int | None, bool]
 
 
 class FixedPath(Protocol):
-    """Interface of the decode path (`paths.TorchPath`) that these passes use."""
+    """Interface of a DFlash decode path (such as `paths.TorchPath`) whose passes are recorded as CUDA graphs."""
 
     config: DFlashConfig
     cache: StaticKVCache
@@ -74,8 +74,9 @@ class StaticBlock(Region):
             output.copy_(results)
 
     def conclude(self, anchors_B: Tensor, starts_B: Tensor, counts_B: Tensor) -> tuple[Tensor, ...]:
-        """Runs the draft layers on the blocks and returns the outputs of the path's `conclude`. `anchors_B`: last
-        committed tokens. `starts_B`: context lengths. `counts_B`: the block size, or 0 for idle rows."""
+        """Runs the draft layers on one block for each row. Returns (drafts with log-probabilities, logits), or for
+        DFlash 2 (candidates' indices in the LM head, token ids, scores). `anchors_B`: last committed tokens.
+        `starts_B`: context lengths. `counts_B`: the block size, or 0 for idle rows."""
         path, size = self._path, self._size
         self._tokens_BJ[:, 0] = anchors_B
         slots_BJ = self._writer.point(starts_B, counts_B)
@@ -136,8 +137,9 @@ class StaticInject(Region):
 
 
 def write_behind(path: FixedPath, writer: StaticWriter, starts_B: Tensor, counts_B: Tensor, taps_TF: Tensor) -> None:
-    """Write keys and values of up to J new positions of each of B rows into the path's cache. `taps_TF` [B * J, F]: the
-    target's hidden states. `starts_B`: context lengths; `counts_B`: new positions of each row."""
+    """Write keys and values of up to J new positions of each of B rows into the path's cache, after the rows' contexts.
+    `taps_TF` [B * J, F]: the target's hidden states. `starts_B`: context lengths; `counts_B`: new positions of each
+    row. `writer`: for B rows of J positions; this call sets its cache positions."""
     slots_BJ = writer.point(starts_B, counts_B)
     path.write_context(taps_TF, writer, path.rope.tables_at(slots_BJ.flatten()))
 
@@ -180,8 +182,9 @@ class StaticForms:
         return True
 
     def block(self, rows: list[int], anchors: list[int]) -> list[Tensor] | None:
-        """Drafts a block for each of these rows with a recorded pass. Returns the outputs of the path's `conclude`,
-        indexed by cache row; the next block overwrites them. None if no such pass is recorded."""
+        """Drafts a block for each of these rows with a recorded pass; returns None if no such pass is recorded.
+        `anchors`: last committed tokens. Returns [drafts with log-probabilities, logits], or for DFlash 2 [candidates'
+        indices in the LM head, token ids, scores], indexed by cache row; the next block overwrites them."""
         region = self.blocks.find(max(rows) + 1)
         if region is None:
             return None

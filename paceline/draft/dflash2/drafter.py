@@ -53,8 +53,8 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(hidden_size, 2 * self.num_taps * self.groups, bias=False)
 
     def prepare(self, inputs_TD: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Returns (the sublayer's inputs after the first convolution, input-dependent kernel for `finish`). `size`:
-        block size."""
+        """Returns (the sublayer's inputs [T, D] after the first convolution, input-dependent kernel [T, K, G] for
+        `finish`). K: positions that the convolution combines; G: groups of channels; `size`: block size."""
         added = self.kernel_projection(inputs_TD).view(-1, 2, self.num_taps, self.groups)
         return convolve(inputs_TD, added[:, 0], self.base_kernel[0], size), added[:, 1]
 
@@ -125,7 +125,8 @@ class DFlash2Network(DFlashNetwork):
 
     def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend, size: int | None = None) -> Tensor:
         """Returns the final normed hidden states [T, D] of blocks of `size` positions [default: the config's block
-        size]. `block_TD`: embeddings of the blocks. `taps_NF`: the target's hidden states at N context positions."""
+        size]. `block_TD`: embeddings of the blocks. `taps_NF`: the target's hidden states at N context positions.
+        `attend`: attention function, with RoPE and masks."""
         for layer in self.layers:
             assert isinstance(layer, ConvolvedLayer)
             layer.size = size or self.config.block_size
@@ -134,7 +135,8 @@ class DFlash2Network(DFlashNetwork):
 
 def beginnings(config: DFlashConfig, seed: int = 0, *, factored: bool = False) -> dict[str, Tensor]:
     """Returns the tensors (float32) that extend a DFlash v1 network to a DFlash 2 network with the same output:
-    convolutions that change nothing, and a selector that adds zero to the logits. `factored`: see `Selector`."""
+    convolutions that change nothing, and a selector that adds zero to the logits. `factored`: the selector's codebooks
+    [V, rank] are replaced by factors [rank, D], which are multiplied by the target's embedding."""
     with torch.device("meta"):
         network = DFlash2Network(config, factored)
         body = DFlashNetwork(config).state_dict()
@@ -153,8 +155,8 @@ def beginnings(config: DFlashConfig, seed: int = 0, *, factored: bool = False) -
 
 
 def materialised(tensors: Mapping[str, Tensor], embedding_VD: Tensor) -> dict[str, Tensor]:
-    """Converts a network's tensors to the checkpoint's layout: multiplies factored codebooks (see `Selector`) by the
-    target's embedding [V, D]."""
+    """Returns a network's tensors as a checkpoint stores them: each factor [rank, D] of the candidate selector becomes
+    a codebook [V, rank], the product of the target's embedding [V, D] and the transposed factor."""
     converted: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.startswith(SELECTOR) and name.endswith("_factor"):

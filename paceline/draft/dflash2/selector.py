@@ -26,11 +26,11 @@ BOOKS = ("predecessor_codebook", "successor_codebook")
 
 
 class Selector(nn.Module):
-    """Candidate selector with codebooks A (previous token) and B (next token), both [V, rank], and a projection W
-    [rank, D].
+    """Candidate selector: scores the most probable tokens of a draft position, given the token drafted before it. It
+    has codebooks A (previous token) and B (next token), both [V, rank], and a projection W [rank, D].
 
-    In training, codebooks may be factored: A = E P with the target's frozen embedding E and a trained P [rank, D],
-    which has fewer parameters; `materialised` computes a checkpoint's codebooks from them.
+    In training, codebooks may be factored: A = E F^T with the target's frozen embedding E and a trained factor F [rank,
+    D], which has fewer parameters; `materialised` computes a checkpoint's codebooks from them.
     """
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
@@ -46,8 +46,8 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 
     def rows(self, book: str, tokens: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Returns the rows of a codebook for these tokens, [*tokens.shape, rank]. `book`: the codebook's name in the
-        network. Factored codebooks need the target's embedding."""
+        """Returns a codebook's rows for these tokens, [*tokens.shape, rank]. `book`: "predecessor_codebook" or
+        "successor_codebook". `embedding_VD`: the target's embedding, needed by factored codebooks only."""
         if not self.is_factored:
             return F.embedding(tokens, self.get_parameter(book))
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
@@ -55,9 +55,10 @@ class Selector(nn.Module):
         return F.linear(F.embedding(tokens, embedding_VD).to(factor.dtype), factor)
 
     def linked(self, before_BKPR: Tensor, tokens_BKM: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Returns the products [B, K, P, M] of `before_BKPR` (rows of A times the projected hidden state) with the rows
-        of codebook B for `tokens_BKM`: for each of P previous tokens and M candidates. Factored codebooks are
-        multiplied as (before P) E^T, which computes no codebook rows."""
+        """Returns what the selector adds to the candidates' logits, [B, K, P, M]: for each of P previous tokens and M
+        candidates the dot product of their vectors. `before_BKPR`: rows of codebook A times the projected hidden state.
+        `tokens_BKM`: candidates, whose rows of codebook B are used. Factored codebooks are multiplied as (before F) E^T
+        (factor F, embedding E), which computes no codebook rows."""
         if not self.is_factored:
             return before_BKPR @ self.rows(BOOKS[1], tokens_BKM).float().transpose(-1, -2)
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
@@ -66,7 +67,7 @@ class Selector(nn.Module):
 
 
 class Picks(NamedTuple):
-    """Candidates at K draft positions of B rows, with scores."""
+    """The M most probable tokens at each of K draft positions of B rows (candidates), with the selector's scores."""
 
     chosen_BKM: Tensor
     """Indices of the candidates in the LM head, most probable first."""
@@ -85,9 +86,9 @@ def score(
     before_BK: Tensor | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Picks:
-    """Returns the `top_k` most probable tokens at each position with their scores S. Each has a score after every
-    candidate of the previous position, or only after the token in `before_BK` (P = 1). The first position follows
-    `anchors_B`, the last verified tokens.
+    """Returns the `top_k` most probable tokens at each position (candidates) and scores them with the selector. A
+    candidate has one score for each candidate of the previous position that may precede it (P = M), or if `before_BK`
+    is given, only the one after that token (P = 1). `anchors_B`, the last verified tokens, precede the first position.
 
     `hidden_BKD`: final normed hidden states. `logits_BKV`: scaled and capped. `ids` [V]: token ids of the head's rows;
     None: all tokens.
@@ -126,9 +127,9 @@ class WalkedReading(Reading):
         return tokens, logprobs if with_confidence else None
 
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """Returns (sampled drafts, their distributions [K, V], confidences). Drafts are sampled from softmax(S / T)
-        over the candidates after the previous draft. Confidences follow the walk with the largest scores, as they must
-        not depend on sampled tokens."""
+        """Returns (sampled drafts, their distributions [K, V], confidences). Each draft is sampled from softmax(score /
+        T) over the candidates after the previous draft. Confidences are the log-probabilities of the drafts with the
+        largest scores, as they must not depend on sampled tokens."""
         inverse, scores_KPM = inverse_temperature(seq), self._scores_of(row)
         probs_KPM = torch.softmax(self._scores_BKPM[row, :limit] * inverse, dim=-1)
         tokens, rows, before = list[int](), list[Tensor](), 0
@@ -161,9 +162,10 @@ class WalkedReading(Reading):
     def candidates(
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """Returns the `count` most probable tokens at each position on the walk with the largest scores, for a tree of
-        at most `most` nodes; the result's function `behind` gives the most probable tokens after any other candidate.
-        With `foresight`, "most probable" means most probably sampled by the target, given its noise."""
+        """Returns the `count` most probable tokens at each position, if the first of them is drafted at the position
+        before, for a tree of at most `most` nodes; the result's function `behind` gives those after any other
+        candidate. With `foresight`, "most probable" means: most likely to be sampled by the target, given the random
+        numbers that it will use (known from the request's seed)."""
         inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(row), self._tokens_BKM[row]
         first, known = len(seq.tokens), dict[int, list[float]]()
 
@@ -202,7 +204,8 @@ class WalkedReading(Reading):
 
 
 def walk(scores_KPM: list[list[list[float]]], inverse: float) -> tuple[list[int], list[float]]:
-    """Returns (candidate indices, their log-probabilities) of the walk that takes the largest score at each position.
+    """Chooses at each of K positions the candidate with the largest score after the one chosen before. Returns
+    (candidate indices, their log-probabilities). `scores_KPM`: scores of M candidates after each of P previous ones.
     `inverse`: 1 / temperature. A score that is not finite ends the walk. The native library has an equal `walk`."""
     places, logprobs, before = list[int](), list[float](), 0
     for scores_PM in scores_KPM:

@@ -45,8 +45,9 @@ DEFAULT_DRAFTED = 5
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """Config of an EAGLE-3 or 3.1 drafter: decoder layers, of which the first also reads the previous hidden states,
-    and an LM head."""
+    """Config of an EAGLE-3 or 3.1 drafter: decoder layers and an LM head. The first layer reads the embedding of a
+    token, and the hidden state (target's features, or state of the previous drafting step) of the position before
+    it."""
 
     shape: DecoderConfig
     """Sizes, RoPE and windows of the draft layers; its `vocab_size` is the target's."""
@@ -109,7 +110,7 @@ class Eagle3Checkpoint:
 
 
 def is_eagle3(raw: Mapping[str, Any]) -> bool:
-    """True if `raw` is the config.json of an EAGLE-3 drafter, in either format."""
+    """True if `raw` is the config.json of an EAGLE-3 drafter, in SpecForge's format or in that of `speculators`."""
     kind, names = raw.get("speculators_model_type"), str(raw.get("architectures"))
     if kind is not None:
         return kind == "eagle3"
@@ -165,7 +166,8 @@ def new_config(
 
 
 def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
-    """Reads an EAGLE-3 drafter from its folder, in either format. Logs unknown keys and tensors as a warning.
+    """Reads an EAGLE-3 drafter from its folder, in SpecForge's format or in that of `speculators`. Logs unknown keys
+    and tensors as a warning.
 
     Raises ModelNotFoundError, UnsupportedModelError, or ModelFileError, which names a tensor that is missing or does
     not fit.

@@ -175,8 +175,8 @@ class Eagle3Drafter(ChainedDrafter):
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> Eagle3Drafter:
-        """Reads an EAGLE-3 drafter from its folder, in either format. Raises ModelNotFoundError, ModelFileError or
-        UnsupportedModelError."""
+        """Reads an EAGLE-3 drafter from its folder, in SpecForge's format or in that of `speculators`. Raises
+        ModelNotFoundError, ModelFileError or UnsupportedModelError."""
         stored = read_eagle3(folder)
         network = Eagle3Network.of(stored.config, stored.tensors, folder)
         return cls(network, ids=stored.ids, num_drafted=num_drafted, others=stored.others)

@@ -20,8 +20,9 @@ class Eagle3NativePath(EagleNorms):
     """EAGLE-3 in native (C++) calls: one pass for each drafting step, one matrix product each for the features and the
     LM head.
 
-    In a tree, every step recomputes the earlier drafts: parents can only be given for a pass's own tokens, and a few
-    more tokens cost little. With a target in block-quantised format the drafter's matrices are rounded to Q8_0.
+    In a draft tree, each step computes the round's earlier drafts again, because a token's parent must be in the same
+    native pass; a few more tokens cost little. With a target in block-quantised format the drafter's matrices are
+    rounded to Q8_0.
     """
 
     def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: NativeDecoder, slack: int) -> None:

@@ -37,8 +37,8 @@ AGAIN = "fetch the drafter again"
 
 
 def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> dict[str, Tensor]:
-    """Converts a network's tensors to the file's layout: matrices in Q8_0 blocks. Matrices whose rows are not whole
-    blocks stay as they are.
+    """Converts a network's tensors to those of the packed file `model-q8_0.safetensors`: matrices in Q8_0 blocks.
+    Matrices whose rows are not whole blocks stay as they are.
 
     `draft_ids`: token ids whose codebook rows are kept, int64, ascending; None: all.
     """
@@ -48,8 +48,9 @@ def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> di
 
 
 def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, Tensor]:
-    """Returns the tensors (of a network or a packed file) without the codebook rows of tokens outside `draft_ids`.
-    Tensors without codebooks, or with rows already removed, are returned unchanged."""
+    """Returns a drafter's tensors without the rows of the DFlash 2 selector's codebooks for tokens outside `draft_ids`.
+    The tensors may be packed (Q8_0). Tensors without codebooks, or with rows already removed, are returned
+    unchanged."""
     if BOOK_IDS in tensors or not any(map(_is_book, tensors)):
         return dict(tensors)
     ids = draft_ids.cpu()
@@ -58,8 +59,8 @@ def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, 
 
 
 def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:
-    """Copies a packed file without the codebook rows of tokens outside `draft_ids`; other values stay the same bit for
-    bit.
+    """Copies a drafter's packed file (Q8_0 weights) without the rows of its codebooks for tokens outside `draft_ids`;
+    other values stay the same bit for bit.
 
     Raises ModelFileError if the file is damaged.
     """
@@ -70,9 +71,10 @@ def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:
 
 
 def read_packed(file: Path, vocab_size: int | None = None) -> dict[str, Tensor]:
-    """Reads all tensors of a packed file. Matrices become bfloat16, which rounds them once more.
+    """Reads all tensors of a drafter's packed file. Q8_0 matrices are converted to bfloat16, which rounds them again.
 
-    Codebooks get a row for each of the target's `vocab_size` tokens. Raises ModelFileError if the file is damaged.
+    Codebooks that were stored without some tokens' rows get zero rows for these; this needs the target's `vocab_size`.
+    Raises ModelFileError if the file is damaged.
     """
     with reraised(ModelFileError, f"{file} is damaged", AGAIN, SafetensorError, OSError):
         stored = read_tensors(file)

@@ -70,8 +70,8 @@ class MtpLayer:
         return self.raw[MARK]["steps"] if MARK in self.raw else None
 
     def marked(self, steps: int) -> dict[str, Any]:
-        """Returns the config.json for a folder that holds only this layer, with the key MARK. `steps`: number of drafts
-        it was trained for."""
+        """Returns the config.json for a folder that holds only this layer: with the key `paceline_mtp`, whose value
+        has the layer's tensor layout and `steps`, the number of drafts that it was trained for."""
         kept = {name: value for name, value in self.raw.items() if name != "quantization_config"}
         more = {} if self.tells_normed else {"num_nextn_predict_layers": 1}
         return {**kept, **more, MARK: {"layout": "qwen" if self.tells_normed else "deepseek", "steps": steps}}
@@ -136,7 +136,8 @@ def one_layer(config: DecoderConfig) -> DecoderConfig:
 
 
 def layer_of(raw: dict[str, Any], tensors: dict[str, Tensor]) -> MtpLayer:
-    """Creates a layer from a config.json with the key MARK and from tensors with the names of `MtpLayer.tensors`."""
+    """Creates a layer from the config.json of a folder that holds only an MTP layer (as `MtpLayer.marked` returns it),
+    and from tensors with the names of `MtpLayer.tensors`."""
     config = decoder_config(raw, Path("config.json"))
     return MtpLayer(one_layer(config), tensors, raw[MARK]["layout"] == "qwen", raw)
 
@@ -188,8 +189,8 @@ def _renamed(tensors: dict[str, Tensor], last: str, is_qwen: bool, path: Path) -
 
 
 def checked(layer: DecoderConfig, tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Returns the tensors under their names in a layer. Raises ModelFileError if one is missing, unknown, of a wrong
-    shape or not finite."""
+    """Returns the tensors without the prefix `model.layers.0.` in their names. Raises ModelFileError if one is missing,
+    unknown, not finite, or of a shape that does not fit the config `layer`."""
     expected = _shapes(layer)
     for name in [*expected, *tensors]:
         shape, given = expected.get(name), tuple(tensors[name].shape) if name in tensors else None

@@ -45,7 +45,8 @@ class PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class PriceConfig:
-    """Prices of serving and training time. Hours are core-hours or GPU-hours, in the same unit everywhere."""
+    """Prices per hour of serving and of training, which decide if a training pays for itself. Hours are core-hours or
+    GPU-hours, in the same unit everywhere."""
 
     serving_price: Amount = 1.0
     """Price of one serving hour of a core or GPU."""

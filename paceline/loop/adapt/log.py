@@ -26,7 +26,8 @@ hours since then."""
 
 @dataclass(frozen=True, slots=True)
 class AdaptLog:
-    """The log file `log.jsonl` in a folder: reads and appends lines."""
+    """Reads and appends lines of `log.jsonl` in `folder`, the log of `paceline adapt`: one JSON object per hour, with
+    the policy's observations and decision, and one per event, such as a training."""
 
     folder: Path
     late: list[dict[str, Any]] = field(default_factory=list)
@@ -55,7 +56,8 @@ class AdaptLog:
 
 
 def event_line(hour: int, event: str, **figures: Any) -> dict[str, Any]:
-    """Builds the log line of an event (one of `metrics.EVENTS`) in this hour, with further JSON fields `figures`."""
+    """Builds the log line of an event, such as "training" or "swapped", in this hour (since 1970). `figures`: further
+    JSON fields of the line."""
     return plain({**_stamped(hour), "event": event, **figures})
 
 

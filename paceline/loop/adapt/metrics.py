@@ -25,7 +25,8 @@ PREFIX = "paceline:adapt_"
 
 
 class AdaptMetrics(Collector):
-    """Prometheus collector; computes the metrics from the policy's state at each scrape."""
+    """Prometheus collector of the daemon: acceptance length, usual acceptance length and alarm of each cluster, numbers
+    of events, and whether the server answers. Values are computed at each scrape."""
 
     def __init__(self, policy: SeasonalPolicy) -> None:
         self.registry = CollectorRegistry()

@@ -57,8 +57,8 @@ def run(
     watch: WatchConfig,
     say: Callable[[str], None],
 ) -> None:
-    """Run the daemon until SIGTERM or Ctrl-C; `say` prints progress. Raises ConfigError if another daemon uses the
-    folder, CacheError if it is not writable."""
+    """Run the adaptation daemon (`paceline adapt watch`) until SIGTERM or Ctrl-C; `say` prints progress. Raises
+    ConfigError if another daemon uses the folder `store.state`, CacheError if that is not writable."""
     with reraised(CacheError, f"cannot write {store.state}", "choose another --state", OSError):
         store.state.mkdir(parents=True, exist_ok=True)
     incumbent = Path(candidate.incumbent) if Path(candidate.incumbent).is_dir() else None

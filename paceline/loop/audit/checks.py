@@ -72,7 +72,8 @@ def sampled(
     groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float, tolerance: float = 0.0
 ) -> list[Finding]:
     """Checks that sampled answers have the probabilities of the local model; returns one finding per group of answers
-    with equal sampling settings. `tolerance`: rounding error of the mean surprisal, in nats."""
+    with equal sampling settings. `tests`: results of the statistical tests of these groups; `false_alarms`: probability
+    of a false alarm in any of them; `tolerance`: rounding error of the mean surprisal (-log p of a token), in nats."""
     findings = []
     for group in groups:
         own = [test for test in tests if test.group == group.name]

@@ -102,7 +102,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of one test: one statistic at some positions of a group of sampled answers."""
+    """Result of one statistical test of a group of sampled answers: the mean of a statistic, such as the surprisal
+    (-log p of a token), over some token positions, compared with its expected value for an honest server."""
 
     group: str
     statistic: str
@@ -192,8 +193,9 @@ def buckets(longest: int) -> list[tuple[int, int]]:
 
 
 def tests_of(group: Group, tolerance: float) -> list[Trial]:
-    """Computes all tests of a group; `is_fault` is not set yet. `tolerance`: rounding error of the mean surprisal, in
-    nats."""
+    """Computes all statistical tests of a group: surprisal (-log p of a token) over all positions and over ranges of
+    them, frequencies of most probable and of rare tokens, equal answers. `is_fault` is not set yet. `tolerance`:
+    rounding error of the mean surprisal, in nats."""
     draws = [draw for draw in group.draws if len(draw.tokens)]
     if not draws:
         return []
@@ -219,7 +221,9 @@ def detectable(test: Trial, num_tests: int, tolerance: float, false_alarms: floa
     """Returns the smallest shift of the mean surprisal, in nats, that a test as precise as `test` is likely to detect
     if it is one of `num_tests` tests.
 
-    Normal approximation of the evidence, including the cost of averaging over slopes."""
+    `tolerance`: rounding error of the mean surprisal, in nats; `false_alarms`: probability of a false alarm in any
+    test. Normal approximation of the evidence, which each test averages over several assumed deviations (SLOPES,
+    FOREIGN)."""
     deviation = (test.high - test.low) / (2 * Z95)
     return tolerance + deviation * math.sqrt(2 * math.log(num_tests * (len(SLOPES) + len(FOREIGN)) / false_alarms))
 
@@ -249,8 +253,9 @@ def _repeats(name: str, draws: Sequence[Draw]) -> Trial | None:
 
 
 def judged(groups: Sequence[Group], tolerance: float, false_alarms: float) -> list[Trial]:
-    """Computes all tests of all groups and sets `is_fault`. `false_alarms`: probability of any false alarm, divided
-    among the tests (Bonferroni)."""
+    """Computes all statistical tests of all groups, and sets `is_fault` of those that no honest server is likely to
+    fail. `tolerance`: rounding error of the mean surprisal (-log p of a token), in nats; `false_alarms`: probability of
+    any false alarm, divided among the tests (Bonferroni)."""
     tests = [test for group in groups for test in tests_of(group, tolerance)]
     limit = math.log(len(tests) / false_alarms) if tests else math.inf
     return [replace(test, is_fault=test.log_evidence >= limit) for test in tests]

@@ -248,8 +248,8 @@ def _examine(auditor: Auditor) -> tuple[list[Finding], list[Group], list[Trial]]
 
 
 def audit_prompt(llm: LLM, prompt: Prompt) -> AuditPrompt:
-    """Converts a prompt to the forms that a server may accept: token ids, text, messages. Uses the conversation's first
-    question; without a chat template its plain text."""
+    """Converts a prompt to the forms that a server may accept: token ids, text, messages. Later user turns of a
+    conversation are left out. If the tokenizer has no chat template, the first turn's text is used without messages."""
     messages = prompt.messages or None
     if prompt.token_ids:
         ids = list(prompt.token_ids)

@@ -21,7 +21,8 @@ SomeSteps = Annotated[int, at_least(1)]
 
 @dataclass(frozen=True, slots=True)
 class StudentConfig:
-    """Initialisation of the student."""
+    """Initialisation of the student (the small model to train): copies of some of the teacher's layers, or another,
+    smaller model."""
 
     layers: Count | None = None
     """Number of the teacher's layers to copy, including the first and the last [default: two of five]."""

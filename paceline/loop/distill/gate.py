@@ -46,7 +46,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class GateInputs:
-    """Inputs of every gate: the student, and the log-probabilities of three models along the held-out answers."""
+    """Inputs of every gate: the finished student, the held-out answers, and the log-probabilities along these answers
+    from the teacher, the finished student and the untrained student."""
 
     llm: LLM
     """The finished student, loaded without a drafter."""

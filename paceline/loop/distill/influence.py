@@ -20,8 +20,8 @@ NUM_DOCUMENTS = 4
 
 @torch.inference_mode()
 def influences(llm: LLM, documents: Sequence[Document]) -> list[float]:
-    """Returns each layer's influence (how much it changes the hidden states), measured along the documents' answers;
-    infinite for the first layer and the last, which every student copies."""
+    """Returns each layer's influence: 1 - mean cosine similarity of its input and output hidden states, over the tokens
+    of the first few documents' answers. Infinite for the first layer and the last, which every student copies."""
     target = llm.target
     num_layers = target.num_layers
     if num_layers < 3:

@@ -42,8 +42,8 @@ class Price:
 
 
 def price(config: DistillConfig) -> Price:
-    """Estimates time and memory of a distillation. Raises ConfigError without answers to time, and the run's
-    ConfigError and PromptError."""
+    """Estimates time and memory of a distillation by timing a few training steps on its answers. Raises ConfigError if
+    `config.answers` is empty, and the ConfigError and PromptError that the distillation itself would raise."""
     if not config.answers:
         raise ConfigError(
             "a dry run times steps on answers: make them first with paceline regenerate, and give --answers FOLDER"

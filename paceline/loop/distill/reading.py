@@ -109,11 +109,13 @@ class Stored:
         self._folder, self._name = folder, name
 
     def missing(self, documents: Sequence[Document]) -> list[int]:
-        """Returns, for each missing file, the index of its first document."""
+        """Returns the index of the first document of each file that does not exist yet; a file holds the
+        log-probabilities along AT_ONCE consecutive documents."""
         return [start for start in range(0, len(documents), AT_ONCE) if not self._file(start).is_file()]
 
     def write(self, reader: Reader, documents: Sequence[Document], progress: Progress) -> None:
-        """Computes and writes the missing files. Raises CacheError when the disk cannot be written."""
+        """Computes the log-probabilities along all documents whose file does not exist yet, and writes these files.
+        `reader`: reader of the teacher. Raises CacheError when the disk cannot be written."""
         starts = self.missing(documents)
         total = sum(len(documents[start : start + AT_ONCE]) for start in starts)
         with progress.bar("the teacher reads its answers", total) as advance:

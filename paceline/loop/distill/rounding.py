@@ -68,6 +68,7 @@ def compute_rounded(model: nn.Module) -> None:
 
 @torch.no_grad()
 def round_weights(model: nn.Module) -> None:
-    """Rounds the model's matrices to Q4_1 in place."""
+    """Rounds the weights of the linear layers in the model's decoder layers to Q4_1, in place; a matrix whose rows are
+    not a multiple of 32 weights is unchanged."""
     for layer in matrices(model):
         layer.weight.copy_(q4_1(layer.weight))

@@ -47,7 +47,8 @@ LENGTH = ("minutes", "max_steps", "epochs", "checkpoint_minutes", "micro_batch")
 
 @dataclass(frozen=True, slots=True)
 class DistillResult:
-    """Result of a distillation."""
+    """Result of a distillation: whether the student was accepted and why, its folder, and the length of its
+    training."""
 
     run: Path
     student: Path

@@ -83,8 +83,8 @@ class TrainingResult:
 
 
 class Clock:
-    """Measures the progress of a training: elapsed time or steps, whichever share is larger. Counts all resumed
-    parts."""
+    """Measures how much of a training is complete: the larger of elapsed time / time limit and steps / number of steps.
+    Time before a resume counts, too."""
 
     def __init__(self, folder: Path, num_steps: int, minutes: float | None) -> None:
         self.num_steps, self.limit_s = num_steps, None if minutes is None else 60.0 * minutes
@@ -200,7 +200,8 @@ def num_shared(ids_BT: Tensor, mask_BT: Tensor, most: int) -> int:
 
 
 class AnswerTrainer(SFTTrainer):
-    """TRL's SFTTrainer with the loss of the method hard or soft, computed at the answers' positions only."""
+    """TRL's SFTTrainer with a loss over answer tokens: cross-entropy with the teacher's tokens (method hard), or
+    forward KL divergence from its stored top-k log-probabilities (method soft)."""
 
     logprobs: Sequence[AnswerLogprobs] | None = None
     """The teacher's log-probabilities by document index; None for the method hard."""
@@ -281,8 +282,8 @@ def teach(
 ) -> TrainingResult:
     """Trains the student, or resumes its training, and writes it to the folder `student` in float32.
 
-    With `inputs.blocks` its matrices are rounded to Q4_1. Raises TrainingError on divergence, CacheError when the disk
-    cannot be written, SystemExit (143) at SIGTERM.
+    With `inputs.blocks` it computes with matrices rounded to Q4_1, and these are written. Raises TrainingError on
+    divergence, CacheError when the disk cannot be written, SystemExit (143) at SIGTERM.
     """
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(inputs.start, dtype=torch.float32)
     if inputs.round_embedding:

@@ -159,8 +159,8 @@ def cases_needed(loss: float, deviation: float, level: float = LEVEL, power: flo
 
 
 class Gate(GateConfig):
-    """Conditions of a gate that scores must meet in `evals run` and `compare`, and their check. The fields are those of
-    `config.GateConfig`."""
+    """Checks whether the scores of an eval meet the configured conditions, such as a minimum score, or no loss against
+    another run. The conditions are the fields inherited from `GateConfig`."""
 
     __slots__ = ()
 

@@ -70,7 +70,8 @@ class MakeConfig:
 
 @dataclass(frozen=True, slots=True)
 class GateConfig:
-    """Conditions of `evals run` and `compare`; if one fails, the command exits with status 3."""
+    """Conditions that scores must meet in `paceline evals run` and `compare`: a minimum score, no loss against another
+    run, or identical answers. If one fails, the command exits with status 3."""
 
     fail_below: Share | None = None
     """Minimum score."""
@@ -107,7 +108,8 @@ class EndpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class JudgeConfig:
-    """The judge of suites that need one."""
+    """Server and model of the LLM judge, which compares answers with reference answers in cases with the scorer
+    "judge"."""
 
     url: str | None = None
     """Address of an OpenAI-compatible server."""
@@ -119,7 +121,8 @@ class JudgeConfig:
 
 @dataclass(frozen=True, slots=True)
 class PricesConfig:
-    """Prices of answers, in any currency."""
+    """Prices from which the price of answers is computed: per hour of this machine, and per million prompt and answer
+    tokens of an endpoint. In any currency."""
 
     price_per_hour: Amount | None = None
     """Price of an hour of this machine."""
@@ -132,8 +135,8 @@ class PricesConfig:
         check(self)
 
     def of_1000(self, wall_s: float, num_answers: int, prompt_tokens: int, answer_tokens: int) -> float | None:
-        """Returns the price of 1,000 answers, given `num_answers` answers that took `wall_s` seconds; None without any
-        price."""
+        """Returns the price of 1,000 answers, in the currency of the fields; None if no price is set, or without
+        answers. The arguments are totals over `num_answers` answers: seconds, prompt tokens, answer tokens."""
         if not num_answers or (self.price_per_hour, self.price_in, self.price_out) == (None, None, None):
             return None
         tokens = prompt_tokens * (self.price_in or 0.0) + answer_tokens * (self.price_out or 0.0)

@@ -59,8 +59,8 @@ class Judge:
     ties: int = field(default=0, init=False)
 
     def score(self, case: Case, text: str) -> tuple[float, str]:
-        """Compares an answer's `text` with the case's reference answer; returns its score and the reason. Raises
-        JudgeError."""
+        """Compares an answer's `text` with the case's reference answer. Returns (score, reason): 1.0 if the answer is
+        better, 0.5 if neither is, 0.0 if the reference is better; the reason is empty for 1.0. Raises JudgeError."""
         preferred = self.prefer(case.question, text, str(case.scorer["reference"]), case.scorer.get("criteria"))
         return preferred, {1.0: "", 0.5: "no better than the reference", 0.0: "the reference is better"}[preferred]
 

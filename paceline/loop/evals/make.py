@@ -46,8 +46,9 @@ class Question(NamedTuple):
 def make_suite(config: MakeConfig, name: str = "suite", dropped: Dropped | None = None) -> Suite:
     """Builds a suite from the sources of `config`.
 
-    `dropped` collects unusable rows and unused keys by reason. Without it, an unusable row raises PromptError naming
-    the row, and unused keys are logged. Raises ConfigError on contradictory settings, PromptError without any case.
+    `dropped` counts the rows that cannot be made into a case, by reason, and the keys of rows that were not read.
+    Without it, such a row raises PromptError naming the row, and such keys are logged. Raises ConfigError on
+    contradictory settings, PromptError without any case.
     """
     counted = Dropped() if dropped is None else dropped
     cases = [case for source in config.sources for case in _cases(source, config, counted, raises=dropped is None)]

@@ -34,7 +34,7 @@ JUDGE_KEY = "PACELINE_JUDGE_KEY"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Settings of a run of evals, in addition to the suite and the engine."""
+    """Settings of `evaluate`, except suite and engine: endpoint, judge, sampling, prices, sandbox limits and gate."""
 
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)

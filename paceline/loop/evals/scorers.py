@@ -44,7 +44,8 @@ def score_exact(scorer: Row, text: str) -> Verdict:
 
 
 def score_numeric(scorer: Row, text: str) -> Verdict:
-    """Scores the last number in the text; 1,234 equals 1234.0."""
+    """Returns (score, reason): 1 if the last number in the answer `text` is within `tolerance` of `answer` (fields of
+    `scorer`), else 0. 1,234 equals 1234.0."""
     numbers = NUMBER.findall(text[-MOST_SCANNED:])
     if not numbers:
         return 0.0, "no number"
@@ -60,7 +61,8 @@ def score_regex(scorer: Row, text: str) -> Verdict:
 
 
 def score_json(scorer: Row, text: str) -> Verdict:
-    """Scores the first JSON object in the text by its fields and the schema."""
+    """Scores the first JSON object in the answer `text`; returns (score, reason). The score is the share of the names
+    in `scorer["fields"]` that have the value given there; 0 without an object, or if it violates `scorer["schema"]`."""
     value = object_in(text)
     if value is None:
         return 0.0, "no JSON object"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer to one case."""
+    """One generated answer to a case (question) of a suite, with its latency and token counts."""
 
     text: str
     seconds: float
@@ -158,7 +158,7 @@ class Scores:
 def resampled(values: np.ndarray, seed: int = 0, draws: int = 4000) -> tuple[float, float]:
     """Returns the 95% percentile bootstrap interval of the mean of `values` [cases], from `draws` resamples.
 
-    Equal values are drawn together, with multinomial counts.
+    Each resample is one multinomial draw, of the number of times that each distinct value occurs.
     """
     import numpy as np
 
@@ -204,8 +204,8 @@ def run_suite(
 ) -> Scores:
     """Generates all answers to the suite's cases, then scores them. Checks sandbox and judge before the first request.
 
-    `samples`: answers per case. Raises ConfigError when the judge is missing, SandboxError, JudgeError, and the
-    answerer's errors.
+    `samples`: answers per case. `prices`: for the price of 1,000 answers. `settings`: further settings, stored with the
+    scores. Raises ConfigError when the judge is missing, SandboxError, JudgeError, and the answerer's errors.
     """
     refuse(
         ConfigError,

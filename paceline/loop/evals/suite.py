@@ -73,7 +73,8 @@ class Suite:
 
     @property
     def digest(self) -> str:
-        """Hash of all prompts and scorers, without origins; only scores with equal digests are compared."""
+        """Hash of all cases without their `origin` (file or store they were made from); only scores with equal digests
+        are compared."""
         named = hashlib.sha256()
         for case in self.cases:
             row = case.as_row()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def turn(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnResult:
-    """Runs one turn, stage by stage; skips finished stages and resumes a killed one.
+    """Runs one turn (iteration) of the flywheel, stage by stage; skips finished stages and resumes a killed stage.
 
     If a gate refuses the student, `passed` is False and the served model does not change. Raises the errors of its
     stages without changing the served model: PromptError on too few or too many bad recorded answers and on eval cases
@@ -34,7 +34,8 @@ def turn(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnRes
 
 
 def price(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnPrice:
-    """Estimates minutes, tokens, disk and cost of the remaining stages of the next turn. Writes no files."""
+    """Estimates minutes, tokens, disk space and cost of each stage of the flywheel's next turn (iteration); finished
+    stages cost nothing. Writes no files."""
     from paceline.loop.flywheel.pricing import price_of
 
     return price_of(config, progress or Progress())

@@ -58,7 +58,8 @@ class DrafterConfig:
 
 @dataclass(frozen=True, slots=True)
 class TurnGates:
-    """Conditions under which a turn continues."""
+    """Conditions under which a turn (iteration of the flywheel) continues: minimum amounts of data, maximum losses of
+    evals score, and minimum speed-up by a drafter."""
 
     least_rows: Count = 50
     """Minimum number of answers to train on."""
@@ -152,7 +153,8 @@ class FlywheelConfig:
 
     @property
     def student_teaching(self) -> TeachingConfig:
-        """Settings of the student's training. Without a length of its own, it takes half of the turn's minutes."""
+        """Settings of the student's training. If they set no minutes, steps or epochs, it takes half of the turn's
+        `minutes`."""
         teaching = self.teaching
         has_length = (teaching.minutes, teaching.max_steps, teaching.epochs) != (None, None, None)
         return teaching if has_length else replace(teaching, minutes=OF_STUDENT * self.minutes)

@@ -25,19 +25,19 @@ KEYS = {"turn": int, "what": str, "state": str}
 
 
 def append(out: Path, line: Line) -> None:
-    """Appends a line with the current time to the ledger in the flywheel's folder `out`. Raises CacheError when the
-    disk cannot be written."""
+    """Appends a line with the current time to ledger.jsonl, which lists measured and refused models, in the flywheel's
+    folder `out`. Raises CacheError when the disk cannot be written."""
     timed = plain({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **line})
     with reraised(CacheError, f"cannot write {out / LEDGER}", "free space, then run the same command", OSError):
         append_lines(out / LEDGER, [timed])
 
 
 def read(out: Path) -> list[Line]:
-    """Returns the lines of the ledger in the flywheel's folder `out`, oldest first. Raises ConfigError on a damaged
-    line.
+    """Returns the lines of ledger.jsonl (measured and refused models) in the flywheel's folder `out`, oldest first.
+    Raises ConfigError on a damaged line.
 
-    A stage killed after writing its line writes it again: a later "measured" or "kept" line replaces the one of the
-    same turn, name and state. All refusals are returned.
+    A stage that was killed after writing a line writes it again: of "measured" or "kept" lines with the same turn, name
+    and state, only the last is returned. All refusals are returned.
     """
     file, lines = out / LEDGER, dict[Any, Line]()
     remedy = "restore it from a copy, or delete the line that is damaged"
@@ -51,7 +51,8 @@ def read(out: Path) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> Table:
-    """Returns the lines as a table for display; notes list the models' paths and the reasons of refusals."""
+    """Returns lines of the ledger as a table for display; its notes list the models' paths and the reasons of
+    refusals."""
     has_first = any(line.get("first_score") is not None for line in lines)
     columns = [
         Column("turn", lambda line: line["turn"], align="right"),

@@ -31,8 +31,8 @@ class Bench:
     suites: dict[str, Path] = field(default_factory=dict)
 
     def scores(self, what: str, model: str, drafter: str = NO_DRAFTER, suite: str = OWN) -> Scores:
-        """Runs one of the turn's suites on a model, with or without a drafter; writes the run folder evals/<what>.
-        Raises the errors of `evals.run.evaluate`."""
+        """Runs one of the turn's suites, `suites[suite]`, on a model, with or without a drafter; writes the run folder
+        evals/<what>. `what`: name of the measured model. Raises the errors of `evals.run.evaluate`."""
         engine = replace(self.config.engine, model=model, drafter=drafter)
         sampling = self.config.sampling
         if not self.config.is_given("sampling.max_tokens"):
@@ -53,10 +53,11 @@ class Bench:
     def compared_with_first(
         self, what: str, model: str, own: Scores, first_run: Path
     ) -> tuple[Scores, Comparison] | None:
-        """Runs the first turn's suite on a model and compares it with the first model; returns None if no case remains.
+        """Scores a model on the first turn's suite, and compares the scores with those of the first model; returns
+        (scores, comparison), or None in the first turn and if all cases of that suite are in training data.
 
-        `what`: the model's name in run folders. `own`: its scores on the turn's own suite, reused if both suites are
-        equal. `first_run`: run folder of the first model.
+        `what`: the scored model's name in run folders. `own`: the scored model's scores on this turn's own suite,
+        reused if both suites are equal. `first_run`: run folder of the first model.
         """
         if FIRST not in self.suites:
             return None
@@ -68,7 +69,8 @@ class Bench:
         return scores, compare(replace(before, cases=common, digest=scores.digest), scores)
 
     def figures(self, scores: Scores) -> dict[str, Any]:
-        """Returns the values of a ledger line: score with its interval, speed and cost."""
+        """Returns the figures that the ledger records of these scores: score and interval, speed, and cost per 1,000
+        answers."""
         line, price = scores.as_line(), self.config.price_per_core_hour
         core_s = line["core_s_per_1000"]
         names = ("score", "interval", "cases", "p50_s", "tokens_per_s", "core_s_per_1000", "lossless")

@@ -85,7 +85,8 @@ class TurnPrice:
         return sum(each.minutes for each in self.stages)
 
     def money(self, minutes: float) -> float | None:
-        """Returns the price of using all threads for this many minutes; None without a price per core-hour."""
+        """Returns the cost of running all threads for this many minutes, in the currency of the setting
+        `price_per_core_hour`; None if that is not set."""
         return None if self.price_per_core_hour is None else minutes / 60 * self.threads * self.price_per_core_hour
 
     def as_json(self) -> dict[str, Any]:

@@ -89,8 +89,8 @@ class Turn:
 
 
 def record(turn: Turn) -> StageResult:
-    """Returns the folders of the served model's recorded answers; without any, the model answers the configured
-    prompts.
+    """Finds the recorded answers of the served model; without any, lets the model answer the configured prompts.
+    Returns the answers' folders as "sources".
 
     Raises ConfigError without answers and prompts.
     """
@@ -114,8 +114,8 @@ def record(turn: Turn) -> StageResult:
 
 
 def store(turn: Turn) -> StageResult:
-    """Builds a store of this turn's answers, or uses the recorded one. Raises PromptError if it has too few answers or
-    too many bad ones."""
+    """Builds a dataset store of this turn's answers, or uses the one that `record` in flywheel.yaml names. Raises
+    PromptError if it has too few answers or too many bad ones."""
     sources = [Path(source) for source in turn.of("record")["sources"]]
     stores = [source for source in sources if (source / "store.json").is_file()]
     refuse(
@@ -142,8 +142,9 @@ def store(turn: Turn) -> StageResult:
 
 
 def evals(turn: Turn) -> StageResult:
-    """Makes the turn's suites, and runs its own suite on the served model. Raises JudgeError, and PromptError on too
-    few cases or on cases found in training data."""
+    """Makes the turn's eval suite and runs it on the served model; from the second turn on, also writes the first
+    turn's suite without cases found in training data. Raises JudgeError, and PromptError on too few cases or, in the
+    user's own suite, on cases found in training data."""
     config, own = turn.config, turn.store
     trained = [*turn.earlier_stores, own.path]
     file, dropped = turn.folder / "suite.jsonl", Dropped()

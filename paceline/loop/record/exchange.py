@@ -54,7 +54,8 @@ class Exchange:
 
     @property
     def mark(self) -> str | None:
-        """Hash of `logged_as`, sixteen hex digits, to detect repeated imports; None for an exchange from the proxy."""
+        """Hash of the text that identifies the exchange in its log, sixteen hex digits, to detect repeated imports;
+        None for an exchange from the proxy."""
         return (
             hashlib.blake2b(self.logged_as.encode(errors="replace"), digest_size=8).hexdigest()
             if self.logged_as

@@ -49,9 +49,10 @@ class JudgeConfig:
 
 
 class RelativeJudge:
-    """Computes the rewards of the attempts at one task from a judge's ranking of them; a `Reward` for `AgentRollouts`.
+    """Computes the rewards of the attempts at one task from a judge's rankings of them; a `Reward` for `AgentRollouts`.
 
-    The judge ranks the attempts in two orders; pairs of attempts with the same ranking in both are counted.
+    The judge sees the attempts twice, in random order and in reverse; a reward is the mean of both ranks, scaled to 0
+    to 1, 1 for the best. `agreement` measures how consistent the judge is.
     """
 
     def __init__(self, config: JudgeConfig, describe: Callable[[Any], str] = str) -> None:
@@ -63,8 +64,8 @@ class RelativeJudge:
 
     @property
     def agreement(self) -> float:
-        """Share of pairs of attempts that the judge ranks the same in both orders: 0.5 is random, near 0 is position
-        bias."""
+        """Share of pairs of attempts that the judge ranks the same way when it sees the attempts in reverse order: 0.5
+        is random, near 0 is position bias."""
         return self.num_agreed / self.num_pairs if self.num_pairs else 1.0
 
     def __call__(self, group: list[Trajectory], /) -> list[float]:

@@ -168,7 +168,8 @@ class Rollouts:
         self, samples: list[Sample], seconds: float, rounds: Rounds, more: Mapping[str, float] | None = None
     ) -> None:
         """Records the measured values of a batch of rollouts, and stores its samples, on which the follower trains the
-        drafter next. `seconds`: wall time of the batch; `more`: further values by name."""
+        drafter next. `seconds`: wall time of the batch; `rounds`: totals of its decode rounds, such as accepted drafts;
+        `more`: further values by name."""
         self._latest = samples
         num_tokens = sum(sum(each.mask) for each in samples)
         more = {**self._follower_figures, **(more or {})}

@@ -17,7 +17,7 @@ MOST_NAMED = 12
 
 
 class Described(Protocol):
-    """Protocol with the attributes of a `folder.Store` that the summary needs."""
+    """Protocol: the attributes of a dataset store (`folder.Store`) that `card_of` reads."""
 
     path: Path
     model: str
@@ -31,8 +31,8 @@ class Described(Protocol):
 
 
 def card_of(store: Described) -> dict[str, Any]:
-    """Computes the summary as JSON: counts of rows and tokens by side, sources, tags, rows left out and rows deleted by
-    `forget`."""
+    """Computes a summary of a dataset store's contents as JSON: counts of rows and tokens for "train" and "evals",
+    sources, tags, rows left out and rows deleted by `forget`."""
     counts: dict[str, Any] = {}
     sources, tags, reasons, models = (Counter[str]() for _ in range(4))
     conversations: dict[str, set[str]] = {}

@@ -128,7 +128,8 @@ class Store:
     @contextlib.contextmanager
     def changing(self, doing: str) -> Iterator[dict[str, Any] | None]:
         """Context manager that holds the store's lock during a change. It first completes or reverts a change that was
-        killed. Yields the versions.jsonl line of a completed one, else None.
+        killed. Yields the versions.jsonl line of a completed one, else None. `doing`: name of the change, for the error
+        message of another process.
 
         Raises ConfigError if another process holds the lock, or store.json and versions.jsonl do not match."""
         with only_run(self.path, doing, Ranks(), SILENT.say):
@@ -266,8 +267,8 @@ class Store:
             )
 
     def resplit(self, split: SplitConfig) -> dict[str, Any]:
-        """Split all conversations into training and evals again, with new settings; returns the version's line. Models
-        trained on an earlier version may have seen rows that are now for evals."""
+        """Split all conversations into training and evals again, with new settings; returns the new version's line in
+        versions.jsonl. Models trained on an earlier version may have seen rows that are now for evals."""
         with self.changing("splitting the store") as finished:
             if finished and finished.get("split") == asdict(split):
                 return finished
@@ -283,8 +284,8 @@ class Store:
             return self.commit("split", {"split": asdict(split)}, old)
 
     def commit(self, what: str, figures: dict[str, Any], replaced: Sequence[Path] = ()) -> dict[str, Any]:
-        """Complete a version from the files written for it, and delete the files in `replaced`. `what`: kind of change;
-        `figures`: further fields of its line. Returns the line."""
+        """Complete the next version from the files written for it: append its line to versions.jsonl, and delete the
+        files in `replaced`. `what`: kind of change; `figures`: further fields of the line. Returns the line."""
         left = {side: [file for file in self.shards(side) if file not in replaced] for side in SIDES}
         files = {f"{side}/{file.name}": sha256_of(file) for side in SIDES for file in left[side]}
         rows = {side: sum(parquet.read_metadata(file).num_rows for file in left[side]) for side in SIDES}

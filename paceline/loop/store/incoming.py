@@ -66,8 +66,8 @@ def shards_of(source: Path) -> list[Path]:
 
 
 def read_shard(file: Path) -> list[Row]:
-    """Reads the rows of a Parquet file as dicts with every column of STORED, with None for missing columns. Raises
-    PromptError on a damaged or foreign file."""
+    """Reads the rows of a Parquet file of answers or traces as dicts with every column that a store has; None for
+    columns that the file lacks. Raises PromptError on a damaged or foreign file."""
     with reraised(
         PromptError, f"{file} is no file of answers", "give whole files", pa.ArrowException, OSError, ValueError
     ):
@@ -82,7 +82,8 @@ def read_shard(file: Path) -> list[Row]:
 
 @dataclass(slots=True)
 class Incoming:
-    """Reads source files, and computes the columns that they lack with the tokenizer."""
+    """Reads rows from source files, and adds what a store needs and the files may lack: prompt text (decoded by
+    `tokenizer`), identifier, and default values."""
 
     tokenizer: Tokenizer
     left_out: Counter[str] = field(default_factory=Counter)

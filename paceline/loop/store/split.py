@@ -72,8 +72,9 @@ def side_of(name: str, config: SplitConfig) -> str:
 def sides(
     prompts: Sequence[tuple[int, ...]], known: Sequence[str | None], config: SplitConfig
 ) -> tuple[list[str], list[str]]:
-    """Returns two lists with one entry per prompt: the id of its conversation, and its side ("train", "evals" or
-    BETWEEN). `known`: the side of each prompt that is already stored, None for a new one."""
+    """Returns two lists with one entry per prompt: the id of its conversation, and its side: "train", "evals", or
+    "between" for a new prompt that is related to stored ones on both sides. `known`: the side of each prompt that is
+    already stored, None for a new one."""
     firsts = first_prompts(prompts)
     unique = list(dict.fromkeys(firsts))
     place = {first: number for number, first in enumerate(unique)}

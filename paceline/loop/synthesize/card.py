@@ -27,7 +27,9 @@ def write_card(
     coverage: Coverage | None,
     done: Synthesized,
 ) -> None:
-    """Write card.json and README.md. Raises CacheError if they cannot be written."""
+    """Write a description of the synthetic answers, card.json and README.md, to the run folder. `schema`: the answers'
+    JSON schema, `coverage`: counts of the schema's values in the answers; None for answers without a schema. `done`:
+    counts of the run. Raises CacheError if the files cannot be written."""
     figures = {
         "what": "synthetic answers",
         "target": config.target.model,

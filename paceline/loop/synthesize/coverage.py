@@ -38,8 +38,8 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Place in a schema where an answer takes one of `values`. If `is_branch`, it follows one of several schemas, and
-    `values` are their indices."""
+    """Place in a JSON schema where an answer takes one of `values`: an enum or a boolean. If `is_branch`, the place
+    offers several schemas (`anyOf`, `oneOf`), and `values` are their indices."""
 
     path: tuple[Step, ...]
     values: tuple[Any, ...]

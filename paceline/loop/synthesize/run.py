@@ -46,7 +46,8 @@ ROWS_PER_SHARD = 512
 
 
 def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
-    """Runs `paceline synthesize`: generates answers, writes the accepted ones and the card, returns the counts."""
+    """Runs `paceline synthesize`: generates answers, writes the accepted ones and their description (card.json,
+    README.md), returns the counts."""
     form = Form.of(config)
     answering = replace(config.answering, grammar=form.grammar)
     regenerate = RegenerateConfig(config.out, config.target, config.asked, answering, config.max_batch)
@@ -154,7 +155,8 @@ class Form:
         return cls(grammar, schema)
 
     def read(self, answer: Answer) -> tuple[str | None, Any]:
-        """Checks an answer; returns (reason to reject it, or None; its parsed JSON, or None for other forms)."""
+        """Checks an answer; returns (reason, value). Reason: why it is rejected, None if it is accepted. Value: the
+        parsed JSON; None for rejected answers, text, and tool calls under `tool_choice` "auto"."""
         if answer.finish_reason != "stop":
             return "unfinished", None
         if self.tool_names:

@@ -21,8 +21,8 @@ SLOT = re.compile(r"\{(\w+)\}")
 
 
 class TemplateSlots:
-    """Fills each slot {name} with a random value of the schema property of that name, which must be an enum, a string
-    with a pattern, or a bounded integer."""
+    """Fills each slot {name} in openers (first messages of simulated users) with a random value of the schema property
+    of that name, which must be an enum, a string with a pattern, or a bounded integer."""
 
     def __init__(self, schema: Schema) -> None:
         self._nodes: dict[str, list[Schema]] = defaultdict(list)
@@ -34,8 +34,8 @@ class TemplateSlots:
         return sorted(self._nodes)
 
     def check(self, openers: Iterable[str]) -> list[str]:
-        """Checks that all slots in the openers can be filled; raises ConfigError if not. Returns the names of
-        properties with a pattern that no opener uses."""
+        """Checks that all slots in the openers (first messages of simulated users) can be filled; raises ConfigError if
+        not. Returns the names of schema properties with a pattern for which no opener has a slot."""
         named = {name for opener in openers for name in SLOT.findall(opener)}
         if unknown := sorted(named - set(self._nodes)):
             raise ConfigError(
@@ -47,7 +47,8 @@ class TemplateSlots:
         ]
 
     def fill(self, opener: str, seed: int) -> str:
-        """Returns the opener with its slots filled; the same seed gives the same values."""
+        """Returns the opener, a simulated user's first message, with its slots {name} filled; the same seed gives the
+        same values."""
         generator = random.Random(seed)
         return SLOT.sub(lambda slot: _drawn(generator.choice(self._nodes[slot[1]]), generator), opener)
 

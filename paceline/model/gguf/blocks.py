@@ -40,7 +40,8 @@ class Blocks:
     kind: BlockKind
 
     def scales(self) -> Tensor:
-        """Half-precision scales and minima of all blocks, as a float16 tensor."""
+        """The blocks' scales as float16 [blocks, 1], or scales and minima [blocks, 2] for types with both; blocks in
+        row order."""
         num_bytes = BLOCK_SIZES[self.kind][1]
         first = num_bytes - 2 if self.kind == "Q6_K" else 0
         count = 2 if self.kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1

@@ -119,8 +119,8 @@ def decimal(value: float | None) -> float | None:
 def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
     """Yield (Hugging Face name, float32 tensor) for each tensor, in the file's order; quantised ones are dequantised.
 
-    With `keep_blocks`, matrices keep their format if it is float16, bfloat16 or one of BLOCK_KINDS; other formats are
-    still dequantised, with a warning.
+    With `keep_blocks`, float16 and bfloat16 matrices keep their dtype, and those in block types that the native library
+    multiplies are yielded as Blocks; other formats are still dequantised, with a warning.
     """
     file = open_gguf(path)
     arch = _architecture(file)[0]

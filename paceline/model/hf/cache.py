@@ -71,8 +71,8 @@ class Row:
     def truncate(self, length: int) -> None:
         """Roll the row back to its first `length` tokens.
 
-        A recurrent state is restored to the last saved copy, or to the empty state if that copy is of a later position;
-        tokens after it become pending.
+        A recurrent state cannot be shortened: the copy made by `save` is restored or, if that covers more than `length`
+        tokens, the empty state. The tokens that the restored state does not cover become pending.
         """
         del self.tokens[length:]
         if length >= self.num_computed:

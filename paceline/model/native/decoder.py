@@ -168,13 +168,13 @@ class NativeDecoder(Target):
         self._buffers.fill(held=held, settle_rows=rows, settle_before=before, settle_counts=counts)
 
     def time_stages(self, seconds: Tensor) -> None:
-        """From now on, add each pass's seconds by stage (`library.STAGES`, on thread 0) to this float32 tensor."""
+        """Add later passes' seconds by stage, on thread 0, to `seconds`: float32, one for each of `library.STAGES`."""
         self._stage_s = seconds
         self._buffers.work.stage_s = pointer(seconds)
 
 
 class NativeKVCache(StaticKVCache):
-    """A StaticKVCache in the library's memory layout: see `keys` and `values` of Attention in `native/kernels.h`."""
+    """A StaticKVCache in the native library's layout, in which 16 keys are interleaved (`native/kernels.h`)."""
 
     mover: Callable[[int, int, list[int]], None] | None = None
     """The model's function that moves kept positions: (row, start, slots); None for a drafter's cache."""
@@ -185,11 +185,11 @@ class NativeKVCache(StaticKVCache):
 
 
 class NativeDeltaCache(DeltaCache, NativeKVCache):
-    """A NativeKVCache for a model with gated delta nets (linear attention); recurrent data is float32."""
+    """A NativeKVCache with the recurrent data (float32) of gated delta net layers, a kind of linear attention."""
 
     def show(self, view: CCache) -> None:
-        """Write the addresses of recurrent states and pending windows (updates not yet in a state) into the C struct,
-        which the cache must outlive. If windows are enlarged, call this again."""
+        """Write the addresses of recurrent states and pending windows (updates not yet in a state) into the C struct
+        `view`, which the cache must outlive. Call this again when the cache has enlarged its windows (`room`)."""
         memories = [CMemory(*map(pointer, memory.tensors())) for memory in self.memories]
         view.memories, view.room = (CMemory * len(memories))(*memories), self.room
 
@@ -197,7 +197,7 @@ class NativeDeltaCache(DeltaCache, NativeKVCache):
 def native_cache(
     config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0
 ) -> NativeKVCache:
-    """Allocate a cache for all layers, with head size and row length padded for the library."""
+    """Allocate a KV cache for all layers, padded as the native library requires. `slack`: scratch positions per row."""
     head_dim, slack = padded(config, max_len, slack)
     if config.delta is not None:
         more: dict[str, Any] = {"head_dim": head_dim, "slack": slack, "inputs": torch.float32}
@@ -206,7 +206,7 @@ def native_cache(
 
 
 def padded(config: DecoderConfig, max_len: int, slack: int) -> tuple[int, int]:
-    """Return (head_dim, scratch positions per row beyond `max_len`), both enlarged as the library requires."""
+    """Return (head_dim, slack: scratch positions per row after `max_len`), both enlarged as the library requires."""
     return native.require().pn_padded_head_dim(config.head_dim), slack + -(max_len + slack) % native.KEYS
 
 
@@ -227,11 +227,10 @@ def native_model(
     first_position: int = 0,
     **parts: Any,
 ) -> Model:
-    """Create a model of the library. `layers` and `parts` hold matrices, float32 vectors and numbers, by fields of
-    CLayer and CConfig.
+    """Create a model of the native library from matrices, float32 vectors and numbers by name. `layers`: for each
+    layer, the fields of the C struct CLayer; `parts`: fields of CConfig, such as the LM head.
 
-    first_position: RoPE position of the cache's first position; max_len: number of positions per row.
-    """
+    first_position: RoPE position of the cache's first position; max_len: number of positions per row."""
     tables = {"": rope_tables(config, first_position + max_len)}
     if "local" in config.ropes:
         tables["local_"] = rope_tables(config, first_position + max_len, "local")
@@ -293,7 +292,8 @@ def _read_by_a_token(config: DecoderConfig, experts: list[tuple[Matrix, Matrix]]
 
 
 def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
-    """Stack matrices [n_i, cols], each padded to a multiple of 16 rows if there are several; their formats are kept."""
+    """Stack matrices [n_i, cols] into one, each padded to a multiple of 16 rows if there are several. Quantised blocks
+    keep their format; dense weights become `dtype`, except bfloat16 and, if `dtype` is float32, float16."""
     forms = [_form(weight, dtype) for weight in weights]
     counts = [padded_rows(weight.shape[0]) for weight in weights] if len(weights) > 1 else [weights[0].shape[0]]
     groups = groupby(zip(forms, counts, strict=True), itemgetter(0))
@@ -318,8 +318,7 @@ def _form(weight: Weight, dtype: torch.dtype) -> str:
 
 
 def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
-    """Concatenate the biases of stacked matrices, padded in the same way as their rows by `pack`; None without
-    biases."""
+    """Concatenate biases of matrices stacked by `pack`, padded as their rows, in float32; None without biases."""
     if all(vector is None for vector in vectors):
         return None
     padded = []
@@ -337,7 +336,8 @@ def _vector(vector: Weight, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
 
 
 def layer_parts(config: DecoderConfig, index: int, parts: dict[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
-    """Convert a layer's weights to the fields of a CLayer, by name. Removes the weights from `parts`."""
+    """Convert the weights of layer `index` to fields of the C struct CLayer (attention, norms, MLP), by field name.
+    Removes the weight matrices from `parts`, the layer's weights by name within the layer."""
     offset = config.norm_offset
     layer: dict[str, Any] = {
         field: _vector(parts[f"{name}.weight"], dtype, offset) for field, name in NORMS[config.norms].items()

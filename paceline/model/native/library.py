@@ -212,7 +212,7 @@ def require() -> ctypes.CDLL:
 
 
 def multiplies_blocks(dtype: torch.dtype) -> bool:
-    """Return True if products in `dtype` are faster with quantised blocks than with a dense copy of the matrix."""
+    """Return True if products in `dtype` are faster with a weight's quantised blocks than with a dense copy of it."""
     return dtype == torch.bfloat16 and require().pn_in_use() != b"portable"
 
 
@@ -234,7 +234,7 @@ AnyStructure = TypeVar("AnyStructure", bound=Structure)
 
 
 def filled(struct: AnyStructure, parts: dict[str, Any]) -> AnyStructure:
-    """Set fields of a C struct to matrices, float32 vectors and numbers, by name; returns the struct."""
+    """Set the fields of a C struct named in `parts`: numbers, or pointers to a Matrix or CPU tensor; returns it."""
     for name, part in parts.items():
         setattr(
             struct,
@@ -249,12 +249,12 @@ def int32s(values: list[int]) -> Any:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Number of rows that a matrix of `num_rows` rows occupies in a stack: the next multiple of GROUP."""
+    """Rows that a matrix of `num_rows` rows occupies in a packed stack of matrices: the next multiple of GROUP (16)."""
     return -(-num_rows // GROUP) * GROUP
 
 
 class Matrix:
-    """A weight matrix [rows, cols] packed by the library, of stacked parts with a format each (FORMAT_NAMES)."""
+    """A packed weight matrix [rows, cols] of parts one below the other, each in a format of its own, such as "Q4_K"."""
 
     def __init__(self, parts: list[tuple[int, str]], cols: int) -> None:
         """`parts`: (rows, format) of each; all but the last have a multiple of 16 rows."""
@@ -271,7 +271,8 @@ class Matrix:
         weakref.finalize(self, library.pn_matrix_free, handle)
 
     def fill(self, first_row: int, source: Tensor, format: str | None = None) -> None:
-        """Set one part's rows from `first_row` on: dense [n, cols], or uint8 blocks [n, bytes] in its format."""
+        """Set n rows, all of one part, from row `first_row` of the matrix on. `source`: dense [n, cols], or the GGUF
+        blocks of the rows, uint8 [n, bytes], with the part's `format`, such as "Q4_K"."""
         source = source.contiguous()
         given = FORMAT_NAMES.index(format or str(source.dtype).removeprefix("torch."))
         check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))
@@ -299,7 +300,7 @@ class Matrix:
 
 
 class Model:
-    """A decoder model in the native library. `keep`: objects that own its memory. `config.layers` must be set."""
+    """A decoder model in the native library, of a complete CConfig. `keep`: objects that own its memory."""
 
     def __init__(self, config: CConfig, keep: list[object]) -> None:
         library = require()
@@ -314,7 +315,7 @@ class Model:
         check(self._forward(self.handle, byref(cache), byref(work)))
 
     def keep(self, cache: CCache, row: int, start: int, slots: list[int]) -> None:
-        """Copy keys and values of the row from positions start + slots[i] to start + i, in all layers."""
+        """Keep some of a row's newest tokens: move keys and values from start + slots[i] to start + i, all layers."""
         check(
             require().pn_keep(
                 self.handle, byref(cache), 1, int32s([row]), int32s([start]), int32s([len(slots)]), int32s(slots)
@@ -322,7 +323,8 @@ class Model:
         )
 
     def inject(self, cache: CCache, rows: list[int], starts: list[int], counts: list[int], features: Tensor) -> None:
-        """Project features [T, F] in the model's dtype to keys and values of all layers, written from `starts` on."""
+        """For DFlash drafters: write the keys and values that all layers compute from target features [T, F], in the
+        model's dtype. Row rows[i] gets the next counts[i] features, from position starts[i] on."""
         arrays = (int32s(rows), int32s(starts), int32s(counts))
         check(require().pn_inject(self.handle, byref(cache), len(rows), *arrays, pointer(features)))
 
@@ -355,8 +357,7 @@ class Buffers:
 
 
 def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
-    """Sample a token from a request's distribution by `uniform`, a number in [0, 1). Logits: float32, contiguous, on
-    CPU."""
+    """Sample a token with a request's parameters by `uniform` in [0, 1). Logits: float32, contiguous, on CPU."""
     given = (params.temperature, params.min_p, params.top_k, params.top_p, uniform)
     token = require().pn_draw(pointer(logits_V), len(logits_V), *given)
     check(min(token, 0))
@@ -366,8 +367,7 @@ def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
 def top_logprobs(
     logits_KV: Tensor, count: int, inverse_temperature: float
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Return ids and log-probabilities of each row's `count` most probable tokens. Logits: float32, contiguous, on
-    CPU."""
+    """Ids and log-probabilities of each row's `count` most probable tokens. Logits: float32, contiguous, on CPU."""
     rows, size = logits_KV.shape
     ids, logprobs = (c_int32 * (rows * count))(), (c_float * (rows * count))()
     check(require().pn_likeliest(pointer(logits_KV), rows, size, count, inverse_temperature, ids, logprobs))
@@ -376,7 +376,7 @@ def top_logprobs(
 
 
 class Picker:
-    """Selects draft tokens of a DFlash 2 drafter in one native call: scores candidates with its codebooks and gate."""
+    """DFlash 2's selector: scores each draft position's candidates given the previous token, in one native call."""
 
     def __init__(
         self, count: int, books: tuple[Tensor, Tensor], gate: Matrix, dtype: torch.dtype, ids_V: Tensor | None
@@ -413,8 +413,8 @@ class Picker:
 
 
 def walk(scores_KMM: Tensor, inverse_temperature: float) -> tuple[list[int], list[float]]:
-    """Indices of the best candidate at each draft position, given the one before, and their log-probabilities under
-    softmax(scores * inverse_temperature). Ends at a non-finite score."""
+    """Choose the best of M candidates at each of K draft positions, given the one before (scores: see `Picker.pick`).
+    Returns (indices, log-probabilities in softmax(scores * inverse_temperature)), up to a non-finite score."""
     slots, count, _ = scores_KMM.shape
     places, logprobs = (c_int32 * slots)(), (c_double * slots)()
     num_places = require().pn_walk(pointer(scores_KMM), slots, count, inverse_temperature, places, logprobs)

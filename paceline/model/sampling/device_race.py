@@ -83,8 +83,8 @@ def top_logprobs(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) 
 def race(logits_BJV: Tensor, draws: Draws, position_BJ: Tensor) -> Tensor:
     """Sample a token at each of J positions of B rows by the exponential race of `race.race`; returns token ids [B, J].
 
-    position_BJ: each token's index in its text, which selects its noise. A result may also be FAILED or WHOLE.
-    Undefined for greedy rows.
+    position_BJ: each token's index in its text, which selects its noise. A result may also be FAILED (-1: invalid
+    logits) or WHOLE (-2: the caller must sample on the host with `race.race`). Undefined for greedy rows.
     """
     num_vocab = logits_BJV.shape[-1]
     _, top_k_B, _, min_p_B, top_p_B = draws
@@ -155,8 +155,9 @@ def foreseen(
     (`draft/foresight.py`).
 
     Returns (token ids [B, K], or FAILED if the logits are not finite; log of the probability that the target samples
-    the same token [B, K]). position_BK: each token's index in its text. scale, spread: fields of
-    `draft.foresight.Foresight`. draft_ids: token id of each logits column; None: column i is token i.
+    the same token [B, K]). position_BK: each token's index in its text. scale: factor on the drafter's
+    log-probabilities; spread: of their error, where a smaller value gives the noise more weight. draft_ids: token id of
+    each logits column; None: column i is token i.
     """
     ids_BKM, logprobs_BKM = top_logprobs(logits_BKV, draws.inverse_temperature_B, FIELD)
     tokens_BKM = ids_BKM if draft_ids is None else draft_ids[ids_BKM]

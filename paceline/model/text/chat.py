@@ -40,7 +40,8 @@ def chat_text(
     template.
 
     With `continue_final_message` the text ends with the last message's content, which the answer continues. Raises
-    PromptError for malformed messages and RESERVED variables (MessageError names the field), or if the template fails.
+    PromptError if the template fails; MessageError, a PromptError that names the field, for malformed messages, and for
+    variables that the conversation itself sets ("messages", "tools", "add_generation_prompt").
     """
     if reserved := RESERVED & (variables or {}).keys():
         name = min(reserved)

@@ -24,9 +24,11 @@ Message = Mapping[str, Any]
 def with_tools(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], template: str | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Prepare a conversation for the chat template: returns (messages, variables to pass to it).
+    """Convert messages and tools to the form that a chat template reads: returns (messages, variables of the template).
 
-    `template` is the template's source, None without one. Raises PromptError for too deeply nested JSON.
+    A template that reads `tools` gets them as a variable. For others a system message describes the tools, and tool
+    calls and results become text. `template`: the template's source, None for a model without one. Raises PromptError
+    for too deeply nested JSON.
     """
     is_native = bool(template and re.search(r"\btools\b", template))
     plain = [_native(message) if is_native else _as_text(message) for message in messages]

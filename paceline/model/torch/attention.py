@@ -101,8 +101,8 @@ class AttentionPlan:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
-        """Build a plan from explicit masks. `visible`: for each row, the cache positions that each of its tokens
-        attends to, bool [count, positions]."""
+        """Build a plan from masks: visible[i], bool [counts[i], positions], marks the cache positions that each new
+        token of row rows[i] attends to. `group`: query heads per key head."""
         plan = cls([], [], [], group=group, dtype=dtype, device=device)
         for row, count, seen in zip(rows, counts, visible, strict=True):
             plan.spans.append(_Span(row, 1, count, 0, seen.shape[-1], plan._additive(seen[None].to(device))))
@@ -285,19 +285,19 @@ class Rope:
         return cls(*(table.to(device, dtype) for table in tables))
 
     def tables(self, positions: list[int]) -> tuple[Tensor, Tensor]:
-        """Look up the cosines and signed sines of these positions: [T, 1, R] each."""
+        """Look up cosines and signed sines (see `rotate`) of T positions, for R rotated channels: [T, 1, R] each."""
         if len(positions) == 1:
             at = positions[0]
             return self._cos[at : at + 1, None], self._signed_sin[at : at + 1, None]
         return self.tables_at(torch.tensor(positions, device=self._cos.device))
 
     def tables_at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up the cosines and signed sines of a tensor of positions: [T, 1, R] each."""
+        """Look up the same as `tables`, for a tensor of positions [T] on the device: [T, 1, R] each."""
         return self._cos[positions_T][:, None], self._signed_sin[positions_T][:, None]
 
     def rotate(self, heads_THD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate heads x: x * cos + rotate_half(x) * sin. Rolling x by half its size swaps the halves; the table
-        contains the sign."""
+        """Rotate the first R channels x of each head: x * cos + swap_halves(x) * signed_sin. `tables`: (cos,
+        signed_sin) of the tokens' positions, [T, 1, R]; signed_sin is sin with its first half negated."""
         if self._size < heads_THD.shape[-1]:
             rotated, rest = heads_THD.tensor_split([self._size], dim=-1)
             return torch.cat([self.rotate(rotated, tables), rest], dim=-1)
@@ -310,9 +310,9 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Compute cosines and sines for `max_len` positions, float32 [max_len, R] each, including YaRN's attention factor.
 
-    longest: maximum text length [default: max_len]; LongRoPE selects its factors by it, for all positions. (Selected by
-    the last position of each pass, drafts would change how accepted tokens are rotated.) Raises UnsupportedModelError
-    for an unknown RoPE type, ModelFileError if its numbers are missing.
+    longest: maximum text length [default: max_len]; by it LongRoPE selects its short or long factors, once for all
+    positions, so that drafts cannot change how accepted tokens are rotated. Raises UnsupportedModelError for an unknown
+    RoPE type, ModelFileError if its numbers are missing.
     """
     inv_freq, attention_factor = inverse_frequencies(config, kind, max_len if longest is None else longest)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq
@@ -322,7 +322,7 @@ def rope_tables(
 
 def inverse_frequencies(config: DecoderConfig, kind: RopeKind = "main", longest: int = 0) -> tuple[Tensor, float]:
     """Compute RoPE's frequencies for R rotated channels: (angle per position in radians, float32 [R / 2]; factor on
-    cosines and sines)."""
+    cosines and sines). `longest`: maximum text length, which only LongRoPE reads."""
     theta, scaling = config.rope_theta, config.rope_scaling
     if kind == "local":
         theta, scaling = config.local_rope_theta, config.local_rope_scaling

@@ -257,11 +257,12 @@ class Decoder(Target):
         tables: Mapping[RopeKind, Tables],
         stages: Sequence[Stage] | FixedStage = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Run embedding and all layers; returns hidden states [T, D] before the final norm, and outputs [T, F] of the
-        tapped layers or None.
+        """Run embedding and all layers; returns hidden states [T, D] before the final norm, and the concatenated
+        outputs [T, F] of the tapped layers, or None without any.
 
-        plans: attention plans by sliding window; tables: cosines and sines by type of RoPE; stages: work of the gated
-        delta nets, see `DeltaCache.stages`.
+        plans: attention plans by sliding window, None for unlimited attention; writer: writes new keys and values to
+        the cache; tables: cosines and sines by type of RoPE; stages: work of the gated delta nets, see
+        `DeltaCache.stages`.
         """
         taps_TLD = torch.empty(
             len(tokens_T), len(self.tap_layers), self.hidden_size, dtype=self.dtype, device=self.device

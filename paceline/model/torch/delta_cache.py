@@ -32,7 +32,7 @@ HALF = ROOM // 2
 
 @dataclass(slots=True)
 class Commit:
-    """Pending updates to apply to the recurrent states: the oldest ones of each of R rows."""
+    """Number of pending updates, the oldest ones, that each of R cache rows must apply to its recurrent states."""
 
     rows_R: Tensor
     gone_R: Tensor
@@ -86,17 +86,19 @@ class FixedStage:
     def of(
         cls, starts_B: Tensor, counts_B: Tensor, committed_B: Tensor, room: int, relation_2BJ: Tensor, live_T: Tensor
     ) -> FixedStage:
-        """Compute the stage's lengths on the device. starts_B: length of each row; committed_B: number of positions in
-        its state; room: size of the pending window; relation_2BJ: for each token (depth in its tree, bit mask of its
-        ancestors and itself). Rows without tokens do not change."""
+        """Build the stage on the device: computes how many pending positions each row commits and keeps. starts_B: its
+        tokens before the pass; counts_B: its new ones; committed_B: positions in its recurrent state; room: size of the
+        pending window; relation_2BJ: for each token (depth in its tree, bit mask of its ancestors and itself); live_T:
+        mask of valid tokens. Rows without new tokens do not change."""
         depths_BJ, bits_BJ = relation_2BJ
         held_B = (starts_B - committed_B).masked_fill(counts_B == 0, 0)
         gone_B = (held_B - HALF).masked_fill(held_B + depths_BJ.shape[1] <= room, 0)
         return cls(counts_B, gone_B, held_B - gone_B, depths_BJ, bits_BJ, live_T)
 
     def whole(self, room: int, kernel: int) -> Stage:
-        """Return an equivalent Stage for PyTorch operations, in which every length is the maximum. `room`: size of the
-        pending window; `kernel`: number of inputs of the convolution."""
+        """Return an equivalent Stage for PyTorch operations. Its `most_*` fields are upper bounds, because the actual
+        lengths are known only on the device. `room`: size of the pending window; `kernel`: number of inputs of the
+        convolution."""
         num_rows, count = self.bits_BJ.shape
         device = self.bits_BJ.device
         slot_J, rows_B = torch.arange(count, device=device), torch.arange(num_rows, device=device)
@@ -234,7 +236,7 @@ class DeltaCache(StaticKVCache):
 
     def stages(self, batch: ForwardBatch) -> list[Stage]:
         """Plan the work of every delta net layer in this pass: returns the stages to compute in order. Stores the
-        pass's tokens, and counts the positions that the stages commit."""
+        pass's tokens, and marks the positions that the stages commit as committed; call it once per pass."""
         first, by_count = 0, dict[int, list[tuple[int, int]]]()
         for row, count in zip(batch.rows, batch.counts, strict=True):
             assert row not in self._unread
@@ -256,8 +258,8 @@ class DeltaCache(StaticKVCache):
         return self._committed[row]
 
     def passed(self, batch: ForwardBatch, count: int) -> None:
-        """Store the tokens of a pass of fixed shape with `count` tokens per row, and count the positions that it
-        commits; call this before `append`."""
+        """Record a finished pass of fixed shape with `count` tokens per row: stores its tokens, and marks the positions
+        that it committed to the recurrent states as committed. Call this before `append`."""
         first = 0
         for row, own, held in zip(batch.rows, batch.counts, self.held(batch.rows), strict=True):
             self._tokens[row] += batch.tokens[first : first + own]

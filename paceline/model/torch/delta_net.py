@@ -61,8 +61,8 @@ class DeltaNet:
         )
 
     def gated(self, fused_TX: Tensor, memory: DeltaMemory, stages: Sequence[Stage]) -> Tensor:
-        """Compute the input [T, values] of the output projection from the fused input projection's result [T, X];
-        updates `memory`."""
+        """Compute everything between the layer's two projections: from the result [T, X] of the fused input projection
+        to the input [T, values] of the output projection. Updates `memory`."""
         shape, heads = self._shape, self._shape.num_value_heads
         inputs_TX, gate_TY, beta_TH, step_TH = fused_TX.split([shape.channels, shape.values, heads, heads], dim=-1)
         beta_TH = beta_TH.sigmoid().float()

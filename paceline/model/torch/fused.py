@@ -20,8 +20,8 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute inputs / sqrt(mean(inputs^2) + eps) * weight over the last dimension, in the dtype of the next matrix
-    product."""
+    """Compute inputs / sqrt(mean(inputs^2) + eps) * weight over the last dimension. The result has autocast's dtype if
+    autocast is on, else that of `inputs`."""
     return _RMSNorm.apply(inputs, weight, eps, autocast_dtype(inputs))
 
 

@@ -46,8 +46,8 @@ class StaticWriter(CacheWriter):
         self._rows_T = torch.arange(num_rows, device=device).repeat_interleave(count)
 
     def point(self, starts_B: Tensor, counts_B: Tensor) -> Tensor:
-        """Set each row's length before the pass and number of valid tokens; returns the J positions after each row's
-        length, [B, J]."""
+        """Prepare the next pass: starts_B is the length of each row before it, counts_B the number of valid tokens.
+        Returns the positions [B, J] of each row's J tokens: starts_B + 0, 1, ... J - 1."""
         slots_BJ = starts_B[:, None] + self.slot_J
         self.own_BJ = self.slot_J < counts_B[:, None]
         self._slots_T = torch.where(self.own_BJ, slots_BJ, self._scratch_J).flatten()
@@ -111,8 +111,8 @@ class StaticPass(Region):
         self.compute_of(self.tokens_BJ, self.starts_B, self.counts_B)
 
     def compute_of(self, tokens_BJ: Tensor, starts_B: Tensor, counts_B: Tensor) -> None:
-        """Run the pass on these tensors instead of the input buffers, as part of a larger region; writes `logits_TV`
-        and `taps_TF`."""
+        """Run the pass on these tensors instead of the input buffers, for a larger CUDA graph that contains it; writes
+        `logits_TV` and `taps_TF`."""
         decoder = self._decoder
         self._writer.point(starts_B, counts_B)
         depths_BJ, bits_BJ = self.relation_2BJ
@@ -203,8 +203,8 @@ class GraphDecoder(Decoder):
         self._logits_TV: Tensor | None = None
 
     def record(self, most_count: int) -> None:
-        """Record a decode pass for every shape of the grid, with up to `most_count` tokens per row and the layers now
-        tapped."""
+        """Record a decode pass, on CUDA as a CUDA graph, for every shape (rows, tokens per row) of `pass_grid`, with up
+        to `most_count` tokens per row and the layers now tapped."""
         if most_count > self._most_count:
             self._most_count = most_count
             self._forget(most_count)
@@ -229,8 +229,8 @@ class GraphDecoder(Decoder):
         return self._recordings[self.tap_layers]
 
     def static_pass(self, num_rows: int, count: int) -> StaticPass:
-        """Create a pass with the layers now tapped, for use in a larger region. `count`: tokens per row, one of
-        `counts`."""
+        """Create a pass with the layers now tapped, for use in a larger CUDA graph (`StaticPass.compute_of`). `count`:
+        tokens per row, one of `counts`."""
         return self._tapping().make(num_rows, count)
 
     @property

@@ -93,8 +93,8 @@ class RMSNorm:
         return inputs.div(scale).mul_(self._weight).to(self._dtype)
 
     def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
-        """Norm the first `num_heads` heads of each token. On a GPU all heads are normed, as PyTorch's kernel would copy
-        a slice."""
+        """Return the first `num_heads` heads of each token, normed. On a GPU all heads are normed before the slice, as
+        PyTorch's kernel would copy a slice."""
         if self._is_cpu:
             return self(heads_THD[:, :num_heads])
         normed_THD = kernels.normed(heads_THD, self.for_kernel)[:, :num_heads]
@@ -102,7 +102,7 @@ class RMSNorm:
 
     @property
     def for_kernel(self) -> NormWeight:
-        """The norm's parameters in the form that kernels need; not on CPU."""
+        """Parameters of the norm for the functions of `kernels/layer.py`; not if the weight is on CPU."""
         assert not self._is_cpu
         return NormWeight(self._weight, self._eps, self._is_wide)
 
@@ -132,13 +132,14 @@ class WholeNorm:
         return torch.cat([queries, keys], dim=1).view(heads_THD.shape)
 
     def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
-        """Norm the first `num_heads` heads of each token. The other heads are sliced off first, as they would change
-        the norm."""
+        """Return the first `num_heads` heads (queries and keys) of each token, normed; later heads do not affect the
+        norms."""
         return self(heads_THD[:, :num_heads])
 
     @cached_property
     def for_kernel(self) -> NormWeight:
-        """Parameters of both norms, concatenated, in the form that kernels need; not on CPU."""
+        """Parameters for the functions of `kernels/layer.py`, with the weights of both norms concatenated; not if
+        they are on CPU."""
         query, key = self._query_norm.for_kernel, self._key_norm.for_kernel
         return query._replace(weight=torch.cat([query.weight, key.weight]))
 

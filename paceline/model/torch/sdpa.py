@@ -17,7 +17,8 @@ KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacken
 
 
 def chosen_kernels(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager in which PyTorch's attention on CUDA uses only KERNELS; no effect on other devices.
+    """Return a context manager in which PyTorch's attention on CUDA uses its memory-efficient, flash or math kernel,
+    never cuDNN; no effect on other devices.
 
     Entering takes some 30 us, so a pass enters it once; nested uses, or with cuDNN already off, only read a flag.
     """

@@ -22,7 +22,8 @@ Redacted = tuple[list[int], list[int]]
 
 
 class Redactor:
-    """Redacts matches of regular expressions in text and tokens.
+    """Redacts matches of regular expressions in text and token ids. In text, the placeholder "[redacted]" replaces
+    them.
 
     Raises ConfigError for an invalid pattern, and for one that matches the empty string or the placeholder.
     """

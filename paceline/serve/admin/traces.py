@@ -84,7 +84,7 @@ log = logging.getLogger("paceline.serve")
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One answer to one prompt. None marks unknown values."""
+    """Record of one request for training: its prompt, answer and statistics. None marks unknown values."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
@@ -173,8 +173,8 @@ class TraceWriter:
     def offer(self, sequence: Sequence, outcome: str, tag: str | None = None) -> None:
         """Record a finished request. Never waits, never raises.
 
-        Skips requests with mocked acceptance, whose text is meaningless, and counts those with a lossy rule as lost:
-        they would train a drafter on its own drafts.
+        Skips requests with mocked acceptance, whose text is meaningless. Counts requests with a lossy acceptance rule
+        as lost, because their answers would train a drafter on its own drafts.
         """
         if sequence.ledger:
             self.lose("lossy")
@@ -185,9 +185,9 @@ class TraceWriter:
     def put(self, maker: Maker, *, wait: bool = False, is_full: bool = False) -> bool:
         """Queue `maker`, which builds the traces in the writer's thread; returns True if it was queued. Never raises.
 
-        Only a random share of the calls is recorded (`TraceConfig.sample`). If the queue is full, a call with `wait`
-        waits for a free place; otherwise its traces are counted as lost. `is_full` counts them as lost in any case: the
-        caller has reached a limit of its own.
+        Only a random share of the calls is queued (`TraceConfig.sample`). If the queue is full, a call with `wait`
+        waits for a free place; otherwise it is counted as lost. With `is_full` it is always counted as lost: the caller
+        has reached its own limit, such as bytes that wait to be parsed.
         """
         if self._random.random() >= self._config.sample:
             return False

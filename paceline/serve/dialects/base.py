@@ -36,7 +36,8 @@ class Part:
 
 
 class Translated(Exchange):
-    """Converts the answer to a chat into the stream events, or the response object, of another API.
+    """Answers a request of another API, converted to a chat request: turns the chat's answer into stream events, or a
+    response object, of that API.
 
     The answer is a sequence of parts, each a text or a tool call. A part has events for its beginning, each new text,
     and its end. Non-streamed answers are built from the same events as streams.
@@ -65,7 +66,8 @@ class Translated(Exchange):
 
     @property
     def marks(self) -> dict[str, Any]:
-        """Fields added to every object and event: `lossless` if it is False, otherwise none."""
+        """Fields added to every object and event: {"lossless": False} if a lossy rule or mocked acceptance may change
+        the answer, otherwise {}."""
         return {name: self._head[name] for name in ("lossless",) if name in self._head}
 
     async def whole(self) -> dict[str, Any]:

@@ -99,8 +99,8 @@ class OutputConfig(Closed):
 
 
 class Thinking(Closed):
-    """Reasoning of the model: disabled sets the chat template's variable enable_thinking to false, all others to
-    true."""
+    """Reasoning of the model: type "disabled" sets the chat template's variable enable_thinking to false, all other
+    types set it to true."""
 
     unused: ClassVar[dict[str, str]] = fields.MESSAGES_NESTED_UNUSED["thinking"]
 
@@ -150,7 +150,7 @@ class AnthropicErrorBody(BaseModel):
 
 
 class AnthropicError(BaseModel):
-    """Format of every error."""
+    """Body of an error response in Anthropic's format."""
 
     type: Literal["error"] = "error"
     error: AnthropicErrorBody
@@ -183,8 +183,8 @@ def add_messages(app: FastAPI, worker: EngineWorker) -> None:
 
 
 def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
-    """Convert a request to a chat request. Also returns a map from the chat's field names to the client's, for errors.
-    Raises RequestRefused."""
+    """Convert a request of Anthropic's Messages API to a chat request. Also returns a map from names of chat fields to
+    the client's names, for error messages. Raises RequestRefused."""
     messages = [("system", {"role": "system", "content": _text(body.system)})] if body.system else []
     for place, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{place}]")

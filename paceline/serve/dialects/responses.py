@@ -92,7 +92,7 @@ class TextFormat(Closed):
 
 
 class TextConfig(Closed):
-    """Format of the answer's text."""
+    """Field `text` of a Responses request, which contains the format of the answer."""
 
     refused: ClassVar[dict[str, Refused]] = fields.RESPONSES_NESTED_REFUSED["text"]
 
@@ -100,7 +100,7 @@ class TextConfig(Closed):
 
 
 class Reasoning(Closed):
-    """Reasoning effort."""
+    """Reasoning effort, passed to the chat template."""
 
     refused: ClassVar[dict[str, Refused]] = fields.RESPONSES_NESTED_REFUSED["reasoning"]
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["reasoning"]
@@ -166,8 +166,8 @@ def add_responses(app: FastAPI, worker: EngineWorker) -> None:
 
 
 def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
-    """Convert a request to a chat request. Also returns a map from the chat's field names to the client's, for errors.
-    Raises RequestRefused."""
+    """Convert a request of OpenAI's Responses API to a chat request. Also returns a map from names of chat fields to
+    the client's names, for error messages. Raises RequestRefused."""
     messages, names = _messages(body)
     same = {"model", "temperature", "top_p", "parallel_tool_calls"} & body.model_fields_set
     chat = (

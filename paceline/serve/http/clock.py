@@ -46,11 +46,12 @@ class Clock:
         self._first_byte_s = time.perf_counter() - self.arrived_s
 
     def timings(self, sequences: Iterable[Sequence]) -> dict[str, float]:
-        """Return the seconds of each phase for the answer that ended last; `other_s` is the unexplained rest.
+        """Return the seconds of each phase for the answer that ended last, and their sum `total_s`. `other_s` is the
+        part of `total_s` that no other phase explains.
 
-        `queue_s`: waiting for a cache row or for other requests' work; `engine_s`: planning, bookkeeping and hand-over
-        between passes; `text_s`: detokenisation; `send_s`: from the end of the last round to the chunk with these
-        timings.
+        `queue_s`: waiting for a row of the KV cache or for other requests' work; `engine_s`: planning, bookkeeping and
+        hand-over between passes; `text_s`: detokenisation; `send_s`: from the end of the last round to the chunk with
+        these timings.
         """
         seq = max(sequences, key=lambda each: each.timings.until_s)
         spent, total_s = seq.timings, time.perf_counter() - self.arrived_s

@@ -53,8 +53,8 @@ class ApiError(Exception):
 
     @classmethod
     def failed(cls, error: Exception | None) -> ApiError:
-        """Return the error for one failed request; hides messages of foreign exceptions, which may contain private
-        data."""
+        """Return the error for one failed request. It has the message of a PacelineError; messages of other exceptions,
+        which may contain private data, are hidden."""
         return (
             cls(500, str(error), code="request_failed")
             if isinstance(error, PacelineError)

@@ -40,7 +40,8 @@ class FeaturesRequest(Closed):
 
 
 def add_features(app: FastAPI, worker: EngineWorker[Any]) -> None:
-    """Add the endpoint, if the server was started with --features."""
+    """Add the endpoint /v1/features, which returns a document's hidden states, if the server was started with
+    --features."""
     config = worker.config
     if not config.features:
         return

@@ -35,8 +35,8 @@ DISCARD_PAUSE_S = 2.0
 
 
 class Gate:
-    """ASGI middleware that passes a request on if host and key are valid and its body arrives in time and within the
-    limit."""
+    """ASGI middleware that passes a request on if its Host header and API key are valid and its body arrives in time
+    and within the size limit; otherwise it sends an error response."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, refused: Callable[[str], None]) -> None:
         self._app, self._config, self._refused = app, config, refused

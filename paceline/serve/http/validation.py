@@ -26,7 +26,8 @@ ENDPOINTS: dict[str, type[Closed]] = {
 
 
 def invalid(error: RequestValidationError, content_type: str, endpoint: str = "") -> ApiError:
-    """Return the error response for the first invalid field of a request to `endpoint`, from pydantic's errors."""
+    """Return the error response for the first invalid field of a request to the path `endpoint`, from pydantic's
+    errors; or for the Content-Type header `content_type`, if it is not JSON."""
     if (
         "json" not in content_type.lower()
     ):  # web pages of other origins can send other types without a preflight request

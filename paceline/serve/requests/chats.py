@@ -63,8 +63,9 @@ async def answer_chat(
     exchange: Callable[..., Exchange],
     drafter: str | None = None,
 ) -> Response:
-    """Answer a chat. `exchange(name, body, ticket, replies, ...)` creates the Exchange, which writes the answer in the
-    endpoint's format; `tag` and `drafter` are request headers."""
+    """Answer a chat request. `exchange(name, body, ticket, replies, lossless=...)` creates the Exchange, which writes
+    the answer in the endpoint's format, from the model's name, the request, the ticket (the engine's output) and a
+    reply for each of `n` answers. `tag` and `drafter` are request headers."""
     name, model = check_model(body.model, worker)
     clock = Clock(http.scope)
     jobs = await asyncio.to_thread(chat_jobs, body, model, worker.config, clock)
@@ -82,8 +83,9 @@ def asked_route(
     worker: EngineWorker,
     model: ModelInfo,
 ) -> Route | None:
-    """Return the route that selects the request's drafter: the header `drafter` if given, else by the server's setting
-    `route`. Raises RequestRefused for an unknown drafter."""
+    """Return the route that selects the request's drafter: the drafter that the header `drafter` names; without this
+    header, the result of `route_of` for the server's setting `route`. `tag` is a header too. Raises RequestRefused for
+    an unknown drafter."""
     name = drafter and drafter.strip()
     return chosen_route(name, model.drafters) if name else route_of(worker.config.route, body, http.headers, tag)
 
@@ -95,8 +97,8 @@ async def count_chat(body: ChatRequest, worker: EngineWorker) -> int:
 
 
 async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[Job]:
-    """Compile the grammars of one request's jobs. Returns copies of the jobs with the compiled grammars and with
-    `clock`, which measures the compilation."""
+    """Compile the grammars of one request's jobs (a job is one answer to generate). Returns copies of the jobs with the
+    compiled grammars and with `clock`, which measures the compilation."""
     clock.mark("dispatch")
     jobs = await worker.compiled(jobs)
     clock.mark("grammar")

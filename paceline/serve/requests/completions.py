@@ -35,8 +35,8 @@ TOKEN_KEY = re.compile("0|[1-9][0-9]{0,18}", re.ASCII)
 
 
 def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None) -> list[Job]:
-    """Convert a chat request to jobs, one per answer (`n`). Run it in a thread, since rendering and encoding are slow;
-    `clock` measures both.
+    """Convert a chat request to jobs for the engine, one for each of its `n` answers. Run it in a thread, since
+    rendering and encoding are slow; `clock` measures both.
 
     Raises RequestRefused.
     """

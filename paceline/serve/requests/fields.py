@@ -16,7 +16,8 @@ from paceline.data.messages import UNUSED_CALL_KEYS, UNUSED_CALLED_KEYS, UNUSED_
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request field that is not supported: it is rejected, unless its value is neutral."""
+    """An unsupported request field: requests with it are rejected, unless its value requests the default behaviour (a
+    neutral value)."""
 
     advice: str
     """Part of the error message: what to do instead."""
@@ -24,7 +25,7 @@ class Refused:
     """Values that request the default behaviour, and so are accepted."""
 
     def holds(self, value: Any) -> bool:
-        """Return True if `value` is neutral."""
+        """Return True if `value` is neutral: it requests the default behaviour, so the field is accepted."""
         return any(type(value) is type(one) and value == one for one in self.neutral)
 
 
@@ -193,7 +194,8 @@ NESTED_UNUSED: dict[str, dict[str, str]] = {
 
 
 def is_left_out(name: str, value: Any, refused: Mapping[str, Refused], unused: Mapping[str, str]) -> bool:
-    """Return True if an unsupported field has no effect: its value is null or neutral, or the field is ignored."""
+    """Return True if an unsupported field can be dropped: its value is null, the field is in `unused` (ignored fields),
+    or its value requests the default behaviour (see `refused`, the rejected fields)."""
     return value is None or name in unused or (name in refused and refused[name].holds(value))
 
 
@@ -206,8 +208,9 @@ def why_refused(
 ) -> str:
     """Return the error message for an unsupported field.
 
-    `path`: names of the enclosing objects and the field; `refused`: table of the endpoint; `nested`: tables of its
-    objects; `known`: names for suggestions; `endpoints`: endpoints that support the field.
+    `path`: names of the enclosing objects, then of the field; `refused`: the endpoint's rejected fields; `nested`:
+    object's name -> its rejected fields; `known`: valid names, for suggestions; `endpoints`: endpoints that support the
+    field.
     """
     *parents, name = path
     table = nested.get(parents[-1], {}) if parents else refused

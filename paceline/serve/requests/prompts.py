@@ -54,7 +54,8 @@ def _texts(request: ChatRequest) -> Iterator[str]:
 def encode_request(
     request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, clock: Clock | None = None
 ) -> list[int]:
-    """Return the token ids of a request's conversation, with the tools and variables of its fields."""
+    """Return the token ids of a request's conversation, rendered with its tools and its variables for the chat
+    template. `clock` measures the template and the tokenizer."""
     variables = dict(request.chat_template_kwargs or {})
     for name in TEMPLATE_FIELDS:
         value = getattr(request, name)

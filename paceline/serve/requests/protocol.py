@@ -61,7 +61,8 @@ class JsonSchema(Closed):
 
 
 class ResponseFormat(Closed):
-    """text; json_object (any, or with `schema`); json_schema (with `json_schema` or `schema`); regex (with `regex`)."""
+    """Format of the answer, by `type`: text; json_object (any JSON object, or one that follows `schema`); json_schema
+    (follows `json_schema` or `schema`); regex (matches `regex`)."""
 
     type: Literal["text", "json_object", "json_schema", "regex"] = "text"
     json_schema: JsonSchema | None = None
@@ -319,6 +320,6 @@ class ErrorBody(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """Format of every error."""
+    """Body of an error response in OpenAI's format."""
 
     error: ErrorBody

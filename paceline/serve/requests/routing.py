@@ -29,9 +29,9 @@ def chosen_route(name: str, drafters: Sequence[str]) -> Route:
 def route_of(
     how: str, body: ChatRequest | CompletionRequest, headers: Mapping[str, str], tag: str | None
 ) -> Route | None:
-    """Return the route that selects a request's drafter, by the server's setting `how` (`ServeConfig.route`): the
-    drafter that tag or header names, or the request's classes for the router. None if tag or header is missing: then
-    the first drafter is used."""
+    """Return the route that selects a request's drafter. `how`: the server's setting `ServeConfig.route`. "tag" and
+    "header:NAME": the tag or this header names the drafter; None if it is missing, and then the first drafter is used.
+    "auto": the route has the request's classes (kinds of similar requests), by which the router chooses a drafter."""
     if how != AUTO:
         name = tag if how == TAG else headers.get(how.partition(":")[2])
         return Route(name.strip()) if name else None

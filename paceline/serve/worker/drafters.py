@@ -59,7 +59,8 @@ class Drafters:
         return [row | self._figures(row["name"]) for row in shown]
 
     async def clusters(self) -> list[dict[str, Any]]:
-        """Return a list with an object per request class: the router's statistics. Empty without a router."""
+        """Return a list with an object per request class: cluster, label, pinned (drafter or None), requests (number),
+        gains and given (requests routed to it) of each drafter. Empty without a router."""
         return await self._call(_clusters)
 
     async def load(self, name: str, drafter: str) -> dict[str, Any]:

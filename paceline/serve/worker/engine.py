@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Cache(Protocol):
-    """A KV cache of `num_rows` rows with `max_len` positions each."""
+    """A KV cache for up to `num_rows` running requests (one row each), with `max_len` token positions per row."""
 
     num_rows: int
     max_len: int
@@ -115,7 +115,8 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Properties of the model for the event loop; keeps no weights or cache in memory."""
+    """Properties of the loaded model that the server's event loop uses, such as context length and tokenizer. Keeps no
+    weights or cache in memory."""
 
     name: str
     tokenizer: Tokenizer

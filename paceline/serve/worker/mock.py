@@ -40,11 +40,13 @@ or marginals (acceptance by draft position and candidate rank)."""
 
 
 def read_mock(text: str) -> Mock:
-    """Parse the text of --mock. Raises ConfigError.
+    """Parse the text of `serve --mock`: how many drafts the mocked verification accepts. Raises ConfigError.
 
-    Tokens per round must be 1 or more. A survival curve is written .8,.6,.4 or survival:.8,.6,.4, or read from a file:
-    a JSON list, an object with a list "survival", or a run, trace or log that `paceline simulate --acceptance` accepts.
-    Marginals are built-in ones, or a JSON file with a list of lists or an object with "marginals".
+    Forms: mean tokens per round, including the bonus token (1 or more); a survival curve (shares of rounds whose first
+    1, 2, ... drafts are accepted), written .8,.6,.4 or survival:.8,.6,.4, or read from a file: a JSON list, an object
+    with a list "survival", or a run, trace or log that `paceline simulate --acceptance` accepts; or marginals (chances
+    by draft position and candidate rank): greedy, sampled, or a JSON file with a list of lists or an object with
+    "marginals".
     """
     path = Path(text).expanduser()
     if text in built_in():
@@ -85,10 +87,11 @@ def _checked(shares: list[float]) -> tuple[float, ...]:
 
 
 def mocked_engine(engine: EngineConfig, mock: str, scratch: Path) -> EngineConfig:
-    """Return engine settings with the mocked acceptance of `mock`, the text of --mock.
+    """Return `engine` with mocked acceptance: verification accepts as many drafts as `mock`, the text of --mock, says.
 
-    The model may be a config.json or a name from `paceline simulate --list`: then its config is written to a new folder
-    in `scratch`, and the weights are random. Raises ConfigError, ModelNotFoundError or UnsupportedModelError.
+    A model given as a config.json, or by a name that only the catalogue has (`paceline simulate --list`), gets random
+    weights, and its config is written to a folder in `scratch`. A folder without weights gets random weights too.
+    Raises ConfigError, ModelNotFoundError or UnsupportedModelError.
     """
     acceptance, path = read_mock(mock), Path(engine.model).expanduser()
     if isinstance(acceptance, Marginals):
@@ -127,9 +130,10 @@ def _with_config(engine: EngineConfig, config: dict[str, Any], folder: Path) -> 
 
 
 def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
-    """Return the drafter for a mocked server. "default" is the drafter shipped for the model if it is installed, else
-    random-dflash: random weights that take as long. `most_accepted`: 1 if the mock never accepts a draft, else
-    more. Raises ConfigError for a drafter that does not draft in every round."""
+    """Return the drafter to load on a server with mocked acceptance: `name` unchanged, except that "default" becomes
+    random-dflash (an untrained drafter with random weights) if no drafter shipped for `model` is installed.
+    `most_accepted`: 1 if the mock never accepts a draft, which allows the drafter "none"; else more. Raises ConfigError
+    for a drafter that does not draft in every round."""
     if name == "default":
         return name if shipped.local(model) else "random-dflash"
     if name == LOOKUP or (name == NONE and most_accepted > 1):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One answer to generate."""
+    """One answer to generate: token ids of its prompt, sampling parameters and compiled grammar."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -112,8 +112,8 @@ class Outbox:
         self._oldest_s = 0.0
 
     def put(self, events: list[Addressed], now: float, step_s: float, *, is_urgent: bool) -> None:
-        """Add the events of a step that ended at `now` and took `step_s` seconds; the next step is assumed to take as
-        long. `is_urgent` delivers all held events at once."""
+        """Add (ticket, event or error) pairs of an engine step that ended at `now` and took `step_s` seconds; the next
+        step is assumed to take as long. With `is_urgent`, all held events are delivered at once."""
         if not self._held:
             self._oldest_s = now
         self._held += events
@@ -121,7 +121,7 @@ class Outbox:
             self.flush()
 
     def send(self, events: list[Addressed]) -> None:
-        """Deliver all held events and these at once."""
+        """Deliver all held events and then `events`, (ticket, event or error) pairs, at once."""
         self._held += events
         self.flush()
 

@@ -139,7 +139,7 @@ class EngineWorker(Generic[M]):
         return [replace(job, constraint=grammar) for job, grammar in zip(jobs, grammars, strict=True)]
 
     def submit(self, jobs: list[Job], tag: str | None = None, route: Route | None = None) -> Ticket:
-        """Queue the jobs of one API request, all or none; `route` selects the drafter. Raises ApiError."""
+        """Queue a request's jobs, all or none. `tag`: for traces; `route`: selects the drafter. Raises ApiError."""
         num_rows, num_open = self.serving().num_rows, self.num_open
         if num_open + len(jobs) > num_rows + self.config.max_queue:
             self.metrics.refused("queue_full")
@@ -156,8 +156,8 @@ class EngineWorker(Generic[M]):
         self._inbox.post(partial(self._drop, ticket, ApiError.known("aborted")))
 
     async def call(self, function: Callable[[M], Any]) -> Any:
-        """Run a function in the engine's thread between two steps. Raises its error, or ApiError if the thread ends
-        first."""
+        """Run `function(model)` in the engine's thread between two steps; returns its result. Raises the function's
+        error, or ApiError if the thread ends first."""
 
         def run() -> Any:
             assert self._model is not None

@@ -45,7 +45,8 @@ FEWEST = 6
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One measured time in seconds, with the batch size, the positions or drafts per row, and the context in tokens."""
+    """One measured time, in seconds, of a target pass, of drafting or of a whole round, with its batch size, its
+    positions or drafts per row (`width`), and its context in tokens."""
 
     batch: float
     width: float
@@ -60,7 +61,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Measurements of one or several steps.json (files of `paceline bench steps`)."""
+    """Measured times of target passes, drafting, whole rounds and the host, from one or several steps.json (files of
+    `paceline bench steps`)."""
 
     verify: list[Observation]
     draft: list[Observation]
@@ -75,7 +77,8 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Measured and predicted seconds at a size that was held out of the fit."""
+    """Measured and predicted seconds of a whole round, at a size (batch, positions per row) that was held out of the
+    fit."""
 
     batch: float
     positions: float
@@ -156,8 +159,8 @@ def _measured_shape(config: CostsConfig, steps: dict[str, Any]) -> ModelShape:
 
 
 def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
-    """Combines the measurements of several steps.json files. Raises ConfigError for invalid times, or if there are too
-    few sizes for a fit."""
+    """Combines the measurements of several steps.json files. Raises ConfigError for invalid times, or if fewer sizes
+    (batch, positions per row) were measured than a fit needs."""
     for steps in files:
         table_of(steps)  # refuses values that are no times
         if steps.get("rounds"):
@@ -192,7 +195,7 @@ def machine_of(steps: dict[str, Any]) -> Machine | None:
 
 def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
     """Returns the number formats of the measured model: weights as stored (a GGUF file's first block format), all else
-    in the run's dtype."""
+    in the run's dtype. `known`: the model's own formats, used where `steps` has no known format."""
     dtype, stored = str(steps.get("dtype", "")), str(steps.get("weight_format", "")).partition("+")[0].lower()
     rest = dtype if dtype in FORMATS else known.kv
     weights = stored if stored in FORMATS else rest
@@ -200,14 +203,15 @@ def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
 
 
 def fitted(steps: Steps, shape: ModelShape, deployment: Deployment) -> Fitted:
-    """Fits to all sizes; also fits to two thirds of the sizes and measures the error on the others. Raises ConfigError
-    if no size can be held out."""
+    """Fits the costs of a round to all measured sizes (batch, positions per row); also fits to two thirds of the sizes
+    and measures the error on the others. Raises ConfigError if no size can be held out."""
     calibration = fit(steps, shape, deployment)
     return Fitted(steps, calibration, calibration.costs(shape, deployment), predicted(steps, shape, deployment))
 
 
 def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
-    """Fits the costs of target pass, drafting and host to all sizes."""
+    """Fits the costs of target pass and drafting to all measured times; the host's seconds per round are taken as
+    measured."""
     draft = fit_draft(steps.draft) if steps.draft else None
     verify = fit_pass(steps.verify, shape, deployment)
     where = (deployment.machine, deployment.precisions, deployment.expert_locality)
@@ -215,7 +219,8 @@ def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
 
 
 def fit_pass(times: list[Observation], shape: ModelShape, deployment: Deployment) -> PassFit:
-    """Fits a target pass: searches the ratio of reading to computing, and solves for the rest by least squares."""
+    """Fits the two factors (on reading and on computing time) and the overheads of a target pass to measured times:
+    searches the ratio of the factors, and solves for the other values by non-negative least squares."""
     parts = [_part_seconds(each, shape, deployment) for each in times]
     others = np.array([[1.0, each.batch * each.width, each.batch * each.context] for each in times])
 
@@ -318,8 +323,8 @@ def _searched(solve: Callable[[float], tuple[float, np.ndarray]]) -> float:
 
 
 def predicted(steps: Steps, shape: ModelShape, deployment: Deployment) -> list[HeldOut]:
-    """Fits to two thirds of the sizes and predicts the held-out ones. Returns measured and predicted seconds of whole
-    rounds."""
+    """Fits the costs of a round to two thirds of the sizes (batch, positions per row) and predicts the held-out ones.
+    Returns measured and predicted seconds of whole rounds. Raises ConfigError if no size can be held out."""
     held = held_out_sizes(steps)
     training = replace(
         steps,

@@ -36,7 +36,8 @@ DECODED = frozenset(each["family"] for each in _FAMILIES.values())
 
 
 def entries() -> dict[str, dict[str, Any]]:
-    """Returns model name -> entry of the catalogue; each entry has its "source" and its "hub" id, which may be None."""
+    """Returns model name -> entry of the model catalogue: its "config", "shape" or "unavailable" (the reason), with
+    "source" and "hub" (hub id or None)."""
     models: dict[str, dict[str, Any]] = {}
     for file in sorted((HERE / "catalogue").glob("*.json")):
         family = json.loads(file.read_text(encoding="utf-8"))
@@ -235,8 +236,9 @@ class ConfigReader:
         return self.whole(next(filter(self.has, KEYS["per_token"]), KEYS["per_token"][0]))
 
     def layer_kind(self, layer: int) -> str:
-        """Returns a layer's type. Without "layer_types": Gemma 3 uses sliding windows in all but every sixth layer,
-        other families follow their patterns, Mistral and similar ones have all layers alike."""
+        """Returns a layer's attention type: full_attention, sliding_attention or linear_attention. Without
+        "layer_types" it follows the family's pattern: Gemma 3 uses sliding windows in all but every sixth layer,
+        Mistral and similar ones in all layers or none."""
         kinds = self.config.get("layer_types")
         if isinstance(kinds, list) and len(kinds) > layer:
             kind, known = str(kinds[layer]), KEYS["layer_kinds"]
@@ -258,7 +260,7 @@ class ConfigReader:
         return "sliding_attention" if slides else "full_attention"
 
     def compress_ratio(self, layer: int) -> int:
-        """Returns a layer's compression ratio (DeepSeek V4)."""
+        """Returns the tokens per entry of a layer's compressed cache (DeepSeek V4); 0: the layer compresses nothing."""
         values, num_layers = self.config.get("compress_ratios"), self.whole("num_hidden_layers")
         if (
             not isinstance(values, list)
@@ -281,11 +283,9 @@ class ConfigReader:
 
     @property
     def precisions(self) -> Precisions:
-        """Returns number formats by the stored dtype and the quantisation; attention and cache are 16-bit, which a
-        server option can change.
-
-        Experts may have another format than the rest: MXFP4 in gpt-oss, fp4 in DeepSeek V4.
-        """
+        """Returns number formats by the stored dtype and the quantisation; experts may have another one than the rest
+        (MXFP4 in gpt-oss, fp4 in DeepSeek V4). Attention is assumed to be 16-bit, as is the cache (8-bit in DeepSeek
+        V4), although servers have options for both."""
         quantisation = self.whole_config.get("quantization_config") or self.config.get("quantization_config")
         quantisation = quantisation if isinstance(quantisation, dict) else {}
         method, dtype = quantisation.get("quant_method"), self.config.get("dtype", self.config.get("torch_dtype"))
@@ -302,7 +302,7 @@ class ConfigReader:
 
 
 def attention_of(read: ConfigReader, layer: int) -> tuple[Attention, int]:
-    """Returns (attention of one layer as a group of one layer, number of parameters of its matrices)."""
+    """Returns (one layer's attention sizes, as an Attention with layers=1; number of parameters of its matrices)."""
     kind = read.layer_kind(layer)
     if kind == "linear_attention":
         return _linear(read)

@@ -78,8 +78,9 @@ def overhead_of(
 
 
 def fitted(costs: StepCosts, context: int, seen: Seen, name: str) -> Overhead:
-    """Returns the overhead fitted to a server's log: the median of round time minus `costs`. `context`: used if the log
-    does not report the context. `name`: the log's name, for messages.
+    """Returns the overhead fitted to a server's log: the median difference between measured round times and those that
+    `costs` predicts. `seen`: the log's figures; `context`: used if the log does not report the context; `name`: the
+    log's name, for messages.
 
     Raises ConfigError if no round is known, or if the rounds were faster than `costs`.
     """

@@ -66,7 +66,8 @@ class Deployment:
 
 def distinct_experts(num_routed: int, per_token: int, batch: float, positions: float, locality: float = 0.0) -> float:
     """Returns the expected number of distinct routed experts that a pass reads in a layer: E * (1 - (1 - k/E)^(B * q^(1
-    - locality))), with E routed experts, k per token, B sequences and q positions of each."""
+    - locality))), with E routed experts, k per token, B sequences and q positions of each. `locality`: 0: each position
+    selects its experts independently; 1: all positions of a sequence use the same."""
     tokens = batch * positions ** (1.0 - locality)
     return num_routed * (1.0 - (1.0 - per_token / num_routed) ** tokens)
 
@@ -82,8 +83,8 @@ def attended(group: Attention, context: float) -> float:
 
 
 def attention_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
-    """Returns the work of attention over all layers of a group and all sequences. Each pass reads a sequence's cache
-    once, for all its positions."""
+    """Returns the work of attention in one pass, over all layers of `group` (layers with equal attention) and all
+    sequences. Each pass reads a sequence's cache once, for all its positions."""
     times, seen = batch * group.layers, attended(group, context)
     if group.kind == "linear":
         return Work("attention", 0.0, times * group.state_bytes, precisions.attention)
@@ -93,8 +94,9 @@ def attention_work(group: Attention, precisions: Precisions, batch: float, posit
 
 
 def indexer_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
-    """Returns the work of the indexer (sparse attention), which scores the whole compressed history of each
-    sequence."""
+    """Returns the work of the indexer in one pass, over all layers of `group` and all sequences. The indexer scores all
+    compressed cache entries of a sequence (one per `group.ratio` tokens), to select those that sparse attention
+    reads."""
     times, ratio = batch * group.layers, group.ratio or 1
     flops = times * 2.0 * group.indexer_heads * group.indexer_dim * (context // ratio) * positions
     read = times * (context / ratio) * group.indexer_dim * num_bytes(precisions.indexer)
@@ -102,8 +104,9 @@ def indexer_work(group: Attention, precisions: Precisions, batch: float, positio
 
 
 def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions: float, context: float) -> list[Work]:
-    """Returns the work of each part of a pass. Attention is one entry and the indexer another; with `per_layer`, each
-    group of layers has its own entries."""
+    """Returns the work of each part of a target pass: projections, experts, attention, and the indexer of sparse
+    attention. With `deployment.per_layer`, attention and indexer have one entry for each group of layers, else one for
+    all layers."""
     precisions, tokens = deployment.precisions, batch * positions
     works = [
         Work("projections", 2.0 * shape.dense * tokens, shape.dense * num_bytes(precisions.weights), precisions.weights)
@@ -178,8 +181,8 @@ def memory_need(shape: ModelShape, deployment: Deployment, batch: int, context: 
 
 
 def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
-    """Returns the cache bytes of one sequence in one layer. A compressed history has one entry per `ratio`
-    positions."""
+    """Returns the cache bytes of one sequence in one layer of `group`. A compressed history has one entry per
+    `group.ratio` tokens; linear attention has only its state."""
     if group.kind == "linear":
         return group.state_bytes
     entry_bytes = group.entry_values * num_bytes(precisions.kv)
@@ -192,8 +195,9 @@ def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
 
 
 def shares_evenly(shape: ModelShape) -> list[int]:
-    """Returns the numbers of GPUs that can share all heads, by the rules of vLLM and SGLang: each divides the number of
-    query heads, and divides the number of key heads or is a multiple of it. Empty if the heads are unknown."""
+    """Returns the numbers of tensor-parallel GPUs over which the attention heads can be divided, by the rules of vLLM
+    and SGLang: each divides the number of query heads, and divides the number of key heads or is a multiple of it.
+    Empty if the heads are unknown."""
     most = max((group.heads for group in shape.attention), default=0)
     return [number for number in range(1, most + 1) if all(_is_even(group, number) for group in shape.attention)]
 

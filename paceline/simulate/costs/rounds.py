@@ -54,10 +54,9 @@ class FractionDrafter:
 
 @dataclass(frozen=True, slots=True)
 class ShapeDrafter:
-    """Drafter cost from its own roofline: each pass takes the larger of its arithmetic and its reading of weights.
-
-    t_mtp(g, B) = g * max(2*P*B/R, b*P/BW);   t_dflash(B) = max(2*P*B*D/R, b*P/BW) with D positions a block.
-    """
+    """Drafter cost from its own roofline: a pass takes max(2*P*B*D/R, b*P/BW) seconds (arithmetic or reading of
+    weights), with P parameters of b bytes, B sequences, D positions (`block`, or 1), R FLOP/s and BW bytes/s. A round
+    takes one pass per draft, or with `block` one per D drafts."""
 
     dense: float
     """Parameters that every pass reads (P), including the head."""
@@ -207,8 +206,8 @@ class Calibration:
     """Expert locality (0: positions select experts independently; 1: they share them) in the measured passes."""
 
     def costs(self, shape: ModelShape, deployment: Deployment, drafter: DrafterCost = NO_COST) -> RooflineCosts:
-        """Returns the costs of this model on this machine; for another model than the calibrated one it is an estimate.
-        `drafter` is used if no drafter was measured."""
+        """Returns the costs of a model on a machine with the fitted parameters; they are an estimate for a model or
+        machine that was not measured. `drafter`: drafter cost to use if the calibration has no fitted one."""
         return RooflineCosts(shape, deployment, self.draft or drafter, self.host_s, self.verify)
 
     def as_json(self) -> dict[str, Any]:
@@ -245,8 +244,8 @@ class TimeTable:
 
     @classmethod
     def of(cls, points: Sequence[Sequence[float]], what: str = "verify") -> TimeTable:
-        """Builds a table from [batch, width, seconds] points. Raises ConfigError, which mentions `what`, for other
-        points."""
+        """Builds a table from [batch, width, seconds] points. Raises ConfigError if there are no points or one is
+        invalid; `what` names the measurement in the message."""
         best: dict[float, dict[float, float]] = {}
         for batch, width, seconds in cls.points(points, what):
             row = best.setdefault(batch, {})
@@ -321,8 +320,8 @@ class MeasuredCosts(StepCosts):
 
 
 def read_table(path: Path) -> MeasuredCosts:
-    """Reads a steps.json of measured times, or its folder; the module's docstring has the format. Raises
-    ConfigError."""
+    """Reads a steps.json of `paceline bench steps`, or its folder: {"verify": [[batch, positions, seconds], ...],
+    "draft": [[batch, num_drafted, seconds], ...], "host_s": 0.0004, ...}. Raises ConfigError."""
     return table_of(read_steps(path), str(path))
 
 
@@ -338,7 +337,8 @@ def read_steps(path: Path) -> dict[str, Any]:
 
 
 def table_of(steps: dict[str, Any], title: str = "") -> MeasuredCosts:
-    """Builds costs from the JSON object of a steps.json. Raises ConfigError for invalid times."""
+    """Builds costs from the JSON object of a steps.json. `title`: description for readers, used if `steps` names
+    neither model nor machine. Raises ConfigError for invalid times."""
     draft = steps.get("draft") or []
     host_s, context = steps.get("host_s", 0.0), steps.get("context", 0)
     if not (is_amount(host_s) and is_amount(context)):

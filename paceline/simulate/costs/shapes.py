@@ -45,8 +45,8 @@ def num_bytes(name: str) -> float:
 
 
 def arithmetic(name: str, flops_per_s: dict[str, float]) -> str:
-    """Returns the name of the arithmetic rate that a machine uses for a number format. Raises ConfigError if it has
-    none."""
+    """Returns the format in which a machine computes with the number format `name`: the fastest suitable key of
+    `flops_per_s` (format -> the machine's FLOP/s). Raises ConfigError if there is no such key."""
     for rate in FORMATS[name].computes_as:
         if flops_per_s.get(rate):
             return rate
@@ -115,14 +115,15 @@ class Attention:
 
     @property
     def entry_values(self) -> int:
-        """Number of values in a cache entry."""
+        """Number of values in one cache entry of a layer: key and value of all key heads; for mla, the latent and the
+        rotary key."""
         return self.latent + self.rope if self.kind == "mla" else 2 * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Parameters of all experts of a mixture-of-experts model, summed over its layers, which are assumed to route
-    alike."""
+    """Parameters of all experts of a mixture-of-experts model, summed over its layers, which are assumed to have
+    equally many experts, in total and per token."""
 
     num_routed: int
     per_token: int

@@ -34,8 +34,8 @@ class Drafted:
     """Rank of the target's token among the candidates of each draft position; NONE_OF_THEM if it is not a candidate."""
 
     def checked(self, width: int | Tree) -> tuple[int, Outcome | None]:
-        """Returns (number of accepted drafts, outcome of the tree; None for a chain). `width`: the number of leading
-        drafts that are verified, or the tree that is verified."""
+        """Verifies the first `width` drafts as a chain, or the draft tree `width`. Returns (number of accepted drafts,
+        the tree with its accepted nodes; None for a chain)."""
         if isinstance(width, int):
             return min(self.num_right, width), None
         children, accepted = width.children(), list[int]()

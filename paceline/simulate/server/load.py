@@ -56,8 +56,8 @@ def poisson(rate: float, number: int, seed: int) -> list[float]:
 
 
 def workload(number: int, prompt: Lengths, answer: Lengths, seed: int) -> list[Job]:
-    """Returns `number` requests with random lengths that all arrive at time 0; `arriving` sets other times. A seed
-    gives the same lengths at every load."""
+    """Returns `number` requests that all arrive at time 0 (`arriving` sets other times). `prompt` and `answer` draw
+    their token counts; the same seed gives the same requests."""
     source = random.Random(f"lengths {seed}")
     return [Job(0.0, prompt(source), answer(source)) for _ in range(number)]
 
@@ -120,7 +120,9 @@ class LoadFigures:
 def figures_of(
     outcome: Outcome, policy: str, capacity_per_s: float, rate: float | None = None, concurrency: int | None = None
 ) -> LoadFigures:
-    """Computes the results of one simulation, for a load given by `rate` (open loop) or `concurrency` (closed loop)."""
+    """Computes the results of one simulated load: `rate` requests per second (open loop), or `concurrency` requests in
+    flight (closed loop). `policy`: name of the rule for the number of drafts; `capacity_per_s`: most requests per
+    second that the server can finish with it."""
     requests, wall_s = outcome.requests, outcome.wall_s
     num_rounds = sum(each.num_rounds for each in requests)
     return LoadFigures(

@@ -124,8 +124,8 @@ def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, pric
 
 
 def one_more(acceptance: Acceptance, num_drafted: int) -> Acceptance:
-    """Returns the acceptance at which `num_drafted` drafts give one more token per round, or all drafts if that is
-    less. Every chance of a rejection is reduced by the same factor."""
+    """Returns a higher acceptance, with which `num_drafted` drafts give one more token per round, but at most the
+    maximum, `num_drafted` + 1. Every chance of a rejection is reduced by the same factor."""
     wanted = min(tokens_per_round(acceptance, num_drafted) + 1, num_drafted + 1.0)
     chances = [acceptance.at(place) for place in range(1, max(num_drafted, 1) + 1)]
 

@@ -103,7 +103,8 @@ class Compared:
 
 
 def read_passes(folder: Path) -> list[Recorded]:
-    """Reads the passes of a run folder in the order they ran. Raises ConfigError if there is no pass to replay."""
+    """Reads a run folder of `paceline bench serving`: its passes (each sends all requests of one load once), in the
+    order they ran. Raises ConfigError if there is no pass to replay."""
     file = folder / "metrics.jsonl"
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in read_objects(file, "--against takes the folder of a run of paceline bench serving"):
@@ -206,9 +207,9 @@ def recorded_survival(passes: Sequence[Recorded]) -> Survival:
 
 
 def recorded_lookups(passes: Sequence[Recorded]) -> Lookups | None:
-    """Returns the share and the acceptance of prompt lookup drafts, from the load and setting with the largest share.
-    None if there are no such drafts, or if prompt lookup is the drafter. Drafts that the server did not verify are not
-    recorded."""
+    """Returns the share of rounds that have prompt lookup drafts, and the survival curve of these drafts, both from the
+    load and setting with the largest share. None if there are no such drafts, or if prompt lookup is the drafter.
+    Drafts that the server did not verify are not recorded."""
     groups: dict[tuple[Arrivals, str], list[Recorded]] = {}
     for each in passes:
         if each.lookup.num_drafted and each.lookup != each.own:
@@ -241,8 +242,9 @@ def policy_for(speculate: str, most: int) -> str:
 
 
 def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
-    """Returns measured step times for each pass: the mean seconds of each step size over the whole run, scaled by the
-    speed of this pass relative to the run. Raises ConfigError if the run does not record step times."""
+    """Returns measured step times for each pass: the mean seconds of each step size over the whole run, scaled so that
+    all steps of the pass together take as long as measured. Raises ConfigError if the run does not record step
+    times."""
     if not all(each.steps for each in passes):
         raise ConfigError(
             "the run does not tell what its steps took: run paceline bench serving again, or give --steps"

@@ -68,7 +68,8 @@ class Lookups:
 
 @dataclass(frozen=True, slots=True)
 class ServerShape:
-    """Limits of the simulated server: batch size, prefill chunk, time outside the engine."""
+    """Limits of the simulated server (batch size, prefill chunk), and the seconds that a request spends outside the
+    engine."""
 
     max_rows: int = 8
     """Requests that decode together."""

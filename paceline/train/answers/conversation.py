@@ -73,8 +73,8 @@ def conversations_of(prompts: list[Prompt], answering: AnswerConfig) -> dict[str
 
 
 def key_of(prompt: Prompt, temperature: float, sample: int = 0) -> str:
-    """Returns a conversation's unique key: source, prompt id, hash of the text, temperature, sample number. The hash is
-    needed since prompts may share an id, and a file may change between runs."""
+    """Returns a conversation's unique key: SOURCE/ID#HASH@TEMPERATURE, and ~SAMPLE for samples after the first. The
+    hash of the prompt's text is needed since prompts may share an id, and a file may change between runs."""
     before = prompt.messages[:-1]
     text = repr((before, prompt.turns) if before else prompt.token_ids or prompt.turns)
     if prompt.tools or prompt.grammar or (prompt.messages and prompt.messages[-1]["role"] != "user"):

@@ -37,8 +37,8 @@ class Mixture:
 
 
 def sources_of(prompts: tuple[str, ...]) -> list[Source]:
-    """Splits each text `source` or `source=weight` into the two; the name of an existing file may contain "=". Raises
-    ConfigError."""
+    """Splits each text `source` or `source=weight` into (source, weight or None). The name of an existing file is a
+    source, even if it contains "=". Raises ConfigError for an invalid weight."""
     return [_source_of(text) for text in prompts]
 
 

@@ -35,7 +35,8 @@ idle until its longest answer is complete."""
 
 @dataclass(frozen=True, slots=True)
 class PromptTask:
-    """A prompt with unfinished conversations (one per temperature and sample), as sent to a worker."""
+    """A prompt, sent to a Ray worker to be answered, with its conversations (one per temperature and sample): at least
+    one of them is unfinished."""
 
     prompt: Prompt
     finished: frozenset[str]

@@ -46,7 +46,8 @@ class TokenizerOnly:
 
 class PromptEncoder:
     """Encodes prompts as token ids, with the opening (the first messages of every conversation), tools and template
-    variables of `config`. Raises ConfigError if --raw forbids them."""
+    variables of `config`. Raises ConfigError if `config` has one of these and also `raw`, which uses no chat
+    template."""
 
     def __init__(self, llm: LLM | TokenizerOnly, config: AnswerConfig, vocab_size: int | None = None) -> None:
         """`vocab_size`: rows of the target's embedding, if known; else the tokenizer's vocabulary size is used."""
@@ -101,7 +102,8 @@ class PromptEncoder:
         return self.llm.tokenizer.encode(prompt.turns[0])
 
     def examine(self, prompts: Iterable[Prompt], dropped: Dropped) -> list[int]:
-        """Returns the token count of each usable prompt; the others are counted in `dropped`."""
+        """Returns the token count of each usable prompt. Prompts that the chat template rejects, with unknown tokens,
+        or longer than `max_prompt_tokens` are counted in `dropped`."""
         counts = list[int]()
         for prompt in prompts:
             try:

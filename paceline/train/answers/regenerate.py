@@ -79,7 +79,8 @@ class Prepared:
     """Rows of the prompt sources that were left out."""
 
     def conclude(self, config: RegenerateConfig, done: Regenerated, progress: Progress) -> None:
-        """Logs and reports the results. Raises PromptError if no prompt could be used."""
+        """Logs the counts `done` of the generated answers in the run folder, and reports them through `progress`.
+        Raises PromptError if no prompt could be used."""
         dropped = {"dropped": self.written.dropped, "rows_dropped": self.dropped.counts}
         self.folder.log(stage="regenerate", rank=self.ranks.rank, **dropped, **asdict(done))
         _report(config, done, self.written, self.ranks, progress)
@@ -93,9 +94,10 @@ def prepared(
     more: Mapping[str, Any] | None = None,
     fill: Callable[[str, int], str] = lambda opener, seed: opener,
 ) -> Iterator[Prepared]:
-    """Loads the target and the prompts; while the context is open, no other run may use the folder. `what`: name of the
-    run's type. `more`: further settings that must not change. `fill`: (opener, number) -> beginning of a self-written
-    prompt, for the PromptWriter. Raises the errors of `paceline.train.regenerate`."""
+    """Context manager: loads the target and the prompts; until it ends, no other run may use the folder. `what`: the
+    run's type. `more`: settings in addition to those of `config` that must be the same when the run is resumed. `fill`:
+    (opener, number) -> beginning that the target continues to a self-written prompt. Raises the errors of
+    `paceline.train.regenerate`."""
     ranks = Ranks.here()
     engine = engine_for(config, ranks)
     settings = identity(config, engine, ranks) | plain(dict(more or {}))
@@ -132,7 +134,8 @@ def prepared(
 
 
 def engine_for(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
-    """Returns the target's engine settings: without a drafter, with a cache for the longest prompt and answer."""
+    """Returns the target's engine settings for generating answers: without a drafter, with a cache for the longest
+    prompt and answer. If `ranks` has several processes, also this process's GPU and number of threads."""
     target, answering = config.target, config.answering
     longest = max(answering.max_tokens, MAX_PROMPT_WRITTEN) if config.asked.num_self_written else answering.max_tokens
     max_len = -(-(answering.max_prompt_tokens + longest) // 16) * 16

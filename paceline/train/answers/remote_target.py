@@ -163,7 +163,8 @@ class RemoteEngine:
         return contextlib.nullcontext()
 
     def step(self) -> list[Chunk]:
-        """Waits for answers and returns all that have arrived. `sequence.error` is set if the tokens are unknown."""
+        """Waits for the server's answers and returns all that have arrived, one chunk per request.
+        `chunk.sequence.error` is set if the request failed or the answer's tokens are unknown."""
         chunks = [self._done.get()]
         while not self._done.empty():
             chunks.append(self._done.get())
@@ -231,7 +232,8 @@ class RemoteEngine:
 
 
 def read_answer(response: Any, seq: Sequence, tokenizer: Tokenizer) -> tuple[list[int], str, Any]:
-    """Returns (token ids, text, finish reason) of a server's response. Raises LostAnswer if the tokens are unknown."""
+    """Returns (token ids, text, finish reason) of a server's response to the request `seq`. Raises LostAnswer if the
+    tokens are unknown, or if the server answered another prompt than that of `seq`."""
     try:
         (choice,) = response["choices"]
         message = choice.get("message") or {}
@@ -286,8 +288,8 @@ def _encoded(text: str, reason: str, num_generated: int | None, seq: Sequence, t
 
 
 def end_token(tokenizer: Tokenizer) -> int | None:
-    """Returns the token that ends an answer. If the model has several, returns the tokenizer's own; None if it is
-    ambiguous."""
+    """Returns the token that ends an answer: the tokenizer's eos_token if it ends answers of this model, else the
+    model's end token if there is only one, else None."""
     ends = tokenizer.eos_token_ids
     own = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
     return own if own in ends else ends[0] if len(ends) == 1 else None

@@ -55,7 +55,7 @@ class UserTurn:
 
 class PromptWriter:
     """Has the target write prompts, into a JSON lines file; an interrupted run resumes after the last whole line.
-    Raises UnsupportedModelError if the chat template hides the user's text, PromptError if the target has no
+    Raises UnsupportedModelError if the chat template omits the user's text, PromptError if the target has no
     template."""
 
     def __init__(
@@ -148,7 +148,7 @@ def user_turn(
     tokenizer: Tokenizer, opening: Sequence[Message] = (), variables: Mapping[str, Any] | None = None
 ) -> UserTurn:
     """Returns the place of the user's message in this tokenizer's chat template, after the messages of `opening`.
-    Raises UnsupportedModelError if the template hides the user's text, PromptError for a tokenizer without a
+    Raises UnsupportedModelError if the template omits the user's text, PromptError for a tokenizer without a
     template."""
     messages = [*opening, {"role": "user", "content": MARK}]
     before, mark, after = chat_text(tokenizer, messages, variables=variables).partition(MARK)

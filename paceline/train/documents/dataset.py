@@ -86,7 +86,7 @@ class Corpus:
         return ", ".join(parts + ([str(self.dropped)] if self.dropped else []))
 
     def token_counts(self, vocab_size: int) -> NDArray[np.int64]:
-        """Returns the count of each token in the training answers, [V]."""
+        """Returns the number of occurrences of each token id in the training answers, [vocab_size]."""
         counts_V = np.zeros(vocab_size, dtype=np.int64)
         for document in self.train:
             np.add.at(counts_V, document.tokens[document.answer_start :], 1)
@@ -147,8 +147,8 @@ class ReadDocument(NamedTuple):
 def read_documents(
     sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None = None, *, once: bool = True
 ) -> Iterator[ReadDocument]:
-    """Yields each answer with its prompt as a training document. `counts` gets the numbers of answers that are skipped
-    (num_too_short, num_prompt_too_long and num_repeated, see Corpus); `dropped` counts unusable rows of files. With
+    """Yields each answer with its prompt as a training document. `counts` gets the numbers of answers that are skipped:
+    num_too_short, num_prompt_too_long and num_repeated (duplicates); `dropped` counts unusable rows of files. With
     `once`, duplicates are skipped; the keys of all answers are then in memory."""
     counts.update(num_too_short=0, num_prompt_too_long=0, num_loops_cut=0, num_cut=0, num_repeated=0)
     seen: set[tuple[int, int]] = set()
@@ -242,8 +242,8 @@ def num_heldout(num_prompts: int, share: float, most: int, fewest: int = 1) -> i
 
 
 def loop_start(tokens: list[int]) -> int:
-    """Returns the number of tokens to keep if the text ends in a loop: all before it, and its first two repetitions.
-    Without a loop, returns the number of all tokens."""
+    """Returns the number of tokens to keep if the text ends in a loop: all before it, its first two repetitions, and
+    at least 12 tokens of it. Without a loop, returns the number of all tokens."""
     array = np.array(tokens)
     for period in range(1, min(MAX_PERIOD, len(array) // 3) + 1):
         differs = np.flatnonzero(array[period:] != array[:-period])
@@ -272,21 +272,23 @@ def draw_anchors(document: Document, number: int, seed: int, epoch: int) -> NDAr
 def labels_of(
     document: Document, anchors_A: NDArray[np.int64], block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Returns the tokens after each anchor, at anchor + 1 .. anchor + block_size - 1, and whether these positions are
-    inside the document, [A, K] each."""
+    """Returns the K = block_size - 1 tokens after each of A anchors, [A, K], and True where such a position is inside
+    the document, [A, K]."""
     at_AK = anchors_A[:, None] + np.arange(1, block_size)
     valid_AK = at_AK < len(document)
     return document.tokens[np.minimum(at_AK, len(document) - 1)].astype(np.int64), valid_AK
 
 
 def num_valid_slots(document: Document, anchors_A: NDArray[np.int64], block_size: int) -> int:
-    """Returns the number of draft positions of these blocks that are inside the document."""
+    """Returns the number of draft positions that are inside the document, summed over the blocks that begin at these
+    anchors."""
     return int(np.minimum(len(document) - 1 - anchors_A, block_size - 1).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A position in the data: the next step begins at this index of this epoch's document order."""
+    """A position in the training data, at which a step begins: an epoch and an index in that epoch's order of
+    documents."""
 
     epoch: int = 0
     index: int = 0
@@ -294,8 +296,8 @@ class Place:
 
 class StepPlanner:
     """Chooses the documents and anchors of each step, for any number of processes. A step takes documents in the
-    epoch's order until it has `blocks_per_step` blocks. Every process plans the whole step and computes its share; all
-    divide by the same number of draft positions."""
+    epoch's order until it has `blocks_per_step` blocks. Every process plans the whole step and computes its share of
+    the loss, divided by the number of draft positions of the whole step."""
 
     def __init__(
         self, documents: Sequence[Document], *, blocks_per_step: int, anchors: int, block_size: int, seed: int

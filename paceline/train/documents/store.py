@@ -44,7 +44,8 @@ REMEDY = "free space or choose another --out"
 
 
 class StoredDocuments(Sequence[Document]):
-    """Documents in files of a folder, each read from disk on access. `rows`: the rows of index.npy to use, in order."""
+    """Sequence of documents that lie in files of a folder; each is read from disk on access. `rows`: indices of the
+    documents to use, in this order, into those of the folder; None for all."""
 
     def __init__(self, folder: Path, rows: NDArray[np.int64] | None = None) -> None:
         """Raises CacheError if the folder is not one of `write_documents`."""
@@ -72,7 +73,8 @@ class StoredDocuments(Sequence[Document]):
         return (self[place] for place in range(len(self)))
 
     def key(self, place: int) -> str:
-        """Returns the key of a document's conversation, without the number of the answer in it."""
+        """Returns the key of the conversation that document number `place` of this sequence comes from: the document's
+        key without its suffix, the answer's number in the conversation."""
         first, end = (int(number) for number in self.table[self.rows[place], 3:5])
         return self._keys[first:end].decode(errors="surrogatepass")
 
@@ -99,8 +101,9 @@ def without(documents: Sequence[Document], keys: Set[str]) -> Sequence[Document]
 def write_documents(
     folder: Path, sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None
 ) -> StoredDocuments:
-    """Writes the answers in `sources` as documents, unsorted and with duplicates. `counts` and `dropped`: numbers of
-    what was left out, as in `read_documents`. Raises CacheError for disk errors."""
+    """Writes the answers in `sources` to files in `folder` as documents, unsorted and with duplicates; returns these.
+    `counts` gets the numbers of answers that are left out, and `dropped` the unusable rows of `sources`; if `dropped`
+    is None, such a row raises PromptError. Raises CacheError for disk errors."""
     num_tokens = num_bytes = 0
     with reraised(CacheError, f"cannot write {folder}", REMEDY, OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,8 +136,9 @@ def stored_corpus(
     min_heldout: int = 1,
     strict: bool = False,
 ) -> Corpus:
-    """Reads the same corpus as `dataset.read_corpus`, but stores the training documents in `folder` and reads each from
-    disk on access."""
+    """Reads the same corpus as `dataset.read_corpus`, but stores the documents as files in `folder`; training documents
+    are read from disk on access. A share `heldout_share` of the prompts, at least `min_heldout` and at most
+    `max_heldout`, is held out. With `strict`, an unusable row raises PromptError."""
     counts, dropped = Counter[str](), Dropped()
     every = write_documents(folder, sources, max_len, counts, None if strict else dropped)
     order, counts["num_repeated"] = _sorted_once(every)
@@ -152,8 +156,8 @@ def stored_corpus(
 
 
 def known_only(corpus: Corpus, vocab_size: int, strict: bool = False) -> Corpus:
-    """Returns the corpus without documents that hold tokens unknown to the target; they are counted in `dropped`.
-    Raises PromptError if they are more than MOST_UNKNOWN of all, or with `strict`."""
+    """Returns the corpus without documents that hold tokens unknown to the target; `corpus.dropped` counts them. Raises
+    PromptError if they are more than 10% of all documents, or with `strict` for a single one."""
     documents = chain(corpus.train, corpus.heldout)  # iterated, as stored documents may not fit in memory
     foreign = {document.key for document in documents if not has_vocabulary(document, vocab_size)}
     if not foreign:

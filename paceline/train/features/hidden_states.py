@@ -70,7 +70,7 @@ class FeatureSource(Protocol):
 
 
 class MeasuredSource(FeatureSource, Protocol):
-    """A feature source whose documents and bytes per position are known."""
+    """A feature source that also gives its documents, and the size of their features in bytes per position."""
 
     @property
     def documents(self) -> Sequence[Document]: ...
@@ -152,7 +152,8 @@ class OnlineFeatures:
 
 
 class Form:
-    """Storage format of features. This class leaves their numbers unchanged; `quantised.Int8` stores them in 8 bits."""
+    """Storage format of features (hidden states). This class stores their values unchanged; its subclass
+    `quantised.Int8` stores them in 8 bits."""
 
     def encode(self, features: Features) -> dict[str, Tensor]:
         """Converts one document's features to named tensors for storage: CPU, contiguous, without shared memory."""
@@ -180,7 +181,8 @@ PLAIN = Form()
 
 @dataclass(frozen=True, slots=True)
 class CachedFeatures:
-    """Feature source that reads the files of `cache_features`, one per document."""
+    """Feature source that reads each document's hidden states from its file in `folder`, which `cache_features` has
+    written in the storage format `form`."""
 
     folder: Path
     form: Form = PLAIN
@@ -246,7 +248,8 @@ def fingerprint(
 
 
 class ScaledFeatures:
-    """A feature source that multiplies each of the F dimensions of the taps by its own power of two."""
+    """A feature source that scales the taps (hidden states of some target layers, concatenated, F values per position):
+    each of the F dimensions is multiplied by its own power of two."""
 
     def __init__(self, source: FeatureSource, scale_F: Tensor) -> None:
         self._source, self._scale_F = source, scale_F

@@ -51,8 +51,8 @@ class Reading:
 def features_folder(
     config: TrainConfig, target: Target, documents: Sequence[Document], taps: tuple[int, ...], name: str, form: str = ""
 ) -> Path:
-    """Returns the folder of these hidden states. Its path has `name`, a hash of everything that determines them, and
-    `form`, the storage format."""
+    """Returns the folder in which hidden states of `documents` at the target layers `taps` are stored: in `config.out`,
+    named `name`, a hash of everything that determines the values, and `form`, the suffix of the storage format."""
     mark = fingerprint(config.target.model, target.dtype, documents, taps, config.loop.loss.needs_target_probs)
     return config.out / f"{name}-{mark}{form}"
 
@@ -65,9 +65,9 @@ def cache_on_ray(
     name: str,
     progress: Progress,
 ) -> CachedFeatures:
-    """Computes the missing hidden states on the cluster and writes them to files; returns the source that reads the
-    files. Only the sizes and the dtype of `target` are used. Raises CacheError if the disk is too small or fails, and
-    the errors of `connected` and `distributed`."""
+    """Computes missing hidden states of `documents` at the target layers `taps` on a Ray cluster, and writes them to
+    files in `features_folder(...)`; returns the source that reads the files. Only the sizes and the dtype of `target`
+    are used. Raises CacheError if the disk is too small or fails, and the errors of the cluster and its workers."""
     needs_final = config.loop.loss.needs_target_probs
     folder = features_folder(config, target, documents, taps, name)
     width = (len(taps) + needs_final) * target.hidden_size * target.dtype.itemsize

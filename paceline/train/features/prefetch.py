@@ -30,7 +30,8 @@ DEPTH = 2
 
 
 class PackPrefetcher:
-    """Assembles packs in advance in a thread, in the order of `pieces` (the blocks of each pack), until `close`."""
+    """Assembles packs (batches of training blocks) in advance in a thread, until `close`. `pieces` yields the blocks of
+    each pack; packs are assembled in this order."""
 
     def __init__(self, packer: Packer, pieces: Iterator[list[Chosen]], depth: int = DEPTH) -> None:
         self._pieces = pieces
@@ -40,7 +41,8 @@ class PackPrefetcher:
         self._packs = deque(self._executor.submit(self._next) for _ in range(depth))
 
     def take(self, chosen: list[Chosen]) -> Pack:
-        """Returns the next pack, which must be that of the blocks `chosen`. Raises the error of assembling it."""
+        """Returns the next pack. `chosen`: its blocks, as (document number, anchor positions); they must be the next
+        ones of `pieces`. Raises the error of assembling the pack."""
         planned, hand_over = self._packs[0].result()  # an error stays in the queue: a second call raises it again
         self._packs.popleft()
         self._packs.append(self._executor.submit(self._next))

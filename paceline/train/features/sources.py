@@ -72,8 +72,9 @@ class Sources:
     _sources: dict[int, MeasuredSource] = field(default_factory=dict)
 
     def of(self, documents: Sequence[Document], name: str = LEARNED) -> FeatureSource:
-        """Returns the feature source of these documents. If features are streamed, those of held-out documents are
-        still stored on disk, since they are few."""
+        """Returns the feature source of these documents. `name`: beginning of the folder's name, if features are stored
+        on disk; other than the default for held-out documents. If features are streamed, those of held-out documents
+        are still stored on disk, since they are few."""
         if self.config.elsewhere.ray:
             return self._of_ray(documents, name)
         source, form, kind = self._computed(documents), self._form(), self._kind(documents)

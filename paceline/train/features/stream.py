@@ -63,7 +63,8 @@ class StreamedFeatures:
         """Number of documents requested out of order."""
 
     def begin(self, numbers: Iterator[int]) -> None:
-        """Starts computing documents in this order; consecutive repetitions count once."""
+        """Starts computing the features of the documents `numbers`, in the order in which `of` will request them.
+        `numbers` has no consecutive repetitions, since `of` returns the latest document again."""
         self.close()
         self._numbers, self._is_over, self._latest, self._pending, self.num_out_of_order = numbers, False, None, None, 0
         self._failure = None
@@ -161,7 +162,8 @@ class StreamedFeatures:
 
 
 def upcoming_pieces(trainer: Trainer) -> Iterator[list[Chosen]]:
-    """Yields the blocks of the packs that this process will compute from the trainer's current place, endlessly."""
+    """Yields, without end, the blocks of each pack that this process will train on, as (document number, anchor
+    positions) pairs. Begins at the trainer's current place in the data."""
     place = trainer.state.place
     while True:
         chosen, _, place = trainer.planner.step(place)
@@ -169,8 +171,8 @@ def upcoming_pieces(trainer: Trainer) -> Iterator[list[Chosen]]:
 
 
 def upcoming(trainer: Trainer) -> Iterator[int]:
-    """Yields the documents that this process will request from the trainer's current place, endlessly, without
-    repetitions."""
+    """Yields, without end, the numbers of the documents whose features this process will request, in this order. Begins
+    at the trainer's current place in the data; a document requested several times in a row is yielded once."""
     last = None
     for piece in upcoming_pieces(trainer):
         for number, _ in piece:

@@ -31,7 +31,8 @@ from paceline.model.torch.fused import rotate
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Positions of a pack's documents and blocks: contexts concatenated, blocks in the order of their documents."""
+    """Describes the positions in a pack: the context positions of each document, concatenated, and the blocks, in the
+    same order of documents."""
 
     context_lens: tuple[int, ...]
     """Number of context positions per document."""
@@ -46,7 +47,8 @@ class Layout:
         return self.context_starts or (0,) * len(self.context_lens)
 
     def block_positions(self) -> Tensor:
-        """Returns the absolute positions [T] of all block positions, T = number of blocks * block_size."""
+        """Returns the position in its document of every token of all blocks, [T], block after block; T = number of
+        blocks * block_size."""
         anchors = torch.cat(self.anchors)
         return (anchors[:, None] + torch.arange(self.block_size, device=anchors.device)).flatten()
 

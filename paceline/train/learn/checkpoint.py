@@ -146,8 +146,8 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 
 def check_same(folder: Path, before: dict[str, Any], now: dict[str, Any], or_else: str = "") -> None:
     """Compares the stored settings `before` of the run in `folder` with its current settings `now`. Raises ConfigError,
-    with a list of the differences, if they differ in other fields than `FREE_TO_CHANGE`. `or_else`: further advice at
-    the end of the message."""
+    with a list of the differences, if they differ in settings that a resumed run may not change (all but
+    `FREE_TO_CHANGE`). `or_else`: further advice at the end of the message."""
     changed = {name: pair for name, pair in differences(before, plain(now)).items() if name not in FREE_TO_CHANGE}
     if changed:
         listed = "; ".join(f"{name}: {old!r} there, {new!r} now" for name, (old, new) in changed.items())

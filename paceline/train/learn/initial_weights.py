@@ -145,7 +145,7 @@ def embedding_matrix(target: Target) -> Tensor:
 
 def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head_VD: Tensor | None = None) -> Head:
     """Returns the LM head that the drafter uses: the target's, or only its rows `draft_ids` (the draft vocabulary).
-    With `head_VD`, the drafter's own head replaces its weights."""
+    `head_VD`: weights of the drafter's own head, which replace the target's."""
     weight_VD = head_weight(target)
     if draft_ids is not None:
         draft_ids = draft_ids.to(weight_VD.device)
@@ -157,7 +157,7 @@ def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head
 
 def most_frequent(number: int | None, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
     """Returns the ids of the `number` most frequent tokens in the answers, ascending, as a new drafter's draft
-    vocabulary; None for all tokens. Reports through `say` how much they cover."""
+    vocabulary; None for all tokens. Reports through `say` their share of all tokens in the answers."""
     if not number or number >= target.vocab_size:
         return None
     counts_V = torch.from_numpy(corpus.token_counts(target.vocab_size))
@@ -231,8 +231,9 @@ def scale_first_logits(norm: FirstNorm, head: Head, hidden_TD: Tensor, slots: Sl
     """Scales the weight of `norm` so that the first loss is near log(vocabulary); returns the factor.
 
     hidden_TD [T, D]: hidden states of the first blocks' draft positions. Logits get a standard deviation of about one.
-    A new drafter predicts nearly the same wrong tokens everywhere, so the loss may still be too large; then the factor
-    is the largest one with a loss below the limit, found by bisection (the loss is convex in the factor).
+    A new drafter predicts nearly the same wrong tokens everywhere, so the loss may still exceed log(vocabulary) by more
+    than `FIRST_LOSS_MARGIN`; then the factor is the largest one without this excess, found by bisection (the loss is
+    convex in the factor).
     """
     rows_T, reached_T = head.local(slots.labels_AK.flatten())
     is_learned_T = slots.valid_AK.flatten() & reached_T

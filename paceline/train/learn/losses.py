@@ -112,8 +112,9 @@ class SlotMetrics:
 
     @property
     def selector_4K(self) -> Tensor:
-        """Four counts per slot, over the blocks that a selector scored: the slot is valid; the target's tokens up to it
-        are all first candidates; the selector chooses the target's token; it does so at all slots up to this one."""
+        """Four counts per slot, over the blocks that a selector scored: the slot is valid; at this and all earlier
+        slots, the first (most probable) candidate is the target's token; the selector chooses the target's token; it
+        does so at this and all earlier slots."""
         return self.flat[3 + 4 * self._num_slots :].unflatten(0, (4, -1))
 
     @property
@@ -249,7 +250,9 @@ def _by_autograd(
 def slot_losses(
     logits_RV: Tensor, label_R1: Tensor, slots: Slots, head: Head, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """Returns the cross entropy and the unweighted loss of each slot, [A, K] each; differentiable."""
+    """Returns (cross entropy, loss) of each slot, [A, K] each (A blocks, K slots per block); differentiable.
+    `slot_weights` are not applied yet. logits_RV: one row for each of the R = A * K slots; label_R1: column of the
+    target's token."""
     log_probs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
     ce_AK = -log_probs_RV.gather(1, label_R1).view(slots.labels_AK.shape)
     if not config.needs_target_probs:

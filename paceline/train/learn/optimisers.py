@@ -82,7 +82,7 @@ def _count(parameter: Tensor, steps: Tensor, group: dict[str, Any]) -> Tensor:
 
 def learning_rate_share(progress: float) -> float:
     """Returns the learning rate as a share of its peak. `progress`: share of the run that is done. The rate rises
-    linearly, then follows a cosine down to `LAST_SHARE`."""
+    linearly, then follows a cosine down to `LAST_SHARE` (5%) of the peak."""
     if progress < WARM_UP_SHARE:
         return max(0.01, progress / WARM_UP_SHARE)
     along = min(1.0, (progress - WARM_UP_SHARE) / (1.0 - WARM_UP_SHARE))

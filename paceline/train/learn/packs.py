@@ -124,7 +124,8 @@ class PackBudget:
         return len(context_of(anchors_A, self.window)) + len(anchors_A) * self.block_size
 
     def pieces(self, chosen: Chosen) -> Iterator[Chosen]:
-        """Splits one document's blocks into parts within the budget; several parts are ordered by anchor."""
+        """Splits one document's blocks, (document number, anchor positions), into parts that are each small
+        enough for one pack; several parts are ordered by anchor."""
         number, anchors_A = chosen
         if self.tokens is None or self.size(anchors_A) <= self.tokens:
             yield chosen
@@ -143,7 +144,7 @@ class PackBudget:
 
 def split_into_packs(chosen: list[Chosen], budget: PackBudget | int) -> Iterator[list[Chosen]]:
     """Yields the contents of each pack, as (document number, anchors): whole documents, within `budget` (an int limits
-    only the number of blocks). A longer document is split into several packs."""
+    only the number of blocks). A document with too many positions for one pack is split into several."""
     budget = budget if isinstance(budget, PackBudget) else PackBudget(budget)
     group: list[Chosen] = []
     num_blocks = num_tokens = 0
@@ -182,9 +183,9 @@ class Trainable(Protocol):
     separately."""
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """Returns hidden states [A * K, D] from which the target's head predicts the draft positions; differentiable.
-        embedding_VD [V, D]: the target's embedding matrix, in float32 or a smaller dtype. With `is_autocast`, products
-        are computed in bfloat16."""
+        """Returns hidden states [A * K, D] (A blocks, K draft positions each) from which the target's head predicts the
+        draft positions; differentiable. embedding_VD [V, D]: the target's embedding matrix, in float32 or a smaller
+        dtype. With `is_autocast`, products are computed in bfloat16."""
         ...
 
 
@@ -218,8 +219,8 @@ class DFlashTrainable(Trainable):
 
     @torch.no_grad()
     def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
-        """Returns at which draft positions the drafter chooses the target's token if it did so at all earlier ones,
-        bool [A, K]."""
+        """Returns bool [A, K] (A blocks, K draft positions each): True where the drafter's most probable token is the
+        target's. False after the document's end."""
         rows_R, reached_R = head.local(pack.slots.labels_AK.flatten())
         right_R = (head.logits(hidden_TD).argmax(-1) == rows_R) & reached_R
         return right_R.view(pack.slots.valid_AK.shape) & pack.slots.valid_AK

@@ -36,10 +36,9 @@ REMEDY = "start from random layers (--first-layers random)"
 def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], target: Any) -> None:
     """Fills the draft layers with target layers, evenly spread over the target's depth.
 
-    `tensors`: the target's, by their Hugging Face names; `target`: its DecoderConfig, or None if it is unknown
-    (Transformers models); then the target must have as many heads as the drafter, and the same `head_dim`. Parts that a
-    target layer does not have, such as an MLP in a layer of experts, stay random. Raises ConfigError if nothing can be
-    copied.
+    `tensors`: the target's, by their Hugging Face names; `target`: its DecoderConfig, or None for a model run by
+    Transformers, which must have as many heads as the drafter and the same `head_dim`. Parts that a target layer does
+    not have, such as an MLP in a layer of experts, stay random. Raises ConfigError if nothing can be copied.
     """
     shape, num_layers = network.config.shape, network.config.num_target_layers
     if num_layers is None:

@@ -129,8 +129,8 @@ def target_head(target: Target, ids: Tensor) -> Head:
 
 
 class ChainAttention:
-    """Attention for one pack's chains: the drafts of a block, one `step` after another. The queries of step 0 are all
-    context positions; those of later steps are one position per block."""
+    """Attention in training of a drafter that drafts token by token. A block's drafts are a chain, computed in steps
+    (`step`). The queries of step 0 are all context positions of the pack; each later step has one query per block."""
 
     def __init__(
         self, shape: DecoderConfig, layout: Layout, dtype: torch.dtype, *, first: int = 1, scores: Scores = PLAIN
@@ -210,8 +210,9 @@ def chain_hidden(
     embed: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Runs all steps of a pack's chains, with the text's own tokens as inputs (teacher forcing); returns the head's
-    inputs [A * K, D]. `network`: (embedded tokens, states, attention) -> (states for the next step, head's inputs).
-    `states_ND`: the states of the context positions for step 0. `embed`: token ids -> embeddings."""
+    inputs [A * K, D] (A blocks, K drafts each). `network`: (embedded tokens, states, attention) -> (states for the next
+    step, head's inputs). `states_ND`: the states of the N context positions for step 0. `embed`: token ids ->
+    embeddings."""
     states_TD, normed_TD = network(embed(pack.behind_N), states_ND, attend)
     states_AD, outputs = states_TD[attend.entries_A], [normed_TD[attend.entries_A]]
     for attend.step in range(1, pack.slots.labels_AK.shape[1]):
@@ -230,7 +231,8 @@ class Eagle3Trainable(Trainable):
         self._own = network
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """Returns hidden states [A * K, D] from which the drafter's own head predicts the draft positions."""
+        """Returns hidden states [A * K, D] (A blocks, K draft positions each) from which the drafter's own head
+        predicts the draft positions."""
         attend = ChainAttention(self._own.config.shape, pack.layout, torch.bfloat16 if is_autocast else torch.float32)
         with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):
             taps_NF = pack.taps_NF if is_autocast else pack.taps_NF.float()

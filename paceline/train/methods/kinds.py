@@ -52,8 +52,9 @@ class InitialDrafter:
 
 
 def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
-    """Returns the token ids of a run's draft vocabulary; None for all tokens. It belongs to a new drafter, or to a
-    drafter with its own head (EAGLE-3)."""
+    """Returns the token ids of the draft vocabulary with which a run trains, ascending; None for all tokens. Those of
+    EAGLE-3 come from `config.init`, if given; all others are the most frequent tokens in the answers, whose share of
+    the answers is reported through `say`."""
     if config.shape.kind == "eagle3":
         return drafted_ids(config.shape, init_folder(config.init, config.target.model), corpus, target, say)
     return most_frequent(config.shape.draft_vocab, corpus, target, say)

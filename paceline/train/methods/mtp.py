@@ -216,7 +216,7 @@ def new_layer(path: Path, seed: int = 0) -> MtpLayer:
     """Returns a layer for a target without an mtp layer: a copy of the target's last layer of full attention. Its input
     is the sum of the normed embedding and the normed hidden state; its output goes through the target's final norm,
     which `FirstNorm` scales. Its layout is DeepSeek's, or Qwen's for families with that layout. Raises
-    UnsupportedModelError for a target without such a layer."""
+    UnsupportedModelError if no layer of the target can be copied."""
     raw = config_json(path)
     config = decoder_config(raw, path)
     layer = one_layer(config)

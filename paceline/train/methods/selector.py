@@ -141,8 +141,8 @@ class DFlash2Trainable(DFlashTrainable):
 
     @torch.no_grad()
     def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
-        """Returns at which draft positions the selector chooses the target's token, bool [A, K]; the selector's
-        previous token is always the target's own."""
+        """Returns bool [A, K] (A blocks, K draft positions each): True where the selector chooses the target's token.
+        The selector gets the target's tokens before that position, not its own choices."""
         slots = pack.slots
         hidden_AKD = hidden_TD.unflatten(0, slots.valid_AK.shape)
         logits_AKV = head.logits(hidden_TD).unflatten(0, slots.valid_AK.shape).float()

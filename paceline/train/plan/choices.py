@@ -47,8 +47,9 @@ MTP_RATE = 5e-5
 
 def for_chains(config: TrainConfig) -> TrainConfig:
     """Returns the config with the defaults for eagle3 and mtp drafters, which draft token by token (chains): one layer,
-    blocks of `ttt_steps` drafts, cross entropy; for eagle3 a draft vocabulary; for mtp the steps' decay and a small
-    learning rate. Other configs are returned unchanged. Raises ConfigError for unusable settings."""
+    blocks of `ttt_steps` drafts, cross entropy; for eagle3 a draft vocabulary; for mtp a loss weight that decays from
+    draft to draft, and a small learning rate for the target's own layer. Other configs are returned unchanged. Raises
+    ConfigError for unusable settings."""
     shape, loop, kind = config.shape, config.loop, config.shape.kind
     if not shape.is_chained:
         return config
@@ -168,7 +169,8 @@ def _of_target(target: TargetFacts) -> tuple[int, int, int, int]:
 
 
 def deployment_of(target: TargetFacts, machine: MachineFacts) -> Deployment:
-    """Returns the target on one of the machine's devices, in the number format nearest to that of its file."""
+    """Returns the speeds of one of the machine's devices and the number formats with which the target would run on it;
+    the formats are those nearest to the target's file."""
     precisions = target.shape.precisions
     if target.is_quantised:
         near = min(("q4_1", "q8_0", "bfloat16"), key=lambda name: abs(FORMATS[name].num_bytes - target.value_bytes))
@@ -197,7 +199,7 @@ def share_of_pass(sizes: Sizes, target: TargetFacts, machine: MachineFacts) -> f
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A field chosen by a plan, with the reason."""
+    """A config field and the value that a plan chose for it, with the reason."""
 
     name: str
     """Name of the field, such as shape.num_layers."""
@@ -206,7 +208,8 @@ class Choice:
 
 
 def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:
-    """Yields choices for all fields that a plan may set. The caller skips those that the user gave."""
+    """Yields values for all config fields that a plan may set for a new drafter. The caller ignores those for fields
+    that the user has set."""
     is_chained = config.shape.is_chained  # whose shape is the published one, or the target's own
     if not is_chained:
         yield from _shape_choices(config, target, machine)
@@ -232,7 +235,7 @@ def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> 
 
 
 def machine_choices(machine: MachineFacts) -> Iterator[Choice]:
-    """Yields choices that depend only on the machine, also for a continued drafter."""
+    """Yields the values that depend only on the machine; they also apply if training continues an existing drafter."""
     if machine.is_slow_in_bfloat16:
         rates = machine.machine.flops_per_s
         reason = (

@@ -23,7 +23,8 @@ CHECKPOINT_BYTES = 12.0
 def fixed_seconds(
     config: TrainConfig, target: TargetFacts, machine: MachineFacts, sizes: Sizes, steps_s: float
 ) -> dict[str, float]:
-    """Returns the seconds of loading the target, compiling and writing checkpoints on GPUs."""
+    """Returns the seconds of "loading" the target, "compiling", and writing "checkpoints" on GPUs; empty for CPUs.
+    `steps_s`: seconds of all training steps, from which the number of checkpoints follows."""
     if not machine.is_gpu:
         return {}
     weights = (
@@ -35,8 +36,8 @@ def fixed_seconds(
 
 
 def hours_range(config: TrainConfig, hours: dict[str, float]) -> tuple[float, float]:
-    """Returns (fewest, most) hours of a run. `hours`: the expected hours per stage; those of the steps are exact if the
-    run is limited in minutes."""
+    """Returns (fewest, most) hours of a run. `hours`: the expected hours per stage. The expected hours are multiplied
+    by factors below and above 1, except those of the steps if the run is limited in minutes, which are exact."""
     has_end = config.minutes is not None or config.loop.max_minutes is not None
     exact = hours["steps"] if has_end else 0.0
     low, high = ((sum(hours.values()) - exact) * factor + exact for factor in UNSURE)

@@ -55,7 +55,8 @@ class TargetFacts:
 
     @property
     def family(self) -> str | None:
-        """The target's family if paceline's decoder runs it; then a new drafter has its heads and widths."""
+        """The target's model family if paceline's own decoder supports it, else None. A new drafter for a supported
+        family has the target's numbers of heads and widths."""
         names = self.raw.get("architectures") or [_architecture(self.raw)]
         names = [TABLES["text_parts"].get(name, name) for name in names]
         return next((FAMILIES[name]["family"] for name in names if name in FAMILIES), None)

@@ -104,7 +104,8 @@ class Liveness:
             self._store.set(f"failed/{self._ranks.rank}", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def leave(self) -> None:
-        """Stops the heartbeats. The first process leaves last or after a while, since it may hold the store of all."""
+        """Stops the heartbeats. The first process waits for the others to leave, but not forever: it may host the store
+        through which all communicate."""
         self._is_over.set()
         self._thread.join()
         parted = [f"parted/{rank}" for rank in self._others]

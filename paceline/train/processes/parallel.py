@@ -175,9 +175,9 @@ class Sharded(Replicated):
     def prepare(self, drafter: Trainable, is_autocast: bool = False) -> None:
         """Shards the first process's network over all processes, in place, before an optimiser takes its parameters.
 
-        With `is_autocast`, layers are gathered in bfloat16, half the bytes, and gradients are summed in float32; the
-        optimiser's parts are float32. Autocast then finds bfloat16 weights and casts only inputs, so the residual
-        stream stays float32, as in one process; hence `cast_forward_inputs=False`.
+        With `is_autocast`, layers are gathered in bfloat16, half the bytes; gradients are summed in float32, and the
+        shards that the optimiser updates are float32. Autocast then finds bfloat16 weights and casts only inputs, so
+        the residual stream stays float32, as in one process; hence `cast_forward_inputs=False`.
         """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -242,8 +242,8 @@ class Sharded(Replicated):
 
 
 def make_parallel(way: str, ranks: Ranks, device: torch.device) -> Replicated:
-    """Returns how to train in these processes. `way`: replicated, sharded, or auto, which replicates. A single process
-    always holds the whole network."""
+    """Returns the object that distributes training over these processes. `way`: sharded, replicated, or auto (equal to
+    replicated). A single process always holds the whole network."""
     return (Sharded if way == "sharded" and ranks.world > 1 else Replicated)(ranks, device)
 
 

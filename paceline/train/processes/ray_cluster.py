@@ -79,7 +79,7 @@ class BatchResult(NamedTuple):
 
 
 class Worker:
-    """An actor of Ray Data that does a job. It returns one row per batch, which holds the BatchResult."""
+    """Ray Data actor that runs a `Job` on batches of items. Each call returns one row, {"made": [BatchResult]}."""
 
     def __init__(self, job: Job, num_threads: int | None) -> None:
         self._error: PacelineError | None = None

@@ -92,8 +92,9 @@ class Decision:
 
 
 def saving(prices: PriceConfig, horizon_days: float, tokens_per_hour: float, before: float, after: float) -> float:
-    """Returns the price of the rounds that are saved within `horizon_days` if acceptance length rises from `before` to
-    `after` tokens per round: tokens x (1 / before - 1 / after) x time of a round x price per hour."""
+    """Returns the serving cost saved within `horizon_days` if acceptance length rises from `before` to `after`, in the
+    currency of `prices`; 0 if it does not rise. Tokens generated in that time x (1 / before - 1 / after) = rounds
+    saved; each costs `prices.round_ms` on `prices.units` cores or GPUs."""
     rounds = tokens_per_hour * DAY * horizon_days * max(1 / before - 1 / after, 0.0)
     return rounds * prices.round_ms / 3.6e6 * prices.units * prices.serving_price
 

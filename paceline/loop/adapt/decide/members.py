@@ -22,16 +22,17 @@ def route_of(deployment: Deployment, cluster: str) -> str | None:
 
 
 def serving(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, str]:
-    """Returns (name, drafter) that serves a cluster: the one it is routed to, else the incumbent. Raises
-    DownloadError."""
+    """Returns the drafter that serves a cluster, as (its name on the server, the folder or id it was loaded from): the
+    one that the cluster is routed to, else the incumbent. Raises DownloadError."""
     name = route_of(deployment, cluster)
     drafter = deployment.members().get(name) if name else None
     return (name, drafter) if name and drafter else (deployment.place_of(incumbent), incumbent)
 
 
 def others(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, dict[str, str]]:
-    """Returns (drafter that serves the cluster, {name: drafter} of the other drafters on the server). Raises
-    DownloadError if the cluster cannot be routed."""
+    """Returns (drafter that serves the cluster, {name on the server: drafter} of the other drafters there); drafters as
+    the folder or id they were loaded from. Raises DownloadError if the server cannot route the cluster or does not
+    answer."""
     deployment.pinned(cluster)
     name, drafter = serving(deployment, cluster, incumbent)
     return drafter, {member: made_from for member, made_from in deployment.members().items() if member != name}
@@ -45,11 +46,12 @@ def scores(
     fired_at: int,
     current: float,
 ) -> dict[str, float] | None:
-    """Predicts the acceptance length of the other drafters that passed the gate; None if they must be scored first.
+    """Predicts {name on the server: acceptance length on this cluster} of the drafters that do not serve it now.
 
-    Also None if the server does not answer. `fired_at`: hour in which the alarm fired; older scores do not count.
-    `current`: acceptance length of the serving drafter. `scored`: {"hour": hour of scoring, "members": {name:
-    verdict}}."""
+    `scored`: latest results of the gate, {"hour": their hour, "members": {name: verdict as JSON} of drafters that
+    passed}. `current`: acceptance length of the serving drafter; it is multiplied by the gate's ratio of acceptance
+    lengths. Returns None if there are no results from `fired_at` (hour in which the alarm fired) or later, or if the
+    server does not answer; {} if it has no other drafter or cannot route the cluster."""
     try:
         names = others(deployment, cluster, incumbent)[1]
     except UnreachableError:

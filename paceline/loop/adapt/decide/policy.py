@@ -115,8 +115,10 @@ class SeasonalPolicy:
         self._period: int | None = None
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
-        """Observe hour `number` and decide. `seen`: cluster -> sums of tokens and rounds. Hours must be in order; one
-        that is not is ignored, with a note in the line."""
+        """Observe the traffic of hour `number` (since 1970) and decide; returns both as a line of the log.
+
+        `seen`: cluster -> sums of tokens and rounds. An hour that is not after the previous one is ignored, with a note
+        in the line."""
         if self._last is not None and number <= self._last:
             note = f"hour {number} is not after hour {self._last}: the clock went back, it is ignored"
             return Line(number, {}, {}, Decision(why=note), (note,))
@@ -146,7 +148,7 @@ class SeasonalPolicy:
         return Line(number, self._observed(grouped), mix, decision, notes, raised)
 
     def training(self, number: int) -> None:
-        """Record that a training has begun."""
+        """Record that a training has begun in hour `number` (since 1970)."""
         self.is_training = True
 
     def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
@@ -315,7 +317,9 @@ class NaivePolicy:
         self._window: deque[Sums] = deque(maxlen=self.WINDOW)
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
-        """Compare acceptance length over the last four hours with its best value since the last training."""
+        """Decide for hour `number` (since 1970): "retrain" if acceptance length over the last four hours with traffic
+        is 5% below its best value since the last training, else "none". `seen`: cluster -> sums of tokens and
+        rounds."""
         observed = {name: {"tokens": round(sums.tokens)} for name, sums in seen.items()}
         if self.is_training or not seen:
             return Line(

@@ -192,8 +192,8 @@ def _figures(scored: Sequence[Scored]) -> list[Rounds]:
 
 
 def draft_seconds(llm: LLM, drafters: Sequence[Drafter]) -> list[float]:
-    """Measures each drafter's fastest drafting time in seconds at batch size 1; 0 for a drafter without drafts.
-    Drafters are timed in turns, so that machine noise affects all equally."""
+    """Measures the shortest time, in seconds, in which each drafter drafts for one round at batch size 1; 0 for a
+    drafter that drafts no tokens. Drafters are timed in turns, so that machine noise affects all equally."""
     best = [math.inf] * len(drafters)
     for _ in range(TURNS):
         for place, drafter in enumerate(drafters):

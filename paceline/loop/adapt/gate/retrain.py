@@ -93,8 +93,8 @@ def _temperature(request: Request) -> float:
 def command_of(
     stage: Stage, store: StoreConfig, engine: EngineConfig, candidate: CandidateConfig, retrain: RetrainConfig
 ) -> list[str]:
-    """Builds the command of the stage's current step, `paceline train` or `paceline adapt gate`, for its current
-    candidate."""
+    """Builds the command for the current step of a stage (the daemon's work in progress): `paceline train` to train the
+    stage's current candidate, or `paceline adapt gate` to judge it."""
     drafter = Path(stage.candidates[stage.at])
     if stage.name == "training":
         # The daemon may have been restarted with other rates.

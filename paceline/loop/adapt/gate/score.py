@@ -228,7 +228,8 @@ class Scorer:
 
 
 def score(llm: LLM, drafter: str | Drafter, requests: Rows[Request], *, num_drafted: int | None = None) -> list[Scored]:
-    """Computes the rounds that `drafter` would have had on each request; requests longer than the cache are left out.
+    """Computes the rounds (drafted and accepted tokens) with which `drafter` would have generated each stored answer.
+    Requests longer than the KV cache are left out. `num_drafted`: drafts per round of a drafter given by name.
 
     The engine of `llm` must be idle; its state is reset afterwards. Raises the errors of creating a drafter and binding
     it to the target."""

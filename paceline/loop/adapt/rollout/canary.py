@@ -26,7 +26,8 @@ MOST_READINGS = 120
 
 @dataclass(slots=True)
 class Canary:
-    """Canary deployment on one paceline server, or on several servers with one drafter each."""
+    """Puts a new drafter on trial (probation) on a running deployment, judges it by the server's counters, and keeps it
+    or rolls it back. A deployment is one paceline server, or several vLLM or SGLang servers with one drafter each."""
 
     deployment: Deployment
     traces: Path
@@ -38,7 +39,8 @@ class Canary:
     readings: deque[tuple[float, Counts]] = field(default_factory=lambda: deque(maxlen=MOST_READINGS))
 
     def read(self, now: float) -> Counts:
-        """Read the server's counters; for servers without traces the reading also goes into `counted`."""
+        """Read the server's counters at `now` (seconds since 1970). For a server whose traces contain no rounds, also
+        add the reading to the hourly sums in `counted`."""
         counts = self.deployment.counts()
         if self.counted:
             self.counted.read(now, counts)
@@ -58,8 +60,8 @@ class Canary:
             raise UnreachableError(str(error)) from error
 
     def look(self, now: float) -> Stage | None:
-        """Read the counters and the list of drafters. Returns a stage with the probation of a drafter that a user has
-        loaded since the last call, else None."""
+        """Read the counters and the list of drafters. If a user has loaded a drafter since the last call, begin its
+        probation (trial period) and return it as a stage (work in progress of the daemon); else return None."""
         self.readings.append((now, self.read(now)))
         members, known = self.deployment.members(), self.known
         new = sorted(name for name, drafter in members.items() if known is not None and known.get(name) != drafter)

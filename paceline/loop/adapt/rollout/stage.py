@@ -133,9 +133,11 @@ class Stage:
         self.num_tries, self.wait_until, self.away_since = 0, 0.0, 0.0
 
     def begin_probation(self, traces: Path, first: Counts | None, counts: Counts, now: float) -> None:
-        """Store acceptance, round time and failures from before the new drafter, as the baseline.
+        """Store acceptance length, round time and failures before the new drafter, with which the probation compares
+        later ones, and begin the probation at `now`.
 
-        `counts`: the server's counters at `now`; `first`: the oldest reading of them, if there is an earlier one."""
+        `counts`: the server's counters at `now`; `first`: an earlier reading of them; failures, round time and the
+        server's acceptance length are those between the two. None without an earlier reading."""
         spans = read_span(traces, now - SPAN_S, now)
         self.before = {name: sums.tokens_per_round for name, sums in spans.items() if sums.rounds >= LEAST_ROUNDS}
         if first is not None and (rate := tokens_per_round(first, counts)):
@@ -151,8 +153,9 @@ class Stage:
         self.counted = self.seen = list(astuple(counts))
 
     def look(self, counts: Counts, drafts: float | None) -> None:
-        """Store a reading. `drafts`: rounds drafted by this stage's drafter, if the server counts them. Counters that
-        decreased mean that the server was restarted; counting then begins again."""
+        """Store a reading of the server's counters during a probation. `drafts`: rounds drafted so far by this stage's
+        drafter; None if the server does not count by drafter. Counters that decreased mean that the server was
+        restarted; counting then begins again."""
         if is_restarted(Counts(*self.seen), counts):
             self.counted = list(astuple(counts))
         if drafts is not None and self.drafts is not None and drafts < self.drafts:
@@ -160,15 +163,16 @@ class Stage:
         self.seen = list(astuple(counts))
 
     def rounds(self, drafts: float | None) -> float:
-        """Number of rounds since the start of the probation: those of this drafter, if the server counts by drafter,
-        else all."""
+        """Number of rounds since the start of the probation. `drafts`: the server's current count of rounds drafted by
+        this stage's drafter; None if it does not count by drafter: then rounds of all drafters."""
         if drafts is not None and self.drafts is not None:
             return drafts - self.drafts
         return Counts(*self.seen).rounds - Counts(*self.counted).rounds
 
     def is_over(self, now: float, config: WatchConfig, drafts: float | None) -> str | None:
-        """Returns "proven" if a probation without a fault has lasted long enough, "unproven" at its time limit; None
-        while it continues."""
+        """Returns "proven" if a probation in which acceptance, round time and failures got no worse has lasted long
+        enough, "unproven" if it cannot be judged, as at its time limit; None while it continues. `drafts`: the server's
+        current count of rounds drafted by this stage's drafter, if it counts by drafter."""
         if self.lasted(now) < 60 * config.probation_minutes:
             return None
         if self.rounds(drafts) >= LEAST_ROUNDS:

@@ -152,7 +152,8 @@ class Meters:
 
 
 def is_restarted(before: Counts, after: Counts) -> bool:
-    """True if the tokens fell, or every counter above 0 did: the server was restarted between the readings.
+    """True if the server was restarted between two readings: the token count fell, or all counters that were above 0
+    fell.
 
     Without a restart, single counters may fall because a part of the metrics page is missing, such as one finish
     reason."""

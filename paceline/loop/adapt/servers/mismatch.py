@@ -104,7 +104,8 @@ def ask(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 48) -> list[Re
 
 
 def measure(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> float:
-    """Computes the acceptance length of a drafter over these requests, with all drafts verified in every round."""
+    """Computes a drafter's acceptance length over the answers of these requests, if every round verifies all tokens
+    that it drafts."""
     return Rounds.sum(_rounds(llm, drafter, requests)).tokens_per_round
 
 
@@ -125,9 +126,11 @@ def rank(
     requests: Sequence[Request],
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Ranked]:
-    """Measures the drafter and its variations. Returns the unchanged drafter first, then every variation that runs, by
-    falling acceptance length; `tell` gets progress texts. Raises DrafterMismatchError if the unchanged drafter does not
-    fit the target."""
+    """Measures the acceptance length of a drafter and of its variations (copies with one setting changed) on
+    `requests`.
+
+    Returns the unchanged drafter first, then every variation that runs, by falling acceptance length; `tell` gets
+    progress texts. Raises DrafterMismatchError if the unchanged drafter does not fit the target."""
     few = list(requests)[:FIRST_LOOK]
     own = _rounds(llm, drafter_of(stored), requests)
     as_is = Ranked("as it is", "", Rounds.sum(own).tokens_per_round, len(requests))

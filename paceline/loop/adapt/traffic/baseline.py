@@ -110,5 +110,5 @@ class Seasonal:
 
 
 def day_and_hour(hour: int) -> tuple[int, int]:
-    """Returns (day of the week with 0 = Monday, hour of the day), UTC."""
+    """Returns (day of the week with 0 = Monday, hour of the day), UTC, of an hour counted from 1970."""
     return (hour // DAY + 3) % 7, hour % DAY

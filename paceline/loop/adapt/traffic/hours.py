@@ -41,8 +41,8 @@ since few requests cannot estimate it."""
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Sums over requests: number of requests, tokens, rounds, and their products. Each answer's first token is not
-    counted: it needs no round."""
+    """Sums over requests: their number, their tokens and rounds, and the squares and products of tokens and rounds, for
+    the standard error of acceptance length. Each answer's first token is not counted: it needs no round."""
 
     requests: int = 0
     tokens: float = 0.0

@@ -55,8 +55,8 @@ class Outcome:
 
     @property
     def net_tokens_per_round(self) -> float:
-        """Acceptance length, reduced for the machine time of trainings: tokens per machine-hour relative to decoding
-        without drafts, where no tokens are served in training hours."""
+        """Acceptance length reduced for the machine time of trainings: `tokens_per_round` x hours / (hours + hours of
+        all trainings), where a training takes TRAINING_HOURS of a machine like the server's."""
         return self.tokens_per_round * self.hours / (self.hours + TRAINING_HOURS * self.trainings)
 
 
@@ -66,7 +66,8 @@ def run(
     prices: PriceConfig | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Runs `paceline adapt replay`; returns the JSON object that the command prints."""
+    """Replays a policy on a scenario's synthetic traffic, or on stored traces (`config.traces`); trains no model.
+    Returns the JSON object that `paceline adapt replay` prints, with numbers of trainings and alarms."""
 
     def make() -> Policy:
         return NaivePolicy() if config.policy == "naive" else SeasonalPolicy(policy, prices)

@@ -107,9 +107,9 @@ def read_requests(
 ) -> tuple[list[Request], Counter[str]]:
     """Returns requests of hours [since, until), of one cluster or all, and {reason: number of traces left out}.
 
-    A request without a temperature gets the sampling settings `usual`, such as {"temperature": 0.6, "top_p": 0.95}, for
-    those that it does not set itself. Without `usual` such a request is left out; with `exact=False` it is returned,
-    but can only be used for training."""
+    `usual`: the server's default sampling settings, such as {"temperature": 0.6, "top_p": 0.95}; they complete the
+    settings of requests whose trace has no temperature. Without `usual` such requests are left out, or with
+    `exact=False` returned, but can then only be used for training."""
     requests: list[Request] = []
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, _REQUEST, left_out, since * HOUR_S):

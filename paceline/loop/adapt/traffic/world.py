@@ -45,8 +45,9 @@ Curve = Callable[[int], float]
 
 @dataclass(slots=True)
 class Source:
-    """One cluster of synthetic requests. `rate`: requests per hour, before the factor `curve`. `curve`, `place` and
-    `bend` are functions of the number of hours since the start."""
+    """One cluster of synthetic requests. `rate`: mean requests per hour. Three functions of the hours since the start:
+    `curve`, a factor on `rate`; `place`, the position of the content on a line; `bend`, a factor on acceptance
+    length."""
 
     name: str
     rate: float
@@ -62,8 +63,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The true drift: content begins to move at hour `begins`, the loss of acceptance length reaches MATERIAL at
-    `onset`, and content stops moving at `ends`."""
+    """The true drift, in hours since the start of the traffic: content begins to change at `begins`, the loss of
+    acceptance length reaches 5% at `onset`, and content stops changing at `ends`."""
 
     begins: int
     onset: int
@@ -72,7 +73,9 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """Knowledge of a drafter on a cluster: its fit, and the position of the content that the drafter was trained on."""
+    """How well a simulated drafter knows a cluster. `fit`: 0 to 1, the larger, the more drafts are accepted; `place`:
+    position of its training data on a line of contents; the farther the cluster's content is from it, the lower the
+    acceptance."""
 
     fit: float
     place: float = 0.0
@@ -147,8 +150,9 @@ class World:
                 self.members[cluster] = Knowledge(TRAINED_FIT / (1 + ENOUGH_SHARE), place)
 
     def train(self, begin: int, end: int, *, with_replay: bool) -> dict[str, Knowledge]:
-        """Returns {cluster: fit} of a drafter trained on the traffic of hours [begin, end); the caller decides whether
-        it serves. `with_replay`: general answers are trained on, too, so that earlier fits remain."""
+        """Simulates the training of a drafter on the traffic of hours [begin, end); returns {cluster: how well it knows
+        the cluster}. The caller decides whether it serves. `with_replay`: it is also trained on general answers, so
+        that its fit to no cluster falls by more than 3%."""
         contents = [self._content(source, begin, end) for source in self.sources]
         all_tokens = sum(tokens for tokens, _ in contents)
         trained = {}

@@ -77,7 +77,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def restrict(target: str, attributes: int, recursive: bool = True) -> None:
-    """Sets mount attributes (read-only, nosuid, nodev) of a mount and those below it. Linux 5.12 and newer."""
+    """Sets the flags `attributes` (ATTR_RDONLY, ...) of a mount and of those below it. Linux 5.12 and newer."""
     packed = struct.pack("QQQQ", attributes, 0, 0, 0)
     flags = AT_RECURSIVE if recursive else 0
     result = libc.syscall(MOUNT_SETATTR, AT_FDCWD, target.encode(), flags, packed, ctypes.c_size_t(len(packed)))
@@ -130,8 +130,8 @@ def _map_for(process: int, ready: int, written: int) -> None:
 
 
 def build_tree(job: Job) -> None:
-    """Mounts the file tree: the readable folders, four devices, a /proc of this namespace, and a /tmp of bounded
-    size."""
+    """Mounts the sandbox's file tree and makes it "/": the folders `job["readable"]` read-only, four devices, a /proc
+    of this namespace, and a /tmp of bounded size."""
     root, limits = job["root"], job["limits"]
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=2048,mode=755")
@@ -173,8 +173,8 @@ def _bind(root: str, path: str, attributes: int) -> None:
 
 
 def fence(job: Job) -> None:
-    """Restricts file access by Landlock, for use without namespaces: read the readable folders, write the answer's
-    folder."""
+    """Restricts file access of this process by Landlock, for use without namespaces: it can read the folders
+    `job["readable"]` and write its own folder, `job["root"]`."""
     abi = libc.syscall(LANDLOCK[0], None, ctypes.c_size_t(0), 1)
     if abi < LANDLOCK_ABI:
         raise SetupError(1, f"Landlock of version {abi}, {LANDLOCK_ABI} is needed")
@@ -196,10 +196,9 @@ def fence(job: Job) -> None:
 
 
 def filter_calls(job: Job) -> None:
-    """Installs a seccomp filter: EPERM for the calls in `syscalls.json` and for new namespaces.
+    """Installs a seccomp filter: the system calls `job["calls"]["refused"]` and calls for new namespaces fail.
 
-    Without namespaces it also refuses new processes; threads stay allowed.
-    """
+    Without namespaces it also makes calls for new processes fail; threads stay allowed."""
     calls, load, equal, greater, test, end = job["calls"], 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
     lines = [(load, 0, 0, 4), (equal, 1, 0, calls["arch"]), (end, 0, 0, kill), (load, 0, 0, 0)]
@@ -221,7 +220,8 @@ def filter_calls(job: Job) -> None:
 
 
 def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) -> None:
-    """Closes files, drops privileges, sets limits, then executes the answer in this process."""
+    """Drops privileges, sets limits, then executes the answer (the code to test) in this process. `word`, `result`,
+    `errors`: pipe ends for a secret word (stdin), the answer's echo of it (descriptor 3), and stderr."""
     null = os.open("/dev/null", os.O_RDWR)
     os.setsid()
     for source, target in ((word, 0), (null, 1), (errors, 2)):
@@ -269,7 +269,7 @@ class Warden:
         self.stderr, self.echo = b"", b""
 
     def run(self) -> Job:
-        """Runs the answer; returns its outcome, stderr and use of resources, as the fields of `run.Ran`."""
+        """Runs the answer; returns a dict of outcome, stderr, and time and memory used: the fields of `run.Ran`."""
         word_out, word_in = os.pipe()
         result_out, result_in = os.pipe()
         errors_out, errors_in = os.pipe()
@@ -375,7 +375,7 @@ def _size_of(folder: str) -> int:
 
 
 def warden(job: Job, is_root: bool) -> Job:
-    """Sets up the answer's folder and runs the answer; called in process 1, or in the launcher without namespaces."""
+    """Sets up the sandbox's folder, runs the code `job["code"]` there, and returns a dict with fields of `run.Ran`."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         if job["namespaces"]:

@@ -97,14 +97,15 @@ class Sandbox:
     """Python interpreter for the code [default: this one]."""
 
     def check(self) -> None:
-        """Raises SandboxError if no kind of sandbox works on this machine, unless `unsafe`."""
+        """Raises SandboxError if no kind of sandbox works on this machine and `unsafe`, which permits unprotected code,
+        is not set."""
         _, refusal = _probed(self)
         if refusal and not self.unsafe:
             raise SandboxError(refusal)
 
     @property
     def kind(self) -> Kind:
-        """The kind of sandbox in use on this machine."""
+        """The kind of sandbox that works on this machine, "namespaces" or "landlock"; "none" if neither does."""
         return _probed(self)[0]
 
     def run(self, code: str) -> Ran:

@@ -37,8 +37,8 @@ class Sight:
     """Cache positions that each token of a pass attends to: all before its row's start, and some of the row's J new
     tokens.
 
-    The latter are those in `bits_BJ` if it is given, else all up to the token itself, or all J if not `is_causal`.
-    Padding tokens are never attended to.
+    If `bits_BJ` is given, a token attends to the new tokens whose bits are set; otherwise to all up to itself, or to
+    all J if `is_causal` is false. Padding tokens are never attended to.
     """
 
     starts_B: Tensor
@@ -122,9 +122,10 @@ class Tiles:
         return cls(members, keys, channels, warps=8 if members > 64 else 4, stages=stages)
 
     def splits(self, pairs: int, stacked: int, positions: int) -> int:
-        """Return the number of programs that share the positions of one (row, key head) pair.
+        """Return the number of parts (splits) into which a row's positions are divided, each with its own programs.
 
-        pairs: number of such pairs; stacked: queries of a pair; positions: maximum positions of a row.
+        pairs: number of (row, key head) pairs; stacked: queries of one pair, query heads per key head times tokens;
+        positions: maximum positions of a row.
         """
         programs = pairs * -(-stacked // self.members)
         # Rows differ in length and may be idle: a single program must not walk a long row alone.

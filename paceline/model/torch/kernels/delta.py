@@ -46,8 +46,9 @@ def recur(
     """Compute gated outputs [T, values] of a delta net from its fused input projection's result, in four launches;
     updates `memory`, the recurrent states and pending windows.
 
-    fused_TX: concatenated convolution inputs, gates, and for each head the logit of beta and the step of the decay.
-    eps: of the output norm; unit_eps: of the normalisation of queries and keys. Padding tokens yield zeros.
+    fused_TX: for each token the convolution inputs, the gates, and for each value head the logit of beta (weight of the
+    token's update) and the input of the decay's softplus. eps: of the output norm; unit_eps: of the normalisation of
+    queries and keys. Padding tokens yield zeros.
     """
     check_contiguous(fused_TX, *weights, *memory.tensors(), stage.bits_BJ, stage.depths_BJ)
     num_rows, count = stage.bits_BJ.shape

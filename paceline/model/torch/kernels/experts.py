@@ -96,7 +96,7 @@ def mix(
     shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Compute the weighted sum [T, D] of the outputs of each token's experts, as `mix_twin` does, in three kernel
-    launches, or four for more than FEW tokens.
+    launches, or four for more than 16 tokens (FEW).
 
     shared: (an additional output [T, D], its gates [T, 1]); the output times the sigmoid of its gate is added.
     """

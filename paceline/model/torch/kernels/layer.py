@@ -169,8 +169,8 @@ def heads(
 
 
 def gated_twin(gate_up_TX: Tensor, activation: str) -> Tensor:
-    """Compute activation(gate) * up in PyTorch operations: [T, 2 * inner], gate first -> [T, inner]. `activation`: one
-    of GATED."""
+    """Compute activation(gate) * up in PyTorch operations: [T, 2 * inner], gate first -> [T, inner]. `activation`:
+    "silu" or "gelu_tanh"."""
     gate, up = gate_up_TX.chunk(2, dim=-1)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return activated.mul_(up)

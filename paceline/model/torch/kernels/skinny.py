@@ -64,8 +64,8 @@ def can_run(inputs_TD: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
 def product_twin(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
     """Multiply inputs [..., D] by the matrix [N, D] and add its bias, in PyTorch operations.
 
-    With `activation`, one of GATED: the first half of the product is the gate, the second is up, and the result is
-    activation(gate) * up.
+    With `activation`, "silu" or "gelu_tanh": the first half of the product is the gate, the second is up, and the
+    result is activation(gate) * up.
     """
     product = F.linear(inputs_TD, weight, bias)
     return product if activation is None else gated_twin(product, activation)

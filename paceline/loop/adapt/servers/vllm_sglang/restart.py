@@ -142,8 +142,8 @@ class _Restarted:
 
 
 class VllmServers(_Restarted):
-    """vLLM servers: updates the weights in the running server if `publish` is configured and the server supports it,
-    else restarts one server after the other."""
+    """vLLM servers, one drafter each: replaces the weights in the running server if the option `publish` gives a
+    command that sends them and the server accepts them; otherwise restarts one server after the other."""
 
     def _replace(self, client: Client, folder: Path) -> None:
         if self.config.publish is not None and _takes_weights(client):
@@ -158,8 +158,8 @@ class VllmServers(_Restarted):
 
 
 class SglangServers(_Restarted):
-    """SGLang servers: loads weights from disk if `draft_field` is configured, else restarts one server after the
-    other."""
+    """SGLang servers, one drafter each: the running server loads new weights from disk if the option `draft_field`
+    gives the request field that marks weights as the drafter's; otherwise restarts one server after the other."""
 
     def _replace(self, client: Client, folder: Path) -> None:
         if self.config.draft_field is None:

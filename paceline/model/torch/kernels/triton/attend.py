@@ -24,8 +24,9 @@ def attend_split(
     HAS_BITS: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: attention of one tile of the queries of one row and key head, over one split of the row's
-    positions."""
+    """One program: attention of one tile of the queries of one row and key head, over one part (split) of the row's
+    positions. Writes each query's sum of weighted values (not yet normalised), sum of weights and largest score, from
+    which `combine_splits` computes the output."""
     overlap(OVERLAPS)
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     pair = tl.program_id(2)

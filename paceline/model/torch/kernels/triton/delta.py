@@ -15,7 +15,7 @@ def commit(
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program for one row, value head and tile of values: commits the oldest pending positions to the state, and
-    moves the remaining changes to the front. `convolve` moves all other pending tensors."""
+    moves the changes of those still pending to the front of the window. `convolve` moves all other pending tensors."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     gone = tl.load(gone_ptr + row).to(tl.int32)
     if gone > 0:
@@ -54,7 +54,8 @@ def convolve(
     """One program for one head's channels of one row: computes SiLU of the convolution, and normalises queries and
     keys.
 
-    First moves the pending data that `commit` left to the front of the window; appends new inputs and keys to it.
+    First moves inputs, keys and decays of positions still pending to the front of the window (`commit` has moved their
+    changes); then appends the new inputs and keys.
     """
     head, row = tl.program_id(1), tl.program_id(0).to(tl.int64)
     channels: tl.constexpr = 2 * NUM_KEY_HEADS * KEY + NUM_HEADS * VALUE

@@ -45,7 +45,8 @@ def list_pairs(
     chosen_ptr, lists_ptr, counts_ptr, num_tokens,
     PER_TOKEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """One program per expert: lists its pairs in the order of tokens, at most one per token, and counts them."""
+    """One program per expert: lists its (token, expert) pairs in the order of tokens, and counts them. A pair is the
+    number token * PER_TOKEN + k, for the token's k-th expert."""
     expert = tl.program_id(0)
     place = tl.arange(0, BLOCK_P)
     count = 0
@@ -83,12 +84,12 @@ def multiply(
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of an expert's outputs [pairs, OUT], for all pairs of that expert.
+    """One program: one tile of an expert's outputs [pairs, OUT], for all (token, expert) pairs of that expert.
 
     IS_UP: the activated product of both halves of a matrix [2 * OUT, IN] with inputs [tokens, IN]; otherwise the
-    product of a matrix [OUT, IN] with inputs [pairs, IN]. IS_BY_PAIR: one program per pair instead of per expert; an
-    expert's first pair computes all of its pairs. HAS_LISTS: pairs come from `list_pairs`; otherwise all tokens fit in
-    one block.
+    product of a matrix [OUT, IN] with inputs [pairs, IN]. IS_BY_PAIR: programs are started for each pair, not
+    for each expert; those of an expert's first pair compute all of its pairs, the others do nothing. HAS_LISTS: pairs
+    come from `list_pairs`; otherwise all tokens fit in one block.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = out_ptr.dtype.element_ty

@@ -16,7 +16,7 @@ def write_one(out):
 
 
 def starts(index: int) -> bool:
-    """Compile the kernel and start it on the GPU with this index; returns whether it ran. Raises Triton's errors."""
+    """Compile a small kernel and run it on the GPU with this index. Returns True if it ran, raises Triton's errors."""
     with torch.cuda.device(index):
         out = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
         kernel: Any = write_one
