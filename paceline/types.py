@@ -242,11 +242,12 @@ class Batch:
     batch-invariant."""
     num_candidates: int = 0
     """Top tokens that the drafter returns for each draft position, to build trees from; 0 for none."""
-    foresees: bool = False
+    noise_aware: bool = False
     """True if drafters may draft with the random numbers that will sample the target's tokens (common random
     numbers)."""
-    tells_said: bool = False
-    """True to record how the drafter ranked the target's tokens (`RoundStats.said_B`), for rows with candidates."""
+    reports_target_ranks: bool = False
+    """True to record the drafter's ranks of the target's tokens (`RoundStats.target_ranks_B`), for rows with
+    candidates."""
 
     @property
     def rows(self) -> list[int]:
@@ -275,7 +276,7 @@ class DraftBlock:
     probs_B: list[Tensor | None]
     """Distribution that each draft was sampled from, [len(tokens), V] for each row; None for deterministic drafts
     (argmax, n-gram), whose distribution is one-hot."""
-    sure_B: list[list[float] | None] | None = None
+    confidence_B: list[list[float] | None] | None = None
     """Log-probability of the drafter's top token at each draft position, for each row, computed before any token is
     sampled; None for drafters without probabilities and rows without drafts."""
     source_s: dict[str, float] = field(default_factory=dict)
@@ -304,7 +305,7 @@ class DraftBlock:
             probs_B.append(probs[: len(tokens_B[-1])] if probs is not None and tree is None and tokens_B[-1] else None)
             trees_B.append(tree)
         return DraftBlock(
-            tokens_B, probs_B, self.sure_B, self.source_s, self.candidates_B, trees_B if any(trees_B) else None
+            tokens_B, probs_B, self.confidence_B, self.source_s, self.candidates_B, trees_B if any(trees_B) else None
         )
 
 
@@ -318,7 +319,7 @@ class Verdict:
     """Bonus token of each row; -1 for a failed row."""
     lossless: bool
     """True if the verification rule keeps the target's distribution."""
-    kept_B: list[list[int] | None] | None = None
+    accepted_paths_B: list[list[int] | None] | None = None
     """For each row with a tree, the indices of its accepted drafts, from root to leaf; None for a row with a chain,
     whose first `num_accepted_B` drafts are accepted."""
     failed_B: list[str | None] | None = None
@@ -345,7 +346,7 @@ class RoundStats:
     """Draft source of each row."""
     num_checked_B: list[int] = field(default_factory=list)
     """Drafts of each row in the verify pass: fewer than proposed if the grammar rejected some."""
-    sure_B: list[list[float] | None] | None = None
+    confidence_B: list[list[float] | None] | None = None
     """Log-probability of the drafter's top token at each draft position, for each row; also for drafts that were not
     verified."""
     source_s: dict[str, float] = field(default_factory=dict)
@@ -354,6 +355,6 @@ class RoundStats:
     """Drafter (pool entry) of each row."""
     trees_B: list[Outcome | None] | None = None
     """Accepted path of each row's tree; None for rows without a tree, and if no row had one."""
-    said_B: list[Said | None] | None = None
+    target_ranks_B: list[Said | None] | None = None
     """How the drafter's candidates ranked the target's tokens, for each row; None without candidates or with a lossy
     rule."""

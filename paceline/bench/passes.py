@@ -162,7 +162,7 @@ def run_pass(
                     done.draft_s += one.draft_s
                     done.verify_s += one.verify_s
                     done.num_passes += 1
-                    for ranks in one.said_B or ():
+                    for ranks in one.target_ranks_B or ():
                         if ranks:
                             done.marginals.add(ranks)
                 for chunk in chunks:

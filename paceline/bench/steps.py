@@ -54,14 +54,14 @@ class FilledDrafter(Drafter):
     Threads, tapped layers and caches are those of `inner`.
     """
 
-    is_at_hand = False
+    is_instant = False
 
     def __init__(self, inner: Drafter, num_drafted: int, vocab_size: int) -> None:
         self.inner, self.num_drafted = inner, max(num_drafted, inner.num_drafted)
         self.draw, self.tokens = random.Random(0), range(vocab_size)
 
     def __getattribute__(self, name: str) -> Any:
-        is_own = name in ("inner", "num_drafted", "is_at_hand", "propose", "draw", "tokens") or name.startswith("__")
+        is_own = name in ("inner", "num_drafted", "is_instant", "propose", "draw", "tokens") or name.startswith("__")
         return object.__getattribute__(self, name) if is_own else getattr(self.inner, name)
 
     def propose(self, batch: Batch) -> DraftBlock:

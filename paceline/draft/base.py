@@ -48,7 +48,7 @@ class Drafter(ABC):
     """Name that the drafter was created from: a key of `registry.DRAFTERS`, a folder or a hub id."""
     num_drafted: int = 0
     """Maximum tokens drafted per round."""
-    is_at_hand: bool = False
+    is_instant: bool = False
     """True if drafting takes almost no time, as in prompt lookup, and `chance` can predict acceptance before
     drafting."""
     is_stepwise: bool = False
@@ -98,7 +98,7 @@ class Drafter(ABC):
 
     def chance(self, seq: Sequence) -> float:
         """Returns the predicted probability that a draft of the next round is accepted if all drafts before it are: one
-        value for all its drafts; 0.0 without a draft. Only for drafters that take almost no time (`is_at_hand`)."""
+        value for all its drafts; 0.0 without a draft. Only for drafters that take almost no time (`is_instant`)."""
         return 0.0
 
     @abstractmethod

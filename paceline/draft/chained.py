@@ -93,7 +93,7 @@ class _Row:
     """The chain: at every draft position the most probable token, or the sampled one."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probabilities along the chain. Empty for sampled drafts: the number of checked drafts must not depend on
-    sampled tokens (`DraftBlock.sure_B`)."""
+    sampled tokens (`DraftBlock.confidence_B`)."""
     probs: list[Tensor] = field(default_factory=list)
     """For each sampled draft, the distribution it was sampled from."""
     branches: dict[tuple[int, ...], Likely] = field(default_factory=dict)
@@ -183,13 +183,13 @@ class ChainedDrafter(TappedDrafter):
             self._extend(going, self._path.logits(state_TD), batch.num_candidates)
             going, state_TD = self._step(going, state_TD)
         grows = any(row.grows for row in rows)
-        sure_B: list[list[float] | None] = [None] * len(limits)
-        block.sure_B = sure_B
+        confidence_B: list[list[float] | None] = [None] * len(limits)
+        block.confidence_B = confidence_B
         candidates_B: list[Candidates | None] = [None] * len(limits)
         block.candidates_B = candidates_B if grows else None
         for row in rows:
             block.tokens_B[row.index] = row.tokens
-            sure_B[row.index] = row.logprobs or None
+            confidence_B[row.index] = row.logprobs or None
             block.probs_B[row.index] = torch.stack(row.probs) if row.probs else None
             if row.grows:
                 candidates_B[row.index] = self._candidates(row)
@@ -198,7 +198,7 @@ class ChainedDrafter(TappedDrafter):
     def _row(self, index: int, limit: int, batch: Batch) -> _Row:
         seq = batch.sequences[index]
         grows = bool(batch.num_candidates) and seq.constraint is None
-        guesses = batch.foresees and seq.kind != "greedy" and seq.params.lossy is None
+        guesses = batch.noise_aware and seq.kind != "greedy" and seq.params.lossy is None
         return _Row(index, seq, limit, grows, guesses)
 
     def _step(self, rows: list[_Row], state_TD: Tensor) -> tuple[list[_Row], Tensor]:

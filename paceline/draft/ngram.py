@@ -42,7 +42,7 @@ class NgramDrafter(Drafter):
     tokens match."""
 
     name = LOOKUP
-    is_at_hand = True
+    is_instant = True
 
     def __init__(self, *, num_drafted: int | None = None, min_match: int = 1) -> None:
         """`num_drafted`: maximum tokens drafted per round. Raises ConfigError if it is negative, or if `min_match` is

@@ -127,12 +127,12 @@ class Pool:
 
     def _join(self, name: str, drafter: Drafter) -> None:
         if (
-            name in (NONE, LOOKUP) and drafter.num_drafted and not drafter.is_at_hand
+            name in (NONE, LOOKUP) and drafter.num_drafted and not drafter.is_instant
         ):  # its drafts would be counted as prompt lookups, or as plain decoding
             raise ConfigError(f"a drafter cannot be the member {name!r}, which means lookups or no drafter: rename it")
         if drafter not in self.drafters:
             drafter.bind(self.target)
-        if not drafter.is_at_hand:
+        if not drafter.is_instant:
             drafter.name = name  # so that the planner distinguishes drafters of one method
         self.members[name] = Member(name, drafter)
 
@@ -147,14 +147,16 @@ class Pool:
         del self.members[self.member(name).name]
         self._let_go()
 
-    def start(self, seq: Sequence, guest: Drafter | None = None) -> None:
+    def start(self, seq: Sequence, trial_drafter: Drafter | None = None) -> None:
         """Assign a drafter to `seq` and start it there: the one that `seq.drafter` names if it is open, else the
-        default. With `guest`, assign that drafter instead: it is outside the pool, already bound, and released when the
-        sequence ends."""
+        default. With `trial_drafter`, assign that drafter instead: it is outside the pool, already bound, and released
+        when the sequence ends."""
         member = self.members.get(seq.drafter) or (self._plain if seq.drafter == NONE else self.default)
-        member = Member(guest.name, guest) if guest else member if member.is_open else self.default
+        member = (
+            Member(trial_drafter.name, trial_drafter) if trial_drafter else member if member.is_open else self.default
+        )
         self._leases[seq.row], seq.drafter = member, member.name
-        if guest:
+        if trial_drafter:
             self._let_go()
         member.drafter.start(seq)
         if lookups := self._lookups_for(member.drafter):
@@ -187,7 +189,7 @@ class Pool:
             most = seq.most_drafted(source.num_drafted)
             if not most or not source.can_draft(seq):
                 continue
-            if not source.is_at_hand:
+            if not source.is_instant:
                 offers.append(planner.offer(source.name, seq.planned_kind, most, is_stepwise=source.is_stepwise))
             elif chance := source.chance(seq):
                 offers.append(Offer(source.name, (chance,) * most))
@@ -198,7 +200,7 @@ class Pool:
         prompt lookup); if `takes_B` is missing, with its own drafter."""
         takes_B = batch.takes_B or [Take(self._leases[row].drafter.name, 1 << 30) for row in batch.rows]
         block = DraftBlock.certain([[] for _ in takes_B])
-        sure_B: list[list[float] | None] = [None] * len(takes_B)
+        confidence_B: list[list[float] | None] = [None] * len(takes_B)
         candidates_B: list[Candidates | None] = [None] * len(takes_B)
         groups: dict[int, tuple[Drafter, list[int]]] = {}
         for place, (seq, take) in enumerate(zip(batch.sequences, takes_B, strict=True)):
@@ -209,15 +211,15 @@ class Pool:
         for drafter, places in groups.values():
             began, recording_s = time.perf_counter(), self.target.recording_s
             rows, takes = [batch.sequences[place] for place in places], [takes_B[place] for place in places]
-            own = Batch(rows, takes, batch.whole_blocks, batch.num_candidates, batch.foresees)
+            own = Batch(rows, takes, batch.whole_blocks, batch.num_candidates, batch.noise_aware)
             drafted = drafter.propose(own)
             for index, place in enumerate(places):
                 block.tokens_B[place], block.probs_B[place] = drafted.tokens_B[index], drafted.probs_B[index]
-                sure_B[place] = drafted.sure_B[index] if drafted.sure_B else None
+                confidence_B[place] = drafted.confidence_B[index] if drafted.confidence_B else None
                 candidates_B[place] = drafted.candidates_B[index] if drafted.candidates_B else None
             spent = time.perf_counter() - began - (self.target.recording_s - recording_s)
             block.source_s[drafter.name] = block.source_s.get(drafter.name, 0.0) + spent
-        block.sure_B = sure_B
+        block.confidence_B = confidence_B
         block.candidates_B = candidates_B if batch.num_candidates else None
         return block
 
@@ -245,7 +247,7 @@ class Pool:
             lookups.observe(observed)
 
     def _lookups_for(self, drafter: Drafter) -> NgramDrafter | None:
-        return self.lookups if drafter.num_drafted and not drafter.is_at_hand else None
+        return self.lookups if drafter.num_drafted and not drafter.is_instant else None
 
     def _is_here(self, member: Member) -> bool:
         return member is self._plain or self.members.get(member.name) is member

@@ -62,7 +62,7 @@ class Probation(Drafter):
         if not most or not self.drafter.can_draft(seq):
             raise DrafterMismatchError("the drafter cannot draft after a short text that it has read")
         block = self.drafter.propose(Batch([seq], [Take(self.drafter.name, most)], whole_blocks=False))
-        tokens, logprobs = block.tokens_B[0], (block.sure_B or [None])[0]
+        tokens, logprobs = block.tokens_B[0], (block.confidence_B or [None])[0]
         if any(not 0 <= token < self._vocab_size for token in tokens):
             raise DrafterMismatchError(
                 "the drafter drafts tokens that the target does not have: it is of another model"

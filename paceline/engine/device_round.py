@@ -362,7 +362,7 @@ class DeviceRounds:
             host_s=max(whole_s - draft_s - verify_s, 0.0) + time.perf_counter() - began,
             source_B=[take.source if width else NONE for take, width in zip(takes_B, width_B, strict=True)],
             num_checked_B=width_B,
-            sure_B=None if batch.whole_blocks else confidence_B,
+            confidence_B=None if batch.whole_blocks else confidence_B,
             source_s={drafter.name: draft_s} if drafter else {},
             drafter_B=[LOSSY if seq.params.lossy else seq.drafter for seq in batch.sequences],
         )

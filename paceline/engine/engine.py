@@ -106,7 +106,7 @@ class Engine:
         self.read = (0, 0.0)
         """Prefill of the latest step: (prompt tokens, seconds)."""
         self._requests: dict[int, tuple[Sequence, TextStream]] = {}
-        self._guests: dict[int, Drafter] = {}
+        self._trial_drafters: dict[int, Drafter] = {}
         """Request id -> drafter that is tried on this request alone."""
         self.ids = itertools.count()
         """Counter of request ids. An engine that replaces this one continues it, so that ids stay unique."""
@@ -148,14 +148,14 @@ class Engine:
         params: SamplingParams | None = None,
         constraint: Constraint | None = None,
         route: Route | None = None,
-        guest: Drafter | None = None,
+        trial_drafter: Drafter | None = None,
     ) -> int:
         """Queue a request; returns its id.
 
         `constraint`: compiled state of its grammar, if the caller already has it (`grammars.compile`). `route`: name of
-        the pool's drafter for this request, or its request classes, by which the engine's router chooses one. `guest`:
-        a drafter outside the pool, tried on this request only; the request then goes to the front of the queue. Raises
-        PromptError, ContextLengthError or SamplingError for invalid input.
+        the pool's drafter for this request, or its request classes, by which the engine's router chooses one.
+        `trial_drafter`: a drafter outside the pool, tried on this request only, which goes to the front of the queue.
+        Raises PromptError, ContextLengthError or SamplingError for invalid input.
         """
         params = params or SamplingParams()
         self._check(prompt_ids, params)
@@ -174,8 +174,8 @@ class Engine:
             seq,
             TextStream(self.tokenizer.stream(params.skip_special_tokens), stop, params.min_tokens),
         )
-        if guest:
-            self._guests[seq.request_id] = guest
+        if trial_drafter:
+            self._trial_drafters[seq.request_id] = trial_drafter
             self.scheduler.waiting.appendleft(seq)
         else:
             self.scheduler.waiting.append(seq)
@@ -268,7 +268,7 @@ class Engine:
         for seq in self.scheduler.admit(self.prefix.best_row if self.prefix else None):
             if self.router and seq.route and not seq.drafter and seq.params.max_drafted is None:
                 seq.drafter, seq.cluster = self.router.choose(seq.request_id, seq.route.clusters, self.pool.open)
-            self.pool.start(seq, self._guests.get(seq.request_id))
+            self.pool.start(seq, self._trial_drafters.get(seq.request_id))
             if self.prefix:
                 self.prefix.admitted(seq)
 
@@ -320,10 +320,10 @@ class Engine:
                 self.planner.join(plan, place, self._row(seq))  # its prompt ended in this step
         batch.takes_B, batch.whole_blocks = plan.drafts, plan.whole_blocks
         takes_trees = self.target.takes_trees and self.judge.takes_trees
-        batch.foresees = self.judge.rule.draws
-        batch.num_candidates, batch.tells_said = (
+        batch.noise_aware = self.judge.rule.draws
+        batch.num_candidates, batch.reports_target_ranks = (
             self.planner.num_candidates if takes_trees else 0,
-            self.planner.tells_said,
+            self.planner.reports_target_ranks,
         )
         stats = self.device_rounds(batch) if self.device_rounds else None
         if stats is None:
@@ -382,7 +382,7 @@ class Engine:
             seq.finish_reason = "length"  # cut short: the answer does not match its grammar
         seq.constraint = None
         del self._requests[seq.request_id]
-        self._guests.pop(seq.request_id, None)
+        self._trial_drafters.pop(seq.request_id, None)
 
     def check_integrity(self) -> None:
         """Assert that the engine's bookkeeping is consistent. Fast enough to call after every step of a test."""

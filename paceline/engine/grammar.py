@@ -227,17 +227,17 @@ def within_grammars(batch: Batch, draft: DraftBlock) -> DraftBlock:
     """
     if all(seq.constraint is None for seq in batch.sequences):
         return draft
-    kept_B, probs_B = list(draft.tokens_B), list(draft.probs_B)
+    tokens_B, probs_B = list(draft.tokens_B), list(draft.probs_B)
     trees_B = list(draft.trees_B) if draft.trees_B else None
     for index, seq in enumerate(batch.sequences):
         if seq.constraint is None:
             continue
-        tokens, probs = kept_B[index], probs_B[index]
+        tokens, probs = tokens_B[index], probs_B[index]
         if trees_B and (tree := trees_B[index]):
             trees_B[index], tokens = None, [tree.tokens[node] for node in tree.spine]
         if probs is None or seq.params.is_greedy:
-            kept_B[index], probs_B[index] = seq.constraint.follow(seq, tokens, corrects=True), None
+            tokens_B[index], probs_B[index] = seq.constraint.follow(seq, tokens, corrects=True), None
         else:
             num_kept = len(seq.constraint.follow(seq, tokens)) + 1
-            kept_B[index], probs_B[index] = tokens[:num_kept], probs[:num_kept]
-    return replace(draft, tokens_B=kept_B, probs_B=probs_B, trees_B=trees_B)
+            tokens_B[index], probs_B[index] = tokens[:num_kept], probs[:num_kept]
+    return replace(draft, tokens_B=tokens_B, probs_B=probs_B, trees_B=trees_B)

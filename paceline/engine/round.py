@@ -30,8 +30,8 @@ from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, 
 from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms, match_prefix
 
 Narrow = Callable[[list[list[float] | None], list[Candidates | None] | None], list[int | Tree]]
-"""Function (sure_B, candidates_B of a DraftBlock) -> for each row the number of drafts, or the tree, to verify. See
-`Planner.narrow`."""
+"""Function (confidence_B, candidates_B of a DraftBlock) -> for each row the number of drafts, or the tree, to verify.
+See `Planner.narrow`."""
 
 
 def decode_round(
@@ -43,7 +43,7 @@ def decode_round(
     started, recording_s = time.perf_counter(), target.recording_s
     proposed = drafter.propose(batch)
     if narrow:
-        proposed = proposed.cut(narrow(proposed.sure_B or [None] * len(batch), proposed.candidates_B))
+        proposed = proposed.cut(narrow(proposed.confidence_B or [None] * len(batch), proposed.candidates_B))
     draft = within_grammars(batch, proposed)
     drafted, recording_draft_s = time.perf_counter(), target.recording_s - recording_s
     out = target.forward(verify_input(batch, draft, judge.only_argmax(batch)))
@@ -52,7 +52,7 @@ def decode_round(
     firsts = [seq.cached_len for seq in batch.sequences]
     num_committed_B = commit(batch, draft, verdict)
     slots_B = _slots(verdict, num_committed_B)
-    if verdict.kept_B:
+    if verdict.accepted_paths_B:
         target.cache.keep(batch.rows, firsts, slots_B)
     else:
         target.cache.rollback(batch.rows, batch.cached_len_B)
@@ -67,11 +67,13 @@ def decode_round(
         host_s=time.perf_counter() - verified,
         source_B=[take.source if tokens else NONE for take, tokens in zip(takes_B, proposed.tokens_B, strict=True)],
         num_checked_B=[len(tokens) for tokens in draft.tokens_B],
-        sure_B=proposed.sure_B,
+        confidence_B=proposed.confidence_B,
         source_s=proposed.source_s,
         drafter_B=[LOSSY if seq.params.lossy else seq.drafter for seq in batch.sequences],
         trees_B=_outcomes(draft, verdict),
-        said_B=_ranks(batch, proposed, num_committed_B) if batch.tells_said and verdict.lossless else None,
+        target_ranks_B=_ranks(batch, proposed, num_committed_B)
+        if batch.reports_target_ranks and verdict.lossless
+        else None,
     )
 
 
@@ -104,10 +106,10 @@ def _parents(draft: DraftBlock) -> list[int]:
 
 def _slots(verdict: Verdict, num_committed_B: list[int]) -> list[list[int]]:
     """Returns the tokens of each row's pass that stay in the cache: the anchor and the committed drafts."""
-    kept_B = verdict.kept_B or [None] * len(num_committed_B)
+    accepted_paths_B = verdict.accepted_paths_B or [None] * len(num_committed_B)
     return [
         list(range(count)) if path is None else [0, *(node + 1 for node in path)][:count]
-        for path, count in zip(kept_B, num_committed_B, strict=True)
+        for path, count in zip(accepted_paths_B, num_committed_B, strict=True)
     ]
 
 
@@ -127,11 +129,11 @@ def _ranks(batch: Batch, proposed: DraftBlock, num_committed_B: list[int]) -> li
 
 
 def _outcomes(draft: DraftBlock, verdict: Verdict) -> list[Outcome | None] | None:
-    if not draft.trees_B or not verdict.kept_B:
+    if not draft.trees_B or not verdict.accepted_paths_B:
         return None
     return [
         None if tree is None else Outcome(tree, path or [])
-        for tree, path in zip(draft.trees_B, verdict.kept_B, strict=True)
+        for tree, path in zip(draft.trees_B, verdict.accepted_paths_B, strict=True)
     ]
 
 
@@ -143,8 +145,10 @@ def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
     """
     fail(batch, verdict)
     gained = []
-    kept_B = verdict.kept_B or [None] * len(batch)
-    rows = zip(batch.sequences, draft.tokens_B, verdict.num_accepted_B, kept_B, verdict.next_token_B, strict=True)
+    accepted_paths_B = verdict.accepted_paths_B or [None] * len(batch)
+    rows = zip(
+        batch.sequences, draft.tokens_B, verdict.num_accepted_B, accepted_paths_B, verdict.next_token_B, strict=True
+    )
     for seq, drafted, num_accepted, path, bonus in rows:
         accepted = drafted[:num_accepted] if path is None else [drafted[node] for node in path]
         tokens = [] if seq.error else seq.accept([*accepted, bonus])
@@ -193,7 +197,7 @@ class RuleJudge:
         accepted: list[int] = []
         bonus: list[int] = []
         failed_B: list[str | None] = [None] * len(batch)
-        kept_B: list[list[int] | None] = [None] * len(batch)
+        accepted_paths_B: list[list[int] | None] = [None] * len(batch)
         begin = 0
         for index, (seq, tokens) in enumerate(zip(batch.sequences, draft.tokens_B, strict=True)):
             end = begin + len(tokens) + 1
@@ -202,13 +206,13 @@ class RuleJudge:
                 assert out.logits_TV is not None
                 probs_KV = draft.probs_B[index] if self.rule.needs_probs else None
                 row_verdict, path = judge_lossy(seq, tokens, tree, probs_KV, out.logits_TV[begin:end])
-                kept_B[index] = list(path) if tree else None
+                accepted_paths_B[index] = list(path) if tree else None
             elif tree:
                 logits_JV = None if out.logits_TV is None else out.logits_TV[begin:end]
                 row_verdict, path = self._judge_tree(
                     seq, tree, argmax_T[begin:end] if plain[index] else None, logits_JV
                 )
-                kept_B[index] = list(path)
+                accepted_paths_B[index] = list(path)
             elif plain[index]:
                 row_verdict = self._judge_greedy(seq, tokens, argmax_T[begin:end])
             else:
@@ -216,10 +220,10 @@ class RuleJudge:
                 row_verdict = self._judge_row(seq, tokens, draft.probs_B[index], out.logits_TV[begin:end])
             if row_verdict.next_token == _NONE:
                 logits_JV = None if plain[index] or out.logits_TV is None else out.logits_TV[begin:end]
-                if logits_JV is not None and kept_B[index] is not None:
+                if logits_JV is not None and accepted_paths_B[index] is not None:
                     logits_JV = logits_JV[[0, *(node + 1 for node in path)]]
                 failed_B[index] = failure_reason(seq, row_verdict.num_accepted, logits_JV)
-                row_verdict, kept_B[index] = RowVerdict(0, _NONE), None
+                row_verdict, accepted_paths_B[index] = RowVerdict(0, _NONE), None
             accepted.append(row_verdict.num_accepted)
             bonus.append(row_verdict.next_token)
             if seq.params.logprobs is not None and out.logits_TV is not None and bonus[-1] != _NONE:
@@ -229,8 +233,8 @@ class RuleJudge:
                 for slot, token in zip(slots, committed, strict=True):
                     seq.logprobs.append(logprobs_of(out.logits_TV[begin + slot], token, count, scale))
             begin = end
-        accepted_paths_B = kept_B if draft.trees_B else None
-        return Verdict(accepted, bonus, self.rule.lossless, accepted_paths_B, failed_B if any(failed_B) else None)
+        paths_B = accepted_paths_B if draft.trees_B else None
+        return Verdict(accepted, bonus, self.rule.lossless, paths_B, failed_B if any(failed_B) else None)
 
     def _judge_tree(
         self, seq: Sequence, tree: Tree, argmax_J: list[int] | None, logits_JV: Tensor | None

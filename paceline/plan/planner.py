@@ -81,7 +81,7 @@ class Plan:
 class Planner(Protocol):
     """Decides for every step of one engine how many tokens each row drafts and how large prompt chunks are."""
 
-    tells_said: bool  # True if rounds report which candidates the target generated: for measurements
+    reports_target_ranks: bool  # True if rounds report which candidates the target generated: for measurements
 
     @property
     def num_candidates(self) -> int:
@@ -135,9 +135,9 @@ class FixedPlanner(Planner):
     num_nodes: int = 0
     """Nodes of the tree that each row verifies instead of a chain, if its drafter returns candidates; 0: chains."""
     num_named: int = 0
-    """Minimum candidates per slot to request, also for chains, so that `RoundStats.said_B` can give the ranks of the
-    target's tokens."""
-    tells_said: bool = True
+    """Minimum candidates per slot to request, also for chains, so that `RoundStats.target_ranks_B` can give the ranks
+    of the target's tokens."""
+    reports_target_ranks: bool = True
 
     @property
     def num_candidates(self) -> int:
@@ -214,7 +214,7 @@ class AdaptivePlanner:
         (`shares.Objective`)."""
         self._is_for_latency = objective == "latency"
         self._share_out = partial(share_out, sooner=self._is_for_latency)
-        self.tells_said, self._trees = False, TreeWorth() if grows_trees else None
+        self.reports_target_ranks, self._trees = False, TreeWorth() if grows_trees else None
         self._histories = {name: RoundHistory(RoundCosts(passes)) for name in ("greedy", "drawn")}
         self._history = self._histories[
             "greedy"
@@ -376,7 +376,7 @@ class AdaptivePlanner:
     def learn(self, plan: Plan, stats: RoundStats) -> None:
         history, num_rows = self._history_of(plan.rows), len(plan.rows)
         costs, computing, longest = history.costs, dict[str, int](), dict[str, int]()
-        confidence_B, trees_B = stats.sure_B or [None] * num_rows, stats.trees_B or [None] * num_rows
+        confidence_B, trees_B = stats.confidence_B or [None] * num_rows, stats.trees_B or [None] * num_rows
         outcomes = zip(
             plan.rows, plan.drafts, stats.num_drafted_B, stats.num_accepted_B, confidence_B, trees_B, strict=True
         )

@@ -124,8 +124,10 @@ def test_what_is_likely_behind_each_branch_is_the_formulas(name: str, kind: Any)
     twin = tiny_target(kind=kind)
     twin.set_taps(drafter.tap_layers)
     formulas = Formulas(drafter.network, twin.embed(torch.arange(VOCAB)))
-    assert block.candidates_B is not None and block.sure_B is not None
-    for seq, candidates, chain, sure in zip(sequences, block.candidates_B, block.tokens_B, block.sure_B, strict=True):
+    assert block.candidates_B is not None and block.confidence_B is not None
+    for seq, candidates, chain, sure in zip(
+        sequences, block.candidates_B, block.tokens_B, block.confidence_B, strict=True
+    ):
         row = twin.cache.allocate()
         taps = twin.forward(ForwardBatch([row], [0], [len(seq.tokens) - 1], seq.tokens[:-1], "none")).taps_TF.clone()
         twin.cache.free(row)
@@ -193,8 +195,8 @@ def test_drawn_drafts_do_not_say_how_sure_they_are() -> None:
     sampled = admit(target, drafter, PROMPT[:6], SamplingParams(max_tokens=60, temperature=1.0))
     greedy = admit(target, drafter, PROMPT, LONG)
     block = drafter.propose(Batch([sampled, greedy]))
-    assert block.probs_B[0] is not None and block.probs_B[1] is None and block.sure_B is not None
-    assert block.sure_B[0] is None and len(block.sure_B[1] or ()) == len(block.tokens_B[1]) == 5
+    assert block.probs_B[0] is not None and block.probs_B[1] is None and block.confidence_B is not None
+    assert block.confidence_B[0] is None and len(block.confidence_B[1] or ()) == len(block.tokens_B[1]) == 5
 
 
 def test_how_many_are_drafted_follows_what_is_asked() -> None:

@@ -316,7 +316,7 @@ class TestProbation:
         engine.step()
         drafter.bind(target)
         trial = Probation(drafter, target.vocab_size)
-        engine.add(list(range(1, 20)), SamplingParams(max_tokens=8, ignore_eos=True), guest=trial)
+        engine.add(list(range(1, 20)), SamplingParams(max_tokens=8, ignore_eos=True), trial_drafter=trial)
         assert engine.scheduler.waiting[0].request_id == 3, "before those that wait"
         texts = finished(engine)
         assert [texts[number] for number in range(3)] == [target.greedy(prompt, 20) for prompt in prompts]

@@ -314,7 +314,7 @@ def test_what_a_round_tells_of_itself() -> None:
             and each.lossless
             and len(each.drafter_B) == len(each.num_drafted_B)
         )
-        for count, sure, source in zip(each.num_drafted_B, each.sure_B, each.source_B, strict=True):
+        for count, sure, source in zip(each.num_drafted_B, each.confidence_B, each.source_B, strict=True):
             assert len(sure or ()) == count <= 3 and source == ("dflash" if count else "none")
 
 

@@ -193,8 +193,8 @@ def padded(tree: Tree) -> Tree:
 class Padded(Wide):
     """Trees that are filled up with VOCAB tokens behind the first node."""
 
-    def narrow(self, plan: Plan, sure_B: Any, candidates_B: Any = None) -> list[int | Tree]:
-        widths = super().narrow(plan, sure_B, candidates_B)
+    def narrow(self, plan: Plan, confidence_B: Any, candidates_B: Any = None) -> list[int | Tree]:
+        widths = super().narrow(plan, confidence_B, candidates_B)
         return [padded(tree) if isinstance(tree, Tree) and tree.tokens else tree for tree in widths]
 
 

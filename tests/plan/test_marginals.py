@@ -190,7 +190,7 @@ def test_of_a_mocked_round_nothing_is_learned() -> None:
     engine.add([1, 2], SamplingParams(max_tokens=30, ignore_eos=True))
     while engine.has_work:
         engine.step()
-        assert all(each.said_B is None and not each.lossless for each in engine.rounds)
+        assert all(each.target_ranks_B is None and not each.lossless for each in engine.rounds)
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_rounds_tell_what_the_target_said(planner: FixedPlanner) -> None:
     while engine.has_work:
         engine.step()
         for stats in engine.rounds:
-            for said in stats.said_B or ():
+            for said in stats.target_ranks_B or ():
                 if said:
                     tally.add(said)
     found = Marginals.of(tally)
@@ -222,7 +222,7 @@ def test_a_planner_that_measures_nothing_is_not_told() -> None:
     engine.add([3, 5], SamplingParams(max_tokens=30, ignore_eos=True))
     while engine.has_work:
         engine.step()
-        assert all(each.said_B is None for each in engine.rounds)
+        assert all(each.target_ranks_B is None for each in engine.rounds)
 
 
 def test_settings_of_a_mocked_tree() -> None:

@@ -223,7 +223,7 @@ class TestSureness:
             sure = [math.log(draws.choice([0.1, 0.5, 0.95])) for _ in range(7)]
             kept = next((place for place, each in enumerate(sure) if draws.random() >= math.exp(each)), 7)
             done = stats(plan, [min(kept, counts(plan)[0])], 1.0 + 0.2 * counts(plan)[0], 0.2)
-            done.sure_B = [sure[: counts(plan)[0]]]
+            done.confidence_B = [sure[: counts(plan)[0]]]
             planner.learn(plan, done)
         return planner
 
@@ -417,7 +417,7 @@ def test_trees_are_asked_for_where_siblings_stand(sibling: float, pays: bool) ->
         [chosen] = planner.narrow(plan, [[math.log(0.5)] * count], [likely if has_trees else None])
         siblings += isinstance(chosen, Tree) and any(chosen.ranks)
         done = stats(plan, [1], 2.5e-3)
-        done.sure_B = [[math.log(0.5)] * count]
+        done.confidence_B = [[math.log(0.5)] * count]
         planner.learn(plan, done)
     assert (asked > 160 and siblings > 100) if pays else (asked < 20 and not siblings), (asked, siblings)
     assert AdaptivePlanner(FLAT).num_candidates == 0

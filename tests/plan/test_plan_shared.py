@@ -29,7 +29,7 @@ def test_mixed_rows_pay_for_drafting_what_it_takes_in_their_rounds() -> None:
         plan = planner.next([row(planner), row(planner, kind="sampled")])
         plan.drafts = [Take("dflash", 3), Take("dflash", 3)]
         done = stats(plan, [0, 0], 1.0, DRAFTING_S)
-        done.sure_B = [[-0.3] * 3] * 2
+        done.confidence_B = [[-0.3] * 3] * 2
         planner.learn(plan, done)
     priced = [row(planner, kind=kind).offers[0].cost_s for kind in ("greedy", "sampled")]
     assert priced[0] == priced[1] and 0.2 * DRAFTING_S < priced[0] < DRAFTING_S
@@ -86,7 +86,7 @@ def taught(*sources: str, has_trees: bool = False, is_told: bool = True) -> Adap
             spent_s += TREE_S * len(sources)
         own_s = (DRAFTING_S - shared_s) / len(sources)
         done = RoundStats([3] * len(sources), [0] * len(sources), True, draft_s=spent_s, verify_s=1.0, host_s=0.0)
-        done.num_checked_B, done.sure_B = [3] * len(sources), [[-0.1] * 3] * len(sources)
+        done.num_checked_B, done.confidence_B = [3] * len(sources), [[-0.1] * 3] * len(sources)
         done.source_s = dict.fromkeys(sources, own_s) if is_told else {}
         planner.learn(plan, done)
     return planner
@@ -109,6 +109,6 @@ def test_lookups_beside_a_drafter_are_no_time_of_its_own() -> None:
         plan.drafts = [Take("dflash", 3), Take("ngram", 5)]
         done = stats(plan, [0, 5], 1.0, DRAFTING_S)
         done.source_s = {"dflash": 0.75 * DRAFTING_S, "ngram": 0.25 * DRAFTING_S}
-        done.sure_B = [[-0.3] * 3, None]
+        done.confidence_B = [[-0.3] * 3, None]
         planner.learn(plan, done)
     assert planner.offer("dflash", "greedy", 7).cost_s == pytest.approx(0.75 * DRAFTING_S)

@@ -24,7 +24,7 @@ def test_steps_are_paid_one_by_one(is_stepwise: bool) -> None:
         [count] = counts(plan)
         drafted.append(count)
         done = stats(plan, [min(count, 2)], 1.0, STEP_S * (count if is_stepwise else 1) if count else 0.0)
-        done.sure_B = [[-0.1] * count]
+        done.confidence_B = [[-0.1] * count]
         planner.learn(plan, done)
     offer = planner.offer("eagle3", "greedy", 5, is_stepwise=is_stepwise)
     assert offer.each_s == pytest.approx(STEP_S if is_stepwise else 0.0, rel=0.2)
@@ -44,7 +44,7 @@ def test_the_time_of_trees_is_not_drafting_s() -> None:
         planner.narrow(plan, [[-0.1] * count if count else None], [named])
         assert plan.num_trees.total() == (named is not None)
         done = stats(plan, [count], 1.0, drafting_s + TREE_S * plan.num_trees.total() if count else 0.0)
-        done.sure_B = [[-0.1] * count]
+        done.confidence_B = [[-0.1] * count]
         planner.learn(plan, done)
     assert planner.num_candidates, "the test needs rounds that name candidates"
     assert planner.offer("dflash", "greedy", 7).cost_s == pytest.approx(drafting_s, rel=0.02)

@@ -236,7 +236,14 @@ def test_what_a_neighbour_does_is_not_blamed_on_a_request() -> None:
     plan = Plan(0, rows, [Take(), Take("b", 7)], 2)
     for _ in range(5):
         stats = RoundStats(
-            [0, 7], [0, 3], True, 2.0, 3.0, num_checked_B=[0, 7], source_B=["none", "b"], sure_B=[None, [-0.1] * 7]
+            [0, 7],
+            [0, 3],
+            True,
+            2.0,
+            3.0,
+            num_checked_B=[0, 7],
+            source_B=["none", "b"],
+            confidence_B=[None, [-0.1] * 7],
         )
         planner.learn(plan, stats)
     assert planner.price(plan, 0, 0, 1) == 1.0
@@ -249,7 +256,14 @@ def test_time_of_two_drafters_in_one_round_is_learned_by_each() -> None:
     planner = AdaptivePlanner(PassCosts([(1, 1.0), (64, 1.0)]))
     rows = [Row(number, "greedy", [planner.offer(source, "greedy", 4)]) for number, source in enumerate("ab")]
     stats = RoundStats(
-        [4, 4], [2, 2], True, 3.5, 1.0, num_checked_B=[4, 4], sure_B=[[-0.1] * 4] * 2, source_s={"a": 0.5, "b": 3.0}
+        [4, 4],
+        [2, 2],
+        True,
+        3.5,
+        1.0,
+        num_checked_B=[4, 4],
+        confidence_B=[[-0.1] * 4] * 2,
+        source_s={"a": 0.5, "b": 3.0},
     )
     for _ in range(10):
         rows = [Row(number, "greedy", [Offer(source, (0.5,) * 4, 1e-9)]) for number, source in enumerate("ab")]

@@ -150,7 +150,7 @@ def test_drafts_that_were_looked_up_take_the_hosts_time() -> None:
     engine.rounds = [stats]
     metrics.step(engine, 0.02)
     assert metrics.step_times == {("step", 1): (1, 0.02), ("verify", 8): (1, 0.01)}
-    engine.rounds = [replace(stats, source_B=["dflash", "none", "ngram"], sure_B=[[-0.1] * 4, [-3.0] * 3, None])]
+    engine.rounds = [replace(stats, source_B=["dflash", "none", "ngram"], confidence_B=[[-0.1] * 4, [-3.0] * 3, None])]
     metrics.step(engine, 0.02)
     assert metrics.step_times["draft", 8] == (1, 0.002) and metrics.step_times["verify", 8] == (2, 0.02)
 

@@ -289,7 +289,7 @@ class TreeDrafter(ScriptedDrafter):
                 self._candidates(seq, limit, min(self.width, batch.num_candidates)) if limit else None
                 for seq, limit in zip(batch.sequences, limits, strict=True)
             ]
-            block.sure_B = [each and [ranks[0] for ranks in each.logprobs_KM] for each in block.candidates_B]
+            block.confidence_B = [each and [ranks[0] for ranks in each.logprobs_KM] for each in block.candidates_B]
         return block
 
     def _candidates(self, seq: Request, limit: int, width: int) -> Candidates:

@@ -56,7 +56,7 @@ class Machine:
             draft_s = slow * self.draft_s * (1 + 0.3 * (drafting - 1)) if drafting else 0.0
             verify_s = slow * self.pass_s.seconds(self.num_rows + sum(counts(plan))) * self.random.uniform(0.97, 1.06)
             done = stats(plan, accepted, verify_s, draft_s)
-            done.sure_B = [[-0.3] * take.count if take.source == "dflash" else None for take in plan.drafts]
+            done.confidence_B = [[-0.3] * take.count if take.source == "dflash" else None for take in plan.drafts]
             self.planner.learn(plan, done)
             self.tokens += self.num_rows + sum(accepted)
             self.seconds += verify_s + draft_s

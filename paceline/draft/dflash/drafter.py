@@ -309,7 +309,7 @@ class DFlashDrafter(TappedDrafter):
         rows, anchors = [seq.row for seq in sequences], [seq.tokens[-1] for seq in sequences]
         self._inject(rows)
         has_tree = [bool(batch.num_candidates) and seq.constraint is None for seq in sequences]
-        predicts = [batch.foresees and seq.kind != "greedy" and seq.params.lossy is None for seq in sequences]
+        predicts = [batch.noise_aware and seq.kind != "greedy" and seq.params.lossy is None for seq in sequences]
         has_candidates = [tree or guess for tree, guess in zip(has_tree, predicts, strict=True)]
         drawn = [seq.kind == "sampled" and not each for seq, each in zip(sequences, has_candidates, strict=True)]
         width = max(limits)
@@ -320,8 +320,8 @@ class DFlashDrafter(TappedDrafter):
         reading = self._read(rows, anchors, width, size, with_confidence or any(drawn))
         candidates_B: list[Candidates | None] = [None] * len(limits)
         block.candidates_B = candidates_B if any(has_tree) else None
-        sure_B: list[list[float] | None] = [None] * len(limits)
-        block.sure_B = sure_B if with_confidence else None
+        confidence_B: list[list[float] | None] = [None] * len(limits)
+        block.confidence_B = confidence_B if with_confidence else None
         for place, (seq, index) in enumerate(zip(sequences, drafting, strict=True)):
             if drawn[place]:
                 block.tokens_B[index], block.probs_B[index], sure = reading.drawn(place, limits[index], seq)
@@ -334,7 +334,7 @@ class DFlashDrafter(TappedDrafter):
                 sure = [logprobs[0] for logprobs in candidates.logprobs_KM]
             else:
                 block.tokens_B[index], sure = reading.certain(place, limits[index], with_confidence)
-            sure_B[index] = sure[: num_finite(sure)] if sure and with_confidence else None
+            confidence_B[index] = sure[: num_finite(sure)] if sure and with_confidence else None
         return block
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:

@@ -250,8 +250,8 @@ class Metrics(Collector):
 def _num_slots(stats: RoundStats) -> int:
     """Return the draft positions a drafter computed: the longest row's times the drafting rows, without n-gram
     drafts."""
-    sure_B = stats.sure_B or [None] * len(stats.source_B)
-    computed = zip(stats.num_drafted_B, stats.source_B, sure_B, strict=False)
+    confidence_B = stats.confidence_B or [None] * len(stats.source_B)
+    computed = zip(stats.num_drafted_B, stats.source_B, confidence_B, strict=False)
     slots = [len(sure) if sure else count for count, source, sure in computed if sure or source not in (NONE, LOOKUP)]
     return len(slots) * max(slots, default=0)
 

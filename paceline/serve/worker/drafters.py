@@ -79,7 +79,7 @@ class Drafters:
                 if name not in names and len(names) >= MOST_DRAFTERS:
                     raise ApiError.known("too_many_drafters", number=len(names))
                 loaded = await _in_thread(partial(_read, model, drafter))
-                if not loaded.is_at_hand:
+                if not loaded.is_instant:
                     await self._try(loaded, model.target.vocab_size)
                 del model
                 await self._worker.call(lambda model: model.put_drafter(name, loaded))
@@ -151,7 +151,7 @@ class Drafters:
 
         def begin(model: Any) -> tuple[weakref.ref[Any], int]:
             prompt = model.tokenizer.encode(TRY_TEXT) or [0]
-            return weakref.ref(model.engine), model.engine.add(prompt, TRY_PARAMS, guest=trial)
+            return weakref.ref(model.engine), model.engine.add(prompt, TRY_PARAMS, trial_drafter=trial)
 
         def end(model: Any) -> None:
             if engine() is model.engine:  # a new engine may reuse request ids

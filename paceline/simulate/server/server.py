@@ -300,7 +300,7 @@ class Simulation:
         verify_s = self._costs.verify_s(len(rows), 1 + sum(widths) / len(rows), context)
         draft_s = self._costs.draft_s(len(counts), max(counts), context) if counts else 0.0
         stats = RoundStats(depths, accepted, True, draft_s, verify_s, self._costs.host_s, num_checked_B=widths)
-        stats.sure_B = [each.confidence for each in drafts]
+        stats.confidence_B = [each.confidence for each in drafts]
         stats.trees_B = [outcome for _, outcome in outcomes]
         self._planner.learn(plan, stats)
         spent_s = verify_s + draft_s + self._costs.host_s

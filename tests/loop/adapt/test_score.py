@@ -173,7 +173,7 @@ def test_numbers_that_nobody_knows_are_not_guessed_with() -> None:
 
     class Spy(DFlashDrafter):
         def propose(self, batch: Batch) -> DraftBlock:
-            told.extend((seq.seed, batch.foresees) for seq in batch.sequences)
+            told.extend((seq.seed, batch.noise_aware) for seq in batch.sequences)
             return super().propose(batch)
 
     answers = [

@@ -171,7 +171,7 @@ class Scorer:
 
     def _round(self, running: list[_Answer], *, noise_aware: bool) -> None:
         """Run one round of every answer: draft, count the drafts accepted by the stored text, advance past them."""
-        batch = Batch([answer.seq for answer in running], foresees=noise_aware)
+        batch = Batch([answer.seq for answer in running], noise_aware=noise_aware)
         proposed = self._drafter.propose(batch)
         draft = within_grammars(batch, proposed)
         for answer, proposed_ids, tokens, probs_KV in zip(

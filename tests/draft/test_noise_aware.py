@@ -108,9 +108,9 @@ def test_only_drafts_that_are_held_against_the_targets_draws_are_guessed() -> No
         admit(target, drafter, list(PROMPT), params) for params in (asked, replace(asked, lossy="lenience:0.5"))
     )
 
-    def drafts(foresees: bool) -> list[list[int]]:
+    def drafts(noise_aware: bool) -> list[list[int]]:
         rows = [seeded, lossy]
-        return drafter.propose(Batch(rows, [Take("dflash", 7)] * 2, foresees=foresees)).tokens_B
+        return drafter.propose(Batch(rows, [Take("dflash", 7)] * 2, noise_aware=noise_aware)).tokens_B
 
     told, foreseen = drafts(False), drafts(True)
     assert foreseen[0] != told[0] and foreseen[1] == told[1] == told[0]
