@@ -80,7 +80,7 @@ class Done:
 
 @dataclass
 class Traffic:
-    """So many clients; each asks, waits some time (exponential, `think_s` on average), and asks again."""
+    """Clients that each ask, wait some time (exponential, `think_s` on average), and ask again."""
 
     port: int
     prompts: Mapping[str, Sequence[Known]]
@@ -141,7 +141,7 @@ class Traffic:
         self.done.append(Done(time.time(), kind, tokens, rounds, text == known.text))
 
     def figures(self, kind: str, begin: float, end: float) -> dict[str, float]:
-        """Of the answers of a kind that ended in [begin, end)."""
+        """Requests, rounds and acceptance length of a kind's answers that ended in [begin, end)."""
         found = [each for each in self.done if each.kind == kind and begin <= each.ended < end]
         tokens, rounds = sum(each.tokens for each in found), sum(each.rounds for each in found)
         return {"requests": len(found), "rounds": rounds, "tokens_per_round": tokens / rounds if rounds else 0.0}
@@ -164,7 +164,7 @@ class Missed(Exception):
 
 
 class Run:
-    """What one run does, step by step, and what it found."""
+    """The steps of one run, and their results."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.began = options, time.time()
@@ -250,7 +250,7 @@ class Run:
                     process.kill()
 
     def events(self) -> list[dict[str, Any]]:
-        """What the daemon has logged as done; what is new of it is said."""
+        """The daemon's logged events; prints new ones."""
         found = [line for line in AdaptLog(self.state).lines() if "event" in line]
         for line in found[self._num_told :]:
             self.say(f"adapt: {line['event']} {', '.join(line.get('clusters') or [])} {line.get('why') or ''}".rstrip())
@@ -368,7 +368,7 @@ class Run:
 
 
 def verdicts(run: Run, missed: str | None) -> dict[str, bool]:
-    """What must be so, and whether it is."""
+    """Condition -> True if it holds."""
     traffic: Traffic | None = run.found.pop("traffic", None)
     if traffic is None:
         return {"the server ran": False}

@@ -63,7 +63,7 @@ WAYS = {
 FORMS = {"paceline": "blocks", "paceline-torch": "torch", "paceline-dense": "dense"}
 ONE_STREAM_ONLY = ("transformers/lookup", "transformers/draft")
 OWN_PROCESSES = ("llama.cpp", "vllm")
-"""What drafts is settled when they start: a process for each way."""
+"""Ways whose drafter is fixed at the start: one process for each."""
 WARM_UP_TOKENS, LEAST_TOKENS = 8, 8
 PAUSE_S = 0.3
 """Between turns: longer than any pool of threads spins."""
@@ -74,7 +74,7 @@ def say(text: str) -> None:
 
 
 class Log:
-    """What is known so far, a JSON line each: the settings, contenders, turns."""
+    """Results so far as JSON lines: the settings, contenders, turns."""
 
     def __init__(self, file: Path, settings: dict[str, Any]) -> None:
         self._file = file
@@ -152,7 +152,7 @@ class Block:
             worker.close()
 
     def _processes(self) -> Iterator[tuple[str, list[str]]]:
-        """Which ways share a process."""
+        """Groups of ways that share a process."""
         drafts = {"draft": self._model in DRAFTS, "default": bool(self._shipped), "dflash": bool(self._shipped)}
         for peer, ways in WAYS.items():
             there = [way for way in ways if drafts.get(way, True) and self._is_wanted(f"{peer}/{way}")]

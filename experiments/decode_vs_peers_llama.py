@@ -123,7 +123,7 @@ class Llama:
 
 
 def built_with(server: Path) -> list[str]:
-    """What was on when the server was compiled: instruction sets, OpenMP, repacking."""
+    """Features compiled into the server: instruction sets, OpenMP, repacking."""
     lines = (server.parents[1] / "CMakeCache.txt").read_text(encoding="utf-8").splitlines()
     return [line.partition(":")[0] for line in lines if line.startswith("GGML_") and line.endswith(":BOOL=ON")]
 

@@ -91,7 +91,7 @@ class Peer(Protocol):
 
 
 def arguments(ways: tuple[str, ...]) -> argparse.Namespace:
-    """What every worker is told."""
+    """Options of every worker."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="a GGUF file, or a folder for vLLM")
     parser.add_argument("--draft", help="the same of a smaller model")

@@ -83,7 +83,7 @@ def rate_of(run: dict[str, Any], kind: str) -> float | None:
 
 
 def ratio(runs: Runs, one: str, other: str, kind: str) -> float | None:
-    """Of two rates in the same turn."""
+    """Ratio of two rates in the same turn."""
     if one not in runs or other not in runs:
         return None
     above, below = rate_of(runs[one], kind), rate_of(runs[other], kind)

@@ -23,7 +23,7 @@ from paceline.config import resolve as settled
 
 WAYS = ("none", "lookup", "draft")
 LOOKUP_TOKENS = 10
-"""As its documentation suggests."""
+"""Number that its documentation suggests."""
 
 
 class Transformers:

@@ -47,7 +47,7 @@ SUM = (
     "earn in a day? Please reason step by step, and put your final answer within \\boxed{}."
 )
 PEER_TOKENS = 32
-"""Of Transformers' answer: its speed shows in these, and it takes long."""
+"""Tokens of Transformers' answer: enough to measure its speed, which is slow."""
 LIMIT_S, WAIT_S, LIMIT_BYTES = 5, 30, 512 << 20
 """For what the model wrote: seconds of a processor, seconds altogether, bytes of memory."""
 
@@ -74,7 +74,7 @@ def code_of(text: str) -> str:
 
 
 def run(code: str) -> str:
-    """What the code prints, in a process of its own with little time and memory, or why it failed."""
+    """Output of the code in a process with little time and memory, or the reason why it failed."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))

@@ -151,7 +151,7 @@ class Arm:
 
 
 def reward_to_go(chances_AGK: Tensor) -> Tensor:
-    """Of each slot the expected number of drafts kept from it on: sum_{j >= slot} prod_{i <= j} p_i."""
+    """For each slot, the expected number of drafts accepted from it on: sum_{j >= slot} prod_{i <= j} p_i."""
     stands_AGK = chances_AGK.cumprod(-1)
     return stands_AGK.flip(-1).cumsum(-1).flip(-1)
 

@@ -18,7 +18,7 @@ from typing import Any
 from paceline.runs.folder import record_of, write_whole
 
 TREES = ("eagle3", "dflash", "dflash2")
-"""Those that draft them."""
+"""Drafters that draft trees."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Line:
     tree: float | None
     """Tokens a round with a tree of 32 drafts; None of drafters that draft chains alone."""
     drafting_share: float
-    """Of a plain round's time."""
+    """Drafting time as a share of a plain round's time."""
     fixed: float
     """Speed over plain decoding with every draft checked."""
     auto: float

@@ -98,7 +98,7 @@ class Logged:
         self.file.parent.mkdir(parents=True, exist_ok=True)
 
     def run(self, asked: list[tuple[Any, int]]) -> list[list[Trajectory]]:
-        """As AgentRollouts.run."""
+        """Run the agents like AgentRollouts.run."""
         groups = self.agents.run(asked)
         self._save_drafter(self.rollouts.step)
         told = self.rollouts.figures[-1].as_json() | {"digest": digest(groups)}
@@ -156,7 +156,7 @@ class Logged:
 
 
 def digest(groups: list[list[Trajectory]]) -> str:
-    """Of all tokens, in their order."""
+    """Hash of all tokens, in order."""
     told = [[each.sample.prompt_ids, each.sample.completion_ids] for group in groups for each in group]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
@@ -236,7 +236,7 @@ def read_log(out: Path, arm: str) -> list[dict[str, Any]]:
 
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
-    """What the arms came to, as far as they are: means of the first and of the last `--ends` steps."""
+    """Results of the variants so far: means of the first and of the last `--ends` steps."""
     arms = {arm: found for arm in ("plain", "follow", "still") if (found := read_log(args.out, arm))}
     if not arms:
         raise SystemExit(f"there is no arm in {args.out}: run one with --arm")

@@ -59,7 +59,7 @@ def scored(
 
 
 def p_value(points: list[float]) -> float:
-    """Of a chi-square test that they are equally likely anywhere between 0 and 1."""
+    """p-value of a chi-square test that they are uniform between 0 and 1."""
     counts = Counter(min(int(NUM_PARTS * point), NUM_PARTS - 1) for point in points)
     return float(chisquare([counts[part] for part in range(NUM_PARTS)]).pvalue)
 

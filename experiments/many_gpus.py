@@ -54,7 +54,7 @@ class Bench:
     out: Path
     deadline: float
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of each command."""
+    """Seconds of each command."""
 
     def run(self, name: str, world: int, words: list[str]) -> None:
         """`paceline` with these words on so many processes; SystemExit with the end of its output when it fails or is
@@ -131,7 +131,7 @@ class Bench:
         }
 
     def weights(self, told: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Of the last checkpoint, float32."""
+        """Weights of the last checkpoint, float32."""
         folder = self.out / f"{told['way']}-{told['processes']}-{told['precision']}" / "checkpoints"
         return load_file(max(folder.glob("step-*")) / "model.safetensors")
 

@@ -93,7 +93,7 @@ class Step:
     num_tokens: int
     spent_s: float
     is_disturbed: bool
-    """Whether a hypervisor gave the processor to others meanwhile."""
+    """True if the hypervisor gave the processor to others meanwhile."""
 
 
 @dataclass
@@ -156,10 +156,10 @@ def arguments() -> argparse.Namespace:
 
 @dataclass
 class Turns:
-    """What the turns of one setting gave, by the contender's name."""
+    """Results of the turns of one setting, by the contender's name."""
 
     steps: dict[str, list[list[Step]]] = field(default_factory=dict)
-    """Of each turn."""
+    """Contender -> the steps of each turn."""
     sources: dict[str, Counter[str]] = field(default_factory=dict)
     """Rounds by the source of their drafts, over all turns."""
 

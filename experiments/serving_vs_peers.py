@@ -130,7 +130,7 @@ class Turn:
 
 
 def ask_all(peer: Peer, prompts: list[Prompt], streams: int, max_tokens: int) -> Turn:
-    """So many requests in flight until every prompt is answered. Raises SystemExit when one fails."""
+    """Keep this many requests in flight until every prompt is answered. Raises SystemExit when one fails."""
     client = Client(f"http://{HOST}:{peer.port}")
 
     def ask(prompt: Prompt) -> Answer:

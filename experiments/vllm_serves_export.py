@@ -96,7 +96,7 @@ def figures(token_ids: Prompts, rounds: list[int], counter: float) -> dict[str, 
 
 
 def exported(drafter: str, form: str, model: str, out: Path) -> list[str]:
-    """What was left out, in words."""
+    """Texts on what the export left out."""
     command = [
         sys.executable,
         "-m",

@@ -64,7 +64,7 @@ MESSAGES = {
     *beta_messages.MessageCreateParamsBase.__annotations__,
     *("temperature", "top_p", "top_k", "stream"),
 } - {"betas"}
-"""Of Anthropic's API: the package's version 2 sends `betas` as a header and has no sampling parameters any more."""
+"""Fields of Anthropic's API: version 2 of its package sends `betas` as a header, and no sampling parameters."""
 COUNT_TOKENS = {*counts.MessageCountTokensParams.__annotations__}
 RESPONSES = {*responses.ResponseCreateParamsBase.__annotations__, "stream"}
 SCHEMAS: dict[str, tuple[type[Closed], set[str]]] = {

@@ -40,7 +40,7 @@ def test_a_schema_is_a_file_or_itself(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_a_command_help_is_shown(call: Call) -> None:
-    """As `python -m paceline`, in a process of its own."""
+    """Run `python -m paceline` in another process."""
     done = subprocess.run([sys.executable, "-m", "paceline"], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0
     assert "generate" in done.stdout

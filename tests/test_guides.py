@@ -37,7 +37,7 @@ def prose(page: Path) -> str:
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
-    """What GitHub, and mkdocs.yml's slugify, make of a page's headings: a repeated one is numbered."""
+    """Anchors of a page's headings by GitHub and mkdocs.yml's slugify: a repeated one is numbered."""
     found: list[str] = []
     for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
@@ -135,7 +135,7 @@ def test_a_guide_is_short(heading: str) -> None:
 
 
 def lines() -> list[str]:
-    """Of every page but the log and the commands' own: in blocks and indented; of guides also within sentences."""
+    """Commands of every page but the log and the commands' own: in blocks and indented; in guides also in sentences."""
     found = [line for heading in GUIDES for line in re.findall(r"`(paceline \w[^`]* -[^`]*)`", guide(heading))]
     for page in [*PAGES, *BESIDE[:2]]:
         if page.parent.name != "log" and page.name != "cli.md":

@@ -140,7 +140,7 @@ class TestWatch:
 
 
 def test_record(tmp_path: Path) -> None:
-    """Of spans that are read in: the proxy writes by the same way."""
+    """Kill an import of spans; the proxy writes by the same code."""
     model, home, spans = tiny_model(tmp_path / "model"), tmp_path / "home", tmp_path / "spans.jsonl"
     spans.write_text("".join(span(each) for each in range(3)))
     config = RecordConfig(str(model), imports=(spans,))

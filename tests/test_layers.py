@@ -40,7 +40,7 @@ SIDEWAYS = {
     ("bench", "serve"),
 }
 FOR_PREDICTIONS = NOUNS - {"hub", "rng"} | {"plan", "report", "net", "simulate"}
-"""What `simulate` may import of ours; and no torch."""
+"""Packages of paceline that `simulate` may import; PyTorch is not allowed."""
 
 
 def modules() -> list[Path]:

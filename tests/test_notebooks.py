@@ -16,7 +16,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def outputs(notebook: dict[str, Any]) -> list[list[str]]:
-    """Of each code cell what it printed, and the kinds of what it drew; pixels depend on fonts."""
+    """For each code cell: printed text, and the types of its pictures (pixels depend on fonts)."""
     return [
         ["".join(one["text"]) if "text" in one else " ".join(sorted(one["data"])) for one in cell["outputs"]]
         for cell in notebook["cells"]

@@ -65,7 +65,7 @@ def bake(
 
 
 def given_by(command: Any, *words: str) -> Any:
-    """What the command returns."""
+    """Value that the command returns."""
     return CliRunner().invoke(made_of(command), list(words), catch_exceptions=False, standalone_mode=False).return_value
 
 

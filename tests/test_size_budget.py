@@ -30,7 +30,7 @@ MAX_FUNCTION_LINES = 60
 MAX_MODULES = 12
 """In one folder."""
 MIN_PREFIXED = 3
-"""As many modules whose names begin with the same word belong in a folder of that name."""
+"""From this number on, modules whose names begin with the same word belong in a folder of that name."""
 FOLDERS = sorted({path.parent for path in PACKAGE.rglob("*.py")})
 
 

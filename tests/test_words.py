@@ -22,7 +22,7 @@ BANNED = re.compile(
 )
 """Each has a standard word of the field, or a plainer one."""
 NOT_NAMES = {"told", "said", "found", "made", "taught", "beside"}
-"""As names of data they do not say what the value is."""
+"""Names that do not say what a value is."""
 QUOTED = re.compile(r"`[^`]*`|\"[^\"]*\"|\w+/\S+")
 """Names in a text, which are the code's or a file format's."""
 

@@ -156,7 +156,7 @@ def test_folders_that_will_be_made_are_told(
 def test_a_place_that_is_not_asked_for_is_not_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As runs/train of a training."""
+    """Folder of a training, like runs/train."""
 
     def begin(*_: object, **__: object) -> None:
         raise _Began

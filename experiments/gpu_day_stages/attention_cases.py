@@ -42,7 +42,7 @@ class Case:
     starts: tuple[int, ...] | None = None
     counts: tuple[int, ...] | None = None
     positions: int = 100
-    """Of the cache's rows, those behind the last start included."""
+    """Length of the cache's rows, including positions after the last start."""
     is_sliced: bool = False
     """Heads of a wider cache and a wider product, as drafters and fused projections have them."""
 

@@ -27,7 +27,7 @@ LEAST_S = 2.0
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Largest difference from the twin, as a share of the largest value."""
 LAUNCHES = 100
-"""Of one kernel in the graph that is timed."""
+"""Repetitions of one kernel in the timed graph."""
 
 
 class Case(NamedTuple):

@@ -262,7 +262,7 @@ def needed_len(context: int, kept: float, count: int, width: int) -> int:
 
 
 def has_device_rounds(target: Target) -> bool:
-    """Whether rounds of this target can be computed on the device as one region; on a CPU too, without a graph."""
+    """True if rounds of this target can run on the device as one region; on a CPU too, without a graph."""
     return isinstance(target, GraphDecoder) and can_record(target.config)
 
 

@@ -171,5 +171,5 @@ def parted(target: Target, prompts: Texts, some: Texts, others: Texts) -> list[t
 
 
 def are_same(parts: list[tuple[int, float]]) -> bool:
-    """Whether texts part at near-ties only."""
+    """True if texts differ only after near-ties."""
     return all(gap < NEAR_TIE for _, gap in parts)

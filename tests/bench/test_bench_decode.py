@@ -30,7 +30,7 @@ MACHINE = Machine("test", 1e9, {}, 1, 1)
 
 
 class FakeLLM:
-    """As much of an LLM as a benchmark uses."""
+    """The part of an LLM that a benchmark uses."""
 
     def __init__(self, max_len: int = 256) -> None:
         self.target = FakeTarget(vocab_size=258, num_rows=4, max_len=max_len)

@@ -326,7 +326,7 @@ server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
 print(sys.argv[1:], f"listening on http://127.0.0.1:{{server.server_port}}, as a stand-in", flush=True)
 server.serve_forever()
 """
-"""What stands for `python`, and so for `python -m paceline serve`."""
+"""Script used in place of `python`, and so of `python -m paceline serve`."""
 
 
 def test_every_contender_has_a_server_and_all_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

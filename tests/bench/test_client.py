@@ -72,7 +72,7 @@ def test_wrong_addresses(url: str) -> None:
 
 
 def answered(*said_by_server: bytes, timeout_s: float = 5.0) -> list[Answer]:
-    """What the client makes of a server that says this to each request, all on one connection, and then hangs up."""
+    """Results of the client if a server answers each request like this on one connection, then closes it."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def speak() -> None:

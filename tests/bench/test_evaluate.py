@@ -34,7 +34,7 @@ CONFIG = BenchConfig(batches=(1, 2), temperatures=(0.0, 1.0), max_tokens=40, ign
 
 
 class FakeLLM:
-    """As much of an LLM as an evaluation uses."""
+    """The part of an LLM that an evaluation uses."""
 
     num_made = 0
 

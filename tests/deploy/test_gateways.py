@@ -29,7 +29,7 @@ TYPES = (
     "envoy.extensions.clusters.aggregate.v3.cluster_pb2",
     "envoy.extensions.retry.host.previous_hosts.v3.previous_hosts_pb2",
 )
-"""What the configuration holds as Any: protobuf must know them."""
+"""Types that the configuration holds as Any: protobuf must know them."""
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ STACK_KEYS = {
     ),
     *("extraVolumes", "extraVolumeMounts"),
 }
-"""Of the chart's values.schema.json (vllm-project/production-stack a6c01db), as far as they are used here."""
+"""Keys of the chart's values.schema.json (vllm-project/production-stack a6c01db) that are used here."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def commands_in(text: str) -> list[list[str]]:
 
 
 def paceline_of(words: list[str]) -> list[str]:
-    """What paceline is told, in a line that others start."""
+    """Arguments of paceline in a command line that another program starts."""
     return words[words.index("paceline") + 1 :]
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 VERSIONS = ("1.29", "1.34", "1.37")
-"""Of Kubernetes: an old one that is still met, and newer ones."""
+"""Versions of Kubernetes: an old one that is still in use, and newer ones."""
 NO_MANIFESTS = ("kustomization.yaml", "prometheus-adapter.yaml")
 SERVED = {"/health", "/ready", "/metrics"}
 

@@ -73,7 +73,7 @@ def test_rounds_are_the_references(name: str, kind: Any) -> None:
 
 
 def selects(drafter: Recording2) -> bool:
-    """Whether any draft is not the most likely token."""
+    """True if a draft is not the most likely token."""
     greedy = [
         logits.argmax(-1).tolist()[: len(drafts)] for logits, drafts in zip(drafter.logits, drafter.drafts, strict=True)
     ]

@@ -145,7 +145,7 @@ def test_what_is_likely_behind_each_branch_is_the_formulas(name: str, kind: Any)
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_network_is_the_formulas(name: str) -> None:
-    """What training trains: all positions at once, and a second step behind each row's last."""
+    """The training pass: all positions together, and a second step after each row's last."""
     network = loud_network(raw_eagle3(**VARIANTS[name]))
     config, generator = network.config, torch.Generator().manual_seed(4)
     embedding_VD = torch.randn(VOCAB, HIDDEN, generator=generator)
@@ -262,7 +262,7 @@ def test_a_shared_beginning_is_taken_over_but_for_its_last_position(source: str)
 
 
 def admit_adopting(target: Any, drafter: Eagle3Drafter, prompt: list[int], source: int, length: int) -> Any:
-    """As the engine's prefix reuse."""
+    """Reuse a prefix like the engine does."""
     from paceline.draft.base import Observed
     from paceline.types import Sequence
 

@@ -127,7 +127,7 @@ def test_what_a_format_has_no_place_for_is_said_or_refused(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_head_of_its_own_is_used_and_kept(tmp_path: Path) -> None:
-    """As wide as the draft vocabulary, or as the target's; beside weights in both formats."""
+    """A head as wide as the draft vocabulary, or as the target's, with weights in both formats."""
     target = tiny_target(1)
     other_VD = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9))
     for ids, rows in ((IDS, other_VD[IDS]), (None, other_VD)):

@@ -36,7 +36,7 @@ RECORDED = {
     "dflash.block_size": 8,
     "tokenizer.ggml.mask_token_id": VOCAB - 1,
 }
-"""As in the files of llama.cpp's converter."""
+"""Metadata as in the files of llama.cpp's converter."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 

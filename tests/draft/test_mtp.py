@@ -84,7 +84,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, tokens: list[int], drafts: list[int]) -> list[Tensor]:
-        """What each of the drafts, and one more, is drawn from."""
+        """Logits of each draft, and of one more."""
         out = self.model(torch.tensor([tokens[:-1]]), output_hidden_states=True, use_cache=False)
         hidden_TD, said = out.hidden_states[-1][0], list[Tensor]()
         for step in range(len(drafts) + 1):

@@ -18,7 +18,7 @@ from paceline.plan.planner import AdaptivePlanner, Offer, Row
 from paceline.types import Batch, RoundStats, SamplingParams, Sequence
 
 PASS_COSTS = PassCosts(((1, 1.0), (4, 1.08), (8, 1.22), (16, 1.5)))
-"""Of a pass over so many positions, in passes of one: a small model on two cores."""
+"""Cost of a pass over this many positions, relative to one: a small model on two cores."""
 
 
 def started(drafter: NgramDrafter, prompt: list[int], max_tokens: int = 100, row: int = 0) -> Sequence:

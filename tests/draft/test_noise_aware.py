@@ -35,7 +35,7 @@ def logits_of(seed: int) -> torch.Tensor:
 
 
 def guessed(logits_BKV: torch.Tensor, seq: Sequence, kind: str, foresight: Foresight | None) -> Candidates:
-    """Of a drafter that says these logits, whatever was drafted before."""
+    """Candidates of a drafter with these logits, whatever was drafted before."""
     if kind == "dflash":
         config = DFlashConfig.from_json(raw_config())
         reading = Reading(logits_BKV.argmax(-1).tolist(), logits_BKV, config, None, SIZE)

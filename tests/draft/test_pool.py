@@ -306,7 +306,7 @@ class TestProbation:
     """A drafter is tried on a request of its own, and no error of its reaches the others."""
 
     def tried(self, drafter: Drafter, target: FakeTarget) -> tuple[list[int], list[list[int]]]:
-        """What it drafted, after the texts of two requests beside it were compared with plain decoding's."""
+        """The drafter's drafts; checks that the texts of two other requests are those of plain decoding."""
         engine = Engine(
             target, ByteTokenizer(), ScriptedDrafter(target, accuracy=0.7, tap_layers=(1,)), prefill_chunk=8
         )

@@ -32,7 +32,7 @@ from paceline.verify.rules import RULES, mocked
 pytestmark = pytest.mark.slow
 
 VOCAB = 5
-"""So few that random drafts are right now and then."""
+"""Vocabulary size, small enough that random drafts are sometimes right."""
 PROMPTS = [[1, 2, 3, 4, 0, 2], [4, 0, 1], [2] * 20, [3, 1, 4, 1], [0]]
 
 
@@ -179,7 +179,7 @@ def test_drafts_of_seeds_foresee_what_ordinary_rounds_foresee() -> None:
 
 
 def test_a_draw_that_needs_the_whole_distribution_is_the_hosts() -> None:
-    """Of more words than race for themselves, and filters that they cannot tell."""
+    """A vocabulary larger than the number of race candidates, and filters that these cannot decide."""
     own = target(vocab=200)
     params = [
         SamplingParams(temperature=3.0, seed=1, max_tokens=30),

@@ -187,7 +187,7 @@ LANGUAGE = "c?[ab](a|bb|c)?b*"
 
 
 def in_language(text: str, max_len: int = 5) -> list[bool]:
-    """Which of the tokens may follow, end last, from Python's own `re` and every string that could still come."""
+    """Allowed next tokens, end last, by Python's `re` and every string that could still follow."""
     ends = ["".join(letters) for count in range(max_len) for letters in itertools.product("abc", repeat=count)]
     begins = [any(re.fullmatch(LANGUAGE, text + piece + end) for end in ends) for piece in PIECES]
     return [*begins, re.fullmatch(LANGUAGE, text) is not None]

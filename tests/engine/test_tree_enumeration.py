@@ -93,7 +93,7 @@ def numbers_for(winner: int, shares: list[float], lead: float) -> list[float]:
 def said(
     way: str, monkeypatch: pytest.MonkeyPatch, planner: FixedPlanner | None = None, accuracy: float = 0.7
 ) -> list[bool]:
-    """Of each answer whether the engine gives it, with numbers by which its tokens hardly win, and by far."""
+    """Check that the engine gives each answer, with race numbers by which its tokens win narrowly, and clearly."""
     known = [(answer, shares) for answer, shares in answers_of(way).items() for _ in range(2)]
     numbers = [
         [numbers_for(token, each, EDGE if index % 2 else 1 - EDGE) for token, each in zip(answer, shares, strict=True)]

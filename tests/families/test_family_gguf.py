@@ -30,11 +30,11 @@ LENGTH = 40
 
 @dataclass(frozen=True)
 class Stored:
-    """What a family is called in GGUF, and what its converter does besides what all do."""
+    """A family's name in GGUF, and the special steps of its converter."""
 
     arch: str
     options: dict[str, Any] = field(default_factory=dict)
-    """Of its config: a file cannot say everything otherwise."""
+    """Config options, limited to values that a file can express."""
     is_permuted: bool = False
     norm_offset: float = 0.0
     keys: dict[str, str] = field(default_factory=dict)

@@ -116,7 +116,7 @@ def test_a_tree_says_what_its_paths_say(name: str, made: Made, backend: str) -> 
 
 @pytest.mark.slow
 def test_passes_of_fixed_shape(name: str, made: Made) -> None:
-    """As CUDA graphs record them."""
+    """Passes as CUDA graphs record them."""
     folder, model = made
     config, tokens = load_config(folder), text(24)
     tensors = check_tensors(config, load_tensors(folder), folder)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 12
 SERVED = ["llama", "gemma3", "gpt-oss", "qwen3.5-moe"]
-"""Of each kind of cache one: what the server does is no matter of the family."""
+"""One family for each kind of cache: the server does not depend on the family."""
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -78,7 +78,7 @@ def test_first_layers_are_copied_or_refused(name: str, made: tuple[Path, Any]) -
 
 
 def test_the_two_ends_alone(name: str, made: tuple[Path, Any]) -> None:
-    """Of a target whose layers run elsewhere."""
+    """Train for a target whose layers run on another server."""
     settings = EngineConfig(str(made[0]), dtype="float32", device="cpu")
     whole, ends = target_of(made[0]), load_ends(settings)
     assert isinstance(ends, Ends) and ends.ends == whole.ends

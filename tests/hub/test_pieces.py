@@ -144,7 +144,7 @@ def test_a_broken_fetch_goes_on_where_it_was(
 def test_what_was_cut_short_in_a_piece_comes_again(
     num_bytes: int | None, then_fetched: list[str], tiny: Builtin, fetched: list[str], source: Path, home: Path
 ) -> None:
-    """So many bytes are there: -1 is the first piece and one of the next, -2 one byte less than the first piece."""
+    """Number of bytes present: -1 is the first piece and one byte of the next, -2 one byte less than the first."""
     end = tiny.pieces[0].num_bytes
     kept = source.read_bytes()[: {-1: end + 1, -2: end - 1}.get(num_bytes or 0, num_bytes)]
     (home / "tmp" / "tiny").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Which implementation a model gets, what it says of itself, and that the answers do not depend on the choice."""
+"""The implementation that a model gets, its description, and answers that do not depend on it."""
 
 from __future__ import annotations
 

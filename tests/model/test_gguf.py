@@ -100,7 +100,7 @@ class TestParts:
 
 
 def test_a_rope_factor_without_a_type_is_linear(tmp_path: Path) -> None:
-    """As llama.cpp reads it."""
+    """The value as llama.cpp reads it."""
     model = transformers_model("LlamaForCausalLM")
     write_gguf(tmp_path / "a.gguf", model, "llama", add_rope_scaling_factor=4.0)
     assert config_json(tmp_path / "a.gguf")["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}

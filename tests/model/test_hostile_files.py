@@ -253,7 +253,7 @@ def test_many_tensors_parse_their_header_a_bounded_number_of_times(
 
 
 def test_a_header_of_many_megabytes_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a million tensors need it; the file is as long as it says."""
+    """A header as long as a million tensors need; the file has the length that it declares."""
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", 57 * 2**20))
         file.truncate(58 * 2**20)
@@ -265,7 +265,7 @@ def test_a_header_of_many_megabytes_is_not_parsed(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_that_are_no_numbers(value: float, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Of a target, a small model that drafts, and a drafter; the error names the tensor."""
+    """A damaged target, small model and drafter; the error names the tensor."""
     weights = {name: tensor.to(dtype) for name, tensor in write_weights(tmp_path).items()}
     name = "model.layers.1.mlp.up_proj.weight"
     weights[name][3, 5] = value

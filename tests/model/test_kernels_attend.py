@@ -73,7 +73,7 @@ def test_the_kernels_fit_their_cards(tmp_path: Path) -> None:
 
 
 def in_a_process(words: list[str], **variables: str) -> str:
-    """What a program of Python prints, with these environment variables."""
+    """Output of a Python program run with these environment variables."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= variables | {"PYTHONPATH": os.pathsep.join([*sys.path, str(EXPERIMENTS)])}
     done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=900)

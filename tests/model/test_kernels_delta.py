@@ -35,7 +35,7 @@ CONFIG = DecoderConfig(
 MOST_STACK = 128
 """Bytes of a thread that may spill: three products in TF32 for each in float32 need more registers than there are."""
 ROWS = ((5, 3, 0), (ROOM - 4, 4, HALF + 9), (ROOM, 0, 20), (0, 1, 0), (2, 2, 7))
-"""Of each row the positions of its trail, the tokens of the pass, and the positions in its state."""
+"""For each row: pending positions, tokens of the pass, and positions in its state."""
 
 
 def layer_of(config: DecoderConfig, dtype: torch.dtype) -> DeltaNet:
@@ -78,7 +78,7 @@ def memory_of(config: DecoderConfig, dtype: torch.dtype, stage: FixedStage) -> D
 
 
 def left(memory: DeltaMemory, stage: FixedStage) -> Iterator[tuple[str, Tensor]]:
-    """What counts of a memory after the pass."""
+    """The part of a recurrent memory that matters after the pass."""
     names = ("states", "windows", "inputs", "keys", "changes", "decays")
     for name, tensor in zip(names, memory.tensors(), strict=True):
         for row, (held, count) in enumerate(zip(stage.held_B.tolist(), stage.counts_B.tolist(), strict=True)):
@@ -202,7 +202,7 @@ def test_the_kernels_compile_for_an_h100() -> None:
 
 
 def test_lengths_on_the_device_are_the_cache_s() -> None:
-    """What goes into the state and what is left, as `DeltaCache.passed` counts it, over many passes."""
+    """Positions committed to the state and positions left, as `DeltaCache.passed` counts them, over many passes."""
     cache, rng = DeltaCache(CONFIG, 1, 400, torch.float32), random.Random(3)
     row = cache.allocate()
     assert row is not None

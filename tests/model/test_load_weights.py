@@ -115,7 +115,7 @@ def test_answers_under_way_keep_the_weights(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_log_probabilities_at_the_temperature(tmp_path: Path) -> None:
-    """Those of the distribution that was sampled from, with and without drafts; unmodified ones unless asked for."""
+    """Log-probabilities of the sampled distribution, with and without drafts; unmodified ones by default."""
     logits_V = torch.tensor([1.0, 3.0, -2.0])
     assert logprobs_of(logits_V, 0, 0, 0.5).logprob == pytest.approx(float((2 * logits_V).log_softmax(-1)[0]))
     llm = LLM(str(tiny_model(tmp_path)), drafter="random-dflash", device="cpu", dtype="float32", max_len=128)

@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.slow, needs_library]
 TAPS = (2, 0)
 DTYPES = [torch.float32, torch.bfloat16]
 NEAR_TIE = 0.02
-"""Of the largest logit: what bfloat16 may get wrong at these sizes, where the two best are hardly apart."""
+"""Tolerance in bfloat16 at these sizes, as a share of the largest logit; the two best are close."""
 MOST_FLIPS = 0.05
 """Share of positions whose best token may be another near-tie."""
 

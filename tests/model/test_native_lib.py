@@ -148,7 +148,7 @@ def test_a_matrix_takes_the_other_dense_type() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_matrix_of_several_formats_is_its_parts(isa: str) -> None:
-    """As fused products of a file in mixed formats have them: blocks of 32 and of 256, dense ones between them."""
+    """Fused products of a file in mixed formats: blocks of 32 and of 256, with dense ones between them."""
     use(isa, 2)
     parts: list[Tensor | Blocks] = [
         quantised(torch.randn(32, 768), "Q4_K"),
@@ -330,7 +330,7 @@ print("ratio:", two_s / alone)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind a process to a core")
 def test_threads_that_share_a_core_give_it_to_each_other() -> None:
-    """As where another program has the second core: a thread that waits for another does not keep it from working."""
+    """Two threads on one core: a waiting thread does not keep the other from working."""
     said = in_a_process(
         ONE_CORE, PACELINE_NATIVE_LIBRARY=str(native_lib.library_path()), PYTHONPATH=str(ROOT / "tests" / "support")
     )

@@ -128,7 +128,7 @@ def random_shape(rng: random.Random) -> DecoderConfig:
 
 
 def random_traits(rng: random.Random, num_layers: int) -> dict[str, Any]:
-    """What families have besides Llama's layers, at random."""
+    """Draw a random config with the features that families add to Llama's layers."""
     num_experts = rng.choice([0, 0, 1, 4])
     traits: dict[str, Any] = {
         "norms": rng.choice(["before", "after", "around"]),
@@ -266,7 +266,7 @@ def test_logits_that_are_not_finite_have_no_largest(wrong: float, name: str, pla
 
 @pytest.mark.parametrize("place", [0, 700, 4095])
 def test_a_wide_head_has_one_answer_whoever_computes_it(place: int) -> None:
-    """Of equal logits the first, and none beside a NaN, though threads take their pieces of the head in any order."""
+    """Equal logits: the first wins, and none wins next to a NaN, in whichever order threads compute the head."""
     config = replace(BASE, num_layers=1, vocab_size=4096)
     weights = dict(random_weights(config))
     head = torch.ones_like(weights["lm_head.weight"])

@@ -53,7 +53,7 @@ def test_every_token_wins_with_its_probability(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.97}, {"top_k": 140}, {"min_p": 0.05}])
 def test_tokens_behind_the_field_race_as_one(settings: dict[str, Any]) -> None:
-    """Of 300 tokens that are much alike more than half have no number of their own."""
+    """Among 300 nearly equal tokens more than half have no race number of their own."""
     logits_V, params = logits_of(300, 0.5), SamplingParams(temperature=1.0, **settings)
     assert float(target_probs(logits_V[None], params)[0].topk(FIELD).values.sum()) < 0.85
     assert p_value(logits_V, params) > 0.001

@@ -1,4 +1,4 @@
-"""What token trees will need: positions from parents, and caches that keep a path of what a pass wrote."""
+"""Token trees: positions computed from parents, and caches that keep one path of a pass."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_tree_is_refused_where_only_chains_are_computed() -> None:
 
 
 PARENTS = [[-1, 0, 0, 1, 3, 2, -1, 6], [-1, 0, 1, 0, 3]]
-"""Of the rows of ROWS."""
+"""Parents of the nodes, for each row of ROWS."""
 
 
 def paths_of(parents: list[int]) -> list[list[int]]:
@@ -157,7 +157,7 @@ def test_the_decoder_computes_the_same_trees(shape: str) -> None:
 @needs_library
 @pytest.mark.parametrize("shape", ["llama", "qwen2-some-windows"])
 def test_passes_of_fixed_shape_compute_the_same_trees(shape: str) -> None:
-    """What a GPU replays; a chain behind a tree is a chain again."""
+    """A recorded pass as a GPU replays it; a chain after a tree is a chain again."""
     config = SHAPES[shape]
     weights = random_weights(config)
     static, plain = (kind(config, weights.items(), num_rows=4, max_len=128) for kind in (GraphDecoder, Decoder))

@@ -1,4 +1,4 @@
-"""Whether an installed wheel has its native library, and that multiplies: what cibuildwheel runs on every platform."""
+"""Check that an installed wheel has a working native library; cibuildwheel runs this on every platform."""
 
 import torch
 

@@ -27,7 +27,7 @@ PROCESSORS = {
     "neoverse-n1": "dotprod,neon,portable",
     "max": "i8mm,dotprod,neon,portable",
 }
-"""Of each what the library must find there: without dot products, with them, with products of matrices."""
+"""For each CPU the instruction sets that the library must find: none, dot products, matrix products."""
 
 missing = [name for name in (CROSS, EMULATOR, "g++") if shutil.which(name) is None]
 pytestmark = [

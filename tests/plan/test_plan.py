@@ -212,7 +212,7 @@ class TestAsking:
 
 
 class TestSureness:
-    """Of a slot that the drafter is sure of more is expected, once rounds have shown that it is right to be."""
+    """A confident slot gets a higher chance once rounds have confirmed the drafter's confidence."""
 
     def taught(self) -> AdaptivePlanner:
         planner, draws = AdaptivePlanner(PassCosts(((1, 1.0), (8, 2.4)))), random.Random(1)
@@ -383,7 +383,7 @@ class TestUnsteady:
 class TestTrials:
     @pytest.mark.parametrize("begins", [False, True])
     def test_a_request_that_begins_may_try_its_drafter(self, begins: bool) -> None:
-        """What the rounds before it saved for that is added to the allowance, no more than one trial takes."""
+        """Time saved by the rounds before a trial is added to its budget, up to the cost of one trial."""
         planner = AdaptivePlanner(FLAT)
         trials = planner._histories["greedy"].trials
         trials.budget_s, trials.wanted_s = -1000.0, 2.0

@@ -72,7 +72,7 @@ def test_one_row_alone_and_the_extremes() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_never_fewer_tokens_per_second_than_plain_decoding(seed: int) -> None:
-    """What makes rows' tokens come sooner on average makes all tokens together come faster than without drafts."""
+    """Plans that lower the mean latency per row also raise the throughput of all rows over plain decoding."""
     source = random.Random(100 + seed)
     costs = PassCosts([(size, size ** source.uniform(0.1, 0.9)) for size in range(1, 40)])
     chances = [tuple(source.uniform(0.0, 0.98) for _ in range(8)) for _ in range(4)]

@@ -34,7 +34,7 @@ def test_steps_are_paid_one_by_one(is_stepwise: bool) -> None:
 
 
 def test_the_time_of_trees_is_not_drafting_s() -> None:
-    """What naming candidates takes is weighed by what trees bring: drafting must not look dear where they are tried."""
+    """The cost of candidates is weighed against the gain of trees: drafting must not look costly where trees run."""
     planner, drafting_s = AdaptivePlanner(FLAT, grows_trees=True), 1e-3
     likely = Candidates([[1, 2]] * 7, [[-0.1, -3.0]] * 7)
     for _ in range(60):

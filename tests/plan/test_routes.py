@@ -95,7 +95,7 @@ def test_half_and_half_is_within_three_percent_of_routing_by_hand() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("gain", [0.6, 1.0])
 def test_a_member_with_random_weights_is_abandoned_within_fifty_requests(gain: float) -> None:
-    """Whether it costs time or, as under a planner that drafts nothing when nothing pays, only brings nothing."""
+    """A useless drafter: it costs time, or under a planner that stops drafting only brings nothing."""
     gains = {("all", "general"): 2.0, ("all", "random"): gain}
     served, _ = traffic(lambda _: gains, ["random", "general"], seed=0)
     given = Counter(member for _, member, _ in served[50:])

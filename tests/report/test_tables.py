@@ -74,7 +74,7 @@ def test_a_histogram_of_accepted_drafts() -> None:
 
 
 def terminal(table: Table, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What `show` prints on a terminal of so many letters."""
+    """Output of `show` on a terminal of this width."""
     out = io.StringIO()
     monkeypatch.setattr(
         "rich.console.Console", lambda **_: Console(file=out, width=width, force_terminal=True, no_color=True)

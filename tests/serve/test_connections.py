@@ -97,7 +97,7 @@ def test_an_empty_name_is_refused() -> None:
 
 
 def test_other_names_are_refused_on_every_path(live: Live) -> None:
-    """As when a page of attacker.example points its own name at this machine."""
+    """DNS rebinding: a page of attacker.example resolves its own name to this machine."""
     for method, path in (("GET", "/"), ("GET", "/metrics"), ("POST", "/v1/chat/completions"), ("GET", "/health")):
         status, body, _ = live.request(
             method, path, b"{}" if method == "POST" else None, {"host": "attacker.example:80"}

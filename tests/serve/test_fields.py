@@ -1,4 +1,4 @@
-"""What becomes of every request field of OpenAI's, vLLM's and llama.cpp's servers: held, refused or without effect."""
+"""Every request field of OpenAI's, vLLM's and llama.cpp's servers is held, refused or without effect."""
 
 from __future__ import annotations
 

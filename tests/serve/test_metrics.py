@@ -143,7 +143,7 @@ def test_every_second_of_a_step_is_somewhere() -> None:
 
 
 def test_drafts_that_were_looked_up_take_the_hosts_time() -> None:
-    """Of a drafter that says how sure it is, those that were made count, also where none was checked."""
+    """A drafter with confidences: all drafted tokens count, also where none was verified."""
     metrics = Metrics("tiny")
     engine: Any = SimpleNamespace(rounds=[], read=(0, 0.0))
     stats = RoundStats([2, 0, 3], [1, 0, 0], True, 0.002, 0.01, 0.001, ["ngram", "none", "ngram"], [2, 0, 3])
@@ -271,7 +271,7 @@ def test_a_step_of_sixteen_requests_costs_a_few_calls_for_each() -> None:
 
 
 def exported() -> set[str]:
-    """Of a server of two drafters that has answered a request."""
+    """Metrics of a server with two drafters that has answered a request."""
     target = FakeTarget(vocab_size=258)
     drafters = {name: ScriptedDrafter(target, 3) for name in "ab"}
     metrics = Metrics("tiny", cast(Any, SimpleNamespace(written=0, dropped={"queue": 0}, offer=lambda *_: None)))
@@ -297,7 +297,7 @@ def test_the_dashboard_shows_what_is_exported_and_all_of_it() -> None:
 
 
 def test_the_dashboard_can_be_imported() -> None:
-    """What Grafana 10 asks of a dashboard: a schema, unique panel ids, places in its grid that do not overlap."""
+    """Grafana 10's requirements of a dashboard: a schema, unique panel ids, places in its grid that do not overlap."""
     dashboard = json.loads(DASHBOARD.read_text())
     assert dashboard["schemaVersion"] >= 38 and dashboard["id"] is None and dashboard["uid"] and dashboard["title"]
     assert {variable["name"] for variable in dashboard["templating"]["list"]} == {"datasource", "model"}

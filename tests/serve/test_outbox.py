@@ -16,7 +16,7 @@ def event(name: object) -> Addressed:
 
 
 class Arrived:
-    """What came out, by flush."""
+    """Texts sent, one list for each flush."""
 
     def __init__(self, interval_s: float) -> None:
         self.flushes: list[list[Any]] = []

@@ -32,7 +32,7 @@ def num_files() -> int:
 
 
 def memory_mb() -> float:
-    """Of this process, without what the allocator keeps for later."""
+    """Memory of this process, after the allocator has returned its free pages."""
     gc.collect()
     with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
@@ -45,7 +45,7 @@ def num_threads() -> int:
 
 
 def num_tasks(live: Live) -> int:
-    """Of the event loop, the one that counts left out."""
+    """Tasks of the event loop, except the one that counts."""
 
     async def count() -> int:
         return len(asyncio.all_tasks()) - 1

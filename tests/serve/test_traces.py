@@ -279,7 +279,7 @@ def test_files_and_folders_of_others_stay_and_stop_no_pruning(tmp_path: Path) ->
 def test_a_shard_that_cannot_be_deleted_keeps_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As another user's in a folder with the sticky bit; what is written is written."""
+    """A file that cannot be removed, such as another user's in a sticky folder: earlier writes stay."""
     written(tmp_path, *(sequence() for _ in range(3)), rows_per_file=1)
     theirs, *ours = sorted(tmp_path.iterdir())
     for path in (theirs, *ours):

@@ -1,4 +1,4 @@
-"""What traces must not keep: cut from answers, replaced in prompts, dropped where neither helps."""
+"""Redacted text in traces: cut from answers, replaced in prompts, dropped where neither helps."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def drawn_own(rng: random.Random, kind: str) -> dict[str, str]:
 
 
 def python_options(own: dict[str, str]) -> tuple[dict[str, Any], str]:
-    """What the command line is asked for the same drafter."""
+    """Command line for the same drafter."""
     cost = (
         {"drafter_cost": float(own["fraction"])}
         if "fraction" in own

@@ -52,7 +52,7 @@ ODD = ModelShape(
         Attention("linear", 1, state_bytes=99000.0),
     ),
 )
-"""What no model of the catalogue has: histories without windows, all in one."""
+"""Features that no model of the catalogue has: histories without windows, all in one."""
 PAIRS = list(itertools.product([*SHAPES.values(), *[ODD] * 3], catalogue.machines().values()))
 PREDICT = """(inputs) => inputs.map(({ shape, deployment, drafter, kind, values, load, plain_rate }) => {
   const makers = { survival: fromSurvival, histogram: fromHistogram };
@@ -116,7 +116,7 @@ def told_deployment(deployment: Deployment, host_s: float) -> dict[str, Any]:
 
 
 def drawn_case(rng: random.Random, place: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What JavaScript gets, what Python says."""
+    """Inputs for JavaScript, and the same inputs for Python."""
     shape, machine = PAIRS[place * len(PAIRS) // NUM_INPUTS]
     deployment = drawn_deployment(rng, shape, machine)
     drafter, host_s = drawn_drafter(rng, deployment), rng.choice((0.0, rng.random() * 1e-3, None))

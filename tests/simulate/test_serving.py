@@ -76,7 +76,7 @@ CHUNKY = Costs(base_s=0.0, position_s=0.001, free=0, host_s=0.0)
 
 
 class Adapting(Costs):
-    """Of an engine that shortens the chunks of a prompt beside running requests."""
+    """Steps of an engine that shortens prompt chunks while requests run."""
 
     prefill_adapts = True
 

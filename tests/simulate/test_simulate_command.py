@@ -204,7 +204,7 @@ def test_nonsense_is_one_line(words: list[str], remedy: str) -> None:
 
 
 def test_predictions_do_not_load_torch() -> None:
-    """Of a known machine: no import of PyTorch, nor of NumPy."""
+    """A known machine needs no import of PyTorch or NumPy."""
     code = (
         "import sys; from paceline.cli import app; "
         "app(['simulate', '--model', 'Qwen3-8B', '--hardware', 'H100', '--json'], standalone_mode=False); "

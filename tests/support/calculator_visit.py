@@ -64,7 +64,7 @@ class Visit:
         return control
 
     def set(self, name: str, value: Any) -> None:
-        """As a person would."""
+        """Set a control like a person would."""
         if name == "drafter":
             self.page.locator(f"label:has(#drafter-{value})").click()
             return

@@ -90,7 +90,7 @@ def done(reply: Any) -> None:
 
 
 def text_of(reply: Any) -> str:
-    """As it is read: paragraphs with an empty line between them."""
+    """The text as a reader sees it: paragraphs separated by empty lines."""
     return reply.locator(".answer").inner_text()
 
 

@@ -27,5 +27,5 @@ def checked(
 def judged(
     verify: Verify, drafts: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor, uniforms: Uniforms
 ) -> RowVerdict:
-    """What a rule says of a row."""
+    """A rule's verdict on a row."""
     return verify(checked(drafts, draft_probs_KV, target_probs_JV, uniforms))

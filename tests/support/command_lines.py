@@ -32,7 +32,7 @@ def in_blocks(file: Path) -> Iterator[str]:
 
 
 def words_of(line: str) -> list[str]:
-    """What paceline is told in such a line: up to a pipe, a semicolon, or a program that follows."""
+    """Arguments of paceline in such a line: up to a pipe, a semicolon, or a program that follows."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|;&<>")
     lexer.whitespace_split = True
     lexer.commenters = "#"

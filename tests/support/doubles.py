@@ -31,7 +31,7 @@ from paceline.types import Batch, DraftBlock
 from paceline.types import Sequence as Request
 
 DEAD = -1
-"""What FakeCache holds where nothing valid stands."""
+"""Value of FakeCache at invalid positions."""
 
 
 class FakeCache(KVCache):
@@ -227,7 +227,7 @@ class ScriptedDrafter(Drafter):
         return DraftBlock([tokens for tokens, _ in drafts], [probs for _, probs in drafts])
 
     def chances_of(self, seq: Request, said: list[int], probs_KV: Tensor) -> list[float]:
-        """As DFlashDrafter's, of drafts that do not depend on each other."""
+        """Chances as DFlashDrafter computes them, for drafts independent of each other."""
         return [float(probs_V[token]) for probs_V, token in zip(probs_KV, said, strict=False)]
 
     def _draft(self, seq: Request, num_tokens: int) -> tuple[list[int], Tensor | None]:
@@ -242,7 +242,7 @@ class ScriptedDrafter(Drafter):
         return tokens, torch.stack(probs) if self.with_probs and probs else None
 
     def distribution(self, tokens: Sequence[int]) -> Tensor:
-        """What the draft after `tokens` is drawn from, [V]."""
+        """Distribution of the draft after `tokens`, [V]."""
         logits = self.target.logits_after(tokens)
         if self.mode == "adversarial":
             is_least = torch.nn.functional.one_hot(logits.argmin(), len(logits)).float()

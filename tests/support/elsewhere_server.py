@@ -31,7 +31,7 @@ class Elsewhere:
         self.failures: list[int] = []
         """Statuses of the next answers, 0 to hang up."""
         self.refuses = 0
-        """So many requests are hung up on."""
+        """Close the connection of this many requests."""
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.gathers = 0

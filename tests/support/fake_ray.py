@@ -13,7 +13,7 @@ class RayFailed(Exception):
 
 
 def sent(value: Any) -> Any:
-    """As it arrives in another process."""
+    """The object after pickling, as another process receives it."""
     return pickle.loads(pickle.dumps(value))  # noqa: S301
 
 

@@ -160,7 +160,7 @@ Written = dict[str, tuple[Path, Any]]
 
 
 def model_of(name: str, written: Written, folders: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """As `write_model`, once a session."""
+    """Cached `write_model`: each model is written once per test session."""
     if name not in written:
         written[name] = write_model(folders.mktemp("families") / name, name)
     return written[name]

@@ -50,7 +50,7 @@ class Fault:
         self.num, self.what, self.error = 0, "", None
         self.is_dead = False
         self.error: BaseException | None = None
-        """What the command raised."""
+        """Exception raised by the command."""
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -146,7 +146,7 @@ class Fault:
         return call
 
     def _whole(self, real: Callable[..., Any], place: int) -> Callable[..., Any]:
-        """Of a function that writes all of a file."""
+        """Wrap a function that writes a whole file."""
 
         def call(*arguments: Any, **more: Any) -> Any:
             where = arguments[place]

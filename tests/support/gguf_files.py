@@ -34,7 +34,7 @@ def permute(weights: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def add_sizes(writer: gguf.GGUFWriter, config: Any) -> int:
-    """What all families say of their sizes; the size of a head, which not all of them say."""
+    """Write the size keys that all families have; returns the head size, which some leave out."""
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

@@ -161,7 +161,7 @@ SLACK_S, SLACK_BYTES = 1.5, 256 * 2**20
 
 @dataclass(slots=True)
 class World:
-    """What must not be touched."""
+    """A file that must not be touched."""
 
     file: Path
     port: int
@@ -172,7 +172,7 @@ class World:
         return "".join(f"{key} = {value!r}\n" for key, value in head.items()) + ANSWERS[name]
 
     def harm(self) -> list[str]:
-        """What has come to pass that must not."""
+        """Forbidden effects that happened."""
         found = []
         if not self.file.is_file() or self.file.read_text() != "ours" or [*self.file.parent.iterdir()] != [self.file]:
             found.append("a file was changed")
@@ -213,7 +213,7 @@ def world() -> Iterator[World]:
 
 
 def beyond(ran: Ran, limits: Limits) -> list[str]:
-    """Which limits were not kept."""
+    """Limits that were exceeded."""
     checks = (
         (ran.cpu_s > limits.cpu_s + SLACK_S, f"{ran.cpu_s:.1f} s of a processor"),
         (ran.peak_bytes > limits.memory_bytes + SLACK_BYTES, f"{ran.peak_bytes >> 20} MiB"),

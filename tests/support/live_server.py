@@ -122,7 +122,7 @@ class Live:
         wait_until(lambda: self.worker.state == "ready" and self.server.started)
 
     def drain(self) -> None:
-        """As SIGTERM does."""
+        """Stop the server like SIGTERM does."""
         assert self._loop
         self._loop.call_soon_threadsafe(self.server.drain)
 
@@ -134,7 +134,7 @@ class Live:
         assert not self._thread.is_alive()
 
     def is_idle(self) -> bool:
-        """Nothing open, nothing in the engine, every row free."""
+        """True if no connection is open, the engine is empty, and every row is free."""
         cache = self.llm.target.cache
         return self.worker.num_open == 0 and not self.llm.engine.has_work and cache.num_free == cache.num_rows
 
@@ -245,6 +245,6 @@ def in_threads(number: int, call: Any) -> list[threading.Thread]:
 
 
 def in_engine(live: Live, function: Any) -> Any:
-    """What a function returns that runs in the engine's thread."""
+    """Run a function in the engine's thread and return its result."""
     assert live._loop
     return asyncio.run_coroutine_threadsafe(live.worker.call(function), live._loop).result(30)

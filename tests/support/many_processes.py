@@ -309,7 +309,7 @@ def dying(ranks: Ranks, wait: Any) -> None:
 
 
 FAILURES = {each.__name__: each for each in (uneven, raising, late, dying)}
-"""What is done in a group of its own, with a short limit for steps."""
+"""Functions that run in a process group of their own, with a short time limit for steps."""
 
 
 def fail(name: str, folder: Path, ranks: Ranks) -> None:
@@ -336,7 +336,7 @@ GROUPS = {name: functools.partial(fail, name) for name in FAILURES} | {"train": 
 
 
 def one_of_several(folder: Path, group: str, port: str, rank: int) -> None:
-    """What each of the processes does."""
+    """Function that each process runs."""
     with (folder / f"output-{group}-{rank}.txt").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

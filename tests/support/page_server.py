@@ -243,7 +243,7 @@ class PageServer(ThreadingHTTPServer):
         self.left = threading.Event()
         self.models = ["smol-135m"]
         self.told: dict[str, Any] = {}
-        """What /v1/models says of each besides."""
+        """Further fields of each model in /v1/models."""
         self.second_half = threading.Event()
         """While clear, STORY and `open` stop in their middle."""
         self.second_half.set()

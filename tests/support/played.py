@@ -103,6 +103,6 @@ class Deciding(SeasonalPolicy):
 
 
 def ticked(one: Watcher, hour: int, number: int = 6) -> None:
-    """So many looks within an hour after noon."""
+    """Tick this many times within an hour after noon."""
     for minute in range(number):
         one.tick(NOW + 3600 * hour + 60 * minute)

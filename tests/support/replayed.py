@@ -26,7 +26,7 @@ def served(policy: str, rate: float | None, concurrency: int | None) -> Outcome:
 
 
 def answers_of(outcome: Outcome) -> list[Answer]:
-    """As the benchmark's client would have seen them."""
+    """Answers as the benchmark's client would have seen them."""
     made = []
     for each in outcome.requests:
         accepted = [count - 1 for _, count in each.chunks[1:]]

@@ -1,4 +1,4 @@
-"""What a server says in a stream, byte by byte."""
+"""A server's streamed answers, byte by byte."""
 
 from __future__ import annotations
 

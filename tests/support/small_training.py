@@ -1,4 +1,4 @@
-"""What tests of training share: a tiny target, documents that it can learn from, and a trainer over them in no time."""
+"""Shared by tests of training: a tiny target, documents that it can learn from, and a fast trainer."""
 
 from __future__ import annotations
 

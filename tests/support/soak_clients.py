@@ -44,7 +44,7 @@ ABSURD: list[tuple[dict[str, Any] | bytes, set[int]]] = [
     (b"\xff\xfe", {400}),
 ]
 LONGER = 8
-"""So many times as many tokens are asked for by those who will leave."""
+"""Factor of max_tokens for clients that disconnect early."""
 UNKNOWN = {"user": "five", "store": False}
 """Fields without effect here."""
 

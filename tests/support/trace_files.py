@@ -41,7 +41,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def written(folder: Path, *sequences: Sequence, **options: Any) -> list[dict[str, Any]]:
-    """What one writer makes of these requests."""
+    """Traces that one writer writes for these requests."""
     one = writer(folder, **options)
     for seq in sequences:
         one.offer(seq, "stop", "a tag")

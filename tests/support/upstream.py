@@ -139,12 +139,12 @@ class Recording:
         return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=60)
 
     def stop(self) -> None:
-        """As a signal does: answers end, traces are written."""
+        """Stop like a signal does: answers end, traces are written."""
         while self._stop:
             self._stop.pop()()
 
     def rows(self) -> list[dict[str, Any]]:
-        """What was kept; ends the recording."""
+        """Stop the recording and return its traces."""
         from trace_files import rows
 
         self.stop()

@@ -40,7 +40,7 @@ STEPS = 3
 
 @cache
 def documents(number: int, length: int = 24) -> list[Document]:
-    """What the tiny target says to random prompts."""
+    """The tiny target's answers to random prompts."""
     generator, target = np.random.default_rng(0), tiny_target()
     prompts = [generator.integers(0, VOCAB, 4 + each % 3).tolist() for each in range(number)]
     texts = [(prompt, prompt + generate(target, NoDrafter(), [prompt], length)[0][0]) for prompt in prompts]

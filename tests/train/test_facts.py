@@ -26,7 +26,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def measuring(monkeypatch: pytest.MonkeyPatch, rates: list[float], others: float) -> list[Machine]:
-    """What is measured from now on, with so much of the processors in others' hands; the list tells what was."""
+    """Simulate measurements with this share of the processors taken; the list records them."""
     found: list[Machine] = []
 
     def measure(device: str) -> Machine:

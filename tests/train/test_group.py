@@ -23,7 +23,7 @@ BEAT_S, LOST_AFTER_S = 0.02, 1.0
 
 @pytest.fixture
 def rolls() -> Iterator[list[Liveness]]:
-    """Those of three processes, each with its own connection."""
+    """Groups of three processes, each with its own connection."""
     patience = timedelta(seconds=20)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
     stores = [TCPStore("127.0.0.1", server.port, is_master=False, timeout=patience) for _ in range(3)]
@@ -36,7 +36,7 @@ def rolls() -> Iterator[list[Liveness]]:
 
 
 def together(*calls: Callable[[], object]) -> list[BaseException | None]:
-    """What each call raised, all of them at once."""
+    """Exceptions of calls that run at the same time."""
     raised: list[BaseException | None] = [None] * len(calls)
 
     def call(number: int) -> None:

@@ -63,7 +63,7 @@ def test_packs_and_ways_of_attending_change_nothing(tmp_path: Path, loss: str) -
 
 @pytest.mark.slow
 def test_shares_of_a_step_add_up_to_it(tmp_path: Path) -> None:
-    """What each of three processes would compute."""
+    """Each of three processes computes its share."""
     one = trainer(tmp_path)
     chosen, num_slots, _ = one.planner.step(Place())
     found = []

@@ -54,7 +54,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 def documents(target: Target, number: int, length: int = 20) -> list[Document]:
-    """What the target says to random prompts."""
+    """The target's answers to random prompts."""
     prompts = [[1 + token % (target.vocab_size - 1) for token in text(4 + each % 3, each)] for each in range(number)]
     said = [(prompt, prompt + generate(target, NoDrafter(), [prompt], length)[0][0]) for prompt in prompts]
     return [

@@ -243,7 +243,7 @@ def test_what_kills_every_worker_comes_to_an_end(cluster: Any, monkeypatch: pyte
 
 
 class TestOnADouble:
-    """Of the cluster: what this process gives it and makes of its results, with everything pickled on the way."""
+    """The cluster's side: tasks given and results used, with everything pickled in between."""
 
     @pytest.mark.slow
     def test_a_run_goes_on_with_answers_of_workers(

@@ -205,7 +205,7 @@ class Mortal(Regenerator):
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", [1, 3, 5, 8, 11])
 def test_a_process_killed_at_any_moment_loses_one_answer_a_row(tmp_path: Path, moment: int) -> None:
-    """What had been said, turns of unfinished conversations too, is not said again."""
+    """Finished answers, also turns of unfinished conversations, are not generated again."""
     config = AnswerConfig(max_tokens=16, max_prompt_tokens=150, temperatures=(0.0, 0.8))
     whole, folder = AnswerShards(tmp_path / "whole"), tmp_path / "run"
     Regenerator(fake_llm(Talker(num_rows=2)), whole, config).run(prompts())

@@ -138,7 +138,7 @@ def test_loss_and_figures_by_formula(name: str, columns: torch.Tensor | None, tm
 
 
 def gradients(one: Trainer, pack: Pack, sample: BlockSample) -> torch.Tensor:
-    """Of all of the selector's weights, side by side."""
+    """Gradients of all weights of the selector, concatenated."""
     assert isinstance(one.drafter, DFlash2Trainable)
     selector = one.drafter.network.candidate_selector
     hidden_TD = torch.randn(len(pack.anchors_A) * 3, 32, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""What a resumed run says of its learning rate."""
+"""The learning rate that a resumed run logs."""
 
 from __future__ import annotations
 

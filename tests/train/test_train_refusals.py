@@ -1,4 +1,4 @@
-"""What `paceline train` refuses, and by what words: options, prompts, answers, folders."""
+"""Input that `paceline train` refuses, with its messages: options, prompts, answers, folders."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Guesser(nn.Module):
 
 
 class GuesserTrainable:
-    """What the loop needs of it."""
+    """The interface that the training loop needs."""
 
     block_size = 4
 

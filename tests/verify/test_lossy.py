@@ -131,7 +131,7 @@ def chance(rule: Lossy, x: int, target: list[float], draft: float) -> float:
 
 
 def said_drawn(rule: Lossy, target: list[float], draft: list[float]) -> list[float]:
-    """What the docstring states for a draft that was drawn."""
+    """Distribution that the docstring states for a sampled draft."""
     pairs = list(zip(target, draft, strict=True))
     lossless = [min(1.0, p / q) if q else 0.0 for p, q in pairs]
     extra = [q * (chance(rule, x, target, q) - lossless[x]) if q else 0.0 for x, (_, q) in enumerate(pairs)]
@@ -197,7 +197,7 @@ def test_drawn_drafts_are_said_as_stated(name: str, drafted: str, aimed: str) ->
 
 
 def said_beside(rule: Lossy, target: list[float], children: list[int]) -> list[float]:
-    """What the docstring states behind a node with these children."""
+    """Distribution that the docstring states after a node with these children."""
     outside, before = 1 - sum(target[child] for child in children), 1.0
     said = [0.0] * 5
     for child in children:
@@ -210,7 +210,7 @@ def said_beside(rule: Lossy, target: list[float], children: list[int]) -> list[f
 def behind(
     rule: Lossy, children: list[int], own: int, row: list[float], coin: float, ledger: Ledger, is_greedy: bool = False
 ) -> int:
-    """What is said behind a node with these children, when the target's own token there is `own`."""
+    """Token committed after a node with these children, if the target's own token there is `own`."""
     draws = [own, 0]
     kept, token = follow(
         rule,
@@ -264,7 +264,7 @@ def test_a_chain_of_certain_drafts_is_the_formula_of_drawn_ones(name: str) -> No
 
 
 def test_known_distributions() -> None:
-    """What rules are known to say, apart from the formulas above."""
+    """Known results of rules, computed without the formulas above."""
     target, draft = TARGETS["spread"], DRAFTS["far"]
     mixed = [0.7 * p + 0.3 * q for p, q in zip(target, draft, strict=True)]
     assert said_drawn(Lossy.of("mixture:0.7"), target, draft) == pytest.approx(mixed)

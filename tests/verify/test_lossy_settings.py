@@ -1,4 +1,4 @@
-"""What a lossy rule may be told, as text or as an object, and what a record says of it."""
+"""Settings of a lossy rule, as text or as an object, and its description in records."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_verdicts() -> None:
 
 
 def test_lost_answers_are_allowed_for() -> None:
-    """What is known of the others must not count against the server."""
+    """With lost answers, evidence from the remaining ones must not count against the server."""
     draws = [draw_of(LOGITS_TV.argmax(-1).tolist(), prompt=index) for index in range(60)]
     whole_group, half = Group("a", 1.0, draws=draws), Group("a", 1.0, draws=draws, num_lost=60)
     kept, lost = (judged([each], 0.0, 0.01) for each in (whole_group, half))

@@ -33,7 +33,7 @@ def table(seed: int) -> Tensor:
 
 MODEL = table(0)
 DRAFTER = MODEL + 1.5 * table(1)
-"""As far from the model as a weak drafter is."""
+"""Logits as far from the model's as a weak drafter's are."""
 
 Rows = Callable[[float, float], Tensor]
 """Temperature and top-p to probabilities [V, V] of the next token after each one."""
@@ -56,7 +56,7 @@ def smaller_top_p(temperature: float, top_p: float) -> Tensor:
 
 
 def lossy(temperature: float, top_p: float, asked: str = "typical:eps=0.09,delta=0.3") -> Tensor:
-    """What verify/lossy.py proves that such a rule says."""
+    """Output distribution of such a rule, as verify/lossy.py derives it."""
     rule, lossless = Lossy.of(asked).rule, Lossy.of("lenience:1").rule
     target_VV, draft_VV = honest(temperature, top_p), honest(temperature, top_p, DRAFTER)
     said = []

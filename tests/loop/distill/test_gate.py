@@ -1,4 +1,4 @@
-"""Which students are kept."""
+"""The gate that decides which students are kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.train.documents.dataset import Document
 
 
 def told(right: int, loss: float, wrong: int = 0) -> AnswerLogprobs:
-    """Of ten places: so many have token 1 first, the others token 2."""
+    """Log-probabilities at ten positions: this many have token 1 first, the others token 2."""
     first = np.array([1] * right + [2] * (10 - right), dtype=np.int32)
     return AnswerLogprobs(
         np.stack([first, first + 5], 1), np.zeros((10, 2), dtype=np.float32), np.full(10, -loss, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""What a student is before it has learned."""
+"""A student before training."""
 
 from __future__ import annotations
 

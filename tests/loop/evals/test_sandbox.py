@@ -16,7 +16,7 @@ from paceline.loop.evals.sandbox import run as module
 from paceline.loop.evals.sandbox.run import Limits, Sandbox
 
 LIMITS = Limits(wall_s=1.0, cpu_s=1, memory_bytes=128 * 2**20, processes=8)
-"""Of hostile answers; others have time enough on a machine that does other work, too."""
+"""Limits of hostile answers; others get enough time for a busy machine."""
 PATIENCE_S = 60.0
 """How late the warden may be on a machine that does other work, before whatever is left is killed from outside."""
 BOX = Sandbox(Limits(wall_s=30.0))

@@ -54,7 +54,7 @@ def test_drafts_change_no_sample(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_log_probabilities_are_the_policys(folder: Path) -> None:
-    """As Transformers has them of the same weights, over the temperature."""
+    """Log-probabilities by Transformers with the same weights, divided by the temperature."""
     transformers = pytest.importorskip("transformers")
     rollouts, weights = rollouts_of(folder), moved(folder, 20.0)
     rollouts.load_weights(weights, 1)

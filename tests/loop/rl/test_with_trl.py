@@ -73,7 +73,7 @@ def test_the_same_curve_with_and_without_drafts(folder: Path, tmp_path: Path) ->
 
 @pytest.mark.filterwarnings("ignore")
 def test_attempts_of_an_agent(folder: Path, tmp_path: Path) -> None:
-    """What others said is masked; the trainer's own log-probabilities are those that came with the samples."""
+    """Other speakers' tokens are masked; the trainer's log-probabilities equal those of the samples."""
     seen: list[dict[str, Any]] = []
 
     def agent(task: Any, access: Access) -> str:
@@ -100,7 +100,7 @@ def test_attempts_of_an_agent(folder: Path, tmp_path: Path) -> None:
 
 
 def own_logprobs(model: Any, told: dict[str, Any]) -> list[list[float]]:
-    """Of each completion's tokens, by the trainer's own model."""
+    """Log-probabilities of each completion's tokens, by the trainer's model."""
     found = []
     for prompt, said in zip(told["prompt_ids"], told["completion_ids"], strict=True):
         with torch.no_grad():

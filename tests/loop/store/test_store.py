@@ -192,7 +192,7 @@ def files_with(folder: Path, text: str) -> list[str]:
 
 
 class Named:
-    """As `Says`: every case gets one answer."""
+    """Answers every case once, like `Says`."""
 
     def __init__(self, name: str) -> None:
         self.name = name

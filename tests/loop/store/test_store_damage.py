@@ -21,7 +21,7 @@ from paceline.loop.store.split import SIDES
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """Of two versions."""
+    """A store with two versions."""
     monkeypatch.setattr(Store, "tokenizer", lambda self: BYTES)
     one = store_of(tmp_path, *many(12))
     one.add([answered(tmp_path / "more", *many(6, "parcel"))], BYTES)
@@ -79,7 +79,7 @@ def test_a_store_without_its_store_json_is_not_begun_anew(store: Store) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["versions.jsonl", "labels.jsonl"])
 def test_half_a_line_stops_no_command(tmp_path: Path, store: Store, name: str) -> None:
-    """As a full disk or a kill leaves it."""
+    """A last line as a full disk or a kill leaves it."""
     store.label([{"digest": next(store.rows("train"))["digest"], "score": 1.0}])
     with (store.path / name).open("a") as file:
         file.write('{"version": 3, "what": "add", "file')
