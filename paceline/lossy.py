@@ -165,7 +165,8 @@ def _read(text: str) -> dict[str, Any]:
 
 
 class Spent(NamedTuple):
-    """Deviation from the target's distribution, summed over the tokens generated so far."""
+    """Deviation from the target's distribution, summed over the tokens generated so far: total variation, KL
+    divergence, and number of changed tokens."""
 
     tv: float = 0.0
     """Total variation, between 0 and 1 for each token."""
@@ -200,7 +201,8 @@ class Ledger:
         return self.max_tv is None or (self.spent.tv + tv) / (len(self.sums) + 1) <= self.max_tv
 
     def add(self, tv: float = 0.0, kl: float = 0.0, is_changed: bool = False) -> None:
-        """Record the deviation of one more token."""
+        """Record one more token: the total variation `tv` (0 to 1) and KL divergence `kl` (nats) of its distribution
+        from the target's, and whether the token differs from the lossless rule's (`is_changed`)."""
         before = self.spent
         self.sums.append(Spent(before.tv + tv, before.kl + kl, before.num_changed + is_changed))
 

@@ -16,7 +16,8 @@ Finite = Annotated[float, within("a finite number")]
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A grammar for the answer: any JSON object, JSON of the schema `text`, or a full match of the regex `text`."""
+    """A grammar for the answer. `kind`: json_object (any JSON object), json_schema (JSON that follows the schema
+    `text`) or regex (a full match of the regular expression `text`)."""
 
     kind: GrammarKind
     text: str = ""

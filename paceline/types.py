@@ -181,8 +181,8 @@ class Sequence:
         return "lossy" if self.params.is_greedy else "lossy sampled"
 
     def trim(self) -> None:
-        """Drop the log-probabilities, and the records in `ledger`, of tokens that were cut from the end of the
-        answer."""
+        """Drop the log-probabilities of tokens that were cut from the end of the answer, and their records in `ledger`
+        (how far a lossy answer's distribution deviates from the target's)."""
         del self.logprobs[self.num_output :]
         if self.ledger:
             self.ledger.keep(self.num_output)

@@ -106,7 +106,8 @@ class TransformersPeer:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Comparison of an answer with another engine's answer (plain decoding, or Transformers) to the same prompt."""
+    """Comparison of an answer with another engine's answer (plain decoding, or Transformers) to the same prompt: speed,
+    and the first different token."""
 
     tokens_per_s: float
     """Tokens per second of the other engine."""

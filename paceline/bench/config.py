@@ -28,7 +28,8 @@ PLAIN = 1.0
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """Options of `bench decode` and `evaluate`. Raises ConfigError on invalid values."""
+    """Options of `bench decode` and `evaluate`, which measure decoding speed and acceptance. Raises ConfigError on
+    invalid values."""
 
     drafters: tuple[str, ...] = (BASELINE, "default")
     """Drafters to measure. Plain decoding, `none`, is always measured, first."""
@@ -115,8 +116,8 @@ class MockConfig:
 
     @property
     def settings(self) -> list[MockSetting]:
-        """All combinations of batch size and acceptance length to measure: first chains of drafts, of which acceptance
-        length 1 is plain decoding, then draft trees."""
+        """All combinations of batch size and acceptance length to measure, first with chains of drafts, then with draft
+        trees. Acceptance length 1 is plain decoding."""
         values = sorted({PLAIN, *self.tokens_per_round})
         trees, most = sorted(set(self.trees)), max(self.trees, default=0)
         expected = read_marginals(self.marginals).expected(most) if trees else []
@@ -139,7 +140,8 @@ class MockConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepsConfig:
-    """Options of `bench steps`. Raises ConfigError on invalid values."""
+    """Options of `bench steps`, which measures the time of verification, drafting and host in a round. Raises
+    ConfigError on invalid values."""
 
     batches: tuple[Count, ...] = (1, 2, 4, 8)
     """Batch sizes: rows decoded together."""
@@ -158,8 +160,8 @@ class StepsConfig:
 
     @property
     def growth(self) -> int:
-        """Maximum number of tokens that one repetition adds to a row's cache. A repetition is one round to begin with,
-        then a round with each number of positions from 1 to `max_positions`."""
+        """Maximum number of tokens that one repetition adds to a row's cache. A repetition is a first round, then one
+        round for each number of positions from 1 to `max_positions`."""
         return int((self.max_positions + 2) * (self.tokens_per_round + 1))
 
     @property
@@ -261,7 +263,8 @@ class LatencyConfig:
 
 @dataclass(frozen=True, slots=True)
 class ArmsConfig:
-    """Options that select the contenders of `bench latency`. Raises ConfigError on invalid values."""
+    """Options that select the contenders of `bench latency`: drafters, each in a server started for it, and running
+    servers. Raises ConfigError on invalid values."""
 
     drafters: tuple[str, ...] = ()
     """Drafters; a server is started for each [default: none,default, without urls]."""
@@ -283,8 +286,8 @@ class ArmsConfig:
 
     @property
     def named_drafters(self) -> list[tuple[str, str]]:
-        """Pairs of (contender's name, drafter). Without NAME=, the name is the last part of the drafter's path or
-        id."""
+        """Pairs of (contender's name, drafter), from `drafters`. An entry NAME=DRAFTER gives the name; else it is the
+        last part of the drafter's path or id."""
         return [
             _named(drafter, drafter.rstrip("/").rpartition("/")[2] or drafter)
             for drafter in dict.fromkeys(self.drafters)

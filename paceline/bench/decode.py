@@ -76,7 +76,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """First difference between an answer and the baseline's answer, with the target's logit gap there."""
+    """First difference between an answer and the baseline's, with the gap of the target's two best logits there."""
 
     request: str
     index: int
@@ -101,8 +101,8 @@ class Drafting:
 
 
 def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafting:
-    """Return the acceptance statistics of `answers`, each a list of rounds. `num_drafted`: draft positions in the
-    survival curve, which has for each position the share of rounds that accept it and all before it."""
+    """Return the acceptance statistics of `answers`, each a list of rounds. `num_drafted`: size of the survival curve,
+    whose value i (from 1) is the share of rounds that accept the first i drafts."""
     rounds = [one for answer in answers for one in answer]
     if not rounds:
         return Drafting(tokens_per_round=1.0)
@@ -211,7 +211,7 @@ class Bench:
     def run(
         self, on_answer: Callable[[Setting], None] = ignore, on_pass: Callable[[Setting, Pass], None] = ignore
     ) -> None:
-        """Run every setting (drafter, temperature, batch size) once, in turn, and repeat this `repeat` times."""
+        """Run every setting (drafter, temperature, batch size) once, in turn; do this `repeat` times in total."""
         for _ in range(self.config.repeat):
             for setting in self.settings:
                 done = self._pass(setting, partial(on_answer, setting))
@@ -339,10 +339,10 @@ def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
 def set_figures(bench: Bench) -> dict[str, Any]:
     """Return the figures of one prompt set as a dict: results of all settings, statistics of looping answers, texts.
 
-    "looping", "texts" and "by_context" cover the last drafter at the smallest batch size. "looping": a dict for each
-    temperature; its "without_loops" is the acceptance length of answers that do not loop (None if all do).
-    "looping_share" and "by_context": at the lowest temperature. "num_skipped": number of turns that exceed the context.
-    """
+    A looping answer ends in a repetition. "looping", "texts" and "by_context" cover the last drafter at the smallest
+    batch size. "looping": a dict for each temperature; its "without_loops" is the acceptance length of answers that do
+    not loop (None if all do). "looping_share" and "by_context": at the lowest temperature. "num_skipped": number of
+    turns that exceed the context."""
     config = bench.config
     drafter, batch = config.drafters[-1], min(config.batches)
     passes = {heat: bench.passes[Setting(drafter, batch, heat)][0] for heat in config.temperatures}

@@ -211,7 +211,7 @@ def table(results: list[Result]) -> Table:
         "mean TV, KL (nats), changed: per token, from the verify passes; greedy answers count 1 where another token "
         "is said",
     ]
-    return Table(columns, results, title="Lossy rules beside the lossless lane", notes=notes)
+    return Table(columns, results, title="Lossy rules compared with lossless decoding", notes=notes)
 
 
 def draw(results: list[Result]) -> str:

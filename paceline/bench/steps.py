@@ -165,8 +165,9 @@ class StepBench:
         self._engine.planner = FixedPlanner(width, self.llm.config.prefill_chunk, whole_blocks=False)
 
     def as_json(self, machine: Machine, model_config: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the content of steps.json: median times over the repetitions. Drafting times end at the drafter's own
-        `num_drafted`, since further drafts were random. `model_config`: the model's config.json, included as it is."""
+        """Return the content of steps.json: median times over the repetitions. Drafting times are given for up to
+        `num_drafted` drafts, the most that the drafter itself makes. `model_config`: the model's config.json, included
+        as it is."""
         llm, times = self.llm, self.times
         own = {size: spent for size, spent in times["draft"].items() if size[1] <= self.drafter.num_drafted}
         return {

@@ -30,7 +30,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Prompts of a task, and the data rows with their right answers."""
+    """A task of `bench lossy`, such as GSM8K: its prompts, and the data rows with the right answers, by which generated
+    answers are scored."""
 
     name: str
     prompts: list[Prompt]
@@ -42,8 +43,8 @@ class Task:
 
 
 def read_task(given: str, limit: int | None = None) -> Task:
-    """Read a task from the option NAME=FILE. Raises PromptError if the task is unknown, or if the file does not have
-    its format."""
+    """Read a task given as NAME=FILE; NAME is tickets, gsm8k or humaneval, and selects how answers are scored. Raises
+    PromptError for another name, or if the file does not have the task's format."""
     name, _, file = given.partition("=")
     if name not in SCORERS or not file:
         raise PromptError(f"task {given!r:.80} is none: write it as NAME=FILE, of {', '.join(SCORERS)}")
@@ -68,7 +69,8 @@ def read_task(given: str, limit: int | None = None) -> Task:
 
 
 def score_ticket(row: Row, text: str) -> bool:
-    """Return True if the text is a JSON object with the same action and policy as the ticket in `row`."""
+    """Return True if the text is a JSON object with the `policy_id` and `action` that the row's last message gives as
+    "Policy ID: ACTION"."""
     expected = re.search(r"Policy (\S+): (\S+)", row["messages"][-1]["content"])
     try:
         answer = json.loads(text)

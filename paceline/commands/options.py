@@ -189,7 +189,7 @@ class _Option:
 
 
 def options(command: Callable[P, R]) -> Callable[P, R]:
-    """Decorator that makes an option of each field of a command's dataclass parameters; see the module docstring."""
+    """Decorator: each field of a command's dataclass parameters becomes an option with its name, type and default."""
     hints = get_type_hints(command, include_extras=True)
     flat: list[inspect.Parameter] = []
     configs: dict[str, tuple[type, list[_Option]]] = {}
@@ -261,7 +261,7 @@ def given(context: typer.Context, *sources: str) -> list[str]:
 
 
 def typed(command: Callable[..., Any], context: typer.Context) -> set[str]:
-    """Return the fields set on the command line, as parameter.field (shape.num_layers); the command uses `@options`."""
+    """Return the fields of an `@options` command set on the command line, as parameter.field (shape.num_layers)."""
     fields: dict[str, str] = command.fields  # pyright: ignore[reportFunctionMemberAccess]
     return {fields[name] for name in given(context, "COMMANDLINE") if name in fields}
 

@@ -174,7 +174,7 @@ def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
 
 def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
     """Load the model for one request at a time, and print what was loaded. `word` is the model's name as an argument,
-    used unless --model is given.
+    used unless --model is given. `more`: further arguments of `LLM.of`.
 
     Raises ConfigError if more tokens per round are mocked than the drafter drafts.
     """

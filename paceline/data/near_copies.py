@@ -67,8 +67,8 @@ class Near:
         self._pieces: dict[int, np.ndarray] = {}
 
     def like(self, pieces: np.ndarray) -> Iterator[int]:
-        """Yield the numbers of added texts that are near-duplicates of the text with these shingle hashes. A text of
-        only common shingles has no near-duplicate."""
+        """Yield the near-duplicates of the text with these shingle hashes, each as the number under which it was added.
+        A text of only common shingles has no near-duplicate."""
         own = np.setdiff1d(pieces, self._common, assume_unique=True)
         if self._index is None or not len(own):
             return

@@ -196,8 +196,8 @@ def _keys_within(entries: list[Row], prefix: str, read: Iterable[str]) -> list[s
 
 def read_variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
     """Return the chat-template variables of a row as (name, value) pairs, sorted by name. Keys without a value are
-    dropped: Parquet gives every row all keys of its column. Raises PromptError if `given` is not an object, or if a
-    name is reserved."""
+    dropped: Parquet gives every row all keys of its column. `where`: file and line, for errors. Raises PromptError if
+    `given` is not an object, or if a name is reserved."""
     if given is None:
         return ()
     if not isinstance(given, dict):
@@ -257,8 +257,8 @@ def digest(token_ids: Iterable[int]) -> str:
 
 
 def read_tools(tools: Any, where: str) -> tuple[Row, ...]:
-    """Return the tools of a row, given as a list or as its JSON text. Raises PromptError if they do not have the API's
-    format."""
+    """Return the tools of a row, given as a list or as its JSON text. `where`: file and line, for errors. Raises
+    PromptError if they do not have the API's format."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None

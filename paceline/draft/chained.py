@@ -61,7 +61,7 @@ class ChainPath(Protocol):
         ...
 
     def logits(self, state_TD: Tensor) -> Tensor:
-        """Returns logits [T, V] over the draft vocabulary, in float32 or the target's dtype."""
+        """Returns logits [T, V] of T drafting states over the draft vocabulary, in float32 or the target's dtype."""
         ...
 
 
@@ -139,8 +139,9 @@ class _Row:
 class ChainedDrafter(TappedDrafter):
     """Base class of drafters whose network (a `ChainPath`) drafts token by token: EAGLE-3, MTP. Greedy and seeded
     requests get deterministic drafts. For sampled requests, drafts are sampled, and returned with the distribution that
-    they were sampled from; if a draft is accepted only where the target samples the same token, it may instead be
-    predicted from the target's sampling noise. `bind` of a subclass calls `_bind_path`, then `_begin`."""
+    they were sampled from. Where verification accepts a draft only if the target samples the same token, drafts may
+    instead be predictions of that token, computed from the target's sampling noise. `bind` of a subclass calls
+    `_bind_path`, then `_begin`."""
 
     is_stepwise, has_own_threads = True, False
     looks_ahead = 1

@@ -196,7 +196,7 @@ class PendingFeatures:
 
 def features_of(observed: list[Observed]) -> Tensor:
     """Returns the features [T, F] (target's hidden states) of all these positions, in order. A single observation at
-    the beginning of its pass is not copied: the result may then end with other rows of that pass."""
+    the beginning of its pass is not copied: the result may then have further rows, of other positions of that pass."""
     if len(observed) == 1 and observed[0].begin == 0 and observed[0].taps_TF is not None:
         return observed[0].taps_TF
     return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])

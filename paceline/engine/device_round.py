@@ -105,7 +105,7 @@ class StaticRound(Region):
         return [self.read_out]
 
     def compute(self) -> None:
-        """Compute one round of all rows that are not idle: update their state, both caches and `read_out`."""
+        """Compute one round of all rows not idle: update their state and both caches, put results in `read_out`."""
         state, slot_K = self._rows.first(self._num_rows), self._slot_J[1:] - 1
         self.marks.set(0)
         tokens_BJ, confidence_BK, width_B = self._draft(state.is_live_B)
@@ -188,8 +188,8 @@ class StaticRound(Region):
 
 
 class DeviceRounds:
-    """Runs one engine's device rounds, for batches that qualify: whole decode rounds (draft, verify, commit), each as
-    one recorded CUDA graph."""
+    """Runs one engine's device rounds: whole decode rounds (draft, verify, commit), each as one recorded CUDA graph,
+    for batches with at most one drafter (DFlash v1) and without trees, grammars, penalties and log-probabilities."""
 
     def __init__(self, target: GraphDecoder, pool: Pool, judge: RuleJudge) -> None:
         assert target.recorder is not None

@@ -18,8 +18,8 @@ from paceline.verify.rules import Rule, Uniforms
 
 
 class RowValues(NamedTuple):
-    """Decoding state and sampling parameters of one cache row. On the device, the values up to `top_k` are integers,
-    the others float64. A row with only zeros is idle (no request)."""
+    """Decoding state and sampling parameters of one cache row. On the device, the fields from `length` to `top_k` are
+    integers, the later ones float64. A row with only zeros is idle (no request)."""
 
     length: int = 0
     anchor: int = 0

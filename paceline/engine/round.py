@@ -173,8 +173,8 @@ def _observed(
 
 
 class RuleJudge:
-    """Decides which drafts are accepted, by the verification rule `rule`, such as rejection sampling. If it needs the
-    drafts' probabilities, greedy rows are judged by the longest match with the target's most probable tokens. A
+    """Decides which drafts are accepted, by the verification rule `rule`, such as rejection sampling. If the rule needs
+    the drafts' probabilities, greedy rows are judged by the longest match with the target's most probable tokens. A
     request's own lossy rule comes first."""
 
     def __init__(self, rule: Rule = RULES["auto"]) -> None:

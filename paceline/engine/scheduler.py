@@ -110,8 +110,8 @@ class PrefixReuse:
         return best if best is not None and lengths[best] >= LEAST else None
 
     def admitted(self, seq: Sequence) -> None:
-        """Copy the longest prefix of the prompt from another row, or wait while another row is prefilling a longer one.
-        Call after the request got `seq.row` and the drafter has started it.
+        """Copy the longest prefix of the prompt from another row; if another row is prefilling a longer one, defer the
+        copy until `reads` is called. Call after the request got `seq.row` and the drafter has started it.
 
         A prompt with requested log-probabilities is computed completely, because a cache holds no logits.
         """

@@ -42,8 +42,8 @@ class KVCache(ABC):
         return list(self._free)
 
     def allocate(self, wanted: int | None = None) -> int | None:
-        """Allocate a free row with length 0 and return its index: `wanted`, else the lowest-numbered free row. Returns
-        None if no row is free."""
+        """Allocate a free row with length 0 and return its index: `wanted`, which must be free, else the
+        lowest-numbered free row. Returns None if no row is free."""
         if not self._free:
             return None
         row = self._free[-1] if wanted is None else wanted
@@ -53,8 +53,8 @@ class KVCache(ABC):
         return row
 
     def adopt(self, source: int, row: int, length: int) -> None:
-        """Copy the keys and values of the first `length` positions of row `source` to `row`, which reuses a common
-        prefix. `source` may be free if it was not allocated again since."""
+        """Copy the keys and values of the first `length` positions of row `source` to the empty row `row`, so that a
+        common prefix is not recomputed. `source` may have been freed, but not allocated again after that."""
         raise NotImplementedError(f"{type(self).__name__} does not copy rows")
 
     def free(self, row: int) -> None:

@@ -61,8 +61,8 @@ class Client:
             raise Refused(200, f"the answer of {self.url}{path} is no JSON") from error
 
     def bytes(self, method: str, path: str, body: Any, most: int) -> bytes:
-        """Send a request, with retries; returns the response body, of at most `most` bytes. Raises Refused, and
-        DownloadError after `patience_s`."""
+        """Send a request, with retries; returns the response body. Raises Refused, also if the body has more than
+        `most` bytes (status 413), and DownloadError after `patience_s`."""
         data, pause_s = None if body is None else json.dumps(body).encode(), FIRST_PAUSE_S
         began = time.monotonic()
         while True:

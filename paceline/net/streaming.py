@@ -113,7 +113,7 @@ class Client:
 
     def post(self, path: str, body: bytes, due_s: float | None = None) -> Stream:
         """Send `body`, JSON, in a POST request and wait for the whole response; `Stream.failure` reports errors.
-        `due_s` is the scheduled send time."""
+        `due_s`: scheduled send time (time.perf_counter) [default: now], which is only stored in the result."""
         return self.ask("POST", path, body, due_s)
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Client:
         most: float = float("inf"),
     ) -> Stream:
         """Send a request of any method and wait for the whole response; `Stream.failure` reports errors. If the
-        response body has more than `most` bytes, the status is 413 (TOO_LONG)."""
+        response body has more than `most` bytes, the status is 413 (TOO_LONG). `due_s`: as in `post`."""
         sent_s = time.perf_counter()
         stream, connection = Stream(sent_s if due_s is None else due_s, sent_s), self._connection()
         num_bytes = 0

@@ -43,7 +43,8 @@ class Ratio:
         self.over, self.under = keep * self.over + over, keep * self.under + under
 
     def near(self, prior: float, weight: float) -> float:
-        """Returns the quotient after adding prior * weight to its numerator, and `weight` to its denominator."""
+        """Returns the quotient, shrunk towards the value `prior`: adds prior * weight to its numerator, and `weight` to
+        its denominator."""
         return (weight * prior + self.over) / (weight + self.under)
 
 

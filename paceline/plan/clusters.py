@@ -45,7 +45,8 @@ def clusters_of(
 ) -> tuple[str, ...]:
     """Returns a request's classes, the most specific first: strings that similar requests share. If the client
     chose a `tag`, that is the only class. `texts`: the request's messages as (role, text), or one raw text with the
-    role RAW. `schema` and `tools`: the answer's schema and the tools as text, in any form."""
+    role RAW ("raw"). `schema`, `tools`: the answer's schema and the tools, as texts that are equal for similar
+    requests; they are only hashed."""
     if tag:
         return (f"tag:{tag}",)
     system = "".join(text for role, text in texts if role in ("system", "developer"))

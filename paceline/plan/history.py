@@ -61,8 +61,8 @@ class Trials:
         return self.wanted_s <= self.budget_s
 
     def begin(self, keys: set[int]) -> None:
-        """Start a round of the rows with these keys (`Row.key`). If one of the rows is new, the budget grows by the
-        seconds reserved for that: a share of the time of the rounds since the last new row."""
+        """Start a round of the rows with these keys (`Row.key`). If one of them was not in the round before, the
+        budget grows by a share of the seconds of all rounds since the last time that this happened."""
         if keys - self._keys:
             self.budget_s, self._new_s = self.budget_s + self._new_s, 0.0
         self._keys = keys

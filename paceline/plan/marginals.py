@@ -71,7 +71,10 @@ class Tally:
 
     @classmethod
     def of(cls, counts: Any) -> Tally:
-        """Reads counts from a dict {"tried": [...], "stood": [[...], ...]}. Raises ConfigError if they are invalid."""
+        """Reads counts from a dict {"tried": [...], "stood": [[...], ...]}. "tried": for each slot (draft position),
+        the rounds in which the target's token is known and all earlier top candidates were right; "stood": for each
+        slot and rank, in how many of these that candidate was the target's token. Raises ConfigError on invalid
+        counts."""
         tried, stood = (counts.get("tried"), counts.get("stood")) if isinstance(counts, dict) else (None, None)
         if (
             not (isinstance(tried, list) and isinstance(stood, list) and tried and len(stood) == len(tried))
@@ -170,8 +173,8 @@ class Marginals:
         return lambda slot, logprobs: chances[slot][: len(logprobs)] if slot < len(chances) else [0.0]
 
     def expected(self, most: int, seed: int = 0) -> list[Expected]:
-        """Predicts trees of n drafts that have the largest expected number of accepted drafts: entry n of the list, for
-        n = 0 .. `most`, has their acceptance length and depth, averaged over DRAWS (1000) random rounds."""
+        """Predicts acceptance length and depth of the best draft tree with n nodes: that with the largest expected
+        number of accepted drafts. Entry n of the list (n = 0 .. `most`) is the mean over DRAWS (1000) rounds."""
         luck, sums, depths = random.Random(seed), [0.0] * (most + 1), [0] * (most + 1)
         confidence_KD = [_spread_evenly(luck, own[0]) for own in self.chances_KM]
         named = [list(range(len(own))) for own in self.chances_KM]

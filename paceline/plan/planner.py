@@ -89,8 +89,8 @@ class Planner(Protocol):
         ...
 
     def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
-        """Returns the expected acceptance chances and seconds of drafts from `source` (a drafter's name) for a row of
-        this kind, which may verify up to `most` drafts. `is_stepwise`: each draft takes a forward pass of its own."""
+        """Returns expected acceptance chances and seconds of up to `most` drafts from `source` (a drafter's name) for a
+        row. `kind`: how the row samples, such as "greedy". `is_stepwise`: each draft takes its own forward pass."""
         ...
 
     def next(self, rows: list[Row], prompt_left: int = 0) -> Plan:

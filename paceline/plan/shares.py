@@ -42,9 +42,9 @@ class Want:
 
 
 def gains_of(chances: Sequence[float]) -> list[float]:
-    """Returns for each draft the chance that it and all earlier ones are accepted, up to the first chance below
-    LEAST_GAIN. This is the draft's gain, in expected tokens. `chances`: acceptance chance of each draft if all earlier
-    ones are accepted."""
+    """Returns each draft's gain in expected tokens: the chance that it and all earlier drafts are accepted. The list
+    ends before the first gain below LEAST_GAIN. `chances`: acceptance chance of each draft if all earlier ones are
+    accepted."""
     gain, gains = 1.0, []
     for chance in chances:
         gain *= chance
@@ -55,9 +55,10 @@ def gains_of(chances: Sequence[float]) -> list[float]:
 
 
 def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[float], each_s: float = 0.0) -> float:
-    """Returns the largest surplus, in tokens, over all n: expected tokens of this row's first n drafts minus `rate`
-    (tokens per second) times their extra seconds; at least 0. `num_rows`: rows in the round; the others do not draft.
-    `gains`: expected tokens of each draft (see `gains_of`). `each_s`: seconds to make one draft."""
+    """Returns the largest surplus, in tokens, that drafts of one row can have; at least 0. The surplus of its first n
+    drafts is their expected tokens minus `rate` (tokens per second) times the seconds that they add to the round.
+    `num_rows`: rows in the round; the others do not draft. `gains`: expected tokens of each draft (see `gains_of`).
+    `each_s`: seconds to make one draft."""
     best, expected, plain_s = 0.0, 0.0, costs.pass_s(num_rows)
     for count, gain in enumerate(gains, start=1):
         expected += gain
@@ -131,8 +132,8 @@ class TreeWorth:
 
     def record(self, gains: Sequence[float], rate: float) -> None:
         """Record a round after planning. `gains`: for each tree, how much larger its surplus (see `surplus_of`) is than
-        that of the best chain, in tokens; empty for a round without trees. `rate`: tokens per second that the host time
-        of trees costs."""
+        that of the best chain, in tokens; empty for a round without trees. `rate`: tokens per second that rounds reach
+        anyway, which converts the host time of a tree to tokens."""
         self._num_without = 0 if gains else self._num_without + 1
         for gain in gains:
             self._worth += TREE_WEIGHT * (gain - rate * TREE_S - self._worth)

@@ -212,8 +212,8 @@ class LoadPlot:
     """Returns the quantity of a record. A `Spread` of seconds is plotted as its median, with p99 as a faint line."""
 
     def values(self, record: Any) -> dict[str, float | None]:
-        """Return the values of one record to plot, in the unit of the y axis, by suffix of the line's label: " p50" and
-        " p99" (percentiles) if the quantity is a `Spread`, else ""."""
+        """Return one record's values to plot, in the unit of the y axis, under the keys " p50" and " p99" (percentiles)
+        if the quantity is a `Spread`, else "". Keys are appended to the label of the line."""
         quantity = self.take(record)
         if not isinstance(quantity, Spread):
             return {"": quantity}

@@ -25,8 +25,9 @@ PATIENCE_S = 5.0
 
 @contextlib.contextmanager
 def only_run(folder: Path, doing: str, ranks: Ranks, say: Callable[[str], None]) -> Iterator[None]:
-    """Within the block, hold the lock on `folder`, so that no other run writes there. `doing`: activity of this run,
-    such as "training", for the error message of another run.
+    """Within the block, hold the lock on `folder`, so that no other run writes there. All processes of this run (of one
+    torchrun, see `ranks`) share the lock. `doing`: activity of this run, such as "training", for the error message of
+    another run.
 
     `say` prints a note if the file system has no locks. Raises ConfigError when another run has the lock, CacheError
     when the folder cannot be written.

@@ -39,7 +39,8 @@ PROBE_SECONDS = 0.1
 
 
 class Probing:
-    """Transport that detects whether a client that has closed its sending side has also stopped reading.
+    """Transport for the response to a client that has closed its sending side: detects whether the client is gone or
+    still reads.
 
     Only a write can detect this: the operating system of a client that is gone rejects the data, and asyncio reports a
     lost connection. So the first bytes, the same for all responses, are written early, one by one, at doubling

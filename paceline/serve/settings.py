@@ -171,7 +171,8 @@ class TraceConfig:
 
 def speculation(text: str, num_drafted: int | None, drafter: str) -> dict[str, object]:
     """Convert the text of `--speculate` (auto, full, off, a number of drafts, or tree:N) to engine settings: field ->
-    value. Raises ConfigError."""
+    value. `num_drafted`, `drafter`: values of these engine settings that hold unless `text` determines them. Raises
+    ConfigError for an unknown text, or if both `text` and `num_drafted` give a number."""
     if text in ("auto", "full"):
         return {"plan": "auto" if text == "auto" else "fixed", "num_drafted": num_drafted, "drafter": drafter}
     if text in ("off", "0"):

@@ -148,8 +148,9 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
 def deployment_of(
     config: CostsConfig, known: Precisions, measured: Machine | None = None, locality: float = 0.0
 ) -> Deployment:
-    """Returns the machine, precisions and expert locality of a prediction. Values set in `config` take precedence.
-    Defaults: `measured` for the machine, `known` for the precisions, `locality` for the expert locality."""
+    """Returns the machine, number formats and expert locality of a prediction. Values set in `config` take precedence.
+    Defaults: `measured` (None: this machine), `known` (the model's number formats) and `locality` (0: positions select
+    experts independently; 1: all positions of a sequence share them)."""
     number, name = counted(config.hardware)
     if number > 1 and config.gpus not in (1, number):
         raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")

@@ -55,8 +55,8 @@ def page(this_machine: Machine | None = None) -> str:
 
 
 def joined(names: Sequence[str] = SCRIPTS) -> str:
-    """Returns the page's JavaScript files `names` joined into one script, without their import lines and after the two
-    JSON tables that they use."""
+    """Returns one script: first the two JSON tables that the page's JavaScript files use, then the files `names`,
+    without their import lines."""
     tables = f"const CONFIG_KEYS = {embedded(catalogue.KEYS)}, FLAGS = {embedded(FLAGS)};\n"
     return tables + "".join(IMPORT.sub("", _read(name)) for name in names)
 

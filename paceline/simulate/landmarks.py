@@ -162,9 +162,9 @@ def best_lengths() -> Iterator[BestLengths]:
 
 
 def experts() -> list[tuple[int, float, float, float]]:
-    """Returns how many distinct experts one layer reads for consecutive positions of one sequence, 8 of 256 experts
-    each: (positions, measured, predicted for independent positions, predicted with MEASURED_LOCALITY, the expert
-    locality that fits the measurement)."""
+    """Returns (positions, measured, predicted, predicted with locality) for several numbers of consecutive positions of
+    one sequence. The last three are numbers of distinct experts that one layer reads if each position uses 8 of 256:
+    predicted for independent positions, and with MEASURED_LOCALITY, the expert locality that fits the measurement."""
     table = TOLD["experts"]
     return [
         (

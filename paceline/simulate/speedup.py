@@ -256,7 +256,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The best draft length and speed-up if `points` were added to every acceptance chance."""
+    """The best draft length and speed-up if `points` were added to every acceptance chance (0.01 is one percentage
+    point)."""
 
     points: float
     """Number added to every acceptance chance; 0.01 is one percentage point."""

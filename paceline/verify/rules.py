@@ -121,8 +121,8 @@ class Rule:
 
 
 def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:
-    """Accepts the leading drafts that equal the target's own tokens. Calls `draw(slot)` for one slot after the other,
-    up to the first mismatch."""
+    """Accepts the leading drafts that equal the target's own tokens. `draw(slot)` returns the target's token at a draft
+    position; it is called for one position after the other, up to the first mismatch, or one after the last draft."""
     for slot, drafted in enumerate(draft_tokens):
         token = draw(slot)
         if token != drafted:

@@ -35,8 +35,8 @@ KINDS = {"heldout": "held out", "ood": "out of domain"}
 
 
 def speedup_cell(result: Result) -> str | None:
-    """Return the text of a table cell: the speed-up with its interval, or "busy: repeat" if it is higher than
-    possible."""
+    """Return the text of a table cell: the speed-up with its interval, or "busy: repeat" if the measured speed-up is
+    higher than speculation can give, because the machine was busy."""
     return with_interval(result.speedup, result.speedup_interval, unit="x") or (result.doubt and "busy: repeat")
 
 
@@ -179,7 +179,7 @@ def thinned(x: list[float], y: list[float], most: int = 300) -> tuple[list[float
 
 
 def page(run: RunData) -> str:
-    """Return the page's HTML. Raises ConfigError if matplotlib is missing."""
+    """Return the HTML page of a run: verdict, charts and settings. Raises ConfigError if matplotlib is missing."""
     rows, at = run.results(), run.evaluation
     return render(
         "run.html",
@@ -200,8 +200,8 @@ def page(run: RunData) -> str:
 
 
 def run_tone(run: RunData) -> Tone:
-    """Return the colour of the run's verdict; grey without a reliable result, or if the interval of the speed-up
-    contains 1."""
+    """Return the colour of the run's verdict: "good" (green), "cost" (amber), "bad" (red: answers are not lossless), or
+    "" (grey: no reliable result, or no clear gain)."""
     drafted = _drafted([result for _, result in run.results()])
     if any(result.lossless is False for result in drafted):
         return "bad"

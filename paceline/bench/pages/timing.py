@@ -143,7 +143,8 @@ class Timing:
 
     @property
     def tone(self) -> Tone:
-        """Colour of the verdict; grey if the times are predicted."""
+        """Colour of the verdict on the speed-up: "good" (green), "cost" (amber), "bad" (red: the answer is not
+        lossless), or "" (grey: no clear gain, times that are predicted, or not reliable)."""
         if not self.on.lossless:
             return "bad"
         return "" if self.predicted is not None or self.doubt else tone_of([self._measured])
@@ -172,8 +173,8 @@ def record(
     repeat: int = 3,
     on_answer: Callable[[str], None] = ignore,
 ) -> Timing:
-    """Answer the prompt `repeat` times without and with the LLM's drafter, then restore the drafter. Returns the token
-    times of both."""
+    """Answer the prompt `prompt_ids` `repeat` times without and with the LLM's drafter, then restore the drafter.
+    Returns the token times of the median answer of each. `prompt`, `machine`: texts to store with them."""
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
     engines = Engines(llm)
     engines.add("on", llm.drafter)

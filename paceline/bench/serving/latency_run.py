@@ -59,7 +59,7 @@ PART_COLUMNS = (
 PAIR_COLUMNS = (
     Column("workload", lambda pair: pair.workload),
     Column("arm", lambda pair: pair.arm),
-    Column("beside", lambda pair: pair.against),
+    Column("compared with", lambda pair: pair.against),
     Column("part", lambda pair: pair.part),
     Column("p50 ms", lambda pair: 1000 * pair.p50_s, "{:.1f}", "right"),
     Column("the other's", lambda pair: 1000 * pair.against_p50_s, "{:.1f}", "right"),
@@ -214,7 +214,7 @@ def _report(
         sections={
             "Where the time goes": [*about, *([remedies] if remedies else [])],
             "Figures": [TEXTS["columns"], figures],
-            "Beside the first arm": [comparison] if pairs else [],
+            "Compared with the first variant": [comparison] if pairs else [],
             "Every part": [Table(PART_COLUMNS, lines)],
             "Failures": [failures],
         },

@@ -41,8 +41,8 @@ DEVIATION = 0.02
 
 
 class Convolution(nn.Module):
-    """The two convolutions of one sublayer: over its inputs (`prepare`) and over its outputs (`finish`). A projection
-    of the inputs gives the input-dependent part of both kernels."""
+    """The two convolutions of one sublayer (attention or MLP): over its inputs (`prepare`) and over its outputs
+    (`finish`). A projection of the inputs gives the input-dependent part of both kernels."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()

@@ -162,10 +162,10 @@ class WalkedReading(Reading):
     def candidates(
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """Returns the `count` most probable tokens at each position, if the first of them is drafted at the position
-        before, for a tree of at most `most` nodes; the result's function `behind` gives those after any other
-        candidate. With `foresight`, "most probable" means: most likely to be sampled by the target, given the random
-        numbers that it will use (known from the request's seed)."""
+        """Returns the `count` most probable tokens at each position, for a tree of at most `most` nodes. They depend on
+        the token before: each position's tokens follow the most probable one of the previous position; the result's
+        function `behind` gives the tokens after another candidate. With `foresight`, "most probable" means: most likely
+        to be sampled by the target, given the random numbers that it will use (known from the request's seed)."""
         inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(row), self._tokens_BKM[row]
         first, known = len(seq.tokens), dict[int, list[float]]()
 

@@ -121,7 +121,7 @@ class Eagle3Network(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Creates a network with random weights, as `checkpoint.random_weights` makes them."""
+        """Creates a network with random weights: normal with standard deviation 0.02; norm weights are 1."""
         with torch.device("meta"):
             shapes = shapes_of(cls(config).state_dict())
         tensors = dict(random_weights(shapes, seed, device, dtype))

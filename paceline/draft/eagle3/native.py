@@ -91,7 +91,7 @@ class Eagle3NativePath(EagleNorms):
 
     @torch.inference_mode()
     def logits(self, state_TD: Tensor) -> Tensor:
-        """Returns logits [T, V] over the draft vocabulary, float32."""
+        """Returns the logits [T, V] of T drafting states, over the draft vocabulary, float32."""
         return self._head.multiply(self.head_input(state_TD), self._dtype)
 
     def _pass(

@@ -22,7 +22,7 @@ from paceline.model.torch.parts import PackedLinear, RMSNorm
 
 
 class EagleNorms:
-    """Norms before and after EAGLE-3's layers, which both decode paths use."""
+    """Base class of EAGLE-3's decode paths (PyTorch and native): the norms before and after its layers."""
 
     def __init__(
         self, config: Eagle3Config, weights: Mapping[str, Tensor], dtype: torch.dtype, residual_dtype: torch.dtype

@@ -18,10 +18,10 @@ from paceline.errors import DrafterMismatchError
 
 def blended(before: Path, trained: Path, share: float, out: Path) -> None:
     """Writes a drafter whose weights are (1 - share) * before + share * trained. Data type, config and draft vocabulary
-    are those of `trained`. The two vocabularies may differ, because they are not weights.
+    are those of `trained`. The drafters' draft vocabularies may differ, because they are not weights.
 
-    Raises DrafterMismatchError if the two differ in more than weights, CacheError if `out` cannot be written, and the
-    errors of reading a checkpoint.
+    Raises DrafterMismatchError if the drafters differ in config or tensor shapes, CacheError if `out` cannot be
+    written, and the errors of reading a checkpoint.
     """
     stored = read_stored(trained)
     (config_of_old, old), (config, new) = read_checkpoint(before), (stored.config, stored.tensors)

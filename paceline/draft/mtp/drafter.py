@@ -76,7 +76,7 @@ class MtpPath:
 
     @torch.inference_mode()
     def logits(self, state_TD: Tensor) -> Tensor:
-        """Returns logits [T, V] over the target's vocabulary."""
+        """Returns the logits [T, V] of T drafting states, over the target's vocabulary."""
         return self._target.head(state_TD.to(self._dtype) if self._tells_normed else self._final_norm(state_TD))
 
     def _layer_of(

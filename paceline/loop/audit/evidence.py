@@ -222,8 +222,8 @@ def detectable(test: Trial, num_tests: int, tolerance: float, false_alarms: floa
     if it is one of `num_tests` tests.
 
     `tolerance`: rounding error of the mean surprisal, in nats; `false_alarms`: probability of a false alarm in any
-    test. Normal approximation of the evidence, which each test averages over several assumed deviations (SLOPES,
-    FOREIGN)."""
+    test. A normal approximation: each test averages its evidence over all assumed deviations (SLOPES, FOREIGN), which
+    makes the shift that it detects larger."""
     deviation = (test.high - test.low) / (2 * Z95)
     return tolerance + deviation * math.sqrt(2 * math.log(num_tests * (len(SLOPES) + len(FOREIGN)) / false_alarms))
 

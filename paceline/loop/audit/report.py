@@ -50,7 +50,8 @@ def write_report(
     progress: Progress,
 ) -> RunFolder:
     """Writes the run folder with results and reports, and shows the findings. `out`: the folder, by default a new one.
-    The API key `key` is masked in the files."""
+    `groups`: sampled answers by sampling settings; `tests`: statistical tests of them. The API key `key` is masked in
+    the files."""
     run = RunFolder.create("audit", settings, out)
     if key:
         for name in ("config.json", "command.txt"):

@@ -126,7 +126,8 @@ class Auditor:
         return draws
 
     def greedy(self) -> tuple[Finding, Finding]:
-        """Check greedy answers, then stop strings taken from them."""
+        """Request greedy answers and check that each token is the local model's most probable one; then request some of
+        them again with a stop string, and check that they end there. Returns both findings."""
         requests = [Request(index, 0.0, self.config.greedy_tokens) for index in range(len(self.endpoint.prompts))]
         answers = self.ask("greedy", requests)
         lost = [place for place, (_, answer) in enumerate(answers) if not _is_known(answer)]
@@ -155,8 +156,8 @@ class Auditor:
         )
 
     def seeded(self) -> tuple[Group | None, Finding]:
-        """Request answers with seeds, then two answers for each of some seeds. Returns (group of the answers, None if
-        the server takes no seeds; finding on whether the two answers are equal)."""
+        """Request one answer for each of several seeds, then two more for each of the first few. Returns (group of the
+        first answers, None if the server takes no seeds; finding on whether two answers with one seed are equal)."""
         if not self.endpoint.has_seeds:
             return None, checks.seeds([])
         seeds = range(1000, 1000 + min(SEEDED, self.config.answers))

@@ -66,10 +66,10 @@ class Reader:
 def scores_of(
     logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float = 1.0, tie: float = 0.0
 ) -> Scores:
-    """Computes the scores of an answer of T tokens from its logits [T, V].
+    """Computes the probability of each token of an answer of T tokens, and related statistics, from its logits [T, V].
 
-    Logits that differ by less than `tie` count as equal where order matters. At temperature 0 only `gap_T` and
-    `logprob_T` are meaningful."""
+    `tie`: a token counts as more probable than the answer's token only if its logit is larger by more than this. At
+    temperature 0 only `gap_T` and `logprob_T` are meaningful."""
     rows = max(1, LOGITS // logits_TV.shape[1])
     parts = [
         _scores_of(logits_TV[start : start + rows], tokens[start : start + rows], temperature, top_p, tie)

@@ -114,7 +114,7 @@ class Agreement:
 @dataclass(frozen=True, slots=True)
 class OwnAnswers:
     """Gate: compares the student's greedy answers with the teacher's. If the teacher answers in JSON, a minimum share
-    of the fields must be equal; other answers are not limited."""
+    of the fields must be equal; with other answers the gate always passes."""
 
     config: GateConfig
     name: str = "answers"

@@ -109,7 +109,7 @@ class Stored:
         self._folder, self._name = folder, name
 
     def missing(self, documents: Sequence[Document]) -> list[int]:
-        """Returns the index of the first document of each file that does not exist yet; a file holds the
+        """Returns, for each file that is not written yet, the index of its first document; a file holds the
         log-probabilities along AT_ONCE consecutive documents."""
         return [start for start in range(0, len(documents), AT_ONCE) if not self._file(start).is_file()]
 

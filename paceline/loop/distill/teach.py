@@ -74,7 +74,7 @@ class TrainingInputs:
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """Length and final loss of a training."""
+    """Number of steps, seconds and final loss of a training."""
 
     steps: int
     seconds: float
@@ -109,7 +109,7 @@ class Clock:
         self._began = time.monotonic()
 
     def write(self) -> None:
-        """Stores the seconds at the current step; keeps those of the last three checkpoints."""
+        """Stores the seconds of training so far under the current step; keeps the last three entries before it."""
         newest = dict(list(self._times().items())[-3:])
         write_whole(self._file, json.dumps(newest | {str(self.step): self.seconds}) + "\n")
 
@@ -120,8 +120,8 @@ class Clock:
             return json.loads(self._file.read_text(encoding="utf-8"))
 
     def rate(self, _: int = 0) -> float:
-        """Returns the factor of the peak learning rate at the current progress: linear warmup, then cosine decay to
-        FLOOR."""
+        """Returns the learning rate at the current progress as a share of the peak: linear warmup, then cosine decay to
+        FLOOR (0.1). The argument is ignored."""
         share = self.share
         if share < WARMUP:
             return max(0.01, share / WARMUP)

@@ -65,7 +65,8 @@ class Judge:
         return preferred, {1.0: "", 0.5: "no better than the reference", 0.0: "the reference is better"}[preferred]
 
     def prefer(self, question: str, one: str, two: str, criteria: str | None = None) -> float:
-        """Returns 1.0 if `one` is better, 0.0 if `two` is, 0.5 for a tie or for equal texts. Raises JudgeError."""
+        """Returns 1.0 if `one` is better, 0.0 if `two` is, 0.5 for a tie or for equal texts. Raises JudgeError.
+        `criteria`: text of the judge's prompt that says when an answer is better [default: `self.criteria`]."""
         if one.strip() == two.strip():
             return 0.5
         first = self._ask(question, one, two, criteria)

@@ -46,8 +46,8 @@ class Question(NamedTuple):
 def make_suite(config: MakeConfig, name: str = "suite", dropped: Dropped | None = None) -> Suite:
     """Builds a suite from the sources of `config`.
 
-    `dropped` counts the rows that cannot be made into a case, by reason, and the keys of rows that were not read.
-    Without it, such a row raises PromptError naming the row, and such keys are logged. Raises ConfigError on
+    `dropped` counts the rows that cannot be made into a case, by reason, and the ignored keys of all other rows.
+    Without it, such a row raises PromptError naming the row, and ignored keys are logged. Raises ConfigError on
     contradictory settings, PromptError without any case.
     """
     counted = Dropped() if dropped is None else dropped

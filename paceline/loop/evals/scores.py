@@ -64,7 +64,7 @@ class Judge(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One case with its scored answers; a tuple has one element per answer."""
+    """One case with its scored answers. Each field that is a tuple has one element per answer."""
 
     id: str
     kind: str
@@ -158,7 +158,7 @@ class Scores:
 def resampled(values: np.ndarray, seed: int = 0, draws: int = 4000) -> tuple[float, float]:
     """Returns the 95% percentile bootstrap interval of the mean of `values` [cases], from `draws` resamples.
 
-    Each resample is one multinomial draw, of the number of times that each distinct value occurs.
+    A resample draws the number of times that each distinct value occurs, all at once (multinomial).
     """
     import numpy as np
 
@@ -170,7 +170,7 @@ def resampled(values: np.ndarray, seed: int = 0, draws: int = 4000) -> tuple[flo
 
 
 def parts_of(draws: int, most: int = 500) -> list[int]:
-    """Splits a number of random draws into parts of at most `most`, to bound memory."""
+    """Splits a number of random draws into parts, to bound memory; returns their sizes, each at most `most`."""
     return [min(most, draws - begin) for begin in range(0, draws, most)]
 
 

@@ -36,8 +36,8 @@ def read(out: Path) -> list[Line]:
     """Returns the lines of ledger.jsonl (measured and refused models) in the flywheel's folder `out`, oldest first.
     Raises ConfigError on a damaged line.
 
-    A stage that was killed after writing a line writes it again: of "measured" or "kept" lines with the same turn, name
-    and state, only the last is returned. All refusals are returned.
+    A stage that was killed after writing a line writes it again. Therefore only the last of the lines with the same
+    turn, model name and state is returned, for the states "measured" and "kept". All refusals are returned.
     """
     file, lines = out / LEDGER, dict[Any, Line]()
     remedy = "restore it from a copy, or delete the line that is damaged"

@@ -59,7 +59,7 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class StagePrice:
-    """Estimate for one stage of a turn."""
+    """Estimated minutes, tokens and disk space of one stage of a turn (iteration of the flywheel)."""
 
     stage: str
     minutes: float = 0.0
@@ -71,7 +71,7 @@ class StagePrice:
 
 @dataclass(frozen=True, slots=True)
 class TurnPrice:
-    """Estimate of a turn's stages; a finished stage costs nothing."""
+    """Estimated minutes, tokens, disk space and cost of a turn, stage by stage; a finished stage costs nothing."""
 
     turn: int
     model: str
@@ -126,7 +126,8 @@ class TurnPrice:
 
 
 def price_of(config: FlywheelConfig, progress: Progress) -> TurnPrice:
-    """Estimates the next turn's stages (implements `paceline.loop.flywheel.price`)."""
+    """Estimates minutes, tokens and disk space of the next turn's stages (implements
+    `paceline.loop.flywheel.price`)."""
     turn = open_turn(config, progress)
     notes: list[str] = []
     material = _material(turn)

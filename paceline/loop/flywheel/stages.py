@@ -221,7 +221,7 @@ def student(turn: Turn) -> StageResult:
 
 def student_evals(turn: Turn) -> StageResult:
     """Measures the student, and compares it with its teacher and, from the second turn on, with the first model. Raises
-    Refused if it lost too much."""
+    Refused if it may have lost more evals score than the gates allow."""
     model, gates, bench = turn.of("student")["student"], turn.config.gates, turn.bench
     scores = bench.scores("student", model)
     comparison = bench.compared("student", scores, base="model")

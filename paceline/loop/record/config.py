@@ -11,7 +11,8 @@ from paceline.errors import ConfigError, refuse
 
 @dataclass(frozen=True, slots=True)
 class RecordConfig:
-    """Source of the recorded answers. Raises ConfigError on impossible values."""
+    """Settings of a recording: the served model, and the server to record or the log files to import. Raises
+    ConfigError on impossible values."""
 
     model: str
     """The served model: built-in name, folder, GGUF file or hub id. Only its tokenizer and chat template are read."""

@@ -108,7 +108,7 @@ class Observed:
 
     @classmethod
     def of(cls, scope: Scope) -> Observed | None:
-        """Starts recording a request; returns None if the request is not a chat or a completion."""
+        """Starts recording a request (ASGI `scope`); returns None if it is not a chat or a completion."""
         is_chat = next((is_chat for end, is_chat in RECORDED_PATHS.items() if scope["path"].endswith(end)), None)
         return None if is_chat is None or scope["method"] != "POST" else cls(is_chat, Headers(scope=scope))
 

@@ -52,7 +52,8 @@ class Recorded:
 
 
 class Recorder:
-    """Queues exchanges from the proxy; the trace writer's thread parses them. Never blocks or raises."""
+    """Queues exchanges from the proxy, or drops them if the queue is full; the trace writer's thread parses them. Never
+    blocks or raises."""
 
     def __init__(self, reader: Reader, writer: TraceWriter) -> None:
         self._reader, self._writer = reader, writer

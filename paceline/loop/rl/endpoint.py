@@ -76,7 +76,8 @@ class Attempt:
     """Token ids of a prompt -> number of requests with it; the count is part of the next answer's seed."""
 
     def chain(self) -> list[Turn]:
-        """Returns the latest turn and the turns it continues: the tokens of each are a prefix of the next prompt."""
+        """Returns the conversation that ends with the latest turn, oldest turn first: each turn's prompt begins with
+        the prompt and answer of the turn before."""
         chain = self.turns[-1:]
         for turn in reversed(self.turns[:-1]):
             if chain[0].prompt_ids[: len(turn.tokens)] == turn.tokens:

@@ -68,7 +68,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Measured values of one batch of rollouts: a call of `Rollouts.sample` or `AgentRollouts.run`."""
+    """Measured values of one batch of rollouts (a call of `Rollouts.sample` or `AgentRollouts.run`): numbers of
+    samples, tokens and decode rounds, and seconds."""
 
     step: int
     num_samples: int

@@ -78,7 +78,7 @@ def attempt_reward(completions: list[Any], **columns: Any) -> list[float]:
 
 
 def task_rows(tasks: Sequence[Any]) -> list[dict[str, str]]:
-    """Converts JSON-serialisable tasks to rows of a data set for GRPOTrainer."""
+    """Converts JSON-serialisable tasks to rows of a data set for GRPOTrainer: {"prompt": the task as JSON}."""
     return [{"prompt": json.dumps(task, sort_keys=True)} for task in tasks]
 
 
@@ -90,7 +90,8 @@ def sync(rollouts: Rollouts, trainer: Any) -> None:
 
 
 def columns(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Converts samples to the columns that TRL expects of a rollout function."""
+    """Converts samples to the columns that TRL expects of a rollout function: prompt_ids, completion_ids and logprobs,
+    each with one list per sample."""
     return {
         "prompt_ids": [each.prompt_ids for each in samples],
         "completion_ids": [each.completion_ids for each in samples],

@@ -127,9 +127,9 @@ class Store:
 
     @contextlib.contextmanager
     def changing(self, doing: str) -> Iterator[dict[str, Any] | None]:
-        """Context manager that holds the store's lock during a change. It first completes or reverts a change that was
-        killed. Yields the versions.jsonl line of a completed one, else None. `doing`: name of the change, for the error
-        message of another process.
+        """Context manager that holds the store's lock during a change. If an earlier change was killed, first completes
+        it, and yields its line of versions.jsonl, or reverts it, and yields None. Also yields None without such a
+        change. `doing`: name of the change, for the error message of another process.
 
         Raises ConfigError if another process holds the lock, or store.json and versions.jsonl do not match."""
         with only_run(self.path, doing, Ranks(), SILENT.say):

@@ -144,8 +144,8 @@ class DecoderConfig:
 
 
 def has_llama_layers(family: str) -> bool:
-    """Return True if this family's layers match Llama's, except for biases and norms of queries and keys: they can
-    initialise a draft layer."""
+    """Return True if this family's layers can initialise a draft layer: they equal Llama's, except that they may have
+    QKV biases, and norms of queries and keys."""
     traits = next(keys["traits"] for keys in FAMILIES.values() if keys["family"] == family)
     return "numbers" not in traits and traits.get("fields", {}).keys() <= {"qkv_bias", "qk_norm"}
 

@@ -168,7 +168,7 @@ class NativeDecoder(Target):
         self._buffers.fill(held=held, settle_rows=rows, settle_before=before, settle_counts=counts)
 
     def time_stages(self, seconds: Tensor) -> None:
-        """Add later passes' seconds by stage, on thread 0, to `seconds`: float32, one for each of `library.STAGES`."""
+        """Time the stages of later passes: thread 0 adds their seconds to `seconds`, float32 [len(library.STAGES)]."""
         self._stage_s = seconds
         self._buffers.work.stage_s = pointer(seconds)
 
@@ -189,7 +189,7 @@ class NativeDeltaCache(DeltaCache, NativeKVCache):
 
     def show(self, view: CCache) -> None:
         """Write the addresses of recurrent states and pending windows (updates not yet in a state) into the C struct
-        `view`, which the cache must outlive. Call this again when the cache has enlarged its windows (`room`)."""
+        `view`, which the cache must outlive. Call this again when the cache has enlarged its windows."""
         memories = [CMemory(*map(pointer, memory.tensors())) for memory in self.memories]
         view.memories, view.room = (CMemory * len(memories))(*memories), self.room
 
@@ -227,8 +227,8 @@ def native_model(
     first_position: int = 0,
     **parts: Any,
 ) -> Model:
-    """Create a model of the native library from matrices, float32 vectors and numbers by name. `layers`: for each
-    layer, the fields of the C struct CLayer; `parts`: fields of CConfig, such as the LM head.
+    """Create a model of the native library. `layers`: for each layer, field name of the C struct CLayer -> matrix,
+    float32 vector or number; `parts`: the same for fields of CConfig, such as the LM head.
 
     first_position: RoPE position of the cache's first position; max_len: number of positions per row."""
     tables = {"": rope_tables(config, first_position + max_len)}
@@ -292,8 +292,8 @@ def _read_by_a_token(config: DecoderConfig, experts: list[tuple[Matrix, Matrix]]
 
 
 def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
-    """Stack matrices [n_i, cols] into one, each padded to a multiple of 16 rows if there are several. Quantised blocks
-    keep their format; dense weights become `dtype`, except bfloat16 and, if `dtype` is float32, float16."""
+    """Stack matrices [n_i, cols] into one, each padded to a multiple of 16 rows if there are several. Quantised
+    blocks and bfloat16 keep their format, float16 too if `dtype` is float32; other dense weights become `dtype`."""
     forms = [_form(weight, dtype) for weight in weights]
     counts = [padded_rows(weight.shape[0]) for weight in weights] if len(weights) > 1 else [weights[0].shape[0]]
     groups = groupby(zip(forms, counts, strict=True), itemgetter(0))

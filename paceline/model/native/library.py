@@ -300,7 +300,7 @@ class Matrix:
 
 
 class Model:
-    """A decoder model in the native library, of a complete CConfig. `keep`: objects that own its memory."""
+    """A decoder model in the native library, from a filled CConfig. `keep`: owners of the memory it points to."""
 
     def __init__(self, config: CConfig, keep: list[object]) -> None:
         library = require()

@@ -156,8 +156,9 @@ def foreseen(
 
     Returns (token ids [B, K], or FAILED if the logits are not finite; log of the probability that the target samples
     the same token [B, K]). position_BK: each token's index in its text. scale: factor on the drafter's
-    log-probabilities; spread: of their error, where a smaller value gives the noise more weight. draft_ids: token id of
-    each logits column; None: column i is token i.
+    log-probabilities, where a smaller value gives the noise more weight. spread: scale of the Gumbel error assumed for
+    each token's score; affects only the returned probability. draft_ids: token id of each logits column; None: column i
+    is token i.
     """
     ids_BKM, logprobs_BKM = top_logprobs(logits_BKV, draws.inverse_temperature_B, FIELD)
     tokens_BKM = ids_BKM if draft_ids is None else draft_ids[ids_BKM]

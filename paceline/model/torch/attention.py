@@ -279,8 +279,8 @@ class Rope:
         kind: RopeKind = "main",
         slack: int = 0,
     ) -> Self:
-        """Make the RoPE of the layers with this `kind`, for texts of up to `max_len` tokens. `slack`: number of
-        positions that the tables cover beyond `max_len`."""
+        """Make the RoPE for texts of up to `max_len` tokens. `kind`: "main", or "local" (of sliding-window layers with
+        their own frequencies). `slack`: number of positions that the tables cover beyond `max_len`."""
         tables = rope_tables(config, max_len + slack, kind, longest=max_len)
         return cls(*(table.to(device, dtype) for table in tables))
 
@@ -310,9 +310,9 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Compute cosines and sines for `max_len` positions, float32 [max_len, R] each, including YaRN's attention factor.
 
-    longest: maximum text length [default: max_len]; by it LongRoPE selects its short or long factors, once for all
-    positions, so that drafts cannot change how accepted tokens are rotated. Raises UnsupportedModelError for an unknown
-    RoPE type, ModelFileError if its numbers are missing.
+    kind: "local" uses the config's `local_rope_*`. longest: maximum text length [default: max_len]; selects LongRoPE's
+    short or long factors for all positions at once, so that drafts cannot change how accepted tokens are rotated.
+    Raises UnsupportedModelError for an unknown RoPE type, ModelFileError if its numbers are missing.
     """
     inv_freq, attention_factor = inverse_frequencies(config, kind, max_len if longest is None else longest)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq

@@ -86,10 +86,10 @@ class FixedStage:
     def of(
         cls, starts_B: Tensor, counts_B: Tensor, committed_B: Tensor, room: int, relation_2BJ: Tensor, live_T: Tensor
     ) -> FixedStage:
-        """Build the stage on the device: computes how many pending positions each row commits and keeps. starts_B: its
-        tokens before the pass; counts_B: its new ones; committed_B: positions in its recurrent state; room: size of the
-        pending window; relation_2BJ: for each token (depth in its tree, bit mask of its ancestors and itself); live_T:
-        mask of valid tokens. Rows without new tokens do not change."""
+        """Build the stage on the device: computes how many pending positions each row commits, and how many stay.
+        For each row, starts_B: number of tokens before the pass; counts_B: of new tokens; committed_B: of positions in
+        the recurrent state. relation_2BJ: for each token (depth in its tree, bit mask of its ancestors and itself);
+        live_T: mask of valid tokens; room: size of the pending window. Rows without new tokens do not change."""
         depths_BJ, bits_BJ = relation_2BJ
         held_B = (starts_B - committed_B).masked_fill(counts_B == 0, 0)
         gone_B = (held_B - HALF).masked_fill(held_B + depths_BJ.shape[1] <= room, 0)
@@ -236,7 +236,8 @@ class DeltaCache(StaticKVCache):
 
     def stages(self, batch: ForwardBatch) -> list[Stage]:
         """Plan the work of every delta net layer in this pass: returns the stages to compute in order. Stores the
-        pass's tokens, and marks the positions that the stages commit as committed; call it once per pass."""
+        pass's tokens, and counts positions as committed that the stages will add to recurrent states; call it once per
+        pass."""
         first, by_count = 0, dict[int, list[tuple[int, int]]]()
         for row, count in zip(batch.rows, batch.counts, strict=True):
             assert row not in self._unread
@@ -258,8 +259,8 @@ class DeltaCache(StaticKVCache):
         return self._committed[row]
 
     def passed(self, batch: ForwardBatch, count: int) -> None:
-        """Record a finished pass of fixed shape with `count` tokens per row: stores its tokens, and marks the positions
-        that it committed to the recurrent states as committed. Call this before `append`."""
+        """Record a finished pass of fixed shape with `count` tokens per row: stores its tokens, and counts positions as
+        committed that it added to recurrent states. Call this before `append`."""
         first = 0
         for row, own, held in zip(batch.rows, batch.counts, self.held(batch.rows), strict=True):
             self._tokens[row] += batch.tokens[first : first + own]

@@ -102,7 +102,7 @@ class RMSNorm:
 
     @property
     def for_kernel(self) -> NormWeight:
-        """Parameters of the norm for the functions of `kernels/layer.py`; not if the weight is on CPU."""
+        """Parameters of the norm for the functions of `kernels/layer.py`. The weight must not be on CPU (asserted)."""
         assert not self._is_cpu
         return NormWeight(self._weight, self._eps, self._is_wide)
 
@@ -138,8 +138,8 @@ class WholeNorm:
 
     @cached_property
     def for_kernel(self) -> NormWeight:
-        """Parameters for the functions of `kernels/layer.py`, with the weights of both norms concatenated; not if
-        they are on CPU."""
+        """Parameters for the functions of `kernels/layer.py`, with the weights of both norms concatenated. They must
+        not be on CPU (asserted)."""
         query, key = self._query_norm.for_kernel, self._key_norm.for_kernel
         return query._replace(weight=torch.cat([query.weight, key.weight]))
 
@@ -255,8 +255,8 @@ def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
 
 
 def has_stacks(weight: Tensor) -> bool:
-    """Return True if a layer's experts are stacked in one tensor. On CPU they are not: each expert's matrices are
-    packed for oneDNN."""
+    """Return True if the experts of the layer with this weight are stacked in one tensor. On CPU they are not: each
+    expert's matrices are packed for oneDNN."""
     return weight.device.type != "cpu"
 
 

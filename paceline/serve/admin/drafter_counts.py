@@ -22,7 +22,8 @@ Labels = tuple[str, ...]
 
 
 class DrafterCounts:
-    """Counts rounds, seconds and requests of each drafter. One thread writes; any thread may read."""
+    """Counts each drafter's finished requests, its rounds (one per request in the batch) and the seconds of these
+    rounds. One thread writes; any thread may read."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, dict[tuple[int, int], int]] = {}
@@ -55,15 +56,16 @@ class DrafterCounts:
             self.requests[key if key in self.requests or len(self.requests) < MOST_PAIRS else (OTHER, OTHER)] += 1
 
     def totals(self, name: str) -> tuple[int, int, float]:
-        """Return (rounds, output tokens, seconds) of a drafter, summed over its requests."""
+        """Return (rounds, output tokens of these rounds, seconds of these rounds) of a drafter. All three are summed
+        over requests: a round with n requests in the batch counts n times."""
         rounds = self.rounds.get(name, {}).copy()
         num_rounds = sum(rounds.values())
         num_accepted = sum(accepted * count for (_, accepted), count in rounds.items())
         return num_rounds, num_rounds + num_accepted, self.seconds.get(name, 0.0)
 
     def collect(self, model: str, engine: Any) -> Iterator[Metric]:
-        """Yield the Prometheus metrics of all drafters. `model` is the label model_name; gauges are read from `engine`,
-        the one that stepped last."""
+        """Yield the Prometheus metrics of all drafters. `model`: value of the label model_name. `engine`: the engine
+        that stepped last, from which current values (rows, memory, gains) are read; None leaves them out."""
         names = list(self.rounds)
         totals = {name: self.totals(name) for name in names}
         firsts, survived = {}, {}

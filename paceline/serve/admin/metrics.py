@@ -80,7 +80,8 @@ class Metrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def step(self, engine: Engine, seconds: float) -> None:
-        """Count an engine step of `seconds`, including the time since the previous step. Call it before `chunk`."""
+        """Count an engine step. `seconds`: time from the end of the previous step, or from the end of an idle wait, to
+        the end of this step. Call it before `chunk`."""
         self.engine, totals, (num_read, read_s) = engine, self.totals, engine.read
         totals.steps += 1
         totals.prefill_seconds += read_s
@@ -123,8 +124,8 @@ class Metrics(Collector):
         self._open[sequence] = now
 
     def finished(self, sequence: Sequence, outcome: FinishReason, tag: str | None = None) -> None:
-        """Count a finished request. Call it for every request that `chunk` was called for. `outcome` is its finish
-        reason; `tag` goes to the traces only.
+        """Count a finished request, and pass it to the trace writer, if there is one. Call it for every request that
+        `chunk` was called for. `outcome`: its finish reason; `tag`: the client's label, stored in the trace only.
 
         Durations of whole requests exclude aborted and failed ones.
         """

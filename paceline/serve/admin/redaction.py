@@ -54,8 +54,9 @@ class Redactor:
         return self.text(value) if isinstance(value, str) else value
 
     def tokens(self, prompt_ids: list[int], answer_ids: list[int]) -> Redacted | None:
-        """Redact the token ids of a prompt and its answer. Returns None if a match remains: the trace must then be
-        dropped."""
+        """Return the token ids of a prompt and its answer without the matches. A match in the prompt is replaced by the
+        placeholder, and the whole answer is dropped; otherwise the answer is cut before its first match. Returns None
+        if a match remains: the trace must then be dropped."""
         if self._is_clean(prompt_ids, answer_ids):
             return prompt_ids, answer_ids
         redacted = self._cut(prompt_ids, answer_ids)

@@ -201,7 +201,7 @@ class TraceWriter:
         return True
 
     def lose(self, reason: str) -> None:
-        """Count a lost trace under `reason`, a key of `dropped`."""
+        """Count a lost trace in `dropped` (reason -> number) under `reason`, such as "queue" (the queue is full)."""
         if reason == "queue" and not self.dropped.get(reason):
             log.warning("traces are lost: answers come faster than they can be read")
         self.dropped[reason] = self.dropped.get(reason, 0) + 1

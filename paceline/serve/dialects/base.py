@@ -36,8 +36,8 @@ class Part:
 
 
 class Translated(Exchange):
-    """Answers a request of another API, converted to a chat request: turns the chat's answer into stream events, or a
-    response object, of that API.
+    """A request of Anthropic's Messages or OpenAI's Responses API that was converted to a chat request. Converts the
+    chat's answer to stream events, or to one response object, of that API.
 
     The answer is a sequence of parts, each a text or a tool call. A part has events for its beginning, each new text,
     and its end. Non-streamed answers are built from the same events as streams.

@@ -46,8 +46,9 @@ class Clock:
         self._first_byte_s = time.perf_counter() - self.arrived_s
 
     def timings(self, sequences: Iterable[Sequence]) -> dict[str, float]:
-        """Return the seconds of each phase for the answer that ended last, and their sum `total_s`. `other_s` is the
-        part of `total_s` that no other phase explains.
+        """Return name -> seconds of each phase, from the request's arrival to this call, and of their sum `total_s`. Of
+        several answers (`sequences`) the one that ended last counts. `other_s` is the part of `total_s` that no other
+        phase explains; `first_byte_s` is the time from arrival to the first byte.
 
         `queue_s`: waiting for a row of the KV cache or for other requests' work; `engine_s`: planning, bookkeeping and
         hand-over between passes; `text_s`: detokenisation; `send_s`: from the end of the last round to the chunk with

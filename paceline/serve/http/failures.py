@@ -70,7 +70,8 @@ class ApiError(Exception):
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
-        """Error object in Anthropic's format; clients recognise too long prompts by the beginning of the message."""
+        """Error object in Anthropic's format. For a prompt beyond the context the message begins with "prompt is too
+        long", by which clients recognise this error."""
         message = self.message
         if self.param and self.param not in message:
             message = f"{self.param}: {message}"

@@ -26,8 +26,9 @@ ENDPOINTS: dict[str, type[Closed]] = {
 
 
 def invalid(error: RequestValidationError, content_type: str, endpoint: str = "") -> ApiError:
-    """Return the error response for the first invalid field of a request to the path `endpoint`, from pydantic's
-    errors; or for the Content-Type header `content_type`, if it is not JSON."""
+    """Return the error response for a request that pydantic rejected with `error`; it names the first invalid field. If
+    the Content-Type header `content_type` is not JSON, the response reports this instead. `endpoint`: the request's
+    path."""
     if (
         "json" not in content_type.lower()
     ):  # web pages of other origins can send other types without a preflight request

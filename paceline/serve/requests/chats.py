@@ -46,8 +46,8 @@ def names_of(worker: EngineWorker) -> tuple[str, ...]:
 
 
 def check_model(name: str | None, worker: EngineWorker) -> tuple[str, ModelInfo]:
-    """Return the model's name for clients and its properties. Raises ApiError if `name`, from the request, is another
-    name."""
+    """Return (model name for clients, properties of the loaded model). `name`: the model that the request names, or
+    None. Raises ApiError if the server has no model with this name."""
     names = names_of(worker)
     if name is not None and name not in names:
         message = f"there is no model {name!r:.100} here: this server has {', '.join(names)}"
@@ -63,9 +63,10 @@ async def answer_chat(
     exchange: Callable[..., Exchange],
     drafter: str | None = None,
 ) -> Response:
-    """Answer a chat request. `exchange(name, body, ticket, replies, lossless=...)` creates the Exchange, which writes
-    the answer in the endpoint's format, from the model's name, the request, the ticket (the engine's output) and a
-    reply for each of `n` answers. `tag` and `drafter` are request headers."""
+    """Answer a chat request. `tag` and `drafter`: values of the request headers for the trace's label and for the
+    drafter. `exchange`: creates the Exchange, which writes the answer in the endpoint's format; it is called as
+    exchange(model name, body, ticket, replies, lossless=...), with the engine's output (`ticket`), a reply for each of
+    the `n` answers, and False if acceptance is mocked."""
     name, model = check_model(body.model, worker)
     clock = Clock(http.scope)
     jobs = await asyncio.to_thread(chat_jobs, body, model, worker.config, clock)
@@ -83,9 +84,9 @@ def asked_route(
     worker: EngineWorker,
     model: ModelInfo,
 ) -> Route | None:
-    """Return the route that selects the request's drafter: the drafter that the header `drafter` names; without this
-    header, the result of `route_of` for the server's setting `route`. `tag` is a header too. Raises RequestRefused for
-    an unknown drafter."""
+    """Return the route, which selects the request's drafter; None selects the default drafter. `drafter`: value of the
+    header that names a drafter. If this header is missing, the server's setting `route` determines the route, for which
+    it may use the header value `tag`. Raises RequestRefused for an unknown drafter."""
     name = drafter and drafter.strip()
     return chosen_route(name, model.drafters) if name else route_of(worker.config.route, body, http.headers, tag)
 

@@ -149,7 +149,8 @@ def check_ids(ids: list[int], model: ModelInfo, field: str) -> list[int]:
 
 
 def check_characters(texts: Iterable[str], model: ModelInfo, field: str) -> None:
-    """Raises RequestRefused for texts that cannot fit the context, before they are encoded."""
+    """Raises RequestRefused for texts that have more characters than the tokens of the context can hold, before they
+    are encoded. `field`: the request's field with the texts, for the error."""
     num_characters = sum(map(len, texts))
     if num_characters > MAX_TOKEN_CHARACTERS * model.max_len:
         message = f"the prompt has {num_characters:,} characters, far more than {model.max_len} tokens hold: shorten it"

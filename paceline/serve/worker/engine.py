@@ -84,7 +84,7 @@ class Engine(Protocol):
         ...
 
     def check_integrity(self) -> None:
-        """Raises if the engine's state is corrupt."""
+        """Raises AssertionError if the engine's bookkeeping is inconsistent."""
 
 
 class Model(Protocol):

@@ -132,8 +132,8 @@ def _with_config(engine: EngineConfig, config: dict[str, Any], folder: Path) -> 
 def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
     """Return the drafter to load on a server with mocked acceptance: `name` unchanged, except that "default" becomes
     random-dflash (an untrained drafter with random weights) if no drafter shipped for `model` is installed.
-    `most_accepted`: 1 if the mock never accepts a draft, which allows the drafter "none"; else more. Raises ConfigError
-    for a drafter that does not draft in every round."""
+    `most_accepted`: most tokens per round of the mock; at 1 no draft is ever accepted, and the drafter "none" is
+    allowed. Raises ConfigError for a drafter that does not draft in every round."""
     if name == "default":
         return name if shipped.local(model) else "random-dflash"
     if name == LOOKUP or (name == NONE and most_accepted > 1):

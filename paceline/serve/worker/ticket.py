@@ -100,8 +100,8 @@ class Outbox:
     """Passes events from the engine's thread to the event loop. Events of several rounds are batched, since waking the
     loop costs CPU time.
 
-    First tokens, ends and errors are delivered at once. Other events are delivered when the oldest would wait for
-    `interval_s` or longer until the next round, so slow rounds are delivered one by one.
+    First tokens, ends and errors are delivered at once. Other events are held until the oldest of them would be
+    `interval_s` old after one more round. If rounds take longer than that, nothing is held.
     """
 
     def __init__(self, deliver: Callable[[list[Addressed]], None], interval_s: float) -> None:

@@ -194,8 +194,9 @@ def machine_of(steps: dict[str, Any]) -> Machine | None:
 
 
 def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
-    """Returns the number formats of the measured model: weights as stored (a GGUF file's first block format), all else
-    in the run's dtype. `known`: the model's own formats, used where `steps` has no known format."""
+    """Returns the number formats of the measured model. Weights have the stored format (of a GGUF file with several,
+    the first one listed), attention and cache the run's dtype. `known`: the model's own formats, used where `steps` has
+    no known format."""
     dtype, stored = str(steps.get("dtype", "")), str(steps.get("weight_format", "")).partition("+")[0].lower()
     rest = dtype if dtype in FORMATS else known.kv
     weights = stored if stored in FORMATS else rest
@@ -239,8 +240,8 @@ def _part_seconds(each: Observation, shape: ModelShape, deployment: Deployment) 
 
 
 def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
-    """Returns (share of the machine's bandwidth reached by a pass of one position, share of its arithmetic rate reached
-    by the positions from 64 to 128).
+    """Returns two shares of the machine's speed that the fitted costs reach: (share of the bandwidth in a pass of one
+    position, share of the arithmetic rate in the 64 positions by which passes of 64 and 128 positions differ).
 
     Fixed costs of a pass lower the first share, costs per position the second. The fitted factors alone are ambiguous,
     since sizes of one model seldom separate such overheads from slower reading or computing.
@@ -355,7 +356,7 @@ def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
 
 def measured_rounds(steps: Steps) -> list[Observation]:
     """Returns times of whole rounds: of plain decoding, and of each size at which drafting was measured. If rounds were
-    not measured as a whole, the times of their parts are added."""
+    not measured as a whole, a round's time is the sum of its verification, drafting and host time."""
     drafts = {(each.batch, each.width + 1, each.context): each.seconds for each in steps.draft}
     rounds = steps.rounds or [
         replace(each, seconds=each.seconds + drafts.get((*each.size, each.context), 0.0) + steps.host_s)

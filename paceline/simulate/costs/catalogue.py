@@ -199,7 +199,7 @@ class ConfigReader:
         return bool(self.config.get(name))
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """Returns the value of a key, an integer of 0 or more; a null value counts as missing."""
+        """Returns the value of a key, an integer. If it is missing or null, returns `default`; without one, raises."""
         keys = (name, *KEYS["other_names"].get(name, ()))
         value = next((self.config[key] for key in keys if self.config.get(key) is not None), None)
         if value is None:

@@ -34,8 +34,8 @@ def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
     """Returns the overhead in seconds: the difference between the measured and the predicted time of a plain round.
     `plain_rate`: measured tokens/s of each stream of `load`, with plain decoding.
 
-    A plain round gives each stream one token, so the overhead is 1 / plain_rate - round(0). Raises ConfigError if
-    plain_rate is not above 0, or faster than `costs` allow without any overhead.
+    A plain round (without drafts) gives each stream one token, so its measured time is 1 / plain_rate. Raises
+    ConfigError if plain_rate is not above 0, or faster than `costs` allow without any overhead.
     """
     if not 0 < plain_rate < float("inf"):
         raise ConfigError(f"plain_rate must be above 0 tokens/s, not {plain_rate:g}")

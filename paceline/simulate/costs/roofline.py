@@ -105,8 +105,8 @@ def indexer_work(group: Attention, precisions: Precisions, batch: float, positio
 
 def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions: float, context: float) -> list[Work]:
     """Returns the work of each part of a target pass: projections, experts, attention, and the indexer of sparse
-    attention. With `deployment.per_layer`, attention and indexer have one entry for each group of layers, else one for
-    all layers."""
+    attention. Each of `batch` sequences has `positions` new and `context` cached tokens. With `deployment.per_layer`,
+    attention and indexer have one entry for each group of layers, else one for all layers."""
     precisions, tokens = deployment.precisions, batch * positions
     works = [
         Work("projections", 2.0 * shape.dense * tokens, shape.dense * num_bytes(precisions.weights), precisions.weights)
@@ -127,8 +127,8 @@ def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions:
 
 
 def collective_seconds(shape: ModelShape, deployment: Deployment, tokens: float) -> float:
-    """Returns the seconds of communication between GPUs: two ring all-reduces of 16-bit activations per layer; 0 on one
-    GPU."""
+    """Returns the seconds of communication between GPUs in a pass over `tokens` tokens of all sequences together: two
+    ring all-reduces of 16-bit activations per layer; 0 on one GPU."""
     num_gpus = deployment.num_gpus
     if num_gpus == 1:
         return 0.0
@@ -147,7 +147,8 @@ def pass_seconds(
 ) -> dict[str, float]:
     """Returns part -> seconds of one pass: projections, experts, attention, collectives.
 
-    `reading` and `computing` multiply the seconds of reading and of arithmetic at the machine's full rates.
+    Each of `batch` sequences has `positions` new and `context` cached tokens. `reading` and `computing` multiply
+    the seconds of reading and of arithmetic at the machine's full rates.
     """
     parts = {"projections": 0.0, "experts": 0.0, "attention": 0.0}
     for work in works_of(shape, deployment, batch, positions, context):

@@ -169,7 +169,7 @@ class ModelShape:
 
     @property
     def num_active(self) -> float:
-        """Parameters used for a token."""
+        """Number of parameters used for one token: `dense` and those of the token's experts."""
         return self.dense + (self.experts.active if self.experts else 0.0)
 
 

@@ -95,9 +95,9 @@ def prepared(
     fill: Callable[[str, int], str] = lambda opener, seed: opener,
 ) -> Iterator[Prepared]:
     """Context manager: loads the target and the prompts; until it ends, no other run may use the folder. `what`: the
-    run's type. `more`: settings in addition to those of `config` that must be the same when the run is resumed. `fill`:
-    (opener, number) -> beginning that the target continues to a self-written prompt. Raises the errors of
-    `paceline.train.regenerate`."""
+    run's type. `more`: settings in addition to `config` that must be the same when the run is resumed. `fill`:
+    (beginning of a self-written prompt, a number that differs for every prompt) -> beginning to use instead. Raises the
+    errors of `paceline.train.regenerate`."""
     ranks = Ranks.here()
     engine = engine_for(config, ranks)
     settings = identity(config, engine, ranks) | plain(dict(more or {}))
@@ -244,7 +244,7 @@ class Regenerator:
         self._started_at, self._advance = 0.0, ignore
 
     def run(self, prompts: list[Prompt], bars: Progress | None = None) -> Regenerated:
-        """Answers these prompts, each of several duplicates only once; `bars` shows the progress of all conversations.
+        """Answers these prompts, without their duplicates; `bars` shows the progress of all conversations.
         A prompt that the chat template refuses is left out and counted. Raises CacheError if a shard cannot be written,
         PromptError if a shard is damaged, and the model's error on a conversation. Finished conversations are retained;
         the next run generates the others."""

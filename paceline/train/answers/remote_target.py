@@ -159,7 +159,8 @@ class RemoteEngine:
                 self._run(*request)
 
     def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: the server schedules its own prefill."""
+        """Returns a context without effect. In that of `engine.Engine` prefill chunks have the maximum size; here the
+        server chooses their size."""
         return contextlib.nullcontext()
 
     def step(self) -> list[Chunk]:

@@ -234,16 +234,16 @@ def heldout_prompts(keys: Iterable[str], share: float, most: int, fewest: int = 
 
 
 def num_heldout(num_prompts: int, share: float, most: int, fewest: int = 1) -> int:
-    """Returns the number of prompts to hold out: `share` of all, at least `fewest` (but at most half of all), at most
-    `most`. Of fewer than ten prompts, none is held out."""
+    """Returns the number of prompts to hold out of `num_prompts`: 0 if these are fewer than ten or `share` is 0; else
+    `share` of them, rounded up, but at least `fewest` (or half of them, if that is less), and at most `most`."""
     if not share or num_prompts < 10:
         return 0
     return min(most, max(math.ceil(share * num_prompts), min(fewest, num_prompts // 2)))
 
 
 def loop_start(tokens: list[int]) -> int:
-    """Returns the number of tokens to keep if the text ends in a loop: all before it, its first two repetitions, and
-    at least 12 tokens of it. Without a loop, returns the number of all tokens."""
+    """Returns the number of tokens to keep. A text that ends in a loop is cut after the loop's first two repetitions,
+    or after its first 12 tokens if these are more. Without a loop, all tokens are kept."""
     array = np.array(tokens)
     for period in range(1, min(MAX_PERIOD, len(array) // 3) + 1):
         differs = np.flatnonzero(array[period:] != array[:-period])

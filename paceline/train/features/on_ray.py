@@ -51,8 +51,9 @@ class Reading:
 def features_folder(
     config: TrainConfig, target: Target, documents: Sequence[Document], taps: tuple[int, ...], name: str, form: str = ""
 ) -> Path:
-    """Returns the folder in which hidden states of `documents` at the target layers `taps` are stored: in `config.out`,
-    named `name`, a hash of everything that determines the values, and `form`, the suffix of the storage format."""
+    """Returns the folder in which hidden states of `documents` at the target layers `taps` are stored: NAME-HASHFORM in
+    `config.out`. NAME is `name`, HASH covers everything that determines the values, and FORM is `form`, the suffix of
+    the storage format."""
     mark = fingerprint(config.target.model, target.dtype, documents, taps, config.loop.loss.needs_target_probs)
     return config.out / f"{name}-{mark}{form}"
 

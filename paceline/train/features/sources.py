@@ -73,8 +73,8 @@ class Sources:
 
     def of(self, documents: Sequence[Document], name: str = LEARNED) -> FeatureSource:
         """Returns the feature source of these documents. `name`: beginning of the folder's name, if features are stored
-        on disk; other than the default for held-out documents. If features are streamed, those of held-out documents
-        are still stored on disk, since they are few."""
+        on disk. The default name marks the training documents; pass another one for held-out documents. Streaming is
+        used only for training documents; features of held-out documents are few and are stored on disk instead."""
         if self.config.elsewhere.ray:
             return self._of_ray(documents, name)
         source, form, kind = self._computed(documents), self._form(), self._kind(documents)

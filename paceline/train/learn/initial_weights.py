@@ -123,8 +123,9 @@ def _tap_layers(num_layers: int, shape: DrafterShape) -> tuple[int, ...]:
 
 
 def init_folder(init: str | None, target_name: str) -> Path | None:
-    """Returns the folder of the drafter that `--init` names, None for a new drafter. Raises ConfigError if the drafter
-    does not exist, DownloadError if a shipped one is missing."""
+    """Returns the folder of the drafter that `init`, the value of `--init`, names; None for a new drafter. "default" is
+    the drafter that ships for the target `target_name`. Raises ConfigError if the drafter does not exist, DownloadError
+    or CacheError if the shipped one is not installed and cannot be downloaded."""
     if init is None:
         return None
     if init == "default" and target_name not in shipped.SHIPPED:

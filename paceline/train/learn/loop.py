@@ -128,8 +128,8 @@ class Trainer:
         return min(1.0, max(self.state.step / self.total_steps, by_minutes))
 
     def resume(self, notice: Callable[[str], None] = ignore) -> bool:
-        """Loads the latest checkpoint; returns False if there is no checkpoint. Raises ConfigError if the run's
-        settings differ from the checkpoint's, ProcessesError if processes read different checkpoints."""
+        """Loads the latest checkpoint; returns False if there is none. `notice` gets notes as text. Raises ConfigError
+        if the run's settings differ from the checkpoint's, ProcessesError if processes read different checkpoints."""
         checkpoint = latest_checkpoint(self.folder)
         self.parallel.check_alike("the checkpoint it reads", lambda: "none" if checkpoint is None else checkpoint.mark)
         if checkpoint is None:
@@ -149,9 +149,9 @@ class Trainer:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Trains until the end and writes checkpoints; returns False if it was stopped earlier. `on_step` gets the
-        figures for metrics.jsonl, with `heldout` and `ood` only at steps with an evaluation. `should_stop` is called
-        after every step; if it returns True in one process, all save and return. Raises TrainingError for a loss that
-        is not finite, ProcessesError if processes differ in their initial state or weights."""
+        figures for metrics.jsonl, with `heldout` and `ood` only at steps with an evaluation; `notice` gets warnings as
+        text. `should_stop` is called after every step; if it returns True in one process, all save and return. Raises
+        TrainingError for a loss that is not finite, ProcessesError if processes differ in initial state or weights."""
         self.parallel.agree(self.network, self.optimisers.states(), repr(asdict(self.state)))
         last_saved = time.monotonic()
         while self.share_done < 1.0:
@@ -174,8 +174,7 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Writes a checkpoint in the first process. Raises CacheError for disk errors; the previous checkpoint is
-        retained."""
+        """Writes a checkpoint in the first process. Raises CacheError for disk errors; the previous one is retained."""
         if not self.state.step:
             return
         # Every process must call these; only the first one gets the tensors.
@@ -257,7 +256,8 @@ class Trainer:
     def pack_loss(
         self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True
     ) -> tuple[Tensor, SlotMetrics]:
-        """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the step's draft positions."""
+        """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the step's draft positions. Without
+        `is_measured` the metrics are zero, which saves time."""
         if isinstance(self.drafter, Eagle3Trainable):
             inputs = pack, self.embedding_VD, head, self.config.loss, num_slots
             return self.drafter.loss(*inputs, is_autocast=self.config.autocast, is_measured=is_measured)

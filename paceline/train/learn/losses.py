@@ -152,8 +152,9 @@ def head_loss(
 
     hidden_TD [A * K, D]: normed hidden states of the slots, block after block. The loss is a scalar: the weighted sum
     over valid slots divided by `num_slots`, the number of valid slots in the whole step. So the losses of all packs and
-    processes add up to the step's loss. Metrics are sums; they cost one more pass over the logits. Without gradients
-    every chunk of blocks is measured, with gradients only the first one, and only if `is_measured`.
+    processes add up to the step's loss. Metrics are sums; they cost one more pass over the logits. They cover all
+    blocks in an evaluation (without gradients), the first chunk of blocks in training; without `is_measured` they are
+    zero.
     """
     grad_TD = torch.empty_like(hidden_TD) if hidden_TD.requires_grad else None
     total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)

@@ -253,7 +253,7 @@ class Eagle3Trainable(Trainable):
         is_measured: bool,
     ) -> tuple[Tensor, SlotMetrics]:
         """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the draft positions of the whole
-        step. `head`: the target's head over the draft vocabulary."""
+        step. `head`: the target's head over the draft vocabulary. Without `is_measured` the metrics are zero."""
         slots = pack.slots
         per_block = slots.labels_AK.shape[1]
         hidden_TD = self.hidden(pack, embedding_VD, is_autocast)

@@ -81,8 +81,9 @@ class DFlash2Trainable(DFlashTrainable):
         sample: BlockSample = ALL_BLOCKS,
     ) -> tuple[Tensor, SlotMetrics]:
         """Returns (loss, metrics) of the selector; the loss is divided by `num_slots`, the draft positions of the whole
-        step. `head`: the drafting head. Training uses the blocks of `sample`, evaluation all blocks. Training without
-        `is_learning` has a loss and gradients of zero."""
+        step. `head`: the drafting head. Training uses the blocks of `sample`, evaluation (without gradients) all
+        blocks. `is_learning`: False while the selector is not trained yet; training then has a loss and gradients of
+        zero. Without `is_measured` the metrics are zero."""
         slots, is_training = pack.slots, torch.is_grad_enabled()
         per_block, sample = slots.labels_AK.shape[1], sample if is_training else ALL_BLOCKS
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)

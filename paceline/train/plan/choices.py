@@ -169,8 +169,8 @@ def _of_target(target: TargetFacts) -> tuple[int, int, int, int]:
 
 
 def deployment_of(target: TargetFacts, machine: MachineFacts) -> Deployment:
-    """Returns the speeds of one of the machine's devices and the number formats with which the target would run on it;
-    the formats are those nearest to the target's file."""
+    """Returns the speeds of one of the machine's devices and the number formats with which the target would run on it.
+    A quantised target is assumed to have the format (q4_1, q8_0 or bfloat16) with the nearest number of bytes."""
     precisions = target.shape.precisions
     if target.is_quantised:
         near = min(("q4_1", "q8_0", "bfloat16"), key=lambda name: abs(FORMATS[name].num_bytes - target.value_bytes))

@@ -72,8 +72,9 @@ def interpolated(points: Sequence[Sequence[float]], at: float) -> float:
 
 
 def expected_of(target: str, learned: Learned) -> dict[str, Any]:
-    """Returns the dict of `expected_tokens` for this amount of training data, with the fields "answers" and "places" of
-    `learned`, "is_own" (False if another target's curve is used) and "advised", the advised number of answers."""
+    """Returns the dict of `expected_tokens` for this amount of training data, with additional fields: "answers" and
+    "places" (blocks per answer and epoch) of `learned`, "is_own" (False if another target's curve is used) and
+    "advised", the advised number of answers."""
     expected = expected_tokens(target, learned.counted)
     is_own = expected is not None
     expected = expected or expected_tokens(CURVE_TARGET, learned.counted / CAUTION)

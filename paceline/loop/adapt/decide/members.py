@@ -49,9 +49,11 @@ def scores(
     """Predicts {name on the server: acceptance length on this cluster} of the drafters that do not serve it now.
 
     `scored`: latest results of the gate, {"hour": their hour, "members": {name: verdict as JSON} of drafters that
-    passed}. `current`: acceptance length of the serving drafter; it is multiplied by the gate's ratio of acceptance
-    lengths. Returns None if there are no results from `fired_at` (hour in which the alarm fired) or later, or if the
-    server does not answer; {} if it has no other drafter or cannot route the cluster."""
+    passed}. `current`: acceptance length of the serving drafter; the prediction is `current` times the gate's ratio of
+    the other drafter's acceptance length to the incumbent's.
+
+    Returns None if there are no results from `fired_at` (hour in which the alarm fired) or later, or if the server
+    does not answer; {} if it has no other drafter or cannot route the cluster."""
     try:
         names = others(deployment, cluster, incumbent)[1]
     except UnreachableError:

@@ -34,8 +34,9 @@ class Failures:
 
 
 def fall(now: float, before: float, log_variance: float, most: float, source: str = "") -> str | None:
-    """Returns a text if acceptance length `now` is lower than `before` by more than the share `most`, and by more than
-    chance; else None. `log_variance`: squared standard error of log(now / before); `source`: words for the text."""
+    """Returns a text with both values if acceptance length `now` is lower than `before` by more than the share `most`,
+    and by more than chance; else None. `log_variance`: squared standard error of log(now / before); `source`: words to
+    put after `now` in the text."""
     is_less = now < (1 - most) * before and math.log(before / now) > FALL_ERRORS * math.sqrt(log_variance)
     return f"{now:.2f} tokens a round{source}, {before:.2f} before" if is_less else None
 
@@ -47,8 +48,8 @@ def variance_of_rounds(rate: float, rounds: float) -> float:
 
 
 def more_failures(before: Failures, now: Failures, most: float) -> str | None:
-    """Returns a text if the share of failed requests (0 to 1) rose by more than `most`, and by more than chance
-    explains; else None."""
+    """Returns a text with the numbers of failures if the share of failed requests (0 to 1) rose by more than `most`,
+    and by more than chance explains; else None."""
     if now.requests < LEAST_REQUESTS or now.failed < LEAST_FAILED or now.share - before.share <= most:
         return None
     if chance_of(before, now) >= LEVEL:

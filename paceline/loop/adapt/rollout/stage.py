@@ -170,8 +170,8 @@ class Stage:
         return Counts(*self.seen).rounds - Counts(*self.counted).rounds
 
     def is_over(self, now: float, config: WatchConfig, drafts: float | None) -> str | None:
-        """Returns "proven" if a probation in which acceptance, round time and failures got no worse has lasted long
-        enough, "unproven" if it cannot be judged, as at its time limit; None while it continues. `drafts`: the server's
+        """Returns "proven" if a probation without a `fault` has had enough time and rounds, "unproven" if it cannot be
+        judged (too few rounds until its time limit, or no baseline); None while it continues. `drafts`: the server's
         current count of rounds drafted by this stage's drafter, if it counts by drafter."""
         if self.lasted(now) < 60 * config.probation_minutes:
             return None
@@ -182,8 +182,9 @@ class Stage:
     def fault(self, traces: Path, counts: Counts, now: float, config: WatchConfig) -> str | None:
         """Returns a text on how the server is worse than before the swap; None if it is not.
 
-        Acceptance is compared by cluster where traces allow it, so that other shares of the clusters have no effect. If
-        the clock was set back, traces cover only a part of the time; then the counters are compared, too."""
+        Acceptance is compared by cluster where traces allow it, so that a change in the clusters' shares of the traffic
+        has no effect. If the clock was set back, traces cover only a part of the time; then the counters are compared,
+        too."""
         then = Counts(*self.counted)
         now_failures = Failures(counts.errors - then.errors, counts.requests - then.requests)
         if failing := more_failures(Failures(*self.failures or (0.0, 0.0)), now_failures, config.most_errors):

@@ -54,8 +54,8 @@ class Residual:
 
 @dataclass(slots=True)
 class Series:
-    """Detects lasting drops of one hourly series. Call `update` for every hour with traffic, then `tick` for every
-    hour."""
+    """Detects lasting drops of hourly log acceptance length (or a similar quantity) below its usual daily and weekly
+    course. Call `update` for every hour with traffic, then `tick` for every hour."""
 
     config: PolicyConfig
     season: Seasonal = field(default_factory=Seasonal)

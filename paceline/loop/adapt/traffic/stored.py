@@ -61,8 +61,8 @@ class Request:
 
 
 def hours_of(folder: Path) -> Iterator[tuple[int, dict[str, Sums]]]:
-    """Yields (hour, {cluster: sums of tokens and rounds}) for every hour from the first with traffic to the last, also
-    for hours without traffic."""
+    """Reads the traces in a folder; yields (hour, {cluster: sums of tokens and rounds}) for every hour from the first
+    with traffic to the last, also for hours without traffic."""
     hours, _ = read_hours(folder)
     for number in range(min(hours), max(hours) + 1) if hours else ():
         yield number, hours.get(number, {})
@@ -84,8 +84,8 @@ def read_hours(
 
 
 def read_span(folder: Path, begin_s: float, end_s: float) -> dict[str, Sums]:
-    """Returns {cluster: sums of tokens and rounds} of requests that ended between `begin_s` and `end_s`, in seconds
-    since 1970."""
+    """Reads the traces in a folder; returns {cluster: sums of tokens and rounds} of requests that ended between
+    `begin_s` and `end_s`, in seconds since 1970."""
     rounds: dict[str, list[tuple[float, float]]] = defaultdict(list)
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, (), left_out, begin_s):

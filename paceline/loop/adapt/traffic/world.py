@@ -46,8 +46,8 @@ Curve = Callable[[int], float]
 @dataclass(slots=True)
 class Source:
     """One cluster of synthetic requests. `rate`: mean requests per hour. Three functions of the hours since the start:
-    `curve`, a factor on `rate`; `place`, the position of the content on a line; `bend`, a factor on acceptance
-    length."""
+    `curve`, a factor on `rate`; `place`, the content as a number, whose distance from the drafter's training data
+    lowers acceptance; `bend`, a factor on acceptance length."""
 
     name: str
     rate: float
@@ -151,8 +151,8 @@ class World:
 
     def train(self, begin: int, end: int, *, with_replay: bool) -> dict[str, Knowledge]:
         """Simulates the training of a drafter on the traffic of hours [begin, end); returns {cluster: how well it knows
-        the cluster}. The caller decides whether it serves. `with_replay`: it is also trained on general answers, so
-        that its fit to no cluster falls by more than 3%."""
+        the cluster}. The caller decides whether it serves. `with_replay`: it is also trained on general answers;
+        then no cluster's fit falls below 97% of its earlier value."""
         contents = [self._content(source, begin, end) for source in self.sources]
         all_tokens = sum(tokens for tokens, _ in contents)
         trained = {}

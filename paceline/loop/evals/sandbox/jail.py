@@ -93,7 +93,7 @@ def _write(path: str, text: str) -> None:
 
 
 def enter_namespaces() -> None:
-    """Creates the sandbox's Linux namespaces. Root maps users 0 and 65534 into them; another user maps only itself."""
+    """Creates the sandbox's Linux namespaces. They contain users 0 and 65534 if called by root, else the caller."""
     uid, gid = os.geteuid(), os.getegid()
     ready, begin = os.pipe()
     done, written = os.pipe()
@@ -220,8 +220,8 @@ def filter_calls(job: Job) -> None:
 
 
 def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) -> None:
-    """Drops privileges, sets limits, then executes the answer (the code to test) in this process. `word`, `result`,
-    `errors`: pipe ends for a secret word (stdin), the answer's echo of it (descriptor 3), and stderr."""
+    """Executes the answer (the code to test) in this process, without privileges (dropped if `is_root`), within limits.
+    Pipe ends: `word`: secret word on stdin; `result`: its echo at the answer's end (descriptor 3); `errors`: stderr."""
     null = os.open("/dev/null", os.O_RDWR)
     os.setsid()
     for source, target in ((word, 0), (null, 1), (errors, 2)):
@@ -375,7 +375,7 @@ def _size_of(folder: str) -> int:
 
 
 def warden(job: Job, is_root: bool) -> Job:
-    """Sets up the sandbox's folder, runs the code `job["code"]` there, and returns a dict with fields of `run.Ran`."""
+    """Runs the code `job["code"]` in the sandbox's folder; returns outcome, stderr, time and memory (see `run.Ran`)."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         if job["namespaces"]:

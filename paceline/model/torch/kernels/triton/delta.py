@@ -15,7 +15,8 @@ def commit(
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program for one row, value head and tile of values: commits the oldest pending positions to the state, and
-    moves the changes of those still pending to the front of the window. `convolve` moves all other pending tensors."""
+    moves the changes (values to add to the state) of those still pending to the front of the window. `convolve` moves
+    all other pending tensors."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     gone = tl.load(gone_ptr + row).to(tl.int32)
     if gone > 0:
@@ -55,7 +56,7 @@ def convolve(
     keys.
 
     First moves inputs, keys and decays of positions still pending to the front of the window (`commit` has moved their
-    changes); then appends the new inputs and keys.
+    changes, the values to add to the state); then appends the new inputs and keys.
     """
     head, row = tl.program_id(1), tl.program_id(0).to(tl.int64)
     channels: tl.constexpr = 2 * NUM_KEY_HEADS * KEY + NUM_HEADS * VALUE
@@ -139,7 +140,7 @@ def recur(
     COUNT: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """One program for one row, value head and tile of values: computes outputs of the new tokens, and appends their
-    changes and decays to the pending window.
+    changes (values to add to the state) and decays (logarithms) to the pending window.
 
     Padding tokens yield zeros.
     """

@@ -89,7 +89,8 @@ def multiply(
     IS_UP: the activated product of both halves of a matrix [2 * OUT, IN] with inputs [tokens, IN]; otherwise the
     product of a matrix [OUT, IN] with inputs [pairs, IN]. IS_BY_PAIR: programs are started for each pair, not
     for each expert; those of an expert's first pair compute all of its pairs, the others do nothing. HAS_LISTS: pairs
-    come from `list_pairs`; otherwise all tokens fit in one block.
+    come from `list_pairs`; otherwise all tokens fit in one block. limit, alpha: of ACTIVATION "clamped_swiglu": bound
+    on gate and up, and factor in the gate's sigmoid.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
