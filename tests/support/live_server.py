@@ -136,7 +136,13 @@ class Live:
     def is_idle(self) -> bool:
         """True if no connection is open, the engine is empty, and every row is free."""
         cache = self.llm.target.cache
-        return self.worker.num_open == 0 and not self.llm.engine.has_work and cache.num_free == cache.num_rows
+        is_settled = not self.worker._live  # the engine's thread forgets a request after its client has the end
+        return (
+            self.worker.num_open == 0
+            and is_settled
+            and not self.llm.engine.has_work
+            and cache.num_free == cache.num_rows
+        )
 
     def _make(self) -> LLM:
         self.llms.append(self._factory())
