@@ -230,7 +230,7 @@ def _hub_file(file: HubFile, folder: Path, check_space: Callable[[], object] | N
 
 
 def fetched_folder(name: str, files: tuple[HubFile, ...]) -> Path | None:
-    """Return the folder that `fetch_folder` created from these files (`name/...` in the repository), or None."""
+    """Return the folder `name` that `fetch_folder` made from these files, or None if it is missing or incomplete."""
     folder = _home() / "drafters"
     sizes = {folder / file.path: file.num_bytes for file in files}
     is_whole = all(path.is_file() and path.stat().st_size == num_bytes for path, num_bytes in sizes.items())
@@ -238,8 +238,8 @@ def fetched_folder(name: str, files: tuple[HubFile, ...]) -> Path | None:
 
 
 def fetch_folder(name: str, files: tuple[HubFile, ...]) -> Path:
-    """Download the files of folder `name` of a hub repository into the cache; the folder appears only when it is
-    complete.
+    """Download `files`, all files of the folder `name` in a hub repository, into the cache, and return the local
+    folder; it appears only when it is complete.
 
     Raises DownloadError if the hub cannot provide a file, CacheError if the cache cannot be written.
     """

@@ -65,8 +65,8 @@ class Lenience:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Samples from a mixture of the target's and the drafter's distributions (speculative cascades, arXiv
-    2405.19261)."""
+    """Samples from the mixture `lam` * target + (1 - `lam`) * drafter of the two models' distributions (speculative
+    cascades, arXiv 2405.19261)."""
 
     lam: Share = 1.0
     """Weight of the target; 1 is lossless."""
@@ -166,7 +166,7 @@ def _read(text: str) -> dict[str, Any]:
 
 class Spent(NamedTuple):
     """Deviation from the target's distribution, summed over the tokens generated so far: total variation, KL
-    divergence, and number of changed tokens."""
+    divergence, and number of changed tokens (different from those of the lossless rule)."""
 
     tv: float = 0.0
     """Total variation, between 0 and 1 for each token."""
@@ -180,8 +180,9 @@ class Spent(NamedTuple):
 class Ledger:
     """Records how far the distributions of one answer's tokens deviate from the target's.
 
-    With a budget the mean total variation never exceeds `max_tv`: a lossy step is taken only if `holds` allows it.
-    Every prefix of the answer keeps the budget too, so an answer may end anywhere.
+    With a budget the mean total variation per token never exceeds `max_tv`: the lossy rule decides on a token only if
+    `holds` allows it, else the lossless rule. Every prefix of the answer keeps the budget too, so an answer may end
+    anywhere.
     """
 
     max_tv: float | None = None
@@ -220,8 +221,8 @@ class Ledger:
 @dataclass(frozen=True, slots=True)
 class Price:
     """Deviation from the target's distribution that a lossy rule caused in one answer, as means over the answer's
-    tokens. A changed token of a greedy request has total variation 1, and for KL the log of (probability of the top
-    token / its own)."""
+    tokens. In a greedy request a changed token counts as total variation 1, and as KL divergence log(p(top token) /
+    p(changed token)), with the target's probabilities p."""
 
     rule: str
     max_tv: float | None

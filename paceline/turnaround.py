@@ -58,7 +58,8 @@ class Timings:
         self.until_s = now
 
     def decoded(self, draft_s: float, verify_s: float, host_s: float, now: float) -> None:
-        """Add the durations of one decode round, which ended at `now`."""
+        """Add the durations of one decode round, which ended at `now`; the rest of the time since the end of the latest
+        phase is added to `between_s`."""
         self.draft_s += draft_s
         self.verify_s += verify_s
         self.host_s += host_s

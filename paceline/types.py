@@ -84,7 +84,7 @@ class Offer:
 
 @dataclass(slots=True)
 class Row:
-    """The planner's input for a running sequence: its number, its sampling mode and the drafts that it could verify."""
+    """The planner's input for a running sequence: its unique id, sampling mode and the drafts that it could verify."""
 
     key: int
     """Unique number of the sequence."""
@@ -288,7 +288,7 @@ class DraftBlock:
 
     @classmethod
     def certain(cls, tokens_B: list[list[int]]) -> DraftBlock:
-        """Return a block of deterministic drafts: `probs_B` holds None for every row."""
+        """Return a block of deterministic drafts, the token ids `tokens_B` of each row (`probs_B` holds only None)."""
         return cls(tokens_B, [None] * len(tokens_B))
 
     def cut(self, widths_B: Iterable[int | Tree]) -> DraftBlock:
@@ -311,7 +311,7 @@ class DraftBlock:
 
 @dataclass(slots=True)
 class Verdict:
-    """Result of verifying one round's drafts."""
+    """Result of verifying one round's drafts: the accepted drafts and the bonus token of each row."""
 
     num_accepted_B: list[int]
     """Accepted drafts of each row, without the bonus token."""
@@ -328,7 +328,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class RoundStats:
-    """Statistics of one round of one batch."""
+    """Statistics of one round: drafted and accepted tokens of each row, seconds of drafting and verification."""
 
     num_drafted_B: list[int]
     """Proposed drafts of each row; for a tree, those on its longest path."""

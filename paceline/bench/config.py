@@ -65,7 +65,7 @@ class BenchConfig:
 
 
 def check_peers(names: Sequence[str]) -> None:
-    """Raise ConfigError unless all names are `transformers` and Transformers is installed."""
+    """Raise ConfigError unless all peers (other engines to compare with) are `transformers` and it is installed."""
     refuse(
         ConfigError,
         (any(name != "transformers" for name in names), "the only peer known to --against is transformers"),
@@ -74,8 +74,8 @@ def check_peers(names: Sequence[str]) -> None:
 
 
 class MockSetting(NamedTuple):
-    """Mocked acceptance in one measurement: the number of accepted drafts is set, not decided by the target's
-    output."""
+    """One measurement with mocked acceptance (the number of accepted drafts is set, not decided by the target's
+    output): batch size, acceptance length, and a chain or tree of drafts."""
 
     batch: int
     tokens_per_round: float

@@ -87,7 +87,7 @@ class Difference:
 
 @dataclass(slots=True, kw_only=True)
 class Drafting:
-    """Acceptance statistics over a set of answers. The defaults are for Transformers, which reports no rounds."""
+    """Acceptance statistics over a set of answers. Transformers reports no rounds: its answers get the defaults."""
 
     tokens_per_round: float | None = None
     tokens_per_round_interval: Interval = (None, None)
@@ -286,9 +286,9 @@ def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]
     """Return (speed-up of the passes `ours` over `theirs`, its bootstrap interval over prompts). Passes are paired by
     repetition; the speed-up is the median of the pairs' ratios of tokens per second.
 
-    The interval uses another ratio, which can be resampled by prompt: total tokens over the sum of the answers' times.
-    Answers run in parallel, so this is throughput divided by the batch size, which cancels in the ratio, except for
-    batch slots that are idle at the end. The interval is therefore scaled to be around the speed-up.
+    The interval uses another rate, which can be resampled by prompt: total tokens over the sum of the answers' times.
+    As many answers run in parallel as the batch size, so this rate is lower than tokens per second, by about the same
+    factor in both sets of passes. The interval of its ratio is then scaled to be around the speed-up.
     """
     ratios = [
         one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s
@@ -337,12 +337,12 @@ def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
 
 
 def set_figures(bench: Bench) -> dict[str, Any]:
-    """Return the figures of one prompt set as a dict: results of all settings, statistics of looping answers, texts.
+    """Return the figures of one prompt set as a dict: "results" of all settings; "num_requests"; "num_skipped", the
+    turns that exceed the context; and figures of the last drafter at the smallest batch size:
 
-    A looping answer ends in a repetition. "looping", "texts" and "by_context" cover the last drafter at the smallest
-    batch size. "looping": a dict for each temperature; its "without_loops" is the acceptance length of answers that do
-    not loop (None if all do). "looping_share" and "by_context": at the lowest temperature. "num_skipped": number of
-    turns that exceed the context."""
+    "looping": for each temperature a dict on looping answers (those that end in a repetition), whose "without_loops" is
+    the acceptance length of all other answers (None if all loop). "texts": some answers. "looping_share" and
+    "by_context" (acceptance length by context length): at the lowest temperature."""
     config = bench.config
     drafter, batch = config.drafters[-1], min(config.batches)
     passes = {heat: bench.passes[Setting(drafter, batch, heat)][0] for heat in config.temperatures}

@@ -59,8 +59,8 @@ def _content(prompt: Prompt) -> list[Any]:
 
 
 def read_sets(sources: tuple[str, ...], limit: int | None) -> list[PromptSet]:
-    """Read the prompts of each source once. A set is named after its file; files of the same name are named by their
-    paths."""
+    """Read the first `limit` prompts (None: all) of each source, a file or data set id; without sources, of the
+    built-in set. A set is named after its file; files of the same name are named by their paths."""
     if not sources:
         return [PromptSet(BUILTIN, BUILTIN, read_prompts(BUILTIN_PROMPTS, limit))]
     sources = tuple(dict.fromkeys(sources))
@@ -143,8 +143,8 @@ class Evaluation:
         return True
 
     def refuse_change(self, before: dict[str, Any], now: dict[str, Any], where: str = "") -> None:
-        """Raise ConfigError if settings differ; its message lists each one with old and new value. `where`: start of
-        the message."""
+        """Raise ConfigError if the evaluation's settings `before` (stored) and `now` differ; the message lists each one
+        with old and new value. `where`: words to put before the list."""
         changed = [f"{name} {old} -> {new}" for name, (old, new) in differences(before, now).items()]
         if changed:
             raise ConfigError(

@@ -155,8 +155,8 @@ def _by_token(answers: list[Answer], name: str) -> float:
 
 
 def verdict(results: list[Result]) -> str:
-    """Return the conclusion in Markdown: each rule that is faster than lossless speculation, with the quality it
-    loses."""
+    """Return the conclusion in Markdown: each lossy acceptance rule that is faster than lossless speculation, with the
+    quality it loses."""
     lossy = [result for result in results if not result.lossless]
     faster = [result for result in lossy if result.is_faster]
     if not lossy:

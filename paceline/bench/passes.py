@@ -75,7 +75,7 @@ def random_prompt(seed: int | str, length: int, vocab_size: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One user turn of a prompt: the same token ids for every drafter and engine in a comparison."""
+    """One user turn of a prompt as token ids. In a comparison, all drafters and engines get the same ids."""
 
     name: str
     token_ids: list[int]
@@ -128,7 +128,8 @@ class Pass:
 
     @property
     def seconds(self) -> dict[str, float | None]:
-        """Seconds by stage. Transformers reports only the total, "wall"."""
+        """Seconds by stage: "prefill", "draft", "verify", "host" (the rest) and "wall" (all). Transformers reports only
+        "wall"; the others get None."""
         if self.prefill_s is None:
             return {"prefill": None, "draft": None, "verify": None, "host": None, "wall": self.wall_s}
         stages = {"prefill": self.prefill_s, "draft": self.draft_s, "verify": self.verify_s}
@@ -215,8 +216,8 @@ class Engines:
         self._made[name] = self._llm.new_engine(drafter)
 
     def use(self, name: str) -> Engine:
-        """Switch the LLM to this drafter and its engine, and empty the cache, so that no prefix of an earlier pass is
-        reused."""
+        """Switch the LLM to the drafter that was added under `name` and to its engine, and empty the cache, so that no
+        prefix of an earlier pass is reused."""
         llm = self._llm
         llm.engine, llm.drafter = self._made[name], self[name]
         llm.target.set_taps(llm.drafter.tap_layers)
@@ -229,7 +230,8 @@ class Engines:
 
 
 def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[list[Request], int]:
-    """Return one request per user turn, and the number of turns that were left out because they exceed the context.
+    """Return one request per user turn, and the number of turns that were left out because prompt and `max_tokens` of
+    answer exceed the context.
 
     A later turn follows the plain greedy answers to the earlier ones, so that all drafters get the same tokens. Raises
     ContextLengthError if no turn fits.
@@ -260,8 +262,9 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
 
 
 def parting(target: Target, prompt_ids: list[int], ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
-    """Compare two answers: return (number of equal tokens before the first difference, target's best logit minus its
-    second-best there), or None if they are equal. A gap of 0 is a tie. The engine must be idle: a cache row is used."""
+    """Compare two answers (`ours`, `theirs`) to a prompt: return (number of equal tokens before the first difference,
+    target's best logit minus its second-best at that place), or None if they are equal. A gap of 0 is a tie. The engine
+    must be idle: a cache row is used."""
     index = first_difference(ours, theirs)
     if index is None:
         return None

@@ -252,7 +252,8 @@ class MockBench:
         return drafter
 
     def run(self, on_pass: Callable[[str], None] = ignore) -> None:
-        """Run all settings `repeat` times, in alternating order, after a short warm-up of each."""
+        """Run all settings (batch size, acceptance length, chain or tree of drafts) `repeat` times, in alternating
+        order, after a short warm-up of each. `on_pass`: gets a text on the setting after each pass."""
         for number in range(-1, self.config.repeat):
             for setting in self.settings[:: -1 if number % 2 else 1]:
                 done = self._pass(setting, number)

@@ -43,8 +43,9 @@ class Task:
 
 
 def read_task(given: str, limit: int | None = None) -> Task:
-    """Read a task given as NAME=FILE; NAME is tickets, gsm8k or humaneval, and selects how answers are scored. Raises
-    PromptError for another name, or if the file does not have the task's format."""
+    """Read a task given as NAME=FILE; NAME is tickets, gsm8k or humaneval, and selects how answers are scored. `limit`:
+    use only the file's first rows. Raises PromptError for another name, or if the file does not have the task's
+    format."""
     name, _, file = given.partition("=")
     if name not in SCORERS or not file:
         raise PromptError(f"task {given!r:.80} is none: write it as NAME=FILE, of {', '.join(SCORERS)}")
@@ -69,8 +70,8 @@ def read_task(given: str, limit: int | None = None) -> Task:
 
 
 def score_ticket(row: Row, text: str) -> bool:
-    """Return True if the text is a JSON object with the `policy_id` and `action` that the row's last message gives as
-    "Policy ID: ACTION"."""
+    """Return True if the text is a JSON object with the right `policy_id` and `action`. The row's last message contains
+    them as "Policy ID: ACTION"."""
     expected = re.search(r"Policy (\S+): (\S+)", row["messages"][-1]["content"])
     try:
         answer = json.loads(text)

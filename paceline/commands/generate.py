@@ -135,7 +135,7 @@ def _compared(plain: Beside | None, peer: Beside | None) -> dict[str, Any]:
 
 def model_and_prompt(words: list[str], has_model: bool, prompt_file: Path | None) -> tuple[str | None, str]:
     """Return (model name or None, prompt) from the words of the command line; with `prompt_file` the prompt is read
-    from it."""
+    from it. `has_model`: --model was given, so that a model name among the words is an error (PromptError)."""
     words = list(words)
     if prompt_file is None:
         prompt = prompt_of(words.pop() if words else None, "paceline generate")

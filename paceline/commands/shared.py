@@ -160,8 +160,8 @@ MaxTV = Annotated[
 
 
 def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
-    """Return the lossy rule of --lossy and --max-tv. Raises SamplingError (invalid rule), ConfigError (--max-tv
-    alone)."""
+    """Parse a lossy acceptance rule, `text` (--lossy); `max_tv` (--max-tv) replaces its limit of total variation.
+    Returns None without a rule. Raises SamplingError (invalid rule), ConfigError (--max-tv alone)."""
     if text is None:
         refuse(
             ConfigError,

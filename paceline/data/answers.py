@@ -45,8 +45,8 @@ best first, and their log-probabilities in nats (temperature 1, before penalties
 
 
 class Kept(Protocol):
-    """Interface of a storage for answers: a `Regenerator` writes to it and resumes from it. AnswerShards implements
-    it."""
+    """Interface of a storage for the target's answers to prompts: the class that generates them (`Regenerator`) writes
+    to it, and resumes from it after a crash. AnswerShards implements it."""
 
     folder: Path
 

@@ -58,9 +58,9 @@ class MessageError(PromptError):
 
 
 def normalised(messages: Any, field: str = "messages") -> list[Message]:
-    """Return the conversation in normal form: contents and call arguments as text, old keys replaced. Normal form is
-    returned unchanged. `field`: path of `messages`, for errors. Raises MessageError on unknown keys, parts that are not
-    text, and call arguments that are not a JSON object."""
+    """Return the conversation in normal form: contents and call arguments as text, older keys replaced (such as
+    `function_call` by `tool_calls`). Normal form is returned unchanged. `field`: path of `messages`, for errors. Raises
+    MessageError on unknown keys, parts that are not text, and call arguments that are not a JSON object."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise MessageError(field, 'must be a list of {"role": ..., "content": ...}')
     return [_message(message, f"{field}[{place}]") for place, message in enumerate(messages)]
@@ -97,8 +97,8 @@ def _string(message: Message, key: str, field: str) -> str:
 
 
 def content_text(content: Any, field: str = "content") -> str:
-    """Return the text of a message's content. Several parts are joined by line breaks, as in vLLM. Raises
-    MessageError."""
+    """Return the text of a message's content. Several parts are joined by line breaks, as in vLLM. `field`: path of the
+    content, for errors. Raises MessageError."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, Mapping) or not isinstance(content, Iterable):
@@ -200,7 +200,8 @@ def _finite(digits: str) -> float:
 
 
 def normalised_tools(tools: Any, field: str = "tools") -> list[dict[str, Any]]:
-    """Return the tools of a request with their keys in a fixed order and without nulls. Raises MessageError."""
+    """Return the tools of a request with their keys in a fixed order and without nulls. `field`: path of `tools`, for
+    errors. Raises MessageError."""
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
         raise MessageError(field, 'must be a list of {"type": "function", "function": {"name": ...}}')
     return [_tool(tool, f"{field}[{place}]") for place, tool in enumerate(tools)]

@@ -121,7 +121,7 @@ def read_prompts(
 
     A malformed row, or one of unknown format, raises PromptError with its file and line; with `dropped`, it is skipped
     and counted there by reason. Row keys that are not read are counted in `dropped`, or logged without it. With
-    `strict`, both raise PromptError. So does a source without a single prompt.
+    `strict`, malformed rows and unread keys always raise PromptError. A source without a single prompt raises it, too.
     """
     if limit is not None and limit < 1:
         raise PromptError(f"limit must be at least 1, not {limit}")

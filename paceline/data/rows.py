@@ -229,7 +229,8 @@ def _hub_files(repo_id: str, config: str | None, split: str, name: str) -> Itera
 
 def choose_files(listed: list[str], config: str | None, split: str, name: str) -> list[str]:
     """Return the data files of one config (subset of a hub data set) and one split (default: train), out of all files
-    `listed` in its repository. Raises PromptError, which lists the existing files, if there are no such files."""
+    `listed` in its repository. `name`: the data set, for errors. Raises PromptError, which lists the existing files, if
+    there are no such files."""
     endings = (".parquet",) if any(file.endswith(".parquet") for file in listed) else JSON_ENDS
     files = [
         file

@@ -50,8 +50,8 @@ class ChainPath(Protocol):
     ) -> Tensor:
         """Append cache entries for newly verified positions: row `rows[i]` gets `counts[i]` entries after its first
         `starts[i]`. `tokens`: the token after each of these positions, row by row. `taps_TF`: the target's hidden
-        states [F] at these positions; rows beyond the number of tokens are ignored. Returns the drafting state [B, D]
-        after the last entry of each of the B rows."""
+        states at these positions, F = tapped layers * hidden size; rows beyond the number of tokens are ignored.
+        Returns the drafting state [B, D] after the last entry of each of the B rows."""
         ...
 
     def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class ChainedDrafter(TappedDrafter):
     requests get deterministic drafts. For sampled requests, drafts are sampled, and returned with the distribution that
     they were sampled from. Where verification accepts a draft only if the target samples the same token, drafts may
     instead be predictions of that token, computed from the target's sampling noise. `bind` of a subclass calls
-    `_bind_path`, then `_begin`."""
+    `_bind_path` (makes the network's decode path), then `_begin` (allocates drafting states)."""
 
     is_stepwise, has_own_threads = True, False
     looks_ahead = 1

@@ -148,9 +148,9 @@ class Pool:
         self._let_go()
 
     def start(self, seq: Sequence, trial_drafter: Drafter | None = None) -> None:
-        """Assign a drafter to `seq` and start it there: the one that `seq.drafter` names if it is open, else the
-        default. With `trial_drafter`, assign that drafter instead: it is outside the pool, already bound, and released
-        when the sequence ends."""
+        """Assign a drafter to `seq` and reset that drafter's state for its row: the drafter that `seq.drafter` names if
+        new sequences may get it, else the default. With `trial_drafter`, assign that drafter instead: it is outside the
+        pool, already bound, and released when the sequence ends."""
         member = self.members.get(seq.drafter) or (self._plain if seq.drafter == NONE else self.default)
         member = (
             Member(trial_drafter.name, trial_drafter) if trial_drafter else member if member.is_open else self.default

@@ -33,7 +33,7 @@ MOST_UNSORTED = 16
 
 class TappedDrafter(Drafter):
     """Base class of drafters that read the target's hidden states (features). It stores each row's features until keys
-    and values are computed from them. `bind` of a subclass calls `_bind_path`."""
+    and values are computed from them. `bind` of a subclass calls `_bind_path`, which makes the decode path."""
 
     network: Any
     """The network as an nn.Module, with the weights as they were read."""
@@ -195,8 +195,9 @@ class PendingFeatures:
 
 
 def features_of(observed: list[Observed]) -> Tensor:
-    """Returns the features [T, F] (target's hidden states) of all these positions, in order. A single observation at
-    the beginning of its pass is not copied: the result may then have further rows, of other positions of that pass."""
+    """Returns the features (target's hidden states) of all T observed positions, in order: [T, F], F = tapped layers *
+    hidden size. A single observation at the beginning of its pass is not copied: the result may then have further rows,
+    of other positions of that pass."""
     if len(observed) == 1 and observed[0].begin == 0 and observed[0].taps_TF is not None:
         return observed[0].taps_TF
     return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])

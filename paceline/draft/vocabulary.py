@@ -43,7 +43,7 @@ ALL_TOKENS = Vocabulary()
 
 def split(tensors: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
     """Splits the tensors of a drafter's file into (network, draft vocabulary with LM head, tensors that are not used).
-    Raises ModelFileError if the draft vocabulary is inconsistent."""
+    Raises ModelFileError, which names `path`, if the draft vocabulary is inconsistent."""
     special = (HEAD, OFFSETS, IS_DRAFTED, *TARGETS_OWN)
     network = {name: tensor for name, tensor in tensors.items() if name not in special}
     others = {name: tensors[name] for name in TARGETS_OWN if name in tensors}

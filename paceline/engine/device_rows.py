@@ -58,7 +58,8 @@ _NUM_INTS = 6
 
 @dataclass(slots=True)
 class RowState:
-    """Device tensors [B] with the values of the first B rows; writing to them changes the rows."""
+    """State of the first B cache rows as device tensors [B]: cached length, last committed token, tokens left to
+    generate, maximum drafts, and sampling parameters. Writing to them changes the rows."""
 
     length_B: Tensor
     anchor_B: Tensor
@@ -85,8 +86,8 @@ class RowState:
 
 
 class DeviceRows:
-    """Values of all cache rows on the device. The host copies its values there only if the device's own result differs:
-    a row joined or left, its number of drafts changed, or its answer was cut short."""
+    """Decoding state and sampling parameters of all cache rows, on the device. The host copies its values there only if
+    the device's own result differs: a row joined or left, its number of drafts changed, or its answer was cut short."""
 
     def __init__(self, num_rows: int, max_len: int, device: torch.device) -> None:
         self._max_len, is_cuda = max_len, device.type == "cuda"
@@ -99,7 +100,7 @@ class DeviceRows:
         self._mocked: dict[int, tuple[Rule, Sequence]] = {}
 
     def first(self, num_rows: int) -> RowState:
-        """Returns the values of the first `num_rows` rows, as views of the device tensor."""
+        """Returns state and sampling parameters of the first `num_rows` rows, as views of the device tensor."""
         ints, floats = self.values[:_NUM_INTS, :num_rows], self.values[_NUM_INTS:, :num_rows].view(torch.float64)
         length_B, anchor_B, left_B, most_B, seed_B, top_k_B = ints.unbind()
         return RowState(length_B, anchor_B, left_B, most_B, Draws(seed_B, top_k_B, *floats.unbind()))
@@ -126,7 +127,8 @@ class DeviceRows:
         self._known = wanted
 
     def moved(self, row: int, num_accepted: int, bonus: int) -> None:
-        """Update the host's copy of a row with the result that the device computed."""
+        """Update the host's copy of a row with the result that the device computed: the number of accepted drafts and
+        the bonus token. A negative bonus token makes the row idle."""
         known = self._known[row]
         if bonus < 0:
             self._known[row] = known._replace(left=0)

@@ -52,9 +52,9 @@ class LLM:
     """A model with its drafter. `settings` are the fields of `EngineConfig`; `drafter` may also be a Drafter object.
 
     `drafters` gives several drafters by name. The first is the default; `router` chooses another for requests that were
-    added with their classes (`engine.add`). `allow_lossy` permits lossy rules (`SamplingParams.lossy`) with at most
-    `max_tv` mean total variation. Raises the errors of paceline.errors: a missing model, a drafter for another target,
-    a KV cache beyond the memory budget.
+    added with request classes (names of groups of similar requests; `engine.add`). `allow_lossy` permits lossy rules
+    (`SamplingParams.lossy`) with at most `max_tv` mean total variation. Raises the errors of paceline.errors: a missing
+    model, a drafter for another target, a KV cache beyond the memory budget.
     """
 
     def __init__(

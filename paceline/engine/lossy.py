@@ -39,10 +39,11 @@ def checked_row(seq: Sequence, tokens: list[int], draft_probs_KV: Tensor | None,
 def judge_lossy(
     seq: Sequence, tokens: list[int], tree: Tree | None, draft_probs_KV: Tensor | None, logits_JV: Tensor
 ) -> tuple[RowVerdict, list[int]]:
-    """Judges one row's drafts by its lossy rule. Returns (verdict, indices of the accepted drafts, root to leaf). The
-    verdict's next token is NO_TOKEN if the logits give no distribution.
+    """Judges one row's drafts (`tokens`, in a chain or, if given, a tree) by its lossy rule. Returns (verdict, indices
+    of the accepted drafts, root to leaf). The verdict's next token is NO_TOKEN if the logits give no distribution.
 
-    `logits_JV`: the model's own logits after the anchor (last committed token), then after each draft.
+    `draft_probs_KV`: distributions that the drafts were sampled from, if they were. `logits_JV`: the model's own logits
+    after the anchor (last committed token), then after each draft.
     """
     assert seq.params.lossy is not None and seq.ledger is not None
     params, uniforms, lossy = seq.params, Uniforms.of(seq), seq.params.lossy

@@ -87,7 +87,7 @@ def fail(batch: Batch, verdict: Verdict) -> None:
 
 def verify_input(batch: Batch, draft: DraftBlock, only_argmax: bool = False) -> ForwardBatch:
     """Returns the input of the target's verify pass: each row's anchor (last committed token) and drafts, row after
-    row."""
+    row. `only_argmax`: the pass need not compute logits, only each position's most probable token."""
     counts = [1 + len(tokens) for tokens in draft.tokens_B]
     rows = zip(batch.sequences, draft.tokens_B, strict=True)
     packed = [token for seq, tokens in rows for token in (seq.tokens[-1], *tokens)]
@@ -292,8 +292,8 @@ class RuleJudge:
 
 
 def failure_reason(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
-    """Returns the reason why a row has no next token, as a text. `logits_JV`: the model's own logits before penalties
-    and grammar; None if they do not matter."""
+    """Returns the reason why a row has no token after its `num_accepted` accepted drafts, as a text. `logits_JV`: the
+    model's own logits before penalties and grammar; None if those play no part: the logits were not finite."""
     best_J = [_NONE] * (num_accepted + 1) if logits_JV is None else ForwardOutput(logits_JV, None).best_T()
     if _NONE not in best_J:
         place = len(seq.tokens) + num_accepted

@@ -38,7 +38,7 @@ class Scheduler:
 
     def admit(self, choose: Callable[[Sequence, list[int]], int | None] | None = None) -> Iterator[Sequence]:
         """Give free cache rows to waiting requests, in order of arrival, and yield these requests. `choose`: function
-        that may select one of the free rows for a request."""
+        (request, free rows) -> row to use; if it is missing or returns None, the cache picks a free row."""
         while self.waiting and self._cache.num_free:
             seq = self.waiting.popleft()
             row = self._cache.allocate(choose(seq, self._cache.free_rows) if choose else None)

@@ -25,8 +25,8 @@ def forbidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[i
 
 
 def shape(seq: Sequence, logits_JV: Tensor, draft_tokens: list[int]) -> Tensor:
-    """Returns a copy of the logits [J, V] in which forbidden tokens are -inf, or the same logits if nothing is
-    forbidden. `draft_tokens`: drafts of the verified positions."""
+    """Applies the request's bad words and minimum length: returns a copy of the logits [J, V] in which tokens forbidden
+    by them are -inf, or the same logits if nothing is forbidden. `draft_tokens`: drafts of the verified positions."""
     if not seq.shapes_logits:
         return logits_JV
     logits_JV, num_vocab = logits_JV.clone(), logits_JV.shape[-1]

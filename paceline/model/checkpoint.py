@@ -252,8 +252,8 @@ tensors and a header of 3 MB."""
 
 
 def check_header(file: Path) -> None:
-    """Raises ModelFileError if the header of a safetensors file is larger than MOST_HEADER_BYTES; the header is not
-    parsed."""
+    """Raises ModelFileError if the header of a safetensors file is larger than 16 MiB (MOST_HEADER_BYTES); does not
+    parse it."""
     with (
         reraised(ModelFileError, f"{file} cannot be read", "fetch the model again", OSError),
         file.open("rb") as opened,
@@ -268,7 +268,7 @@ def check_header(file: Path) -> None:
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """Read all tensors of a safetensors file into memory; returns them by name.
 
-    Raises ModelFileError if its header is larger than MOST_HEADER_BYTES; SafetensorError or OSError if it is damaged.
+    Raises ModelFileError if its header is larger than 16 MiB; SafetensorError or OSError if it is damaged.
     """
     check_header(file)
     return load_file(file)

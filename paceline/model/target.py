@@ -176,7 +176,8 @@ class Target(ABC):
 
     @experts_read.setter
     def experts_read(self, read: float | Tensor | None) -> None:
-        """Set the mean number itself, or the expert indices of each token [layers, tokens, K], counted on access."""
+        """Set the mean number, or the indices [layers, tokens, K] of each token's K experts, from which it is computed
+        when read."""
         self._experts_read = read
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:

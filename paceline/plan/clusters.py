@@ -83,7 +83,7 @@ def language(text: str) -> str:
 
 class Clusters:
     """Assigns requests to a bounded set of clusters, by their classes (see `clusters_of`). A class becomes a cluster at
-    its third request. Until then its requests belong to a less specific cluster, or to OTHER."""
+    its third request. Until then its requests belong to a less specific cluster, or to "other" (OTHER)."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
@@ -96,7 +96,7 @@ class Clusters:
 
     def of(self, classes: Sequence[str]) -> str:
         """Returns the name of a request's cluster, given its classes: the first class that is a cluster or becomes one
-        now, else OTHER."""
+        now, else "other" (OTHER)."""
         self._num_requests, self.evicted = self._num_requests + 1, None
         for name in classes:
             if name in self._known or self._joins(name):

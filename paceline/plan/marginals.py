@@ -162,9 +162,9 @@ class Marginals:
         return Marginals(self.chances_KM[:count], self.num_rounds)
 
     def drawn(self, luck: random.Random) -> Weigh:
-        """Draws the acceptance chances of one random round, because the drafter's confidence varies between rounds.
-        Returns them as a function: (slot, log-probabilities of its candidates) -> chance of each candidate. `luck`: the
-        random number generator."""
+        """Draws the acceptance chances of one simulated round at random around the averages, like a drafter whose
+        confidence varies. Returns them as a function: (slot, log-probabilities of its candidates) -> chance of each
+        candidate. `luck`: the random number generator."""
         return self._weigh([_confidence(luck, own[0]) for own in self.chances_KM])
 
     def _weigh(self, confidence_K: Sequence[float]) -> Weigh:

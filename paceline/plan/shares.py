@@ -43,8 +43,8 @@ class Want:
 
 def gains_of(chances: Sequence[float]) -> list[float]:
     """Returns each draft's gain in expected tokens: the chance that it and all earlier drafts are accepted. The list
-    ends before the first gain below LEAST_GAIN. `chances`: acceptance chance of each draft if all earlier ones are
-    accepted."""
+    ends before the first gain below 0.01 (LEAST_GAIN). `chances`: acceptance chance of each draft if all earlier ones
+    are accepted."""
     gain, gains = 1.0, []
     for chance in chances:
         gain *= chance
@@ -68,7 +68,8 @@ def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[fl
 
 def spared_by(row: Row, take: Take) -> float:
     """Returns the share of rounds that drafts save a row: 1 - 1 / E, if it expects E tokens per round with the drafts
-    in `take` (source and number of drafts); 0 without drafts. Input `spared` of `share_out`, summed over rows."""
+    in `take` (source and number of drafts); 0 without drafts. The sum over rows is the input `spared` of
+    `share_out`."""
     offer = next((offer for offer in row.offers if offer.source == take.source), None) if take.count else None
     return 1 - 1 / (1 + sum(gains_of(offer.chances[: take.count]))) if offer else 0.0
 
@@ -101,9 +102,9 @@ class Drafted:
 
 def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) -> list[int]:
     """Returns the number of drafts that each row verifies; grows the rows' draft trees on the way. `share`: function
-    that decides these numbers, given the drafts of each row. Trees start with at most FIRST_NODES nodes; the limit
-    doubles while more than half of the nodes of one tree would be verified. Most nodes are not worth verifying, and
-    considering a node takes as long as verifying it."""
+    that decides these numbers, given the drafts of each row. At first trees have at most 24 nodes (FIRST_NODES),
+    because few nodes are worth verifying, and considering one takes as long as verifying it; the limit doubles while
+    more than half of the nodes of one tree would be verified."""
     limit = FIRST_NODES
     while True:
         counts = share([each.want(limit) for each in drafted])
@@ -118,7 +119,7 @@ def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) 
 
 class TreeWorth:
     """Decides whether the next round uses draft trees. Candidates and trees take host time even if a chain results in
-    the end. While trees are not worth that time, they are tried only once in TREE_EVERY rounds."""
+    the end. While trees are not worth that time, they are tried only once in 16 rounds (TREE_EVERY)."""
 
     def __init__(self) -> None:
         self._worth = 0.0
@@ -188,8 +189,8 @@ def share_out(
     spared: float = 0.0,
     sooner: bool = False,
 ) -> list[int]:
-    """Returns the number of drafts to verify of each want (a row and its drafts). Adds the most valuable drafts of all
-    rows first, while the round takes at most `most_s` seconds, and selects the best of these rounds.
+    """Returns the number of drafts to verify of each want (a row and its drafts). Adds the drafts of all rows one by
+    one, the most valuable first, while the round takes at most `most_s` seconds; selects the best of all these rounds.
 
     `rate`: tokens per second that rounds reach anyway. `num_rows`: all rows that decode. `num_fixed`: drafts of rows
     that are not among the wants, verified in any case. The best round has the largest surplus: its expected draft

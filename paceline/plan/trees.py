@@ -44,7 +44,8 @@ class Candidates:
     have no candidates."""
 
     def at(self, path: Sequence[int]) -> Likely:
-        """Returns the candidates of the next slot after a path: the tokens drafted at all earlier slots."""
+        """Returns (token ids, log-probabilities) of the candidates of the next slot after a path: the tokens drafted at
+        all earlier slots."""
         if self.branches is not None:
             return self.branches.get(tuple(path), ([], []))
         slot = len(path)
@@ -105,7 +106,7 @@ class Tree:
         return spine[1:]
 
     def children(self) -> dict[tuple[int, int], int]:
-        """Maps (index of the parent, token id) to the index of the node."""
+        """Maps (index of the parent or -1, as in `parents`; token id) to the index of the node."""
         return {
             (parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True))
         }
@@ -123,7 +124,7 @@ def drafter_probs(slot: int, logprobs: list[float]) -> list[float]:
 
 class Growing:
     """A draft tree that grows node by node, each time by the candidate most likely to be accepted; nodes with a chance
-    below LEAST_GAIN are not added."""
+    below 0.005 (LEAST_GAIN) are not added."""
 
     def __init__(self, candidates: Candidates, weigh: Weigh) -> None:
         self.tree = Tree([], [], [], [], [])
@@ -135,8 +136,8 @@ class Growing:
 
     @property
     def is_whole(self) -> bool:
-        """True if the tree cannot grow further: the row's cache has no free position for another node, or no further
-        node has a chance of at least LEAST_GAIN to be accepted."""
+        """True if the tree cannot grow further: the row's cache has no free position for another node, or every further
+        node has a chance below 0.005 (LEAST_GAIN) to be accepted."""
         return (
             len(self.tree.tokens) >= self._candidates.most or not self._frontier or -self._frontier[0][0] < LEAST_GAIN
         )
@@ -176,8 +177,8 @@ class Growing:
 
 def grow(candidates: Candidates, weigh: Weigh, most: int) -> Tree:
     """Returns the tree of those nodes, at most `most`, that are most likely to be accepted; leaves out nodes with a
-    chance below LEAST_GAIN. `weigh`: function (draft position, log-probabilities of its candidates) -> acceptance
-    chance of each candidate, such as `drafter_probs`."""
+    chance below 0.005 (LEAST_GAIN). `weigh`: function (draft position, log-probabilities of its candidates) ->
+    acceptance chance of each candidate, such as `drafter_probs`."""
     return Growing(candidates, weigh).to(most)
 
 

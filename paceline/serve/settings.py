@@ -170,9 +170,10 @@ class TraceConfig:
 
 
 def speculation(text: str, num_drafted: int | None, drafter: str) -> dict[str, object]:
-    """Convert the text of `--speculate` (auto, full, off, a number of drafts, or tree:N) to engine settings: field ->
-    value. `num_drafted`, `drafter`: values of these engine settings that hold unless `text` determines them. Raises
-    ConfigError for an unknown text, or if both `text` and `num_drafted` give a number."""
+    """Convert `text`, the value of `--speculate` (auto, full, off, a number of drafts, or tree:N), to the engine
+    settings "plan", "num_drafted" (drafts per round) and "drafter". The arguments `num_drafted` and `drafter` are
+    returned unchanged, except that "off" disables drafting and a number replaces `num_drafted`. Raises ConfigError for
+    an unknown text, or if `text` is a number and `num_drafted` is not None."""
     if text in ("auto", "full"):
         return {"plan": "auto" if text == "auto" else "fixed", "num_drafted": num_drafted, "drafter": drafter}
     if text in ("off", "0"):

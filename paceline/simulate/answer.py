@@ -86,8 +86,9 @@ class Setup:
 
 
 def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
-    """Returns the costs of a round that `config` selects. If `config` asks for an overhead (constant seconds added to
-    every round), it is computed for the first load's context. Warnings depend on all `loads`. Raises PacelineError."""
+    """Returns the costs of a round that `config` selects, with warnings for `loads` (batch sizes and context lengths to
+    predict). If `config` requests an overhead (constant seconds added to every round), it is determined at the context
+    length of the first load. Raises PacelineError."""
     setup = _source(config, loads)
     overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
     if overhead:
@@ -148,9 +149,9 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
 def deployment_of(
     config: CostsConfig, known: Precisions, measured: Machine | None = None, locality: float = 0.0
 ) -> Deployment:
-    """Returns the machine, number formats and expert locality of a prediction. Values set in `config` take precedence.
-    Defaults: `measured` (None: this machine), `known` (the model's number formats) and `locality` (0: positions select
-    experts independently; 1: all positions of a sequence share them)."""
+    """Returns the machine, number formats and expert locality of a prediction: those set in `config`, else these
+    defaults. `known`: the model's number formats. `measured`: the machine; None: this machine. `locality`: expert
+    locality, from 0 (every position selects its experts independently) to 1 (positions of a sequence share them)."""
     number, name = counted(config.hardware)
     if number > 1 and config.gpus not in (1, number):
         raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")

@@ -55,8 +55,8 @@ def page(this_machine: Machine | None = None) -> str:
 
 
 def joined(names: Sequence[str] = SCRIPTS) -> str:
-    """Returns one script: first the two JSON tables that the page's JavaScript files use, then the files `names`,
-    without their import lines."""
+    """Returns the page's JavaScript as one script: the two JSON tables that its files import (config.json keys, command
+    line flags) as constants, then the files `names` without their import lines."""
     tables = f"const CONFIG_KEYS = {embedded(catalogue.KEYS)}, FLAGS = {embedded(FLAGS)};\n"
     return tables + "".join(IMPORT.sub("", _read(name)) for name in names)
 
@@ -83,7 +83,8 @@ def data(this_machine: Machine | None = None) -> dict[str, Any]:
 
 
 def measured() -> dict[str, dict[str, Any]]:
-    """Returns the measured speed-ups shown in the page's chart: name of a series -> its label, note and points."""
+    """Returns the measured speed-ups in the page's chart: name of a series ("published", "own") -> its "label", "note"
+    and "points". A point has "label", "batch", "tokens_per_round", "speedup" over plain decoding and "is_mocked"."""
     system = landmarks.TOLD["systems"][0]
     points = [each for each in system["points"] if "tokens_per_round" in each]
     published = [

@@ -35,7 +35,7 @@ WAYS = {"token by token": (0.75, None), "in blocks": (0.89, 16)}
 @dataclass(frozen=True, slots=True)
 class Served:
     """One published decoding rate of a system, in tokens/s of one stream, with the published and the predicted speed-up
-    over plain decoding. Speed-ups compare the rates of all streams together."""
+    over plain decoding. A speed-up is a ratio of total rates: tokens/s summed over all streams."""
 
     system: str
     setting: str
@@ -162,9 +162,10 @@ def best_lengths() -> Iterator[BestLengths]:
 
 
 def experts() -> list[tuple[int, float, float, float]]:
-    """Returns (positions, measured, predicted, predicted with locality) for several numbers of consecutive positions of
-    one sequence. The last three are numbers of distinct experts that one layer reads if each position uses 8 of 256:
-    predicted for independent positions, and with MEASURED_LOCALITY, the expert locality that fits the measurement."""
+    """Returns how many distinct experts one layer reads for several consecutive positions of one sequence, if each
+    position uses 8 of 256. A row: (number of positions, measured number of experts, number predicted for positions that
+    select experts independently, number predicted with MEASURED_LOCALITY, the expert locality that fits the measured
+    ones)."""
     table = TOLD["experts"]
     return [
         (

@@ -71,7 +71,8 @@ def _rate_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
 
 
 def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
-    """Returns sentences on the limits of the acceptance data, e.g. for draft positions beyond `acceptance.depth`."""
+    """Returns sentences on the limits of the acceptance data, e.g. if `load` has more draft positions than the data
+    (`acceptance.depth`)."""
     if acceptance.kind == "constant":
         return [TEXTS["constant"]]
     limits = []
@@ -92,7 +93,8 @@ def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Loa
 
 
 def memory_warning(need: MemoryNeed, load: Load, deployment: Deployment, shape: ModelShape | None = None) -> str | None:
-    """Returns a warning with the sufficient number of GPUs if weights and caches do not fit into memory, or None."""
+    """Returns a warning with the sufficient number of GPUs if weights and caches (`need`) do not fit into memory, else
+    None. With `shape`, this number is one by which the attention heads can be divided, if there is any."""
     if need.fits:
         return None
     weights, cache, memory = need.weight_bytes, need.cache_bytes, need.memory_bytes

@@ -179,7 +179,9 @@ def _numbers(text: str, whole: str) -> list[float]:
 
 
 def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
-    """Reads the acceptance of a bench run, a trace or a server's log. Raises ConfigError for any other file."""
+    """Reads the acceptance of a bench run, a trace or a server's log. `drafter`: in a bench run, the drafter whose
+    result to use (default: the one with the most tokens per round); in a server's log, the model. Raises ConfigError
+    for any other file."""
     file = path / "results.json" if path.is_dir() else path
     if _is_servers(file):
         return _of_server(file, drafter or None)
@@ -289,7 +291,8 @@ class Prediction:
 
 
 def curve(round_s: Sequence[float], acceptance: Acceptance) -> list[tuple[int, float]]:
-    """Returns (drafts, speed-up) pairs, from 0 drafts on. `round_s[g]`: seconds of a round with g drafts."""
+    """Returns (drafts, speed-up over plain decoding) pairs, from 0 drafts on. `round_s[g]`: seconds of a round with g
+    drafts."""
     return [(length, tokens_per_round(acceptance, length) * round_s[0] / spent) for length, spent in enumerate(round_s)]
 
 

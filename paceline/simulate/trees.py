@@ -24,7 +24,7 @@ BEST = "best"
 
 @dataclass(frozen=True, slots=True)
 class TreePoint:
-    """Prediction for trees of `nodes` drafts, one for each sequence in every round."""
+    """Prediction for decoding with draft trees: in every round, each sequence gets a tree of `nodes` drafts."""
 
     nodes: int
     tokens_per_round: float
@@ -63,8 +63,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def expected_of(marginals: Marginals, num_slots: int) -> list[Expected]:
-    """Returns mean tokens and depth of trees with 0, 1, ... MOST_NODES drafts, over the first `num_slots` draft
-    positions."""
+    """Returns, for draft trees with 0, 1, ... MOST_NODES drafts, the mean acceptance length (tokens per round) and the
+    mean depth (drafts on the longest path). `marginals`: acceptance chances by draft position and candidate rank, of
+    which the first `num_slots` positions are used."""
     if not num_slots:
         return [Expected(1.0, 0.0)] * (MOST_NODES + 1)
     return marginals.first_slots(num_slots).expected(MOST_NODES)
@@ -78,8 +79,9 @@ def predict_trees(
     sizes: Sequence[int],
     has_unit: bool = True,
 ) -> TreePrediction:
-    """Predicts trees for one load: the best size, and the requested `sizes`. `expected`: result of `expected_of`.
-    `chain`: prediction of chains for the same load. `has_unit`: True if costs are in seconds."""
+    """Predicts draft trees for one load: the best size, and the requested `sizes` (drafts per tree). `expected[n]`:
+    acceptance length and depth of trees with n drafts. `chain`: prediction of chains for the same load. `has_unit`:
+    True if costs are in seconds."""
 
     def point(nodes: int) -> TreePoint:
         tokens, depth = expected[nodes]

@@ -49,7 +49,8 @@ def target_hash(name: str) -> str:
 
 def write_card(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> Path:
     """Writes README.md into the drafter's folder. `figures`: steps, blocks, eal (expected acceptance length), loss,
-    prompts; `served`: contents of heldout.json. Raises CacheError."""
+    prompts; `served`: the results on held-out prompts in the engine (contents of heldout.json), such as
+    tokens_per_round and speedup. Raises CacheError."""
     file = drafter / "README.md"
     write_whole(file, card_text(config, drafter, figures, served))
     return file
@@ -97,7 +98,8 @@ def _kind(config: TrainConfig, drafter: Path, raw: dict[str, Any], named: str) -
 
 def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> str:
     """Returns the drafter's card as Markdown, with the YAML header that the hub reads. `figures`: steps, blocks, eal
-    (expected acceptance length), loss, prompts; `served`: contents of heldout.json."""
+    (expected acceptance length), loss, prompts; `served`: the results on held-out prompts in the engine (contents of
+    heldout.json), such as tokens_per_round and speedup."""
     raw = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
     target = config.target.model
     licence = BUILTINS[target].licence.lower() if target in BUILTINS else "other"

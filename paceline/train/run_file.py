@@ -60,8 +60,8 @@ def read_run_file(file: Path, notice: Callable[[str], None] = ignore) -> dict[st
 
 
 def drop_removed(file: Path, loop: dict[str, Any], notice: Callable[[str], None]) -> None:
-    """Removes fields of a stored LoopConfig that only earlier versions had, with a note. Raises ConfigError if
-    `round_starts` is set: it decided where blocks begin."""
+    """Removes from `loop`, the stored fields of a LoopConfig, those that only earlier versions had; `notice` gets a
+    note. Raises ConfigError if the earlier field `round_starts`, which set where blocks begin, is not 0."""
     if loop.pop("round_starts", 0.0) != 0.0:
         raise ConfigError(
             f"{file}: this version has no loop.round_starts: remove it, blocks then begin at random places"
@@ -80,14 +80,14 @@ def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
 
 def config_of(tree: Mapping[str, Any], source: Path | str = RUN_FILE) -> TrainConfig:
     """Returns the TrainConfig of a tree (nested dicts) from `read_run_file`; all fields in the tree count as given by
-    the user. Raises ConfigError."""
+    the user. `source`: the tree's file, for errors. Raises ConfigError."""
     config = settings_of(TrainConfig, tree, source, "see paceline train --help")
     return dataclasses.replace(config, given=tuple(leaves(tree)))
 
 
 def settings_of(owner: type, tree: Mapping[str, Any], source: Path | str, remedy: str) -> Any:
-    """Returns the dataclass `owner` with the values of a tree from `read_settings`. Raises ConfigError, with the
-    remedy, for a value of a wrong type."""
+    """Returns an instance of the dataclass `owner` with the values of a tree from `read_settings`. Raises ConfigError
+    for a value of a wrong type; its message has `source`, the tree's file, and the advice `remedy`."""
     return _built(owner, tree, "", source, remedy)
 
 
@@ -106,7 +106,8 @@ def overlaid(tree: Mapping[str, Any], config: TrainConfig, names: set[str]) -> d
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the full names of the values in a tree, such as shape.num_layers."""
+    """Yields the full names of the values in a tree (nested dicts), such as shape.num_layers. `prefix`: put before each
+    name."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")

@@ -114,9 +114,9 @@ def read_finished(folder: Path) -> Finished:
 def heldout_server(
     target: EngineConfig, raw: dict[str, Any], documents: list[Document], max_tokens: int, draft_ids: Tensor | None
 ) -> Callable[[dict[str, Tensor]], float]:
-    """Returns a function: weights -> acceptance length of a few held-out prompts in the real engine, with the weights
-    in bfloat16 as in the finished drafter. Its first call loads the model a second time. `raw`: the drafter's
-    config.json."""
+    """Returns a function: weights -> acceptance length in the real engine, which answers the prompts of `documents`
+    with at most `max_tokens` tokens each; the weights are rounded to bfloat16 as in the finished drafter. The first
+    call loads the target a second time. `raw`: the drafter's config.json; `draft_ids`: its draft vocabulary."""
     load = functools.cache(partial(_loaded, target, documents, max_tokens))
 
     def served(weights: dict[str, Tensor]) -> float:
@@ -160,7 +160,8 @@ def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> f
 def accepted_at(
     drafter: DFlashTrainable, packer: Packer, head: Head, embedding_VD: Tensor, number: int
 ) -> NDArray[np.int64]:
-    """Returns, for each possible anchor of document `number`, how many drafts of its block would be accepted, [P]."""
+    """Returns the number of accepted drafts [P] of a block that begins at each of the P answer positions of document
+    `number` of `packer`, teacher-forced. `head`: the LM head; embedding_VD: the target's embedding matrix."""
     document = packer.documents[number]
     places = np.arange(document.answer_start, len(document) - 1)
     accepted = [np.zeros(0, dtype=np.int64)]
@@ -182,10 +183,11 @@ def starts_of(accepted_P: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Document], max_tokens: int) -> dict[str, Any]:
-    """Returns all figures measured at the end of a run, for heldout.json: the acceptance length in the engine, with the
-    counts and sample texts behind it; `teacher_forced`, the acceptance length of the first answers by teacher forcing;
-    and tokens/s of one stream without a drafter and with this one. The drafter that ships for the target is also
-    measured, if it is on this machine."""
+    """Returns the contents of heldout.json: all figures measured at the end of a run, with answers of up to
+    `max_tokens` tokens to the prompts of `documents`. "tokens_per_round": acceptance length in the engine, with the
+    counts and sample texts behind it. "served_of_walked" and, for DFlash, "teacher_forced": that of the first answers
+    only, in the engine and by teacher forcing. "plain_tokens_per_s", "drafted_tokens_per_s": tokens/s of one stream.
+    "default_drafter": figures of the drafter that ships for the target, if it is on this machine."""
     llm = _loaded(target, documents, max_tokens)
     figures, answers = serve_heldout(llm, drafter, documents, max_tokens)
     report = {"tokens_per_round": figures.tokens_per_round, **asdict(figures)}

@@ -116,8 +116,9 @@ class Tilt(NamedTuple):
 
 
 def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
-    """Returns the total variation and the divergence between output and target at the position of a sampled draft.
-    `chance_V`: a(x) of all tokens, from `chances`."""
+    """Returns the total variation and the Kullback-Leibler divergence between the distributions of output and target at
+    the position of a sampled draft. `target_V`, `draft_V`: distributions of target and drafter there; `chance_V`: each
+    token's acceptance probability, from `chances`."""
     extra_V = (draft_V * (chance_V - chances(_LOSSLESS, target_V, draft_V, None))).clamp_(min=0.0)
     tv = float(extra_V.sum(dtype=torch.float64))
 
@@ -134,9 +135,9 @@ def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
 
 
 def lossy_rule(lossy: Lossy, ledger: Ledger) -> rules.Rule:
-    """Returns the lossy rule as a `rules.Rule` for sampled (not greedy) requests whose drafts are chains. The function
-    `follow` judges certain (deterministic) drafts, `drawn` those sampled from a distribution. Adds to `ledger` each
-    decision's distance from the target's distribution."""
+    """Returns a lossy rule (which accepts some drafts that lossless rules reject) as a `rules.Rule`, for sampled (not
+    greedy) requests whose drafts are chains. It judges certain (deterministic) drafts by `follow`, sampled ones by
+    `drawn`, and adds each decision's distance from the target's distribution to `ledger`."""
 
     def verify(row: CheckedRow) -> RowVerdict:
         if row.draft_probs_KV is not None:
@@ -194,8 +195,9 @@ def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[flo
 
 
 def tilt_children(target_V: Tensor, children: list[int], chance_N: list[float]) -> Tilt:
-    """Returns the total variation and the divergence between output and target for certain (deterministic) drafts.
-    `chance_N`: the result of `child_chances`."""
+    """Returns the total variation and the Kullback-Leibler divergence between the distributions of output and target
+    after a tree node with certain (deterministic) drafts, the token ids `children`. `target_V`: the target's
+    distribution there; `chance_N`: the children's acceptance chances, from `child_chances`."""
     known = target_V[torch.tensor(children, device=target_V.device)].tolist()
     outside = max(1.0 - sum(known), 0.0)
     left = math.prod(1.0 - chance for chance in chance_N)
@@ -231,9 +233,10 @@ def follow(
     """Judges a tree of certain (deterministic) drafts; a chain is a tree too. Adds to `ledger` each decision's distance
     from the target's distribution.
 
-    `own`: function that returns the target's own token after the accepted nodes. `probs`: returns the target's
-    distribution there, [V], at temperature 1 for a greedy request. `coin`: returns the random number of a slot (draft
-    position). With lossless settings this equals `rules.match` along the tree, bit for bit.
+    `tokens`: the nodes' token ids; `parents`: index of each node's parent, -1 at the root. `own`: function that returns
+    the target's own token after the accepted nodes. `probs`: returns the target's distribution there, [V], at
+    temperature 1 for a greedy request. `coin`: returns the random number of a slot (draft position). With lossless
+    settings this equals `rules.match` along the tree, bit for bit.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

@@ -99,7 +99,8 @@ class CheckedRow:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A verification rule, which decides which drafts are accepted."""
+    """A verification rule: a function `verify` (one row's drafts and target distributions -> number of accepted drafts
+    and next token), with its name and properties."""
 
     name: str
     verify: Callable[[CheckedRow], RowVerdict]
@@ -179,15 +180,16 @@ def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[floa
 
 
 def accept_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
-    """Returns for each draft min(1, target / draft): its acceptance probability if all earlier drafts are accepted. K
-    numbers."""
+    """Returns for each of the K drafts min(1, target / draft), the ratio of its probabilities: the chance that it is
+    accepted if all earlier drafts are. `draft_probs_KV` None: certain drafts, of probability 1."""
     pairs = zip(drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV), strict=True)
     return [_at_most_one(target, draft) for target, draft in pairs]
 
 
 def prefix_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
-    """Returns pi_0 .. pi_K of block verification (see the module): pi_i is the probability that at least i drafts are
-    accepted. J numbers."""
+    """Returns pi_0 .. pi_K of block verification (see the module): pi_i is the probability that at least i of the K
+    drafts are accepted. Distributions: `draft_probs_KV` (None: certain drafts) at the K drafts, `target_probs_JV` at
+    the J = K + 1 verified positions."""
     probs_J = [1.0]
     targets, drafts = drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV)
     for target, draft in zip(targets, drafts, strict=True):
@@ -213,7 +215,8 @@ def stop_prob(prefix_prob: float, residual_mass: float) -> float:
 
 def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, prefix_prob: float = 1.0) -> Tensor:
     """Returns max(prefix_prob * target - draft, 0) after the first `num_accepted` drafts, [V]: the weights, not
-    normalised, of the token that replaces the next draft."""
+    normalised, of the token that replaces the next draft. `prefix_prob`: pi_i of block verification for i =
+    `num_accepted`; 1 for rejection sampling."""
     weights_V = target_probs_JV[num_accepted] * prefix_prob
     if row.draft_probs_KV is not None:
         return weights_V.sub_(row.draft_probs_KV[num_accepted]).clamp_(min=0.0)

@@ -41,8 +41,9 @@ def kept_drafts(survival: Sequence[float], number: int) -> int:
 
 
 def token_times(survival: Sequence[float], first_s: float, round_s: float, count: int) -> list[tuple[float, int, bool]]:
-    """Return (seconds, number of the round, True for a draft) of `count` tokens: the first token comes after `first_s`,
-    then each round takes `round_s`."""
+    """Return (seconds, number of the round, True for an accepted draft) for each of the `count` tokens of a simulated
+    answer. The first token comes after `first_s` seconds, then each round takes `round_s`. `survival[i]`: share of
+    rounds whose first i + 1 drafts are accepted."""
     times = [(first_s, 0, False)]
     number = 0
     while len(times) < count:
@@ -53,8 +54,8 @@ def token_times(survival: Sequence[float], first_s: float, round_s: float, count
 
 
 def predicted(costs: CostsConfig, config: ChartConfig) -> Timing:
-    """Return the sample text with predicted token times, with and without drafts. Raises PacelineError for invalid
-    costs or acceptance."""
+    """Return predicted token times of a built-in sample text, without and with drafts; no model generates it. Raises
+    PacelineError for invalid costs or acceptance."""
     load = Load(config.batch, config.context, config.max_draft)
     setup, acceptance = set_up(costs, [load]), parse_acceptance(config.acceptance)
     prediction, pieces = predict(setup.costs, acceptance, load), passage()

@@ -104,7 +104,8 @@ class RunData:
 
     @property
     def sets(self) -> dict[str, Line]:
-        """Name of a prompt set -> its results (`bench.decode.set_figures`)."""
+        """Name of a prompt set -> the dict of its figures, with "results" for each setting (from
+        `bench.decode.set_figures`)."""
         bench = {str(self.config.get("prompts", "prompts")): self.evaluation} if self.evaluation else {}
         return self.evaluation.get("sets", bench)
 
@@ -244,7 +245,8 @@ def verdict_of(run: RunData) -> str:
 
 
 def training_verdict(run: RunData) -> str:
-    """Return the verdict on a training run, by expected and measured results, and the next step to take."""
+    """Return the verdict on a training run as text: the drafter's acceptance length, measured in the engine or else
+    estimated on held-out answers, how it compares with the plan, and the next step to take."""
     served, speedup = run.served.get("tokens_per_round"), run.served.get("speedup")
     values = {"served": served, "speedup": possible_speedup(speedup, served), "is_worse": is_worse(run)}
     values["doubt"] = run.served.get("doubt") or doubt(speedup, served, None)

@@ -51,8 +51,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Data of a chart of speed-up over tokens per round: title, curve from round costs, measured points, and the slope
-    of each series."""
+    """Data of a chart of speed-up over tokens per round: title, predicted curve, measured points, and the slope of each
+    series (speed-up per additional token per round)."""
 
     title: str
     kind: str
@@ -73,8 +73,9 @@ class Chart:
 
 
 def made(costs: CostsConfig, config: ChartConfig) -> Chart:
-    """Return the data of the chart of speed-up over tokens per round: a curve from `costs`, and points from the runs in
-    `config.results`. Raises PacelineError for unreadable costs, or a run without a result at `config.batch`."""
+    """Return the data of the chart of speed-up over tokens per round: a curve predicted from `costs`, and points
+    measured in the runs in `config.results`. Raises PacelineError for unreadable costs, or a run without a result at
+    `config.batch`."""
     batch, context = config.batch, config.context
     setup = set_up(costs, [Load(batch, context)])
     points = [point for run in config.results for point in read_points(run, batch)]

@@ -174,7 +174,8 @@ def record(
     on_answer: Callable[[str], None] = ignore,
 ) -> Timing:
     """Answer the prompt `prompt_ids` `repeat` times without and with the LLM's drafter, then restore the drafter.
-    Returns the token times of the median answer of each. `prompt`, `machine`: texts to store with them."""
+    Returns the token times of two answers: without and with, those of median total time. `prompt`, `machine`: texts to
+    store with them. `on_answer`: gets a progress text after each answer."""
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
     engines = Engines(llm)
     engines.add("on", llm.drafter)
@@ -308,8 +309,8 @@ def _said(side: TimedAnswer, now_s: float) -> str:
 
 
 def runs(side: TimedAnswer) -> Iterator[Run]:
-    """Yield an answer's text as segments, each with its place and with tokens of one round. Lines are wrapped at CELLS
-    (55) characters, between words where possible."""
+    """Yield an answer's text as segments, each with its line and column and with tokens of one round. Lines are wrapped
+    at CELLS (55) characters, between words where possible."""
     text = Text(overflow="fold")
     for (number, is_drafted), group in groupby(side.tokens, key=lambda token: (token.round, token.is_drafted)):
         letters = "".join(token.text for token in group).replace("\r", "").replace("\t", "    ")

@@ -197,8 +197,8 @@ class LatencyBench:
         return self.config.repeat * len(self.arms) * sum(len(workload.requests) for workload in self.workloads)
 
     def run(self, on_answer: Callable[[str], None] = ignore) -> None:
-        """Send all workloads `repeat` times, a few requests to each contender in turn. Raises ConfigError if a
-        contender rejects a workload."""
+        """Send all workloads `repeat` times, a few requests to each contender in turn. `on_answer`: gets the names of
+        workload and contender after each answer. Raises ConfigError if a contender rejects a workload."""
         try:
             for workload in self.workloads:
                 for arm in self.arms:

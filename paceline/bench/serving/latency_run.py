@@ -87,9 +87,9 @@ def bench_latency(
 ) -> dict[str, Any]:
     """Measure request latency and write the report. Returns the command's JSON output; "run" is the run folder.
 
-    `workloads`: names of built-in workloads; `prompts`: files of prompts [default: the workload voice]. `schema`: JSON
-    schema of the answers to the files' prompts. `alone`: returns a context that is active while one server is measured.
-    Raises ConfigError if no server accepts requests.
+    `workloads`: names of built-in workloads; `prompts`: files of prompts [default: the workload voice]. `limit`: use
+    only the first requests of each. `schema`: JSON schema of the answers to the files' prompts. `alone`: returns a
+    context that is active while one server is measured. Raises ConfigError if no server accepts requests.
     """
     chosen = _read_workloads(workloads, prompts, schema, limit)
     key = next(iter(read_api_keys((), arms.api_key_file)), None)  # not an option: options are stored in the run folder

@@ -151,7 +151,8 @@ class ServingResult:
 
 
 class ServingBench:
-    """Measures all contenders (servers, or settings of one) at all loads. Call `run()`, then `results()`."""
+    """Measures all contenders (servers, or settings of one) at all loads (request rates, or numbers of requests in
+    flight). Call `run()`, then `results()`."""
 
     def __init__(self, contenders: list[Contender], model: str, prompts: list[Prompt], config: ServingConfig) -> None:
         self.contenders, self.config, self._model, self._prompts = contenders, config, model, prompts
@@ -176,7 +177,8 @@ class ServingBench:
         on_answer: Callable[[Arrivals, str], None] = ignore,
         on_pass: Callable[[Arrivals, str, Pass], None] = ignore,
     ) -> None:
-        """Run all loads `repeat` times. At each load the contenders run one after the other, in alternating order."""
+        """Run all loads (request rates, or numbers of requests in flight) `repeat` times. At each load the contenders
+        run one after the other, in alternating order. The callbacks get the load and the contender's name."""
         try:
             for contender in self.contenders:
                 self._pass(contender, self.loads[0], WARM_UP_TOKENS, 0)

@@ -82,8 +82,9 @@ def bench_serving(
     out: Path | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Measure a server under load and write the report. Returns the command's JSON output; "run" is the run folder.
-    Raises an error before any measurement if the server cannot be used."""
+    """Measure a server under load and write the report. `prompts`: file or data set id [default: the built-in set];
+    `limit`: use only its first prompts. Returns the command's JSON output; "run" is the run folder. Raises an error
+    before any measurement if the server cannot be used."""
     prompt_list = read_prompts(prompts or BUILTIN_PROMPTS, limit)
     key = next(
         iter(read_api_keys((), servers.api_key_file)), None
@@ -225,8 +226,8 @@ def _running(servers: ServersConfig, url: str, key: str | None, timeout_s: float
 
 
 def look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
-    """Return (name of the model, True for a paceline server) of the server at `url`. Raises an error with advice if the
-    server cannot be used."""
+    """Return (name of the model, True for a paceline server) of the server at `url`. `key`: API key. `model`: the name
+    to use; None: the first that the server lists. Raises an error with advice if the server cannot be used."""
     missing = reraised(
         DownloadError, f"there is no server at {url}", "start one with paceline serve, or check --url", OSError
     )

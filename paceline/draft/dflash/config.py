@@ -176,8 +176,8 @@ def check_fit(
     config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = None, head_VD: Tensor | None = None
 ) -> None:
     """Raises DrafterMismatchError, with both values, if a drafter does not fit the target (hidden size, vocabulary,
-    layers). `draft_ids`: token ids of its reduced draft vocabulary; `head_VD`: its own LM head, one row per draft
-    token. None: it uses the target's."""
+    layers). `draft_ids`: token ids of its reduced draft vocabulary; None: all of the target's. `head_VD`: its own LM
+    head, one row per draft token; None: it uses the target's."""
     last_id = -1 if draft_ids is None else int(draft_ids.max())
     wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
     num_layers, vocab_size = target.num_layers, target.vocab_size

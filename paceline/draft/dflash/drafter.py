@@ -160,7 +160,7 @@ class DFlashNetwork(nn.Module):
 
     def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend) -> Tensor:
         """Returns the final normed hidden states [T, D] of the block positions. `block_TD`: their embeddings.
-        `taps_NF`: hidden states of the target at N context positions.
+        `taps_NF`: hidden states of the target at N context positions, F = tapped layers * hidden size.
 
         Blocks and contexts of several sequences are packed; `attend` knows which belong together. Differentiable. The
         decode path must give the same result.
@@ -175,8 +175,8 @@ AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 
 
 def with_tensors(network: AnyNetwork, tensors: Mapping[str, Tensor], source: Path | str) -> AnyNetwork:
-    """Assigns `tensors` to a network, without a copy, and returns the network. Raises ModelFileError, which names the
-    tensor, if one does not fit."""
+    """Assigns `tensors` to a network, without a copy, and returns the network. `source` is for messages. Raises
+    ModelFileError, which names the tensor, if one does not fit."""
     expected, given = shapes_of(network.state_dict()), shapes_of(tensors)
     if expected != given:
         name = min(key for key in expected | given if expected.get(key) != given.get(key))
@@ -338,9 +338,9 @@ class DFlashDrafter(TappedDrafter):
         return block
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
-        """Returns for each of `tokens`, which follow the row's last token, the probability that the drafter drafts it
-        after the ones before it. `probs_KV`: distributions over the vocabulary of the row's latest K sampled drafts;
-        K is at least the number of tokens."""
+        """Returns for each of `tokens` the probability that the drafter samples it. The tokens are drafts at the
+        positions after the row's last committed token, in order. `probs_KV`: the distributions over the vocabulary of
+        the row's latest K sampled drafts; K is at least the number of tokens."""
         return probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.int64)].tolist()
 
     def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Reading:

@@ -116,7 +116,8 @@ class TorchPath:
     @torch.inference_mode()
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
         """Append keys and values of newly verified positions in all draft layers: `counts` positions to each of `rows`,
-        from cache position `starts` on. `taps_TF`: the target's hidden states; its first sum(counts) rows are used."""
+        from cache position `starts` on. `taps_TF`: the target's hidden states there, F = tapped layers * hidden size;
+        its first sum(counts) rows are used."""
         forms = self._forms()
         if forms is None or not forms.inject(rows, starts, counts, taps_TF):
             writer = CacheWriter(rows, starts, counts, self.device)
@@ -124,9 +125,9 @@ class TorchPath:
         self.cache.append(rows, counts)
 
     def write_context(self, taps_TF: Tensor, writer: CacheWriter, tables: tuple[Tensor, Tensor]) -> None:
-        """Compute keys and values of all draft layers from the target's hidden states (`taps_TF`) in one matrix
-        product, and write them to the cache at the positions of `writer`. `tables`: RoPE's cosines and sines for these
-        positions."""
+        """Compute keys and values of all draft layers from the target's hidden states (`taps_TF`, F = tapped layers *
+        hidden size) in one matrix product, and write them to the cache at the positions of `writer`. `tables`: RoPE's
+        cosines and sines for these positions."""
         fused_TX = self._context_kv(self._hidden_norm(self._fc(taps_TF)))
         split_heads(
             fused_TX, 0, self.cache.keys[0], self.cache.values[0], writer, self._context_norm, self.rope, tables

@@ -58,8 +58,9 @@ class Reading:
         return best_K if self._ids is None else [self._ids[best] for best in best_K], sure
 
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """Returns (sampled drafts, their distributions [K, V] under the request's sampling parameters, log-probability
-        of the most probable token at each position)."""
+        """Samples drafts at the first `limit` positions of a row. Returns (drafts, their distributions [K, V] under the
+        request's sampling parameters, or None without drafts; log-probability of the most probable token at each
+        position)."""
         assert self._logits_BKV is not None
         logits_KV = self._logits_BKV[row, :limit]
         if self._draft_ids is not None:
@@ -74,9 +75,9 @@ class Reading:
     def candidates(
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """Returns the `count` most probable tokens at each position, at the request's temperature, for a tree of at
-        most `most` nodes. With `foresight`, "most probable" means: most likely to be sampled by the target, given the
-        random numbers that it will use (known from the request's seed)."""
+        """Returns the `count` most probable tokens at each of the row's first `limit` positions, at the request's
+        temperature, for a tree of at most `most` nodes. With `foresight`, "most probable" means: most likely to be
+        sampled by the target, given the random numbers that it will use (known from the request's seed)."""
         assert self._logits_BKV is not None
         num_candidates = max(count, FIELD) if foresight else count
         ids_KM, logprobs_KM = top_logprobs(self._logits_BKV[row, :limit], num_candidates, inverse_temperature(seq))

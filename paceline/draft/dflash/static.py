@@ -127,7 +127,7 @@ class StaticInject(Region):
 
     def fill(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
         """Write the inputs of these rows to the buffers. `taps_TF`: the target's hidden states of their new positions,
-        row after row. `starts`: context lengths; `counts`: new positions."""
+        row after row, F = tapped layers * hidden size. `starts`: context lengths; `counts`: new positions."""
         inputs, begin = [[0] * self._num_rows for _ in range(2)], 0
         for row, start, count in zip(rows, starts, counts, strict=True):
             inputs[0][row], inputs[1][row] = start, count
@@ -138,8 +138,8 @@ class StaticInject(Region):
 
 def write_behind(path: FixedPath, writer: StaticWriter, starts_B: Tensor, counts_B: Tensor, taps_TF: Tensor) -> None:
     """Write keys and values of up to J new positions of each of B rows into the path's cache, after the rows' contexts.
-    `taps_TF` [B * J, F]: the target's hidden states. `starts_B`: context lengths; `counts_B`: new positions of each
-    row. `writer`: for B rows of J positions; this call sets its cache positions."""
+    `taps_TF` [B * J, F]: the target's hidden states, F = tapped layers * hidden size. `starts_B`: context lengths;
+    `counts_B`: new positions of each row. `writer`: for B rows of J positions; this call sets its cache positions."""
     slots_BJ = writer.point(starts_B, counts_B)
     path.write_context(taps_TF, writer, path.rope.tables_at(slots_BJ.flatten()))
 
@@ -173,7 +173,8 @@ class StaticForms:
         self.injects.record()
 
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> bool:
-        """Write keys and values of these rows' new positions with a recorded pass. Returns False, and does nothing, if
+        """Write keys and values of these rows' new positions with a recorded pass. `starts`: context lengths; `counts`:
+        new positions; `taps_TF`: the target's hidden states there, row after row. Returns False, and does nothing, if
         no recorded pass fits."""
         if max(counts) > self._path.config.block_size or not (region := self.injects.find(max(rows) + 1, max(counts))):
             return False

@@ -98,8 +98,8 @@ class DFlash2Network(DFlashNetwork):
 
     @classmethod
     def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
-        """Creates a network that shares `tensors`, without a copy; codebook names may have the suffix `.weight`. Raises
-        ModelFileError, which names the tensor, if one does not fit the config."""
+        """Creates a network that shares `tensors`, without a copy; codebook names may have the suffix `.weight`.
+        `source` is for messages. Raises ModelFileError, which names the tensor, if one does not fit the config."""
         suffixed = {f"{SELECTOR}{book}.weight": f"{SELECTOR}{book}" for book in BOOKS}
         network = super().of(config, {suffixed.get(name, name): tensor for name, tensor in tensors.items()}, source)
         network.codebook_suffix = ".weight" if suffixed.keys() & tensors.keys() else ""
@@ -231,8 +231,8 @@ def read_drafter(folder: Path | str, *, num_drafted: int | None = None) -> DFlas
 def drafter_from(
     stored: StoredDrafter, source: Path | str = "checkpoint", *, num_drafted: int | None = None
 ) -> DFlashDrafter:
-    """Creates the drafter of a stored checkpoint, as `read_stored` returns it. Raises ModelFileError if config and
-    weights do not fit each other."""
+    """Creates the drafter of a stored checkpoint, as `read_stored` returns it. `source` is for messages. Raises
+    ModelFileError if config and weights do not fit each other."""
     network = network_of(stored.config, stored.tensors, source)
     return drafter_of(
         network, num_drafted=num_drafted, draft_ids=stored.vocabulary.ids, head_VD=stored.vocabulary.head_VD

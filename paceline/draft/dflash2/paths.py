@@ -50,7 +50,8 @@ def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -
 
 
 class DFlash2Path(TorchPath):
-    """DFlash 2 in PyTorch operations on any device: `TorchPath` with convolutions and the selector's scores."""
+    """DFlash 2 in PyTorch operations on any device, with weights prepared for one target. Adds convolutions and the
+    candidate selector to the layers of DFlash v1 (`TorchPath`)."""
 
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, own: Vocabulary = ALL_TOKENS
@@ -107,7 +108,8 @@ class DFlash2Path(TorchPath):
 
 
 class DFlash2NativePath(NativePath):
-    """DFlash 2 in native (C++) calls: `NativePath` with convolutions; one more native call scores the candidates."""
+    """DFlash 2 in native (C++) calls, with weights prepared for one native target. Adds convolutions to the layers of
+    DFlash v1 (`NativePath`), and one more native call that scores the candidates."""
 
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, own: Vocabulary = ALL_TOKENS

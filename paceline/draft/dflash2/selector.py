@@ -56,9 +56,9 @@ class Selector(nn.Module):
 
     def linked(self, before_BKPR: Tensor, tokens_BKM: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
         """Returns what the selector adds to the candidates' logits, [B, K, P, M]: for each of P previous tokens and M
-        candidates the dot product of their vectors. `before_BKPR`: rows of codebook A times the projected hidden state.
-        `tokens_BKM`: candidates, whose rows of codebook B are used. Factored codebooks are multiplied as (before F) E^T
-        (factor F, embedding E), which computes no codebook rows."""
+        candidates the dot product of two vectors. `before_BKPR`: the vectors of the previous tokens, their rows of
+        codebook A times the projected hidden state. `tokens_BKM`: candidates, whose vectors are their rows of codebook
+        B; for a factored codebook (embedding E, factor F) the product is (before F) E^T."""
         if not self.is_factored:
             return before_BKPR @ self.rows(BOOKS[1], tokens_BKM).float().transpose(-1, -2)
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
@@ -91,7 +91,7 @@ def score(
     is given, only the one after that token (P = 1). `anchors_B`, the last verified tokens, precede the first position.
 
     `hidden_BKD`: final normed hidden states. `logits_BKV`: scaled and capped. `ids` [V]: token ids of the head's rows;
-    None: all tokens.
+    None: all tokens. `embedding_VD`: the target's embedding, needed by factored codebooks only.
     """
     unary_BKM, chosen_BKM = logits_BKV.float().topk(min(selector.top_k, logits_BKV.shape[-1]), dim=-1)
     tokens_BKM = chosen_BKM if ids is None else ids[chosen_BKM]
@@ -127,9 +127,10 @@ class WalkedReading(Reading):
         return tokens, logprobs if with_confidence else None
 
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """Returns (sampled drafts, their distributions [K, V], confidences). Each draft is sampled from softmax(score /
-        T) over the candidates after the previous draft. Confidences are the log-probabilities of the drafts with the
-        largest scores, as they must not depend on sampled tokens."""
+        """Samples drafts at the first `limit` positions of a row, each from softmax(score / T) over the candidates
+        after the previous draft. Returns (K drafts; their distributions [K, V], or None without drafts; confidences).
+        Confidences are the log-probabilities of the drafts with the largest scores, as they must not depend on sampled
+        tokens."""
         inverse, scores_KPM = inverse_temperature(seq), self._scores_of(row)
         probs_KPM = torch.softmax(self._scores_BKPM[row, :limit] * inverse, dim=-1)
         tokens, rows, before = list[int](), list[Tensor](), 0
@@ -162,10 +163,11 @@ class WalkedReading(Reading):
     def candidates(
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """Returns the `count` most probable tokens at each position, for a tree of at most `most` nodes. They depend on
-        the token before: each position's tokens follow the most probable one of the previous position; the result's
-        function `behind` gives the tokens after another candidate. With `foresight`, "most probable" means: most likely
-        to be sampled by the target, given the random numbers that it will use (known from the request's seed)."""
+        """Returns the `count` most probable tokens at each of the row's first `limit` positions, for a tree of at most
+        `most` nodes. They depend on the token before: each position's tokens follow the most probable one of the
+        previous position; the result's function `behind` gives the tokens after another candidate. With `foresight`,
+        "most probable" means: most likely to be sampled by the target, given the random numbers that it will use (known
+        from the request's seed)."""
         inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(row), self._tokens_BKM[row]
         first, known = len(seq.tokens), dict[int, list[float]]()
 

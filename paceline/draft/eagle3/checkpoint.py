@@ -211,7 +211,8 @@ def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Map
 
 
 def speculators_json(config: Eagle3Config, verifier: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Returns the config.json of this drafter in the format of `speculators` 0.9, which vLLM reads."""
+    """Returns the config.json of this drafter in the format of `speculators` 0.9, which vLLM reads. `verifier`: the
+    target's name_or_path and architectures, if known. `dtype`: that of the weights, such as "bfloat16"."""
     raw = dict(config.raw)
     layer = raw.pop("transformer_layer_config", None)
     if layer is None:
@@ -246,7 +247,8 @@ def specforge_json(config: Eagle3Config) -> dict[str, Any]:
 
 def check_eagle3_fit(config: Eagle3Config, target: Sizes, taps: Iterable[int], has_embedding: bool) -> None:
     """Raises DrafterMismatchError if the drafter does not fit the target; the message has both values. `taps`: target
-    layers that it reads."""
+    layers that it reads. `has_embedding`: it has its own token embedding, so that its hidden size may differ from the
+    target's."""
     wrong = [layer for layer in taps if not 0 <= layer < target.num_layers]
     size, hidden_size = config.shape.hidden_size, target.hidden_size
     refuse_mismatch(

@@ -117,8 +117,8 @@ def from_z_lab(
 ) -> dict[str, Any]:
     """Converts a config.json (`raw`) from z-lab's format to that of `speculators`. `kind`: "dflash" or "dflash2".
     `settings`: values in use of block_size, mask_token_id, target_layer_ids, num_slots, sample_from_anchor,
-    sliding_window_non_causal and draft_vocab_size. `verifier`: the target's name_or_path and architectures, if
-    known."""
+    sliding_window_non_causal and draft_vocab_size. `verifier`: the target's name_or_path and architectures, if known.
+    `dtype`: that of the weights, such as "bfloat16"."""
     own_keys = dict(raw.get("speculators") or {})
     layer = {name: value for name, value in raw.items() if name not in OUTSIDE}
     layer["model_type"] = own_keys.pop("model_type", "qwen3")
@@ -149,8 +149,8 @@ def from_z_lab(
 def proposal_config(
     config: Mapping[str, Any] | None, algorithm: str, num_drafted: int, verifier: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the entry speculators_config of a config.json: `config`, or a new one for greedy drafts, with the
-    target's name and architectures (`verifier`) if known."""
+    """Returns the entry speculators_config of a config.json: `config`, or a new one for `num_drafted` greedy drafts of
+    the method `algorithm` (such as "eagle3"), with the target's name and architectures (`verifier`) if known."""
     method = {
         "accept_tolerance": 0.0,
         "proposal_type": "greedy",

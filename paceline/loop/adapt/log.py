@@ -71,7 +71,8 @@ def _stamped(hour: int) -> dict[str, Any]:
 
 
 def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log: AdaptLog, until: int) -> list[Line]:
-    """Passes the hours before `until`, and the logged events, to a new policy; returns its line for each hour.
+    """Passes all hours before `until`, and the logged events, to a new policy; returns the policy's line (observations
+    and decision) for each hour. `hours`: hour since 1970 -> cluster -> sums of tokens and rounds.
 
     The policy then has the same state as in a daemon that never stopped. Used by a restarted daemon and by `paceline
     adapt check`."""

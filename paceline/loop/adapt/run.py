@@ -40,7 +40,8 @@ class Clock:
     steady: float
 
     def moved(self, wall: float, steady: float) -> float:
-        """Seconds by which the system clock was set forward since the last call (negative: back); 0 if it was not."""
+        """Seconds by which the system clock was set forward since the last call (negative: back); 0 if it was not.
+        `wall`, `steady`: present readings of the system clock and the monotonic clock."""
         by = (wall - self.wall) - (steady - self.steady)
         self.wall, self.steady = wall, steady
         return by if abs(by) >= LEAST_MOVE_S else 0.0

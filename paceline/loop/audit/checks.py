@@ -115,7 +115,7 @@ def _meaning(test: Trial) -> str:
 
 def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
     """Checks for tokens outside the top-p nucleus. A token is outside if the tokens more probable than it, beyond
-    rounding errors, already have a total probability of top-p."""
+    rounding errors (`allowed`), already have a total probability of top-p."""
     findings = []
     for group in (group for group in groups if group.top_p < 1 and group.draws):
         before_N = np.concatenate([draw.scores.before_T for draw in group.draws])

@@ -31,7 +31,7 @@ PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class AuditPrompt:
-    """A prompt in every form that a server may accept."""
+    """A prompt in every form that a server may accept: token ids, text, and chat messages."""
 
     ids: tuple[int, ...]
     text: str

@@ -222,8 +222,8 @@ def detectable(test: Trial, num_tests: int, tolerance: float, false_alarms: floa
     if it is one of `num_tests` tests.
 
     `tolerance`: rounding error of the mean surprisal, in nats; `false_alarms`: probability of a false alarm in any
-    test. A normal approximation: each test averages its evidence over all assumed deviations (SLOPES, FOREIGN), which
-    makes the shift that it detects larger."""
+    test. A normal approximation. The more deviations a test assumes (SLOPES: other temperatures; FOREIGN: a share of
+    tokens with another distribution), the larger the shift must be."""
     deviation = (test.high - test.low) / (2 * Z95)
     return tolerance + deviation * math.sqrt(2 * math.log(num_tests * (len(SLOPES) + len(FOREIGN)) / false_alarms))
 

@@ -49,9 +49,11 @@ def write_report(
     out: str | Path | None,
     progress: Progress,
 ) -> RunFolder:
-    """Writes the run folder with results and reports, and shows the findings. `out`: the folder, by default a new one.
-    `groups`: sampled answers by sampling settings; `tests`: statistical tests of them. The API key `key` is masked in
-    the files."""
+    """Writes the run folder with results and reports, and shows the findings.
+
+    `groups`: sampled answers by sampling settings; `tests`: statistical tests of them; `settings`: values shown in the
+    report and written to config.json, with the server's "url" and the "model" it should run; `out`: the folder, by
+    default a new one. The API key `key` is masked in the files."""
     run = RunFolder.create("audit", settings, out)
     if key:
         for name in ("config.json", "command.txt"):

@@ -58,7 +58,8 @@ class Audited:
 
 @dataclass(slots=True)
 class Auditor:
-    """An audit in progress: sends requests to the server, and computes the answers' scores under the local model."""
+    """An audit in progress: sends requests to the server, and computes the probabilities of the answers' tokens under
+    the local model."""
 
     llm: LLM
     endpoint: Endpoint
@@ -69,8 +70,8 @@ class Auditor:
     """(log-probability from the server, from the local model) per token."""
 
     def sampled(self, name: str, temperature: float, top_p: float = 1.0, seeds: Sequence[int] = ()) -> Group:
-        """Request sampled answers with these settings and score them. With `seeds`, one answer per seed. `name`: name
-        of the group."""
+        """Request sampled answers with these settings, one per seed of `seeds`, or `config.answers` answers without
+        seeds. Returns them as a group called `name`, with the probabilities of their tokens under the local model."""
         with_logprobs = self.endpoint.has_logprobs and not self.endpoint.gives_ids
         first = Request(0, temperature, self.config.max_tokens, top_p, logprobs=with_logprobs)
         requests = [
@@ -82,7 +83,8 @@ class Auditor:
         return Group(name, temperature, top_p, self.scored(answers, temperature, top_p), num_lost)
 
     def ask(self, what: str, requests: Sequence[Request]) -> Answers:
-        """Request answers, and record their token counts in `usage`. `what`: name shown in the progress."""
+        """Request answers; returns (request, answer or None if it failed) in their order. Adds the true and reported
+        token counts of answers without a stop string to `usage`. `what`: name shown in the progress."""
         answers: Answers = []
         with self.progress.bar(what, len(requests)) as advance:
             for request, answer in self.endpoint.ask(requests, self.config.concurrency):
@@ -102,8 +104,8 @@ class Auditor:
         )
 
     def scored(self, answers: Answers, temperature: float, top_p: float = 1.0) -> list[Draw]:
-        """Compute the token probabilities of the answers under the local model; answers with unknown tokens are left
-        out."""
+        """Compute the token probabilities of the answers under the local model. Returns one `Draw` (an answer's tokens
+        with their scores) per answer, sorted by prompt; answers with unknown tokens are left out."""
         by_prompt: dict[int, list[ServerAnswer]] = defaultdict(list)
         for request, answer in answers:
             if answer is not None and answer.token_ids:

@@ -29,7 +29,8 @@ probability top-p."""
 
 
 class Reader:
-    """Runs the target model over given texts; the engine of `llm` must be idle."""
+    """Runs the target model over prompts with given answers, and yields the logits at each answer token. The engine of
+    `llm` must be idle."""
 
     def __init__(self, llm: LLM) -> None:
         self._target = llm.target
@@ -66,10 +67,11 @@ class Reader:
 def scores_of(
     logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float = 1.0, tie: float = 0.0
 ) -> Scores:
-    """Computes the probability of each token of an answer of T tokens, and related statistics, from its logits [T, V].
+    """Computes the probability of each token of an answer of T tokens, and statistics of the distribution at each
+    token, such as its entropy, from the answer's logits [T, V].
 
     `tie`: a token counts as more probable than the answer's token only if its logit is larger by more than this. At
-    temperature 0 only `gap_T` and `logprob_T` are meaningful."""
+    temperature 0 only `gap_T` (largest logit minus the token's) and `logprob_T` are meaningful."""
     rows = max(1, LOGITS // logits_TV.shape[1])
     parts = [
         _scores_of(logits_TV[start : start + rows], tokens[start : start + rows], temperature, top_p, tie)

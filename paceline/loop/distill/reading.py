@@ -93,7 +93,8 @@ class Reader:
 
 
 def read_all(reader: Reader, documents: Sequence[Document], advance: Callable[[str], object]) -> list[AnswerLogprobs]:
-    """Computes the log-probabilities along each document's answer, in order; calls `advance` after each document."""
+    """Computes the log-probabilities along each document's answer, in order; calls `advance("reading")` after each
+    document."""
     logprobs: list[AnswerLogprobs] = []
     for document in documents:
         logprobs.append(reader.read(document))
@@ -110,7 +111,7 @@ class Stored:
 
     def missing(self, documents: Sequence[Document]) -> list[int]:
         """Returns, for each file that is not written yet, the index of its first document; a file holds the
-        log-probabilities along AT_ONCE consecutive documents."""
+        log-probabilities along 128 (AT_ONCE) consecutive documents."""
         return [start for start in range(0, len(documents), AT_ONCE) if not self._file(start).is_file()]
 
     def write(self, reader: Reader, documents: Sequence[Document], progress: Progress) -> None:

@@ -54,14 +54,15 @@ class _Product:
 
 
 def matrices(model: nn.Module) -> list[nn.Linear]:
-    """Returns the linear layers in a causal model's decoder layers that Q4_1 can store: rows of a multiple of 32
-    weights."""
+    """Returns the linear layers in a causal model's decoder layers whose matrices can be stored in Q4_1: those with
+    rows of a multiple of 32 weights."""
     linear = [each for name, each in model.named_modules() if isinstance(each, nn.Linear) and ".layers." in f".{name}."]
     return [each for each in linear if each.in_features % BLOCK == 0]
 
 
 def compute_rounded(model: nn.Module) -> None:
-    """Makes the model multiply with matrices rounded to Q4_1; its parameters stay exact and keep their names."""
+    """Changes the model so that its forward passes multiply with matrices rounded to Q4_1. The parameters themselves
+    are not rounded, and gradients pass through the rounding unchanged (straight-through estimator)."""
     for layer in matrices(model):
         layer.forward = _Product(layer)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -109,7 +109,8 @@ class Clock:
         self._began = time.monotonic()
 
     def write(self) -> None:
-        """Stores the seconds of training so far under the current step; keeps the last three entries before it."""
+        """Writes the seconds of training so far to clock.json, by the number of the current step; of earlier entries
+        the newest three stay."""
         newest = dict(list(self._times().items())[-3:])
         write_whole(self._file, json.dumps(newest | {str(self.step): self.seconds}) + "\n")
 
@@ -165,10 +166,9 @@ def rest_of(logprobs_NK: Tensor) -> Tensor:
 
 def kept_divergence(logits_NV: Tensor, ids_NK: Tensor, logprobs_NK: Tensor) -> Tensor:
     """Forward KL divergence from the teacher to the student at each of N positions [N], in nats, over K + 1 classes:
-    the teacher's top K tokens, and all other tokens together.
-
-    Computes the sum over k of p_k (log p_k - log q_k): a lower bound of the divergence over the whole vocabulary.
-    """
+    the teacher's top K tokens `ids_NK` with its log-probabilities `logprobs_NK`, and all other tokens together.
+    Computes the sum over k of p_k (log p_k - log q_k), with q from the student's logits `logits_NV`: a lower bound of
+    the divergence over the whole vocabulary."""
     own_NK = logits_NV.float().log_softmax(-1).gather(-1, ids_NK)
     teacher = torch.cat([logprobs_NK, rest_of(logprobs_NK)], -1)
     student = torch.cat([own_NK, rest_of(own_NK)], -1)
@@ -280,11 +280,10 @@ def _quiet() -> Iterator[None]:
 def teach(
     inputs: TrainingInputs, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress
 ) -> TrainingResult:
-    """Trains the student, or resumes its training, and writes it to the folder `student` in float32.
-
-    With `inputs.blocks` it computes with matrices rounded to Q4_1, and these are written. Raises TrainingError on
-    divergence, CacheError when the disk cannot be written, SystemExit (143) at SIGTERM.
-    """
+    """Trains the student, or resumes its training, and writes it to the folder `student` in float32; with
+    `inputs.blocks`, training and the result use matrices rounded to Q4_1. `stop`: handler of SIGTERM, at which a
+    checkpoint is saved. `folder`: gets the log of losses. Raises TrainingError on divergence, CacheError when the disk
+    cannot be written, SystemExit (143) at SIGTERM."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(inputs.start, dtype=torch.float32)
     if inputs.round_embedding:
         with torch.no_grad():
@@ -326,7 +325,7 @@ def teach(
 
 
 def newest_checkpoint(out: Path) -> Path | None:
-    """Returns the newest complete checkpoint, or None; deletes incomplete ones."""
+    """Returns the newest complete checkpoint in the folder `out`, or None; deletes incomplete ones."""
     complete: list[Path] = []
     for folder in out.glob("checkpoint-*"):
         if (folder / "trainer_state.json").is_file():  # TRL writes this file last

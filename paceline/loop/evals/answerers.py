@@ -104,7 +104,7 @@ class EndpointAnswerer:
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
         """Returns a list of `samples` replies for each case; calls `advance` after each finished case.
 
-        Raises DownloadError naming the case when a request has failed TRIES times.
+        Raises DownloadError naming the case when a request and its retry have failed.
         """
         jobs = [(case, sample) for case in cases for sample in range(samples)]
         replies: list[list[Reply]] = []
@@ -141,7 +141,8 @@ class EndpointAnswerer:
 def post(client: Client, path: str, body: dict[str, Any], what: str) -> tuple[dict[str, Any], float]:
     """Sends `body` as JSON to the server's `path`; returns the response's JSON object and the seconds it took.
 
-    `what`: the request's name in error messages. Raises DownloadError after TRIES failures.
+    `what`: the request's name in error messages. Raises DownloadError if the request and its one retry fail; a status
+    that a retry would not change, such as 401, is not retried.
     """
     data, stream = json.dumps(body).encode(), Stream(0.0)
     for attempt in range(TRIES):

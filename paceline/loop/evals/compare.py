@@ -67,7 +67,8 @@ class Comparison:
         return f"{self.difference:+.3f} [{self.interval[0]:+.3f}, {self.interval[1]:+.3f}]"
 
     def loss_above(self, margin: float) -> str:
-        """Returns a reason to fail the gate if the 95% interval includes a loss of more than `margin`; else ""."""
+        """Returns a reason to fail the gate if the 95% interval of the difference includes a loss of more than
+        `margin`, in mean score (0 to 1); else ""."""
         is_possible = self.interval[0] < -margin
         return (
             f"a loss of more than {margin:g} compared with {self.before} is not ruled out: {self}"
@@ -77,7 +78,8 @@ class Comparison:
 
 
 def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) -> Comparison:
-    """Compares two runs of one suite case by case. A difference counts if its p-value is below `level`.
+    """Compares two runs of one suite case by case. The verdict is "no difference seen" unless the p-value is below
+    `level`.
 
     Raises ConfigError when the runs are of different suites.
     """

@@ -207,8 +207,8 @@ def _json(config: MakeConfig, value: Row | None, where: str) -> Row:
 
 
 def without_leaks(suite: Suite, store: Path, dropped: Dropped) -> Suite:
-    """Returns the suite without the cases that are in the store's training split, and counts the removed ones in
-    `dropped`. Raises PromptError when no case remains."""
+    """Returns the suite without the cases whose questions nearly equal a prompt in the store's training split, and
+    counts the removed ones in `dropped`. Raises PromptError when no case remains."""
     from paceline.loop.evals.leaks import leaking
     from paceline.loop.store.folder import Store
 

@@ -75,7 +75,8 @@ def write_report(
 ) -> RunFolder:
     """Writes the run folder and prints the figures. The last of `scores` is the one that the gate judged.
 
-    `refusals`: reasons why the gate failed.
+    `comparisons`: with other runs; `refusals`: reasons why the gate failed; `settings`: settings of the run, written to
+    config.json and shown in the report.
     """
     run, last = RunFolder.create("evals", settings, out), scores[-1]
     lines = {"scores": [each.as_line() for each in scores], "comparisons": [each.as_line() for each in comparisons]}

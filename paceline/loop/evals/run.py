@@ -155,7 +155,7 @@ def _answerer(engine: EngineConfig, config: Asked, stack: contextlib.ExitStack, 
 @contextlib.contextmanager
 def open_judge(config: JudgeConfig, option: str, timeout_s: float = 600.0) -> Iterator[Judge]:
     """Yields a judge connected to the endpoint in `config`. `option`: name of the option with the address, for error
-    messages.
+    messages. `timeout_s`: seconds that a response may take.
 
     Raises ConfigError on an invalid address, DownloadError without a server, ModelNotFoundError without the model.
     """

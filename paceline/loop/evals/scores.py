@@ -130,7 +130,8 @@ class Scores:
         return sum(case.cut for case in self.cases)
 
     def as_line(self) -> dict[str, Any]:
-        """Returns the summary as a JSON object, without the answers."""
+        """Returns the summary as a JSON object, without the answers; keys are "score", "interval", "p50_s",
+        "tokens_per_s", "price_per_1000" and others."""
         low, high = self.interval
         return {
             "name": self.name,
@@ -156,9 +157,10 @@ class Scores:
 
 
 def resampled(values: np.ndarray, seed: int = 0, draws: int = 4000) -> tuple[float, float]:
-    """Returns the 95% percentile bootstrap interval of the mean of `values` [cases], from `draws` resamples.
+    """Returns the 95% percentile bootstrap interval (low, high) of the mean of `values` [cases], from `draws`
+    resamples.
 
-    A resample draws the number of times that each distinct value occurs, all at once (multinomial).
+    For speed, a resample is one multinomial draw: how often each distinct value occurs in it.
     """
     import numpy as np
 

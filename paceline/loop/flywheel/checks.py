@@ -23,7 +23,8 @@ UNUSABLE = ("without a prompt", "of which the answer's tokens are not known", "o
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Size of a turn's store (data set of answers). Lengths are in tokens, over all rows."""
+    """Size of the dataset store (recorded answers) of one turn, an iteration of the flywheel. Lengths are in tokens,
+    over all rows."""
 
     rows: int
     """Number of rows in the training split."""
@@ -79,8 +80,8 @@ def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> 
 
 
 def check_given(suite: Suite, stores: Iterable[Path], source: Path) -> None:
-    """Raises PromptError if the user's suite, from the file `source`, overlaps with the training data of any of the
-    stores."""
+    """Raises PromptError if a question of the user's suite, read from the file `source`, nearly equals a prompt in the
+    training split of one of the stores."""
     for path in stores:
         if leaks := leaking(suite, Store.open(path)):
             raise PromptError(
@@ -91,8 +92,8 @@ def check_given(suite: Suite, stores: Iterable[Path], source: Path) -> None:
 
 
 def apart(suite: Suite, stores: Iterable[Path], dropped: Dropped) -> Suite | None:
-    """Returns the suite without the cases that are in the training data of any of the stores; None if no case remains.
-    The removed cases are counted in `dropped`."""
+    """Returns the suite without the cases whose questions nearly equal a prompt in the training split of one of the
+    stores; None if no case remains. The removed cases are counted in `dropped`."""
     leaks = dict.fromkeys(name for path in stores for name in leaking(suite, Store.open(path)))
     for name in leaks:
         dropped.add("that models here were or will be trained on", name)

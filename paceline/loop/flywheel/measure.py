@@ -31,8 +31,9 @@ class Bench:
     suites: dict[str, Path] = field(default_factory=dict)
 
     def scores(self, what: str, model: str, drafter: str = NO_DRAFTER, suite: str = OWN) -> Scores:
-        """Runs one of the turn's suites, `suites[suite]`, on a model, with or without a drafter; writes the run folder
-        evals/<what>. `what`: name of the measured model. Raises the errors of `evals.run.evaluate`."""
+        """Runs one of the turn's eval suites on a model, with or without a drafter; writes the run folder evals/<what>.
+        `what`: name of the measured model. `suite`: key of `suites`, "suite" (the turn's own) or "first-suite" (the
+        first turn's). Raises the errors of `evals.run.evaluate`."""
         engine = replace(self.config.engine, model=model, drafter=drafter)
         sampling = self.config.sampling
         if not self.config.is_given("sampling.max_tokens"):
@@ -69,8 +70,9 @@ class Bench:
         return scores, compare(replace(before, cases=common, digest=scores.digest), scores)
 
     def figures(self, scores: Scores) -> dict[str, Any]:
-        """Returns the figures that the ledger records of these scores: score and interval, speed, and cost per 1,000
-        answers."""
+        """Returns the figures that the ledger records of these scores: "score" and "interval", "cases", "p50_s",
+        "tokens_per_s", "core_s_per_1000", "lossless", and "price_per_1000" (cost of 1,000 answers; None without a
+        price)."""
         line, price = scores.as_line(), self.config.price_per_core_hour
         core_s = line["core_s_per_1000"]
         names = ("score", "interval", "cases", "p50_s", "tokens_per_s", "core_s_per_1000", "lossless")
@@ -86,10 +88,10 @@ def lost(comparison: Comparison, most: float) -> str | None:
 
 
 def slower(alone: Scores, drafted: Scores, comparison: Comparison, least: float, is_greedy: bool) -> str | None:
-    """Returns a reason not to serve a drafter: it changed a greedy answer, or its speed-up, a factor, is below `least`;
-    else None.
+    """Returns a reason not to serve a drafter: it changed an answer although sampling is greedy (`is_greedy`), or its
+    speed-up, a factor, is below `least`; else None.
 
-    `alone`, `drafted`: scores of the model without and with the drafter.
+    `alone`, `drafted`: scores of the model without and with the drafter; `comparison`: between these two.
     """
     if is_greedy and comparison.same_text < comparison.cases:
         return f"{comparison.cases - comparison.same_text} of {comparison.cases} answers differ from those without it"

@@ -46,7 +46,8 @@ DEFAULT_SHARE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Number and lengths of the answers that a turn starts from, recorded or still to be generated."""
+    """Number and lengths of the answers that a turn (iteration of the flywheel) starts from, recorded or still to be
+    generated."""
 
     rows: int
     prompt_tokens: float
@@ -71,7 +72,8 @@ class StagePrice:
 
 @dataclass(frozen=True, slots=True)
 class TurnPrice:
-    """Estimated minutes, tokens, disk space and cost of a turn, stage by stage; a finished stage costs nothing."""
+    """Estimated minutes, tokens, disk space and cost of a turn (iteration of the flywheel), stage by stage; a finished
+    stage costs nothing."""
 
     turn: int
     model: str

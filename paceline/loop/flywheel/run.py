@@ -37,7 +37,7 @@ from paceline.runs.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """Result of a turn: whether it passed, and what is served now."""
+    """Result of a turn (iteration of the flywheel): whether it passed, and which model and drafter are served now."""
 
     turn: int
     passed: bool
@@ -55,7 +55,8 @@ class TurnResult:
 
 
 def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
-    """Returns the turn in progress, or the next one. Raises ConfigError if it was started with other settings."""
+    """Returns the flywheel's turn (iteration) in progress in the folder `config.out`, or the next one. Raises
+    ConfigError if it was started with other settings, or its dataset store has changed since."""
     serving = serving_of(config)
     number = serving.turn + 1
     folder = turn_folder(config, number)

@@ -45,7 +45,7 @@ StageResult = dict[str, Any]
 
 
 class Refused(Exception):
-    """A gate failed: the turn ends, and the served model does not change."""
+    """A gate failed: the turn (iteration of the flywheel) ends, and the served model does not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ class Turn:
     progress: Progress
 
     def of(self, stage: str) -> StageResult:
-        """Returns the stored result of the finished stage `stage`."""
+        """Returns the stored result of the finished stage `stage`: the dict that the function of that stage
+        returned."""
         return self.state.stages[stage]
 
     @property
@@ -75,7 +76,7 @@ class Turn:
 
     @property
     def earlier_stores(self) -> list[Path]:
-        """Folders of the earlier turns' stores, on which this turn's models were trained."""
+        """Folders of the earlier turns' dataset stores, on which the models of those turns were trained."""
         states = [TurnState.read(turn_folder(self.config, number)) for number in range(1, self.number)]
         return [Path(each.stages["store"]["store"]) for each in states if "store" in each.stages]
 
@@ -114,7 +115,8 @@ def record(turn: Turn) -> StageResult:
 
 
 def store(turn: Turn) -> StageResult:
-    """Builds a dataset store of this turn's answers, or uses the one that `record` in flywheel.yaml names. Raises
+    """Builds a dataset store of this turn's answers, or uses the one that `record` in flywheel.yaml names. Returns its
+    folder "store", its "version", the answers' token limit "max_tokens" and the fields of `checks.Contents`. Raises
     PromptError if it has too few answers or too many bad ones."""
     sources = [Path(source) for source in turn.of("record")["sources"]]
     stores = [source for source in sources if (source / "store.json").is_file()]
@@ -143,8 +145,9 @@ def store(turn: Turn) -> StageResult:
 
 def evals(turn: Turn) -> StageResult:
     """Makes the turn's eval suite and runs it on the served model; from the second turn on, also writes the first
-    turn's suite without cases found in training data. Raises JudgeError, and PromptError on too few cases or, in the
-    user's own suite, on cases found in training data."""
+    turn's suite without cases found in training data. Returns the suites' files by name as "suites", the number of
+    "cases", and the model's mean "score". Raises JudgeError, and PromptError on too few cases or, in the user's own
+    suite, on cases found in training data."""
     config, own = turn.config, turn.store
     trained = [*turn.earlier_stores, own.path]
     file, dropped = turn.folder / "suite.jsonl", Dropped()
@@ -185,7 +188,9 @@ def _first_suite(turn: Turn, trained: list[Path]) -> dict[str, Path]:
 
 
 def drafter(turn: Turn) -> StageResult:
-    """Trains a drafter for the served model on its answers, initialised from the served drafter if there is one."""
+    """Trains a drafter for the served model on its answers, initialised from the served drafter if there is one.
+    Returns its folder as "trained", and also as "drafter" if it is to be served; else "drafter" is "none", and "why"
+    the reason."""
     if not turn.config.drafter.of_teacher:
         return {"drafter": NO_DRAFTER}
     init = None if turn.serving.drafter == NO_DRAFTER else turn.serving.drafter
@@ -195,8 +200,8 @@ def drafter(turn: Turn) -> StageResult:
 
 
 def student(turn: Turn) -> StageResult:
-    """Distils the student from the served model's answers. Raises Refused if the student fails a gate, and
-    TrainingError."""
+    """Distils the student from the served model's answers. Returns the path of the "student" and its "layers",
+    "weights" and "steps" (see `DistillResult`). Raises Refused if the student fails a gate, and TrainingError."""
     config, teaching = turn.config, turn.config.student_teaching
     if not config.is_given("teaching.max_len"):
         teaching = replace(teaching, max_len=turn.max_len)
@@ -220,8 +225,9 @@ def student(turn: Turn) -> StageResult:
 
 
 def student_evals(turn: Turn) -> StageResult:
-    """Measures the student, and compares it with its teacher and, from the second turn on, with the first model. Raises
-    Refused if it may have lost more evals score than the gates allow."""
+    """Measures the student, and compares it with its teacher and, from the second turn on, with the first model.
+    Returns the student's figures (`Bench.figures`) and the "difference" of its score from the teacher's. Raises Refused
+    if it may have lost more evals score than the gates allow."""
     model, gates, bench = turn.of("student")["student"], turn.config.gates, turn.bench
     scores = bench.scores("student", model)
     comparison = bench.compared("student", scores, base="model")
@@ -237,7 +243,8 @@ def student_evals(turn: Turn) -> StageResult:
 
 
 def student_drafter(turn: Turn) -> StageResult:
-    """Trains a drafter for the student on the student's own answers to the training prompts."""
+    """Trains a drafter for the student on the student's own answers to the training prompts. Returns the same keys as
+    `drafter`."""
     model = turn.of("student")["student"]
     config = _training(turn, "student-drafter", model)
     trained = train(replace(config, asked=PromptsConfig((str(turn.store.path / "train"),))), progress=turn.progress)

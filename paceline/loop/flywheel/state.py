@@ -66,7 +66,7 @@ def write_serving(config: FlywheelConfig, serving: Serving) -> None:
 
 @dataclass(slots=True)
 class TurnState:
-    """A turn's settings, results and times, as stored in its turn.json."""
+    """Settings, stage results and times of one turn (iteration of the flywheel), as stored in its turn.json."""
 
     folder: Path
     asked: dict[str, Any] = field(default_factory=dict)
@@ -122,5 +122,5 @@ def turn_folder(config: FlywheelConfig, number: int) -> Path:
 
 
 def traces_of(config: FlywheelConfig, number: int) -> Path:
-    """Returns the folder of a turn's recorded answers."""
+    """Returns the folder in which answers for turn `number`, counted from 1, are recorded."""
     return turn_folder(config, number) / TRACES

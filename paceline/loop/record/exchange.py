@@ -64,7 +64,8 @@ class Exchange:
 
 
 class Body:
-    """Collects the bytes of a request's or an answer's body; discards them once there are more than MAX_BYTES."""
+    """Collects the bytes of a request's or an answer's body; discards them once there are more than 8 MiB
+    (MAX_BYTES)."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -132,7 +133,8 @@ class Observed:
         self._ended, self._ended_s = time.time(), time.perf_counter()
 
     def exchange(self) -> Exchange:
-        """Parses the recorded bytes, which takes milliseconds. Raises Lost if they are not a complete completion."""
+        """Parses the recorded bytes, which takes milliseconds. Raises Lost (the exchange cannot be recorded) if they
+        are not a complete completion."""
         request, answer = _object(self.request.decoded()), self.answer.decoded()
         first_token_s = self._first_s - self._began_s if self._first_s and self._is_stream else None
         return Exchange(

@@ -117,7 +117,8 @@ class Reader:
     def traces(self, exchange: Exchange) -> Iterator[Trace]:
         """Yields one trace per answer; if the answers' tokens are unknown, one trace per prompt, without an answer.
 
-        Raises Lost if a prompt's tokens are unknown or the request failed.
+        Raises Lost (the exchange cannot be recorded) if a prompt's tokens are unknown, or the request failed, is for
+        another model or has unsupported fields.
         """
         body = exchange.request
         if self._names and body.get("model") not in self._names:

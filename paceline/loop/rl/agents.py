@@ -108,8 +108,8 @@ class AgentRollouts:
     def run(self, tasks: Sequence[tuple[Any, int]], *, place: str | None = None) -> list[list[Trajectory]]:
         """Runs a group of attempts for each (task, number of attempts); returns the groups in the order of `tasks`.
 
-        `place`: name of an earlier batch to repeat. With equal weights its samples are the same, and its figures are
-        not recorded again. Raises RolloutError if an agent made no request, all attempts failed, or a reward is
+        `place`: name of an earlier batch to repeat. If the policy's weights are still the same, so are the samples;
+        figures are not recorded. Raises RolloutError if an agent made no request, all attempts failed, or a reward is
         invalid.
         """
         is_repeated = place is not None

@@ -17,7 +17,8 @@ MOST_NAMED = 12
 
 
 class Described(Protocol):
-    """Protocol: the attributes of a dataset store (`folder.Store`) that `card_of` reads."""
+    """Protocol of a dataset store (`folder.Store`): the attributes that `card_of` reads to compute the summary of a
+    store."""
 
     path: Path
     model: str

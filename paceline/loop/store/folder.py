@@ -127,9 +127,9 @@ class Store:
 
     @contextlib.contextmanager
     def changing(self, doing: str) -> Iterator[dict[str, Any] | None]:
-        """Context manager that holds the store's lock during a change. If an earlier change was killed, first completes
-        it, and yields its line of versions.jsonl, or reverts it, and yields None. Also yields None without such a
-        change. `doing`: name of the change, for the error message of another process.
+        """Context manager that holds the store's lock during a change. First completes or reverts an earlier change
+        that was killed. Yields the line of versions.jsonl of a change completed in this way, else None. `doing`: name
+        of the change, for the error message of another process.
 
         Raises ConfigError if another process holds the lock, or store.json and versions.jsonl do not match."""
         with only_run(self.path, doing, Ranks(), SILENT.say):
@@ -192,7 +192,7 @@ class Store:
         self, sources: Iterable[str | Path], tokenizer: Tokenizer | None = None, progress: Progress = SILENT
     ) -> dict[str, Any]:
         """Add answers from these files or folders as a new version; duplicates are left out. Returns the version's line
-        in versions.jsonl.
+        in versions.jsonl. `tokenizer`: the store model's [default: loaded anew].
 
         Raises PromptError if a source is invalid, or if the store is empty and no source has a usable answer;
         ConfigError as `changing`; CacheError if a file cannot be written."""
@@ -327,8 +327,8 @@ class Store:
             self.save()
 
     def label(self, labels: Iterable[dict[str, Any]]) -> int:
-        """Append scores to labels.jsonl; each is a dict with the `digest` (hash) of its row. Scores of rows that are
-        not stored are left out. Returns the number of appended scores. Raises CacheError."""
+        """Append scores to labels.jsonl: dicts with the `digest` (hash) of a row and any other keys. Scores of rows
+        that are not stored are left out. Returns the number of appended scores. Raises CacheError."""
         known = {row["digest"] for side in SIDES for row in self.rows(side)}
         matching = [label for label in labels if label.get("digest") in known]
         with self.changing("labelling"):

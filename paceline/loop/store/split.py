@@ -51,8 +51,9 @@ def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
-    """Groups conversations with similar first prompts; numbers in the result are indices of `firsts` (token ids).
-    `related`: two prompts are similar if the Jaccard similarity of their 5-token shingles is above this (0 to 1)."""
+    """Groups conversations with similar first prompts. Returns groups of indices of `firsts`, the first prompts (token
+    ids). `related`: two prompts are similar if the Jaccard similarity of their 5-token shingles is above this (0 to
+    1)."""
     groups, pieces = Groups(len(firsts)), list(map(pieces_of, firsts))
     near = Near(related, common_pieces(pieces))
     for number, own in enumerate(pieces):

@@ -90,8 +90,8 @@ class Coverage:
                 self._words[name].update(re.findall(r"\w+", text.lower()))
 
     def rarest(self, generator: random.Random) -> tuple[Choice, int] | None:
-        """Picks a choice at random, more often if its values are uneven. Returns it with the index of its rarest value,
-        which is then counted as taken once; None if the schema has no choices."""
+        """Picks a choice at random, with a higher chance the less evenly its values were taken. Returns it with the
+        index of its rarest value, which is then counted as taken once; None if the schema has no choices."""
         if not self.choices:
             return None
         weights = [1.05 - evenness(counts, len(choice.values)) for choice, counts in self.counts.items()]
@@ -114,8 +114,8 @@ class Coverage:
         ]
 
     def texts(self) -> list[dict[str, Any]]:
-        """Returns statistics of free texts by their place in the schema: number, length in characters, entropy in bits
-        per word."""
+        """Returns one dict for each place of free texts in the schema: its "name", the "number" of texts, percentiles
+        of their length ("characters"), and number and entropy of different words ("words", "bits_per_word")."""
         return [
             {
                 "name": name or "answer",

@@ -83,7 +83,7 @@ class HFTarget(Target):
         weights: Literal["checkpoint", "random"] = "checkpoint",
     ) -> HFTarget:
         """Load a model from a local folder with config.json and safetensors. `weights`: "random" reads only
-        config.json.
+        config.json. `num_rows`, `max_len`: size of the cache in rows (sequences), and in tokens per row.
 
         Raises ModelNotFoundError, ModelFileError (missing or damaged weights), UnsupportedModelError (unknown
         architecture, remote code, Transformers not installed).

@@ -168,7 +168,7 @@ class NativeDecoder(Target):
         self._buffers.fill(held=held, settle_rows=rows, settle_before=before, settle_counts=counts)
 
     def time_stages(self, seconds: Tensor) -> None:
-        """Time the stages of later passes: thread 0 adds their seconds to `seconds`, float32 [len(library.STAGES)]."""
+        """Time later passes: thread 0 adds the seconds of each of library.STAGES ("qkv", ...) to `seconds`, float32."""
         self._stage_s = seconds
         self._buffers.work.stage_s = pointer(seconds)
 

@@ -278,7 +278,7 @@ class Matrix:
         check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))
 
     def rows_of(self, ids: list[int], dtype: torch.dtype) -> Tensor:
-        """Look up rows, as of an embedding: [len(ids), cols] in `dtype`."""
+        """Return these rows as a dense tensor [len(ids), cols] in `dtype`, such as the embeddings of tokens."""
         out = torch.empty(len(ids), self.cols)
         check(require().pn_matrix_rows(self.handle, int32s(ids), len(ids), FORMATS[dtype], out.data_ptr()))
         return out.to(dtype)
@@ -395,7 +395,7 @@ class Picker:
         per position.
 
         columns, tokens: the M most probable logits columns and their token ids, int32 [B, K, M]. scores [B, K, M, M]:
-        of each candidate after each candidate of the previous position; at the first one, after the token in `anchors`.
+        at [b, k, i, j] of candidate j after candidate i of position k - 1; for k = 0, after the token in `anchors`.
         logits_BKV: float32, contiguous; hidden_BKD: in the gate's dtype, contiguous within a row.
         """
         num_rows, slots, size = logits_BKV.shape
@@ -413,8 +413,8 @@ class Picker:
 
 
 def walk(scores_KMM: Tensor, inverse_temperature: float) -> tuple[list[int], list[float]]:
-    """Choose the best of M candidates at each of K draft positions, given the one before (scores: see `Picker.pick`).
-    Returns (indices, log-probabilities in softmax(scores * inverse_temperature)), up to a non-finite score."""
+    """Choose at each of K draft positions the best candidate after the one chosen before (scores: see `Picker.pick`).
+    Returns (indices, log-probabilities in softmax(scores * inverse_temperature)), cut at a non-finite score."""
     slots, count, _ = scores_KMM.shape
     places, logprobs = (c_int32 * slots)(), (c_double * slots)()
     num_places = require().pn_walk(pointer(scores_KMM), slots, count, inverse_temperature, places, logprobs)
@@ -422,7 +422,7 @@ def walk(scores_KMM: Tensor, inverse_temperature: float) -> tuple[list[int], lis
 
 
 def use(isa: str) -> None:
-    """Select the instruction set for all later calls. Raises NativeError if the library or processor lacks it."""
+    """Select one of `config.ISAS`, the instruction sets, for later calls. Raises NativeError if it is not available."""
     library = require()
     if library.pn_use(isa.encode()) != 0:
         known = ", ".join(each for each in library.pn_available().decode().split(",") if "emulated" not in each)

@@ -154,8 +154,8 @@ def foreseen(
     """Predict the tokens that the target will sample, from a drafter's logits and the target's sampling noise
     (`draft/foresight.py`).
 
-    Returns (token ids [B, K], or FAILED if the logits are not finite; log of the probability that the target samples
-    the same token [B, K]). position_BK: each token's index in its text. scale: factor on the drafter's
+    Returns (token ids [B, K], FAILED (-1) where the logits are not finite; log of the probability that the target
+    samples the same token [B, K]). position_BK: each token's index in its text. scale: factor on the drafter's
     log-probabilities, where a smaller value gives the noise more weight. spread: scale of the Gumbel error assumed for
     each token's score; affects only the returned probability. draft_ids: token id of each logits column; None: column i
     is token i.

@@ -74,6 +74,6 @@ def chat_ids(
     variables: Mapping[str, Any] | None = None,
     **options: bool,
 ) -> list[int]:
-    """Render a conversation by `chat_text` and return its token ids. The template writes the special tokens, so no bos
-    is added. Raises the errors of `chat_text`."""
+    """Render a conversation by `chat_text`, with its `options`, and return its token ids. The template writes the
+    special tokens, so no bos is added. Raises the errors of `chat_text`."""
     return tokenizer.encode(chat_text(tokenizer, messages, tools, variables, **options), add_special_tokens=False)

@@ -235,9 +235,9 @@ class DeltaCache(StaticKVCache):
             yield ForwardBatch([row], [0], [len(tokens)], tokens, "none")
 
     def stages(self, batch: ForwardBatch) -> list[Stage]:
-        """Plan the work of every delta net layer in this pass: returns the stages to compute in order. Stores the
-        pass's tokens, and counts positions as committed that the stages will add to recurrent states; call it once per
-        pass."""
+        """Plan the work of every delta net layer in this pass: returns the stages to compute in order. Also stores the
+        pass's tokens, and already counts as committed the positions that the stages will add to recurrent states; call
+        it once per pass."""
         first, by_count = 0, dict[int, list[tuple[int, int]]]()
         for row, count in zip(batch.rows, batch.counts, strict=True):
             assert row not in self._unread
@@ -259,8 +259,8 @@ class DeltaCache(StaticKVCache):
         return self._committed[row]
 
     def passed(self, batch: ForwardBatch, count: int) -> None:
-        """Record a finished pass of fixed shape with `count` tokens per row: stores its tokens, and counts positions as
-        committed that it added to recurrent states. Call this before `append`."""
+        """Record a finished pass of fixed shape, with `count` tokens per row including padding: stores its tokens, and
+        counts as committed the positions that it added to recurrent states. Call this before `append`."""
         first = 0
         for row, own, held in zip(batch.rows, batch.counts, self.held(batch.rows), strict=True):
             self._tokens[row] += batch.tokens[first : first + own]

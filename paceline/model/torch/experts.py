@@ -37,7 +37,8 @@ def gating(config: DecoderConfig) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class Part(Protocol):
-    """A function of hidden states [T, D] with weights, such as a router, an expert or a gate."""
+    """Protocol of a layer part that is called with hidden states [T, D], such as a router, an expert or a gate.
+    `num_bytes`: bytes of its weights that a pass with one token reads."""
 
     num_bytes: int
 

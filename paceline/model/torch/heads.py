@@ -27,8 +27,9 @@ def split_heads(
     returns the queries [T, num_heads, head_dim].
 
     fused_TX: for each token the heads of queries, keys and values, then any other columns. keys, values: one layer of
-    the cache [rows, kv_heads, positions, head_dim]. norm: of queries and keys. Without `rope` nothing is rotated. On a
-    GPU this is one kernel (`kernels.layer.heads`), on other devices PyTorch operations.
+    the cache [rows, kv_heads, positions, head_dim]. norm: of queries and keys. tables: cosines and signed sines of the
+    tokens' positions (`Rope.tables`); without `rope` nothing is rotated. On a GPU this is one kernel
+    (`kernels.layer.heads`), on other devices PyTorch operations.
     """
     if not kernels.can_run(fused_TX):
         return heads_twin(fused_TX, num_heads, keys, values, writer, norm, rope, tables)
@@ -47,7 +48,8 @@ def heads_twin(
     rope: Rope | None,
     tables: Tables | None,
 ) -> Tensor:
-    """Implementation of `split_heads` in PyTorch operations; the reference of the kernel `kernels.layer.heads`."""
+    """Split QKV heads, apply norms and RoPE, and write keys and values to the cache, in PyTorch operations; the
+    reference of the kernel `kernels.layer.heads`. Arguments and result are those of `split_heads`."""
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     num_qk_heads = num_heads + num_kv_heads
     heads = fused_TX.unflatten(-1, (-1, head_dim))

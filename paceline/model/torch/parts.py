@@ -255,8 +255,8 @@ def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
 
 
 def has_stacks(weight: Tensor) -> bool:
-    """Return True if the experts of the layer with this weight are stacked in one tensor. On CPU they are not: each
-    expert's matrices are packed for oneDNN."""
+    """Return True if a layer's experts are stacked in one tensor; on CPU they are not: each expert's matrices are
+    packed for oneDNN. `weight`: any weight of the layer."""
     return weight.device.type != "cpu"
 
 

@@ -171,7 +171,7 @@ class TraceWriter:
             self._thread.start()
 
     def offer(self, sequence: Sequence, outcome: str, tag: str | None = None) -> None:
-        """Record a finished request. Never waits, never raises.
+        """Record a request that finished with `outcome`, under the client's label `tag`. Never waits, never raises.
 
         Skips requests with mocked acceptance, whose text is meaningless. Counts requests with a lossy acceptance rule
         as lost, because their answers would train a drafter on its own drafts.
@@ -183,11 +183,11 @@ class TraceWriter:
             self.put(lambda: [_served(sequence, outcome, tag, ended, total_s)])
 
     def put(self, maker: Maker, *, wait: bool = False, is_full: bool = False) -> bool:
-        """Queue `maker`, which builds the traces in the writer's thread; returns True if it was queued. Never raises.
+        """Queue `maker`, a function that returns traces; the writer's thread calls it. True if queued; never raises.
 
         Only a random share of the calls is queued (`TraceConfig.sample`). If the queue is full, a call with `wait`
-        waits for a free place; otherwise it is counted as lost. With `is_full` it is always counted as lost: the caller
-        has reached its own limit, such as bytes that wait to be parsed.
+        waits until there is room; otherwise the trace is counted as lost. With `is_full` it is always counted as lost:
+        the caller has reached its own limit, such as bytes that wait to be parsed.
         """
         if self._random.random() >= self._config.sample:
             return False

@@ -137,7 +137,8 @@ class Translated(Exchange):
 
     @abstractmethod
     def grown(self, part: Part, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the events for `text`: new text of the part, or of its tool call's arguments."""
+        """Yield the events for `text`: new text of the part, or of its tool call's arguments. `logprobs`: OpenAI's
+        log-probability objects of the new tokens; empty if not requested."""
 
     @abstractmethod
     def closed(self, part: Part) -> Iterator[dict[str, Any]]:
@@ -166,8 +167,9 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_keys(part: Closed, kind: str, keys: set[str], where: str, optional: tuple[str, ...] = ()) -> None:
-    """Raises RequestRefused unless `part`, an object of type `kind` in a request, has exactly the fields `keys`; those
-    in `optional` may be missing. `where` is the object's place in the request, for the message."""
+    """Raises RequestRefused unless `part`, an object of type `kind` in a request, has exactly the fields `keys`
+    (besides "type"); only those of them that are also in `optional` may be missing. `where`: the object's place in the
+    request, for the message."""
     given = {name for name in part.model_fields_set if getattr(part, name) is not None} - {"type"}
     for name in sorted(keys - given - {*optional}):
         raise RequestRefused(f"{where}.{name}: a part of type {kind} needs it", param=f"{where}.{name}")

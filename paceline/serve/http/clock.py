@@ -46,13 +46,14 @@ class Clock:
         self._first_byte_s = time.perf_counter() - self.arrived_s
 
     def timings(self, sequences: Iterable[Sequence]) -> dict[str, float]:
-        """Return name -> seconds of each phase, from the request's arrival to this call, and of their sum `total_s`. Of
-        several answers (`sequences`) the one that ended last counts. `other_s` is the part of `total_s` that no other
-        phase explains; `first_byte_s` is the time from arrival to the first byte.
+        """Return name -> seconds of each phase of the request, and their sum `total_s`: the time from its arrival to
+        this call. `sequences`: the request's answers; if there are several, the engine's phases are those of the answer
+        that ended last.
 
-        `queue_s`: waiting for a row of the KV cache or for other requests' work; `engine_s`: planning, bookkeeping and
-        hand-over between passes; `text_s`: detokenisation; `send_s`: from the end of the last round to the chunk with
-        these timings.
+        Before the engine: `parse_s`, `dispatch_s`, `template_s`, `tokenizer_s`, `grammar_s`. `queue_s`: waiting for a
+        row of the KV cache or for other requests' work. `prefill_s`, `draft_s`, `verify_s`. `engine_s`: planning and
+        bookkeeping between passes. `text_s`: detokenisation. `send_s`: from the end of the last round to this call.
+        `other_s`: the rest of `total_s`. In addition, `first_byte_s`: from arrival to the answer's first byte.
         """
         seq = max(sequences, key=lambda each: each.timings.until_s)
         spent, total_s = seq.timings, time.perf_counter() - self.arrived_s

@@ -53,8 +53,8 @@ class ApiError(Exception):
 
     @classmethod
     def failed(cls, error: Exception | None) -> ApiError:
-        """Return the error for one failed request. It has the message of a PacelineError; messages of other exceptions,
-        which may contain private data, are hidden."""
+        """Return the error response (status 500) for one request that failed with `error` (None if unknown). It has the
+        message of a PacelineError; messages of other exceptions, which may contain private data, are hidden."""
         return (
             cls(500, str(error), code="request_failed")
             if isinstance(error, PacelineError)

@@ -73,7 +73,7 @@ class Reply(ABC):
 
     def choice(self, *, is_stream: bool) -> dict[str, Any] | None:
         """Return the text since the last call as an entry of `choices` in the endpoint's format; None if there is
-        nothing to send yet."""
+        nothing to send yet. `is_stream`: True for the format of a stream's chunk."""
         text, self._text = self._text, ""
         choice = self._shown(text, is_stream)
         if choice is None:

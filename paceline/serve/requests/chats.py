@@ -63,10 +63,12 @@ async def answer_chat(
     exchange: Callable[..., Exchange],
     drafter: str | None = None,
 ) -> Response:
-    """Answer a chat request. `tag` and `drafter`: values of the request headers for the trace's label and for the
-    drafter. `exchange`: creates the Exchange, which writes the answer in the endpoint's format; it is called as
-    exchange(model name, body, ticket, replies, lossless=...), with the engine's output (`ticket`), a reply for each of
-    the `n` answers, and False if acceptance is mocked."""
+    """Queue a chat request in the engine and return the HTTP response. `tag`, `drafter`: values of the headers
+    x-paceline-tag (label in the trace) and x-paceline-drafter (name of the drafter); None if missing.
+
+    `exchange`: function that creates the Exchange, the object that writes the answers in the endpoint's format. Its
+    arguments: the model's name, `body`, a Ticket (source of the engine's tokens), one ChatReply for each of the `n`
+    answers, and the keyword `lossless`, False if acceptance is mocked."""
     name, model = check_model(body.model, worker)
     clock = Clock(http.scope)
     jobs = await asyncio.to_thread(chat_jobs, body, model, worker.config, clock)
@@ -84,9 +86,11 @@ def asked_route(
     worker: EngineWorker,
     model: ModelInfo,
 ) -> Route | None:
-    """Return the route, which selects the request's drafter; None selects the default drafter. `drafter`: value of the
-    header that names a drafter. If this header is missing, the server's setting `route` determines the route, for which
-    it may use the header value `tag`. Raises RequestRefused for an unknown drafter."""
+    """Return the route, which selects the request's drafter; None selects the default drafter.
+
+    `drafter`: value of the header x-paceline-drafter, a drafter's name, which takes precedence. Without it the route
+    follows the server's setting `route`; with `route` "tag", the header x-paceline-tag (`tag`) names the drafter.
+    Raises RequestRefused for an unknown drafter."""
     name = drafter and drafter.strip()
     return chosen_route(name, model.drafters) if name else route_of(worker.config.route, body, http.headers, tag)
 

@@ -103,8 +103,10 @@ def jobs_of(
     logprobs: int | None,
     grammar: tuple[str, GrammarSpec] | None,
 ) -> list[Job]:
-    """Return `n` jobs for each prompt, in the prompts' order. Without `max_tokens` the limit is
-    `config.default_max_tokens` or the rest of the context. `grammar`: (request field with the grammar, grammar).
+    """Return `n` jobs (answers to generate) for each prompt (token ids), in the prompts' order. Without `max_tokens`,
+    an answer has at most `config.default_max_tokens` tokens, or as many as fit the context if these are fewer.
+    `logprobs`: number of most probable tokens to return at each position, None for no log-probabilities. `grammar`:
+    (request field with the grammar, grammar).
 
     Raises RequestRefused for values that are invalid or beyond this server's limits.
     """
@@ -151,7 +153,9 @@ def jobs_of(
 
 
 def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar: GrammarSpec | None) -> SamplingParams:
-    """Return the request's sampling parameters. Raises RequestRefused for invalid values."""
+    """Return the request's sampling parameters. `logprobs`: number of most probable tokens whose log-probabilities are
+    returned at each position, None for no log-probabilities; `grammar`: that of the answer, or None. Raises
+    RequestRefused for invalid values."""
     temperature = 1.0 if request.temperature is None else request.temperature
     is_greedy = temperature < MIN_TEMPERATURE or request.top_p == 0  # top_p always keeps the most likely token
     try:

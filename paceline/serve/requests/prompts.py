@@ -87,8 +87,9 @@ def encode_chat(
     clock: Clock | None = None,
     **options: bool,
 ) -> list[int]:
-    """Return the token ids of a conversation; `options` are those of `turn_options`. `clock` measures the template and
-    the tokenizer.
+    """Return the token ids of a conversation, rendered by the chat template. `variables`: further variables of the
+    template. `options`: `add_generation_prompt` and `continue_final_message`, as in Transformers. `clock` measures the
+    template and the tokenizer.
 
     Raises RequestRefused for malformed messages, or if the template rejects them.
     """
@@ -133,7 +134,8 @@ def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[in
 
 
 def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True) -> list[int]:
-    """Return the token ids of a text, without a chat template. Raises RequestRefused if the tokenizer rejects it."""
+    """Return the token ids of a text, without a chat template. `add_special_tokens`: also add those that the tokenizer
+    puts around a text, such as BOS. Raises RequestRefused if the tokenizer rejects the text."""
     try:
         return tokenizer.encode(text, add_special_tokens)
     except PacelineError as error:

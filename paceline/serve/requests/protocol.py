@@ -161,7 +161,7 @@ class Message(Closed):
 
 
 class Sampling(Closed):
-    """Fields of both chat and text completions."""
+    """Request fields that chat and text completions have in common: sampling, limits, stops and streaming."""
 
     unused: ClassVar[dict[str, str]] = fields.UNUSED
 

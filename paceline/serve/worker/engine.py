@@ -107,7 +107,7 @@ class Model(Protocol):
         ...
 
     def use_members(self, members: Any, /) -> None:
-        """Replace the pool by `members`, the drafters of an engine that failed."""
+        """Replace the pool of drafters by `members` (name -> entry), such as the pool of an engine that failed."""
 
     def renew(self) -> None:
         """Create a new engine with an empty cache after a crash; keeps the weights and the drafters."""

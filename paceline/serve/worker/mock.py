@@ -42,11 +42,11 @@ or marginals (acceptance by draft position and candidate rank)."""
 def read_mock(text: str) -> Mock:
     """Parse the text of `serve --mock`: how many drafts the mocked verification accepts. Raises ConfigError.
 
-    Forms: mean tokens per round, including the bonus token (1 or more); a survival curve (shares of rounds whose first
-    1, 2, ... drafts are accepted), written .8,.6,.4 or survival:.8,.6,.4, or read from a file: a JSON list, an object
-    with a list "survival", or a run, trace or log that `paceline simulate --acceptance` accepts; or marginals (chances
-    by draft position and candidate rank): greedy, sampled, or a JSON file with a list of lists or an object with
-    "marginals".
+    There are three forms. A number: mean tokens per round, including the bonus token (1 or more). A survival curve
+    (shares of rounds whose first 1, 2, ... drafts are accepted): written .8,.6,.4 or survival:.8,.6,.4, or the path of
+    a JSON list, of a JSON object with a list "survival", or of a run, trace or log that `paceline simulate` accepts
+    as --acceptance. Marginals (acceptance chances by draft position and candidate rank): the name of a built-in table,
+    "greedy" or "sampled", or the path of a JSON list of lists or of a JSON object with "marginals".
     """
     path = Path(text).expanduser()
     if text in built_in():
@@ -132,8 +132,8 @@ def _with_config(engine: EngineConfig, config: dict[str, Any], folder: Path) -> 
 def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
     """Return the drafter to load on a server with mocked acceptance: `name` unchanged, except that "default" becomes
     random-dflash (an untrained drafter with random weights) if no drafter shipped for `model` is installed.
-    `most_accepted`: most tokens per round of the mock; at 1 no draft is ever accepted, and the drafter "none" is
-    allowed. Raises ConfigError for a drafter that does not draft in every round."""
+    `most_accepted`: most tokens per round, with the bonus token, that the mock accepts; only at 1 (no draft is ever
+    accepted) the drafter "none" is allowed. Raises ConfigError for a drafter that does not draft in every round."""
     if name == "default":
         return name if shipped.local(model) else "random-dflash"
     if name == LOOKUP or (name == NONE and most_accepted > 1):
@@ -146,7 +146,8 @@ def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
 
 
 def check_yield(mock: Mock, num_drafted: int) -> None:
-    """Raises ConfigError if the mocked acceptance needs more than `num_drafted` drafts per round."""
+    """Raises ConfigError if the mocked acceptance `mock` (tokens per round, survival curve or marginals, see
+    `read_mock`) needs more than `num_drafted` drafts per round."""
     mock = mock.survival if isinstance(mock, Marginals) else mock
     most = len(mock) + 1 if isinstance(mock, tuple) else mock
     if most > num_drafted + 1:

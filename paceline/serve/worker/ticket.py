@@ -112,8 +112,9 @@ class Outbox:
         self._oldest_s = 0.0
 
     def put(self, events: list[Addressed], now: float, step_s: float, *, is_urgent: bool) -> None:
-        """Add (ticket, event or error) pairs of an engine step that ended at `now` and took `step_s` seconds; the next
-        step is assumed to take as long. With `is_urgent`, all held events are delivered at once."""
+        """Add (ticket, event or error) pairs of an engine step that ended at the time `now` (any clock, in seconds) and
+        took `step_s` seconds; the next step is assumed to take as long. With `is_urgent`, all held events are delivered
+        at once."""
         if not self._held:
             self._oldest_s = now
         self._held += events

@@ -87,13 +87,14 @@ class HeldOut:
 
     @property
     def error(self) -> float:
-        """Relative error of the predicted tokens per second."""
+        """Relative error of the predicted tokens per second: above 0 if the prediction is too fast."""
         return self.measured_s / self.predicted_s - 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A calibration, the measurements it was fitted to, and its errors on held-out sizes."""
+    """A calibration of the roofline, the measurements it was fitted to, and its predictions for held-out sizes (pairs
+    of batch size and positions per row)."""
 
     steps: Steps
     calibration: Calibration
@@ -102,7 +103,7 @@ class Fitted:
 
     @property
     def mean_error(self) -> float:
-        """Mean absolute relative error of tokens per second over the held-out sizes."""
+        """Mean absolute relative error of tokens per second over the held-out (batch size, positions per row) pairs."""
         return statistics.fmean(abs(point.error) for point in self.held_out)
 
     @property
@@ -116,7 +117,8 @@ class Fitted:
 
 
 def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
-    """Fits the roofline to the measured step times in `paths` (runs of `paceline bench steps`). Raises
+    """Fits the parameters of the roofline cost model to the measured step times in `paths` (runs of `paceline bench
+    steps`). `config`: its model, machine and number formats, if given, replace those of the runs. Raises
     PacelineError."""
     files = [read_steps(path) for path in paths]
     steps, shape = steps_of(files), _measured_shape(config, files[0])
@@ -240,11 +242,13 @@ def _part_seconds(each: Observation, shape: ModelShape, deployment: Deployment) 
 
 
 def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
-    """Returns two shares of the machine's speed that the fitted costs reach: (share of the bandwidth in a pass of one
-    position, share of the arithmetic rate in the 64 positions by which passes of 64 and 128 positions differ).
+    """Returns the shares (1.0: all) of the machine's memory bandwidth and arithmetic rate that one sequence reaches
+    under the fitted costs. `context`: cached tokens.
 
-    Fixed costs of a pass lower the first share, costs per position the second. The fitted factors alone are ambiguous,
-    since sizes of one model seldom separate such overheads from slower reading or computing.
+    The share of the bandwidth is that of a pass over one position; fixed costs of a pass lower it. The share of the
+    arithmetic rate is measured on 64 additional positions: a pass over 128 minus one over 64; costs per position lower
+    it. The fitted factors alone are ambiguous, since measurements of one model seldom separate such overheads from
+    slower reading or computing.
     """
 
     def at(positions: float) -> tuple[float, float, float]:
@@ -261,7 +265,8 @@ def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
 
 
 def fit_draft(times: list[Observation]) -> DraftFit:
-    """Fits one cost model with one pass for all drafts, and one with a pass per draft; returns the better fit."""
+    """Fits a drafter's cost to measured drafting times, once as one pass for all drafts and once as a pass per draft;
+    returns the better fit."""
     fits = [_fit_draft(times, is_block) for is_block in (True, False)]
     return min(fits, key=lambda pair: pair[0])[1]
 

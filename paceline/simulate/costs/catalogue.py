@@ -140,7 +140,7 @@ def _from_file(file: Path) -> ModelShape:
 
 
 def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelShape:
-    """Returns the model shape of a config.json. Raises UnsupportedModelError with the missing or unknown key."""
+    """Returns the model shape, with this `name` and `source`, of a config.json. Raises UnsupportedModelError."""
     read = ConfigReader(config)
     layers, hidden, vocab = range(read.whole("num_hidden_layers")), read.whole("hidden_size"), read.whole("vocab_size")
     attention = [attention_of(read, layer) for layer in layers]
@@ -172,7 +172,7 @@ def _from_gguf(file: Path) -> ModelShape:
 
 
 class ConfigReader:
-    """Reads keys of a config.json under each family's names; in a multimodal config, those of the language model.
+    """Reads values of a config.json (of a multimodal one: the language model's), by any of the names that families use.
 
     Raises UnsupportedModelError, which names a key that is missing or not a number.
     """

@@ -64,8 +64,8 @@ def overhead_of(
     costs: StepCosts, context: int, overhead_ms: float | None, plain_rate: float | None, server_log: Path | None
 ) -> Overhead | None:
     """Returns the overhead of a round from one of three sources: given in milliseconds, computed from `plain_rate`
-    (tokens/s of plain decoding with one stream), or fitted to a server's log. None if no source is given. Raises
-    ConfigError."""
+    (tokens/s of plain decoding with one stream), or fitted to a server's log. None if no source is given. `costs`:
+    round times without overhead; `context`: cached tokens per sequence. Raises ConfigError."""
     if overhead_ms is not None:
         return Overhead(overhead_ms / 1e3, "as given")
     if server_log is not None:
@@ -79,8 +79,8 @@ def overhead_of(
 
 def fitted(costs: StepCosts, context: int, seen: Seen, name: str) -> Overhead:
     """Returns the overhead fitted to a server's log: the median difference between measured round times and those that
-    `costs` predicts. `seen`: the log's figures; `context`: used if the log does not report the context; `name`: the
-    log's name, for messages.
+    `costs` predicts. `seen`: the parsed log; `context`: cached tokens per sequence, used for intervals for which the
+    log reports none; `name`: the log's name, for messages.
 
     Raises ConfigError if no round is known, or if the rounds were faster than `costs`.
     """

@@ -73,7 +73,8 @@ def distinct_experts(num_routed: int, per_token: int, batch: float, positions: f
 
 
 def attended(group: Attention, context: float) -> float:
-    """Returns the number of cache entries that one query reads in one layer."""
+    """Returns the number of cache entries that one query reads in one layer of `group` (layers with equal attention),
+    with `context` cached tokens; 0 for linear attention."""
     if group.kind == "linear":
         return 0.0
     if group.ratio is None:
@@ -83,8 +84,9 @@ def attended(group: Attention, context: float) -> float:
 
 
 def attention_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
-    """Returns the work of attention in one pass, over all layers of `group` (layers with equal attention) and all
-    sequences. Each pass reads a sequence's cache once, for all its positions."""
+    """Returns the work of attention in one pass, summed over all layers of `group` (layers with equal attention) and
+    over `batch` sequences, each with `positions` new and `context` cached tokens. The pass reads a sequence's cache
+    once, for all its positions."""
     times, seen = batch * group.layers, attended(group, context)
     if group.kind == "linear":
         return Work("attention", 0.0, times * group.state_bytes, precisions.attention)
@@ -94,9 +96,9 @@ def attention_work(group: Attention, precisions: Precisions, batch: float, posit
 
 
 def indexer_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
-    """Returns the work of the indexer in one pass, over all layers of `group` and all sequences. The indexer scores all
-    compressed cache entries of a sequence (one per `group.ratio` tokens), to select those that sparse attention
-    reads."""
+    """Returns the work of the indexer in one pass, summed over all layers of `group` (layers with equal attention) and
+    over `batch` sequences, each with `positions` new and `context` cached tokens. The indexer scores all compressed
+    cache entries of a sequence (one per `group.ratio` tokens), to select those that sparse attention reads."""
     times, ratio = batch * group.layers, group.ratio or 1
     flops = times * 2.0 * group.indexer_heads * group.indexer_dim * (context // ratio) * positions
     read = times * (context / ratio) * group.indexer_dim * num_bytes(precisions.indexer)
@@ -173,7 +175,8 @@ class MemoryNeed:
 
 
 def memory_need(shape: ModelShape, deployment: Deployment, batch: int, context: int) -> MemoryNeed:
-    """Returns the memory of weights and caches. Activations, the drafter and the engine's reserve are not counted."""
+    """Returns the bytes that the weights and the caches of `batch` sequences of `context` tokens need, and those that
+    the GPUs have. Activations, the drafter and the engine's reserve are not counted."""
     precisions = deployment.precisions
     weights = (shape.dense + shape.embedding) * num_bytes(precisions.weights)
     weights += shape.experts.resident * num_bytes(precisions.experts) if shape.experts else 0.0
@@ -182,8 +185,8 @@ def memory_need(shape: ModelShape, deployment: Deployment, batch: int, context: 
 
 
 def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
-    """Returns the cache bytes of one sequence in one layer of `group`. A compressed history has one entry per
-    `group.ratio` tokens; linear attention has only its state."""
+    """Returns the cache bytes of one sequence of `context` tokens in one layer of `group` (layers with equal
+    attention). A compressed history has one entry per `group.ratio` tokens; linear attention has only its state."""
     if group.kind == "linear":
         return group.state_bytes
     entry_bytes = group.entry_values * num_bytes(precisions.kv)

@@ -47,16 +47,16 @@ class FractionDrafter:
     """Number of drafts from one drafter pass (DFlash); None: one token per pass (MTP, EAGLE, a small model)."""
 
     def draft_s(self, num_drafted: int, batch: float, plain_s: float) -> float:
-        """Returns the seconds of drafting for `batch` sequences. `plain_s`: seconds of a target pass with one position
-        of each."""
+        """Returns the seconds of drafting `num_drafted` tokens for each of `batch` sequences. `plain_s`: seconds of a
+        target pass over one position of each sequence."""
         return self.fraction * plain_s * _passes(num_drafted, self.block)
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeDrafter:
-    """Drafter cost from its own roofline: a pass takes max(2*P*B*D/R, b*P/BW) seconds (arithmetic or reading of
-    weights), with P parameters of b bytes, B sequences, D positions (`block`, or 1), R FLOP/s and BW bytes/s. A round
-    takes one pass per draft, or with `block` one per D drafts."""
+    """Drafter cost from its own roofline: a pass takes max(2*P*B*D/R, b*P/BW) seconds, the longer of arithmetic and
+    reading of weights. P: parameters of b bytes; B: sequences; D: positions of each, `block` (None: 1); R: FLOP/s; BW:
+    bytes/s. A round takes one pass for each D drafts."""
 
     dense: float
     """Parameters that every pass reads (P), including the head."""
@@ -122,8 +122,8 @@ NO_COST = FractionDrafter(0.0)
 
 
 class StepCosts:
-    """Base class: seconds of a round's parts. Subclasses define `split`, and, unless they are 0, `draft_s` and
-    `host_s`."""
+    """Base class of cost models: seconds of a round's parts. A subclass defines `split` (the target pass), and unless
+    they take 0 seconds also `draft_s` (drafting) and `host_s`."""
 
     __slots__ = ()
     host_s: float = 0.0
@@ -145,11 +145,11 @@ class StepCosts:
         return sum(self.split(batch, positions, context).values())
 
     def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
-        """Returns the seconds of drafting `num_drafted` tokens for each of `batch` sequences."""
+        """Returns the seconds of drafting `num_drafted` tokens for each of `batch` sequences of `context` tokens."""
         return 0.0
 
     def round_s(self, batch: float, num_drafted: int, context: float) -> float:
-        """Returns the seconds of a round in which every sequence drafts `num_drafted` tokens."""
+        """Returns the seconds of a round: `batch` sequences of `context` tokens draft `num_drafted` tokens each."""
         return self.verify_s(batch, num_drafted + 1, context) + self.draft_s(batch, num_drafted, context) + self.host_s
 
     def prefill_s(self, tokens: int, context: int) -> float:
@@ -237,7 +237,7 @@ def read_calibration(path: Path) -> Calibration:
 
 @dataclass(frozen=True, slots=True)
 class TimeTable:
-    """Measured seconds by (batch, width), on a grid that may have gaps. Width: positions or drafts per row."""
+    """Measured seconds of a step by (batch, width), with gaps. Width: positions or drafts of each batch row."""
 
     rows: tuple[tuple[float, tuple[tuple[float, float], ...]], ...]
     """(batch, ((width, seconds), ...)) in ascending order; the seconds of a batch never decrease with the width."""

@@ -15,8 +15,9 @@ Survival = tuple[float, ...]
 
 
 def num_accepted(survival: Survival, luck: float, num_drafted: int) -> int:
-    """Returns the number of accepted drafts of a round. `luck`: the round's random number in [0, 1). With the same
-    `luck`, a higher `num_drafted` never gives fewer accepted drafts."""
+    """Returns how many of a round's `num_drafted` drafts are accepted. `survival`: shares of rounds whose first 1, 2,
+    ... drafts are accepted; `luck`: the round's random number in [0, 1). With the same `luck`, a higher `num_drafted`
+    never gives fewer accepted drafts."""
     return sum(luck < share for share in survival[:num_drafted])
 
 
@@ -34,8 +35,8 @@ class Drafted:
     """Rank of the target's token among the candidates of each draft position; NONE_OF_THEM if it is not a candidate."""
 
     def checked(self, width: int | Tree) -> tuple[int, Outcome | None]:
-        """Verifies the first `width` drafts as a chain, or the draft tree `width`. Returns (number of accepted drafts,
-        the tree with its accepted nodes; None for a chain)."""
+        """Verifies the first `width` drafts as a chain (int), or the tree `width`. Returns the number of accepted
+        drafts, and the tree with the indices of its accepted nodes (None for a chain)."""
         if isinstance(width, int):
             return min(self.num_right, width), None
         children, accepted = width.children(), list[int]()

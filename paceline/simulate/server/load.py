@@ -29,7 +29,8 @@ Lengths = Callable[[random.Random], int]
 
 def parse_lengths(option: str, text: str) -> Lengths:
     """Parses a distribution of token counts: 128, 64-512 (equally likely) or lognormal:MEDIAN,SIGMA (sigma of the
-    logarithm). Raises ConfigError."""
+    logarithm). Returns a function that draws a count with a random generator. Raises ConfigError, which names
+    `option`."""
     kind, _, values = text.strip().rpartition(":")
     try:
         if kind == "lognormal":
@@ -56,8 +57,8 @@ def poisson(rate: float, number: int, seed: int) -> list[float]:
 
 
 def workload(number: int, prompt: Lengths, answer: Lengths, seed: int) -> list[Job]:
-    """Returns `number` requests that all arrive at time 0 (`arriving` sets other times). `prompt` and `answer` draw
-    their token counts; the same seed gives the same requests."""
+    """Returns `number` requests that all arrive at time 0 (`arriving` sets other times). `prompt` and `answer`:
+    distributions of the requests' prompt and answer lengths in tokens. The same seed gives the same requests."""
     source = random.Random(f"lengths {seed}")
     return [Job(0.0, prompt(source), answer(source)) for _ in range(number)]
 
@@ -120,9 +121,9 @@ class LoadFigures:
 def figures_of(
     outcome: Outcome, policy: str, capacity_per_s: float, rate: float | None = None, concurrency: int | None = None
 ) -> LoadFigures:
-    """Computes the results of one simulated load: `rate` requests per second (open loop), or `concurrency` requests in
-    flight (closed loop). `policy`: name of the rule for the number of drafts; `capacity_per_s`: most requests per
-    second that the server can finish with it."""
+    """Computes rates and latencies from `outcome`, the result of simulating one load: `rate` requests per second (open
+    loop), or `concurrency` requests in flight (closed loop). `policy`: name of the rule for the number of drafts;
+    `capacity_per_s`: most requests per second that the server can finish with it."""
     requests, wall_s = outcome.requests, outcome.wall_s
     num_rounds = sum(each.num_rounds for each in requests)
     return LoadFigures(
@@ -160,8 +161,9 @@ def _longest_queue(requests: Sequence[SimulatedRequest]) -> int:
 
 
 def capacity(case: Case, policy: str) -> float:
-    """Returns the server's capacity in requests per second: all requests arrive at the start, and the time after the
-    last one has left the queue is ignored."""
+    """Returns the server's capacity in requests per second, by a simulation in which all requests of `case` (requests,
+    costs, server, acceptance) arrive at the start. Only the time with a full batch counts, until the last request has
+    left the queue (all time if requests are few). `policy`: rule for the number of drafts."""
     outcome = case.run(policy, [replace(job, arrives_at=0.0) for job in case.jobs])
     full_s = max((each.admitted_at for each in outcome.requests), default=0.0)
     num_tokens = sum(count for each in outcome.requests for when, count in each.chunks if when <= full_s)
@@ -173,8 +175,9 @@ def capacity(case: Case, policy: str) -> float:
 def sweep(
     case: Case, policies: Sequence[str], rates: Sequence[float] = (), concurrencies: Sequence[int] = ()
 ) -> list[LoadFigures]:
-    """Simulates every policy (rule for the number of drafts) at every load, with the same requests each time. `rates`:
-    requests per second. `concurrencies`: requests in flight. Raises ConfigError."""
+    """Simulates the server of `case` (requests, costs, server, acceptance) under every policy (rule for the number of
+    drafts) at every load, with the same requests each time. Loads are the `rates` (requests per second) and the
+    `concurrencies` (requests in flight). Raises ConfigError."""
     if not case.jobs or not policies or not (rates or concurrencies):
         raise ConfigError("nothing to simulate: give at least one request, one policy, and one --rate or --concurrency")
     most = {policy: capacity(case, policy) for policy in policies}

@@ -96,8 +96,10 @@ class Prices:
 
 
 def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, price: PriceConfig) -> Prices:
-    """Simulates three variants at each batch size: plain decoding, the best number of drafts, and the best number with
-    a better drafter (one more accepted token per round). Raises ConfigError for invalid limits, lengths or costs."""
+    """Finds the maximum request rate of a server at each batch size, by simulation, for three variants: plain decoding,
+    the best number of drafts, and the best number with a better drafter (one more accepted token per round). `price`:
+    settings for the machine's price, the response-time limits, and the requests. Raises ConfigError for invalid limits,
+    lengths or costs."""
     limits = parse_slo(price.slo)
     if isinstance(costs, ToyCosts):
         raise ConfigError("a price needs costs in seconds, the toy model has none: leave --toy out")

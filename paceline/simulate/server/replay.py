@@ -67,8 +67,8 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Simulated and measured figures of one load and setting. Figures are medians over repetitions; times to the first
-    token are medians over all answers."""
+    """Simulated and measured figures of one load with one `speculate` setting. Rates are medians over the repetitions,
+    times to the first token medians over the answers of all repetitions."""
 
     load: str
     speculate: str
@@ -233,8 +233,8 @@ def _survival(rounds: Rounds) -> Survival:
 
 
 def policy_for(speculate: str, most: int) -> str:
-    """Returns the simulator's policy for a `speculate` setting of the benchmark. `speculate`: "auto", "full", "off" or
-    a number of drafts. `most`: maximum drafts per round."""
+    """Returns the simulator's policy (rule for the number of drafts: "adaptive", "off", or a number as text) for a
+    `speculate` setting of the benchmark: "auto", "full", "off" or a number. `most`: maximum drafts per round."""
     if speculate == "auto":
         return "adaptive" if most else "off"
     wanted = most if speculate == "full" else int(speculate) if speculate.isdecimal() else 0
@@ -242,9 +242,9 @@ def policy_for(speculate: str, most: int) -> str:
 
 
 def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
-    """Returns measured step times for each pass: the mean seconds of each step size over the whole run, scaled so that
-    all steps of the pass together take as long as measured. Raises ConfigError if the run does not record step
-    times."""
+    """Returns the measured step times of each pass, as costs. The time of a step (verification, prefill or drafting of
+    n tokens) is its mean over all passes, multiplied by a factor, so that all such steps of the pass together take as
+    long as measured. Raises ConfigError if the run does not record step times."""
     if not all(each.steps for each in passes):
         raise ConfigError(
             "the run does not tell what its steps took: run paceline bench serving again, or give --steps"
@@ -290,10 +290,11 @@ def _rising(steps: list[tuple[float, float, float]]) -> dict[float, float]:
 def compare(
     passes: Sequence[Recorded], costs: StepCosts | None, server: ServerShape, survival: Survival, *, seed: int = 0
 ) -> list[Compared]:
-    """Simulates each load and setting and compares it with the measurement. Without `costs`, each pass uses the step
-    times of `own_costs`. Raises ConfigError.
+    """Simulates the recorded passes and compares the results with the measurements, one for each load and `speculate`
+    setting. `costs`: step times; None for those that each pass recorded. `server`: limits of the server; `survival`:
+    share of rounds whose first 1, 2, ... drafts are accepted. Raises ConfigError.
 
-    Passes run in their recorded order. A setting's planner keeps its estimates from one pass to the next.
+    Passes run in their recorded order. The planner of a `speculate` setting keeps its estimates from pass to pass.
     """
     lookups, planners = recorded_lookups(passes), dict[str, Planner]()
     groups: dict[tuple[Arrivals, str], list[tuple[Recorded, Outcome]]] = {}

@@ -82,7 +82,8 @@ class ServerShape:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Inputs of a simulation: requests, costs, server and acceptance. The arguments of `run` set load and policy."""
+    """Inputs of a simulation: requests, costs of a round, limits of the server, and acceptance of its drafter; `run`
+    simulates them."""
 
     jobs: Sequence[Job]
     costs: StepCosts
@@ -349,10 +350,12 @@ class OffPlanner(AdaptivePlanner):
 def make_planner(
     name: str, survival: Survival, costs: StepCosts, context: float, most_chunk: int, grows_trees: bool = False
 ) -> Planner:
-    """Returns a new planner for a policy: off, best, adaptive, a number of drafts or tree:N. Raises ConfigError.
+    """Returns a new planner, which chooses the drafts of each round by the policy `name`: off, best, adaptive, a number
+    of drafts or tree:N. Raises ConfigError.
 
-    `context`: mean tokens in a row's cache, at which costs are taken. `most_chunk`: maximum tokens of a prefill chunk.
-    `grows_trees`: True if marginals are known, so that trees can be drafted.
+    `survival`: shares of rounds whose first 1, 2, ... drafts are accepted. `costs` are taken at `context` cached tokens
+    per row. `most_chunk`: maximum tokens of a prefill chunk. `grows_trees`: True if marginals (acceptance chances by
+    position and rank) are known, so that trees can be drafted.
     """
     if name == "off":
         return OffPlanner(PassCosts([(1, 1.0)]), most_chunk=most_chunk, adapts_chunks=costs.prefill_adapts)

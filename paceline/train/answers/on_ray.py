@@ -35,8 +35,8 @@ idle until its longest answer is complete."""
 
 @dataclass(frozen=True, slots=True)
 class PromptTask:
-    """A prompt, sent to a Ray worker to be answered, with its conversations (one per temperature and sample): at least
-    one of them is unfinished."""
+    """A prompt that a Ray worker answers, and the state of its conversations (one per temperature and sample): those
+    that are finished, and those that an earlier run had begun."""
 
     prompt: Prompt
     finished: frozenset[str]
@@ -47,7 +47,7 @@ class PromptTask:
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """A worker's job: loads the target and answers batches of prompts."""
+    """The job of a Ray worker: loads the target and answers batches of prompts."""
 
     engine: EngineConfig
     answering: AnswerConfig

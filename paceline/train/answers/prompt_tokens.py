@@ -29,7 +29,7 @@ NO_TEMPLATE = "the target has no chat template: --raw asks every prompt as it st
 
 @dataclass
 class TokenizerOnly:
-    """Encodes conversations in place of an LLM, without its weights."""
+    """Has the `encode_chat` method and the tokenizer of an LLM, but no weights: encodes conversations as token ids."""
 
     tokenizer: Tokenizer
 

@@ -95,9 +95,9 @@ def prepared(
     fill: Callable[[str, int], str] = lambda opener, seed: opener,
 ) -> Iterator[Prepared]:
     """Context manager: loads the target and the prompts; until it ends, no other run may use the folder. `what`: the
-    run's type. `more`: settings in addition to `config` that must be the same when the run is resumed. `fill`:
-    (beginning of a self-written prompt, a number that differs for every prompt) -> beginning to use instead. Raises the
-    errors of `paceline.train.regenerate`."""
+    run's type, recorded in its config.json. `more`: settings in addition to `config` that a resumed run must repeat.
+    `fill(opener, seed)`: returns the text with which the target begins a self-written prompt; `seed` differs for every
+    prompt. Raises the errors of `paceline.train.regenerate`."""
     ranks = Ranks.here()
     engine = engine_for(config, ranks)
     settings = identity(config, engine, ranks) | plain(dict(more or {}))

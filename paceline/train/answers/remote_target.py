@@ -159,8 +159,8 @@ class RemoteEngine:
                 self._run(*request)
 
     def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context without effect. In that of `engine.Engine` prefill chunks have the maximum size; here the
-        server chooses their size."""
+        """Returns a context manager without effect. (That of `engine.Engine` sets prefill chunks to their maximum size;
+        here the server chooses their size.)"""
         return contextlib.nullcontext()
 
     def step(self) -> list[Chunk]:
@@ -233,8 +233,9 @@ class RemoteEngine:
 
 
 def read_answer(response: Any, seq: Sequence, tokenizer: Tokenizer) -> tuple[list[int], str, Any]:
-    """Returns (token ids, text, finish reason) of a server's response to the request `seq`. Raises LostAnswer if the
-    tokens are unknown, or if the server answered another prompt than that of `seq`."""
+    """Returns (token ids, text, finish reason: "stop" or "length") of the answer in `response`, the JSON object that a
+    server returned for the request `seq`. Raises LostAnswer if the tokens are unknown, if the answer ended for another
+    reason, or if the server answered another prompt than that of `seq`."""
     try:
         (choice,) = response["choices"]
         message = choice.get("message") or {}

@@ -163,8 +163,8 @@ def user_turn(
 
 
 def rejection_reason(prompt: str, is_finished: bool, seen: set[str]) -> str | None:
-    """Returns the reason why a prompt is unusable, or None. `seen`: normalised texts of earlier prompts, to find
-    duplicates."""
+    """Returns the reason why a prompt is unusable, such as "too short", or None. `is_finished`: True if the target
+    ended the prompt itself; `seen`: normalised texts of earlier prompts, to find duplicates."""
     words = prompt.split()
     checks = (
         (not is_finished, "unfinished"),

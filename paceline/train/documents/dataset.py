@@ -101,7 +101,8 @@ def read_corpus(
     min_heldout: int = 1,
     strict: bool = False,
 ) -> Corpus:
-    """Reads documents from folders or files of answers, without duplicates; holds out prompts by a hash of their key.
+    """Reads documents from folders or files of answers, without duplicates. Holds out a share `heldout_share` of the
+    prompts, at least `min_heldout` and at most `max_heldout`, which a hash of their keys selects.
 
     Answers are cut at `max_len` tokens, and before their third repetition of a loop: repetitive text adds nothing to
     learn and makes all figures too optimistic. Documents are ordered by a hash of their keys, which mixes the sources
@@ -147,9 +148,10 @@ class ReadDocument(NamedTuple):
 def read_documents(
     sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None = None, *, once: bool = True
 ) -> Iterator[ReadDocument]:
-    """Yields each answer with its prompt as a training document. `counts` gets the numbers of answers that are skipped:
-    num_too_short, num_prompt_too_long and num_repeated (duplicates); `dropped` counts unusable rows of files. With
-    `once`, duplicates are skipped; the keys of all answers are then in memory."""
+    """Yields each answer with its prompt as a training document, cut at `max_len` tokens (prompt included) and before
+    an endless repetition. `counts` gets the numbers of answers that are skipped: num_too_short, num_prompt_too_long and
+    num_repeated (duplicates); `dropped` counts unusable rows of files. With `once`, duplicates are skipped; the keys of
+    all answers are then in memory."""
     counts.update(num_too_short=0, num_prompt_too_long=0, num_loops_cut=0, num_cut=0, num_repeated=0)
     seen: set[tuple[int, int]] = set()
     for answer in _answers(sources, dropped):
@@ -295,9 +297,9 @@ class Place:
 
 
 class StepPlanner:
-    """Chooses the documents and anchors of each step, for any number of processes. A step takes documents in the
-    epoch's order until it has `blocks_per_step` blocks. Every process plans the whole step and computes its share of
-    the loss, divided by the number of draft positions of the whole step."""
+    """Chooses the documents of each training step, and the anchors (positions where a block of drafts begins) in each.
+    A step takes documents in the epoch's order, each with up to `anchors` blocks, until it has `blocks_per_step`
+    blocks. With several processes, every one plans the same whole step."""
 
     def __init__(
         self, documents: Sequence[Document], *, blocks_per_step: int, anchors: int, block_size: int, seed: int

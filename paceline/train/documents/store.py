@@ -102,8 +102,9 @@ def write_documents(
     folder: Path, sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None
 ) -> StoredDocuments:
     """Writes the answers in `sources` to files in `folder` as documents, unsorted and with duplicates; returns these.
-    `counts` gets the numbers of answers that are left out, and `dropped` the unusable rows of `sources`; if `dropped`
-    is None, such a row raises PromptError. Raises CacheError for disk errors."""
+    A document is cut at `max_len` tokens (prompt included), and before an endless repetition. `counts` gets the numbers
+    of answers that are left out, and `dropped` the unusable rows of `sources`; with None for `dropped`, such a row
+    raises PromptError. Raises CacheError for disk errors."""
     num_tokens = num_bytes = 0
     with reraised(CacheError, f"cannot write {folder}", REMEDY, OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,8 +138,9 @@ def stored_corpus(
     strict: bool = False,
 ) -> Corpus:
     """Reads the same corpus as `dataset.read_corpus`, but stores the documents as files in `folder`; training documents
-    are read from disk on access. A share `heldout_share` of the prompts, at least `min_heldout` and at most
-    `max_heldout`, is held out. With `strict`, an unusable row raises PromptError."""
+    are read from disk on access. Documents are cut at `max_len` tokens, prompt included. A share `heldout_share` of the
+    prompts, at least `min_heldout` and at most `max_heldout`, is held out. With `strict`, an unusable row raises
+    PromptError."""
     counts, dropped = Counter[str](), Dropped()
     every = write_documents(folder, sources, max_len, counts, None if strict else dropped)
     order, counts["num_repeated"] = _sorted_once(every)

@@ -205,9 +205,10 @@ def cache_features(
     form: Form = PLAIN,
     compute: Callable[[int], Features] | None = None,
 ) -> CachedFeatures:
-    """Writes one file of features per document, for this process's share of the documents; returns the source that
-    reads the files. Features come from `compute` (default: `source.of`). Existing files are kept without a check, so
-    the folder's name must include `fingerprint(...)`. Raises CacheError if the disk is too small or fails."""
+    """Writes one file of features per document, in the storage format `form`; returns the source that reads the files.
+    Each process writes those of its share of the documents (`ranks`; None: a single process), and calls `on_document`
+    after each. `compute`: document number -> features (default: `source.of`). Existing files are kept without a check,
+    so the folder's name must include `fingerprint(...)`. Raises CacheError if the disk is too small or fails."""
     cached = CachedFeatures(folder, form)
     check_room(folder, sum(map(len, source.documents)) * form.bytes_of(source.bytes_per_position))
     for number in (ranks or Ranks()).share_of(len(source.documents)):
@@ -239,7 +240,8 @@ def check_room(folder: Path, num_bytes: int) -> None:
 def fingerprint(
     target_name: str, dtype: torch.dtype, documents: Sequence[Document], tap_layers: tuple[int, ...], needs_final: bool
 ) -> str:
-    """Returns a hash (hexadecimal) of all arguments, which together determine the documents' hidden states."""
+    """Returns a hash (hexadecimal) of all arguments, which together determine the stored hidden states: those of the
+    target layers `tap_layers`, and with `needs_final` also the final ones, before the LM head."""
     digest = hashlib.sha256(repr((target_name, str(dtype), tap_layers, needs_final)).encode())
     for document in documents:
         digest.update(document.key.encode())
@@ -278,9 +280,10 @@ def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple
 def stored_scale(
     file: Path, source: FeatureSource, documents: Sequence[Document], is_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the result of `measure_scale`, measured at the run's first start and later read from `file`, so that a
-    resumed run has the same units. `is_first`: True in the process that writes the file. Raises CacheError if the file
-    is damaged or cannot be written."""
+    """Returns (scale [F], mean [F]) of the features: a power of two near the inverse of each feature's magnitude, and
+    the means of the scaled features. They are measured on `documents` at the run's first start (`measure_scale`) and
+    later read from `file`, so that a resumed run has the same units. `is_first`: True in the process that writes the
+    file. Raises CacheError if the file is damaged or cannot be written."""
     with reraised(CacheError, f"{file} cannot be read", "use another --out", OSError, SafetensorError, KeyError):
         if file.is_file():
             stored = load_file(file)

@@ -29,7 +29,7 @@ POSITIONS_PER_BATCH = 8192
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A worker's job: loads the target and computes the hidden states of (document number, document) pairs."""
+    """The job of a Ray worker: loads the target and computes hidden states of (document number, document) pairs."""
 
     settings: EngineConfig
     taps: tuple[int, ...]
@@ -67,8 +67,9 @@ def cache_on_ray(
     progress: Progress,
 ) -> CachedFeatures:
     """Computes missing hidden states of `documents` at the target layers `taps` on a Ray cluster, and writes them to
-    files in `features_folder(...)`; returns the source that reads the files. Only the sizes and the dtype of `target`
-    are used. Raises CacheError if the disk is too small or fails, and the errors of the cluster and its workers."""
+    files in `features_folder(...)`; returns the source that reads the files. `name`: beginning of the folder's name.
+    Only the sizes and the dtype of `target` are used. Raises CacheError if the disk is too small or fails, and the
+    errors of the cluster and its workers."""
     needs_final = config.loop.loss.needs_target_probs
     folder = features_folder(config, target, documents, taps, name)
     width = (len(taps) + needs_final) * target.hidden_size * target.dtype.itemsize

@@ -92,7 +92,8 @@ class _Copier:
 
 @contextlib.contextmanager
 def packs_ahead(trainer: Trainer) -> Iterator[None]:
-    """Prefetches the trainer's packs while the context is open; `trainer.run` may be called only once in it."""
+    """Within the block, a thread assembles the trainer's next packs (batches of training blocks) in advance.
+    `trainer.run` may be called only once in it."""
     prefetcher = PackPrefetcher(trainer.packer, upcoming_pieces(trainer))
     pack, trainer.pack = trainer.pack, prefetcher.take
     try:

@@ -87,8 +87,8 @@ class Sources:
         return self._cached(documents, source, form, name)
 
     def scale(self, features: FeatureSource) -> tuple[Tensor, Tensor]:
-        """Returns (scale [F], mean [F]) of the training documents' `features` (see `stored_scale`), measured only in
-        the first call."""
+        """Returns (scale [F], mean [F]) of the training documents' `features`: a power of two near the inverse of each
+        feature's magnitude, and the means of the scaled features. Measured once per run, then read from its folder."""
         if self._scale is None:
             file = self.config.out / "feature-scale.safetensors"
             self._scale = stored_scale(file, features, self.documents, self.ranks.is_first)
@@ -97,8 +97,8 @@ class Sources:
 
     @contextlib.contextmanager
     def following(self, trainer: Trainer) -> Iterator[None]:
-        """Runs the threads that produce features while the context is open: streamed features in the trainer's order,
-        and packs prefetched from disk. On a GPU packs of streamed features are prefetched too, into pinned memory."""
+        """Within the block, threads work ahead of the trainer, in its order: they compute streamed features, and
+        assemble the next packs (batches) if features are stored on disk, or are streamed on a GPU."""
         with contextlib.ExitStack() as stack:
             if self.stream is not None:
                 self.stream.begin(upcoming(trainer))

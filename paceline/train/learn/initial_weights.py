@@ -220,7 +220,8 @@ def _with_selector(
 
 
 class FirstNorm(NamedTuple):
-    """The last norm of a new drafter, before the LM head; its weight sets the scale of the first logits."""
+    """Parameters of a new drafter's final norm (before the LM head), whose weight sets the scale of the logits at the
+    first step: `scale_first_logits` adjusts it."""
 
     weight: Tensor
     offset: float = 0.0
@@ -231,10 +232,10 @@ class FirstNorm(NamedTuple):
 def scale_first_logits(norm: FirstNorm, head: Head, hidden_TD: Tensor, slots: Slots) -> float:
     """Scales the weight of `norm` so that the first loss is near log(vocabulary); returns the factor.
 
-    hidden_TD [T, D]: hidden states of the first blocks' draft positions. Logits get a standard deviation of about one.
-    A new drafter predicts nearly the same wrong tokens everywhere, so the loss may still exceed log(vocabulary) by more
-    than `FIRST_LOSS_MARGIN`; then the factor is the largest one without this excess, found by bisection (the loss is
-    convex in the factor).
+    hidden_TD [T, D]: hidden states of the T draft positions of the first blocks; `slots`: their labels; `head`: the LM
+    head. Logits get a standard deviation of about one. A new drafter predicts nearly the same wrong tokens everywhere,
+    so the loss may still exceed log(vocabulary) by more than `FIRST_LOSS_MARGIN`; then the factor is the largest one
+    without this excess, found by bisection (the loss is convex in the factor).
     """
     rows_T, reached_T = head.local(slots.labels_AK.flatten())
     is_learned_T = slots.valid_AK.flatten() & reached_T

@@ -241,8 +241,8 @@ class Trainer:
         }
 
     def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
-        """Computes the gradients of this process's part of the blocks `chosen`; returns (this process's part of the
-        step's loss, metrics). `num_slots`: draft positions of the whole step."""
+        """Adds the gradients of this process's share of the step's blocks `chosen`; returns (loss, metrics) of that
+        share. `num_slots`: draft positions of the whole step, by which the loss is divided; `head`: LM head."""
         metrics, loss = SlotMetrics.zero(self.drafter.block_size - 1), 0.0
         pieces = self.parallel.pieces(chosen, self.budget)
         for number, piece in enumerate(pieces):
@@ -256,8 +256,8 @@ class Trainer:
     def pack_loss(
         self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True
     ) -> tuple[Tensor, SlotMetrics]:
-        """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the step's draft positions. Without
-        `is_measured` the metrics are zero, which saves time."""
+        """Returns (loss, metrics) of one pack (batch), with the LM head `head`. The loss is divided by `num_slots`, the
+        step's draft positions. Without `is_measured` the metrics are zero, which saves time."""
         if isinstance(self.drafter, Eagle3Trainable):
             inputs = pack, self.embedding_VD, head, self.config.loss, num_slots
             return self.drafter.loss(*inputs, is_autocast=self.config.autocast, is_measured=is_measured)
@@ -276,14 +276,14 @@ class Trainer:
 
     @torch.no_grad()
     def first_slots(self) -> tuple[Tensor, Slots]:
-        """Returns the hidden states [T, D] and labels of the first document's blocks, before training."""
+        """Returns the hidden states [A * K, D] and labels of the first document's A blocks of K draft positions."""
         chosen, _, _ = self.planner.step(Place())
         pack = self.packer.pack(chosen[:1])
         return self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), pack.slots
 
     @torch.no_grad()
     def evaluate(self, documents: Sequence[Document], features: FeatureSource) -> dict[str, Any]:
-        """Returns teacher-forced figures (`SlotMetrics.rates`) of held-out documents; the processes share the work."""
+        """Returns loss, eal (acceptance length), accuracy of `documents`, teacher-forced; processes share the work."""
         packer = Packer(self.drafter.block_size, documents, features, self.device, self.budget.window)
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)
         for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.budget):
@@ -376,7 +376,7 @@ class Trainer:
         )
 
     def flops_per_block(self, head: Head) -> float:
-        """Returns the floating-point operations of one block, forward and backward, without attention (about 3%)."""
+        """Returns the FLOPs of one block with LM head `head`, forward and backward, without attention (about 3%)."""
         tensors = [parameter for layer in self.drafter.layers for parameter in layer.parameters()]
         matrices, size = sum(tensor.numel() for tensor in tensors if tensor.ndim == 2), self.drafter.block_size
         return 6.0 * matrices * size + 4.0 * (size - 1) * head.weight_VD.numel()

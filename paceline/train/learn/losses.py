@@ -150,11 +150,11 @@ def head_loss(
     """Returns (loss, metrics) of the hidden states of a pack; the loss's backward pass fills the gradient of
     `hidden_TD`.
 
-    hidden_TD [A * K, D]: normed hidden states of the slots, block after block. The loss is a scalar: the weighted sum
-    over valid slots divided by `num_slots`, the number of valid slots in the whole step. So the losses of all packs and
-    processes add up to the step's loss. Metrics are sums; they cost one more pass over the logits. They cover all
-    blocks in an evaluation (without gradients), the first chunk of blocks in training; without `is_measured` they are
-    zero.
+    hidden_TD [A * K, D]: normed hidden states of the slots, block after block, from which the LM head `head` computes
+    the logits. The loss is a scalar: the weighted sum over valid slots divided by `num_slots`, the number of valid
+    slots in the whole step. So the losses of all packs and processes add up to the step's loss. Metrics are sums; they
+    cost one more pass over the logits. They cover all blocks in an evaluation (without gradients), the first chunk of
+    blocks in training; without `is_measured` they are zero.
     """
     grad_TD = torch.empty_like(hidden_TD) if hidden_TD.requires_grad else None
     total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
@@ -279,9 +279,10 @@ def distance(name: str, draft_RV: Tensor, target_RV: Tensor) -> Tensor:
 
 
 def slot_weights(config: LossConfig, loss_AK: Tensor, valid_AK: Tensor) -> Tensor:
-    """Returns the weight [A, K] of each slot in the loss, zero where the slot is not valid; detached. d-pace: with s =
-    (1 - alpha) exp(-CE) + alpha and prefix_j = s_1 ... s_j, w_k = sum_{j >= k} prefix_j / K. Other losses: w_k =
-    exp(-(k - 1) / gamma). A block without loss (CE = 0) has a similar total weight in both."""
+    """Returns the weight [A, K] of each slot (draft position) in the loss, zero where the slot is not valid. `loss_AK`:
+    cross entropy CE of each slot, detached. d-pace: with s = (1 - alpha) exp(-CE) + alpha and prefix_j = s_1 ... s_j,
+    w_k = sum_{j >= k} prefix_j / K. Other losses: w_k = exp(-(k - 1) / gamma). A block without loss (CE = 0) has a
+    similar total weight in both."""
     valid_AK = valid_AK.to(loss_AK.dtype)
     num_slots = loss_AK.shape[1]
     if config.name == "d-pace":
@@ -301,8 +302,11 @@ def default_gamma(block_size: int) -> float:
 
 
 def measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetrics:
-    """Counts the labels that are the drafter's most probable token, and those in its top 16. If logits are equal, which
-    is frequent in bfloat16, only one of these tokens counts as the most probable."""
+    """Returns counts for each of the K slots (draft positions) over A blocks: valid ones, those whose label is the
+    drafter's most probable token or in its top 16, and those up to which all labels are the most probable tokens.
+
+    logits_RV: one row per slot, R = A * K; label_R1: column of the slot's label. If logits are equal, which is frequent
+    in bfloat16, only one of these tokens counts as the most probable."""
     rank_AK = _count(logits_RV > logits_RV.gather(1, label_R1)).view(valid_AK.shape)
     top1_AK = (logits_RV.max(-1).indices == label_R1[:, 0]).view(valid_AK.shape) & valid_AK
     top16_AK = (rank_AK < NUM_RECALLED) & valid_AK
@@ -335,7 +339,7 @@ class LossVocabulary:
 
     def head(self, labels: Tensor, generator: torch.Generator, scale: float = 1.0, cap: float = 0.0) -> Head:
         """Returns a head with only the rows of the tokens that are selected for one step; these include all `labels`
-        (token ids). `scale` and `cap`: those of `Head`."""
+        (token ids). Logits are multiplied by `scale`, and soft-capped if `cap` is above 0."""
         picked = torch.randperm(len(self._rest), generator=generator)[: self._num_sampled]
         sampled = self._rest[picked]
         certain = torch.unique(torch.cat([self._frequent, labels.flatten().cpu()]))

@@ -162,7 +162,8 @@ def split_into_packs(chosen: list[Chosen], budget: PackBudget | int) -> Iterator
 
 
 def heldout_anchors(documents: Sequence[Document], number: int) -> list[Chosen]:
-    """Returns up to `number` evenly spread anchors of every document, the same in every call."""
+    """Returns (document number, positions of its anchors) for every document: up to `number` evenly spread anchors
+    (positions where a block of drafts begins), the same in every call."""
     return [
         (index, np.unique(np.linspace(document.answer_start, len(document) - 2, number).astype(np.int64)))
         for index, document in enumerate(documents)
@@ -220,7 +221,8 @@ class DFlashTrainable(Trainable):
     @torch.no_grad()
     def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
         """Returns bool [A, K] (A blocks, K draft positions each): True where the drafter's most probable token is the
-        target's. False after the document's end."""
+        target's. False after the document's end. hidden_TD [A * K, D]: result of `hidden` for the same pack; `head`:
+        the LM head; `embedding_VD` is not used."""
         rows_R, reached_R = head.local(pack.slots.labels_AK.flatten())
         right_R = (head.logits(hidden_TD).argmax(-1) == rows_R) & reached_R
         return right_R.view(pack.slots.valid_AK.shape) & pack.slots.valid_AK

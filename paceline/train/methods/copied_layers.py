@@ -141,9 +141,9 @@ def _fill(layer: Any, parts: dict[str, Tensor], source: str) -> None:
 
 @torch.no_grad()
 def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
-    """Returns the magnitude of a projection's outputs for a normed input: the geometric mean over heads of each head's
-    root mean square, since one head of Qwen2.5 may have biases a hundred times larger than the others. `norm_D`: weight
-    of the norm before the projection."""
+    """Returns the magnitude of a query or key projection's outputs for a normed input: the geometric mean over heads of
+    each head's root mean square, since one head of Qwen2.5 may have biases a hundred times larger than the others.
+    `projection`: linear layer with heads of `head_dim` outputs each; `norm_D`: weight of the norm before it."""
     square_X = (projection.weight * norm_D).square().sum(1)
     if projection.bias is not None:
         square_X = square_X + projection.bias.square()

@@ -102,7 +102,8 @@ def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[st
 def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor, *, is_new: bool) -> Tensor:
     """Makes the network train on features of similar magnitude; returns the scale [F] to multiply features by. If norms
     come before `fc` (the projection of the taps), the features stay unscaled (a scale of ones), and a new drafter's
-    norms get the scale as their initial weights."""
+    norms get the scale as their initial weights. scale_F: near the inverse of each feature's magnitude. mean_F: means
+    of the scaled features, at which the `fc` of a new drafter (`is_new`) has an output of zero."""
     config = network.config
     if not config.fc_norm and not config.norm_before_fc:
         train_in_scaled_units(network, scale_F)
@@ -232,7 +233,8 @@ class Eagle3Trainable(Trainable):
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
         """Returns hidden states [A * K, D] (A blocks, K draft positions each) from which the drafter's own head
-        predicts the draft positions."""
+        predicts the draft positions. embedding_VD [V, D]: the target's embedding matrix. With `is_autocast`, products
+        are computed in bfloat16."""
         attend = ChainAttention(self._own.config.shape, pack.layout, torch.bfloat16 if is_autocast else torch.float32)
         with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):
             taps_NF = pack.taps_NF if is_autocast else pack.taps_NF.float()
@@ -253,7 +255,8 @@ class Eagle3Trainable(Trainable):
         is_measured: bool,
     ) -> tuple[Tensor, SlotMetrics]:
         """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the draft positions of the whole
-        step. `head`: the target's head over the draft vocabulary. Without `is_measured` the metrics are zero."""
+        step. `head`: the target's head over the draft vocabulary; embedding_VD [V, D]: the target's embedding matrix.
+        With `is_autocast`, products are computed in bfloat16; without `is_measured` the metrics are zero."""
         slots = pack.slots
         per_block = slots.labels_AK.shape[1]
         hidden_TD = self.hidden(pack, embedding_VD, is_autocast)

@@ -43,7 +43,8 @@ class InitialDrafter:
 
     @property
     def first_norm(self) -> FirstNorm | None:
-        """The norm before the head of a new network, which sets the scale of its first logits."""
+        """The final norm of a new network, before the LM head, whose weight sets the scale of its logits; None for a
+        network that was already trained."""
         if not self.is_new:
             return None
         if isinstance(self.network, MtpNetwork):
@@ -52,9 +53,9 @@ class InitialDrafter:
 
 
 def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
-    """Returns the token ids of the draft vocabulary with which a run trains, ascending; None for all tokens. Those of
-    EAGLE-3 come from `config.init`, if given; all others are the most frequent tokens in the answers, whose share of
-    the answers is reported through `say`."""
+    """Returns the token ids of the draft vocabulary with which a run trains, ascending; None for all tokens. If
+    `config.init` gives an EAGLE-3 drafter, its draft vocabulary; else the most frequent tokens in the answers, whose
+    share of all tokens there is reported through `say`."""
     if config.shape.kind == "eagle3":
         return drafted_ids(config.shape, init_folder(config.init, config.target.model), corpus, target, say)
     return most_frequent(config.shape.draft_vocab, corpus, target, say)

@@ -170,9 +170,9 @@ def _is_read_by_each(shape: DecoderConfig, name: str) -> bool:
 
 
 def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNetwork]:
-    """Returns (config.json, initial layer). The layer is that of --init, the target's own, or (`is_copied`) a copy of
-    the target's last layer. Raises ConfigError for a target without such a layer, DrafterMismatchError if --init
-    belongs to another target, and the errors of `find_mtp`."""
+    """Returns (config.json, multi-token-prediction layer to train). The layer is that of --init; else the target's own;
+    else, if `config.shape.is_copied`, a copy of the target's last layer of full attention. Raises ConfigError if there
+    is no such layer, DrafterMismatchError if --init belongs to another target, and the errors of reading the files."""
     init = init_folder(config.init, config.target.model)
     layer = read_mtp(init) if init is not None else _first_layer(config)
     for what, mine, theirs in (
@@ -185,7 +185,9 @@ def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNet
 
 
 def check_mtp(config: TrainConfig) -> None:
-    """Checks, before the answers are generated, that there is a layer to train. Raises the errors of `mtp_for`."""
+    """Checks, before the answers are generated, that the target has a multi-token-prediction layer to train, or a layer
+    to copy. Does nothing for other drafters, with --init, and for tiny targets. Raises ConfigError, or the errors of
+    reading the files."""
     if config.shape.kind == "mtp" and config.init is None and config.scale == "default":
         _first_layer(config)
 
@@ -214,9 +216,9 @@ def _first_layer(config: TrainConfig) -> MtpLayer:
 @torch.no_grad()
 def new_layer(path: Path, seed: int = 0) -> MtpLayer:
     """Returns a layer for a target without an mtp layer: a copy of the target's last layer of full attention. Its input
-    is the sum of the normed embedding and the normed hidden state; its output goes through the target's final norm,
-    which `FirstNorm` scales. Its layout is DeepSeek's, or Qwen's for families with that layout. Raises
-    UnsupportedModelError if no layer of the target can be copied."""
+    is the sum of the normed embedding and the normed hidden state; its output goes through a copy of the target's final
+    norm. Its layout is DeepSeek's, or Qwen's for families with that layout. Raises UnsupportedModelError if no layer of
+    the target can be copied."""
     raw = config_json(path)
     config = decoder_config(raw, path)
     layer = one_layer(config)

@@ -81,9 +81,10 @@ class DFlash2Trainable(DFlashTrainable):
         sample: BlockSample = ALL_BLOCKS,
     ) -> tuple[Tensor, SlotMetrics]:
         """Returns (loss, metrics) of the selector; the loss is divided by `num_slots`, the draft positions of the whole
-        step. `head`: the drafting head. Training uses the blocks of `sample`, evaluation (without gradients) all
-        blocks. `is_learning`: False while the selector is not trained yet; training then has a loss and gradients of
-        zero. Without `is_measured` the metrics are zero."""
+        step. hidden_TD [A * K, D]: result of `hidden` for the pack (A blocks, K draft positions each); `head`: LM head
+        that proposes the candidates; embedding_VD: the target's embedding matrix. Training uses the blocks of `sample`,
+        evaluation (without gradients) all blocks. `is_learning`: False while the selector is not trained yet; training
+        then has a loss and gradients of zero. Without `is_measured` the metrics are zero."""
         slots, is_training = pack.slots, torch.is_grad_enabled()
         per_block, sample = slots.labels_AK.shape[1], sample if is_training else ALL_BLOCKS
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)
@@ -143,7 +144,9 @@ class DFlash2Trainable(DFlashTrainable):
     @torch.no_grad()
     def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
         """Returns bool [A, K] (A blocks, K draft positions each): True where the selector chooses the target's token.
-        The selector gets the target's tokens before that position, not its own choices."""
+        The selector gets the target's tokens before that position, not its own choices. hidden_TD [A * K, D]: result of
+        `hidden` for the same pack; `head`: LM head that proposes the candidates; embedding_VD: the target's embedding
+        matrix."""
         slots = pack.slots
         hidden_AKD = hidden_TD.unflatten(0, slots.valid_AK.shape)
         logits_AKV = head.logits(hidden_TD).unflatten(0, slots.valid_AK.shape).float()

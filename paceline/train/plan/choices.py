@@ -181,7 +181,8 @@ def deployment_of(target: TargetFacts, machine: MachineFacts) -> Deployment:
 
 
 def draft_seconds(sizes: Sizes, deployment: Deployment, value_bytes: float) -> float:
-    """Returns the seconds of drafting one block for one request. `value_bytes`: bytes per weight."""
+    """Returns the seconds in which a drafter with these sizes drafts one block (all drafts of a round) for one
+    request. `deployment`: the machine's speeds; `value_bytes`: bytes per weight."""
     head = sizes.draft_vocab * sizes.hidden_size
     read = (sizes.parameters + head) * value_bytes / deployment.bytes_per_s
     products = sizes.num_layers * sizes.layer_parameters * sizes.block_size + head * (sizes.block_size - 1)
@@ -190,7 +191,8 @@ def draft_seconds(sizes: Sizes, deployment: Deployment, value_bytes: float) -> f
 
 
 def share_of_pass(sizes: Sizes, target: TargetFacts, machine: MachineFacts) -> float:
-    """Returns the time of drafting a block, divided by the time of the target's pass that verifies it."""
+    """Returns the drafter's share of a round: its time to draft a block for one request, divided by the time of the
+    target's pass that verifies the block."""
     deployment = deployment_of(target, machine)
     value_bytes = BLOCK_BYTES if target.is_quantised else FORMATS[deployment.precisions.weights].num_bytes
     check_s = sum(pass_seconds(target.shape, deployment, 1, sizes.block_size, CONTEXT).values())
@@ -208,8 +210,8 @@ class Choice:
 
 
 def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:
-    """Yields values for all config fields that a plan may set for a new drafter. The caller ignores those for fields
-    that the user has set."""
+    """Yields, for a new drafter, a value and its reason for each config field that a plan can set, by the sizes of the
+    target and the hardware. The caller ignores those for fields that the user has set."""
     is_chained = config.shape.is_chained  # whose shape is the published one, or the target's own
     if not is_chained:
         yield from _shape_choices(config, target, machine)

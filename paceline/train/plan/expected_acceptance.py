@@ -32,7 +32,8 @@ EPOCHS = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """The amount of training data of a run, in blocks and answers."""
+    """The amount of training data of a run, in answers and in blocks (an anchor token and the draft positions after it
+    that the drafter learns to predict)."""
 
     blocks: float
     answers: int | None
@@ -47,9 +48,10 @@ class Learned:
 
 
 def expected_tokens(target: str, blocks: float) -> dict[str, Any] | None:
-    """Returns a dict with the expected acceptance length in serving ("tokens_per_round") of a drafter trained on this
-    many blocks, whether that is beyond the measured curve, and the curve's source and data; None if the target has no
-    curve. The value is linear in log(blocks) between measured points."""
+    """Returns the expected result of training a drafter for the model named `target` on this many blocks, by the
+    target's measured learning curve; None without such a curve. Keys: "tokens_per_round" (acceptance length in serving,
+    linear in log(blocks) between measured points), "is_beyond_the_curve" (more blocks than measured), and the curve's
+    "source" and "data"."""
     curves = json.loads(Path(__file__).with_name("curves.json").read_text(encoding="utf-8"))["curves"]
     curve = next((entry for entry in curves if entry["target"] == target), None)
     if curve is None:
@@ -72,9 +74,10 @@ def interpolated(points: Sequence[Sequence[float]], at: float) -> float:
 
 
 def expected_of(target: str, learned: Learned) -> dict[str, Any]:
-    """Returns the dict of `expected_tokens` for this amount of training data, with additional fields: "answers" and
-    "places" (blocks per answer and epoch) of `learned`, "is_own" (False if another target's curve is used) and
-    "advised", the advised number of answers."""
+    """Returns the expected result of training a drafter for the model named `target` on this amount of data. Keys:
+    "tokens_per_round" (acceptance length in serving), "is_beyond_the_curve" (more data than measured), "source" and
+    "data" of the learning curve, "is_own" (False if it is another target's curve), "advised" (advised number of
+    answers), and of `learned`: "answers" and "places" (blocks per answer and epoch)."""
     expected = expected_tokens(target, learned.counted)
     is_own = expected is not None
     expected = expected or expected_tokens(CURVE_TARGET, learned.counted / CAUTION)
@@ -84,7 +87,8 @@ def expected_of(target: str, learned: Learned) -> dict[str, Any]:
 
 
 def expected_lines(target: str, expected: dict[str, Any]) -> Iterator[str]:
-    """Yields the lines of a plan that show the result of `expected_of`."""
+    """Yields the lines of a plan on the expected acceptance length of a drafter for the model named `target`.
+    `expected`: result of `expected_of`."""
     about = "at least" if expected["is_beyond_the_curve"] else "about"
     answers, advised = expected["answers"], expected["advised"]
     learned = "" if answers is None else f" from {answers:,} different answers"

@@ -171,8 +171,8 @@ class MachineFacts:
 
 
 def machine_of(device_name: str | None, device: str = "auto") -> MachineFacts:
-    """Returns the machine with this name, such as "8x H100", else this machine. Raises ConfigError with the known
-    names."""
+    """Returns the known machine `device_name`, such as "8x H100". Without a name, measures `device` (such as
+    "auto" or "cpu") of this machine. Raises ConfigError with the known names."""
     if device_name:
         number, name = _counted(device_name)
         if machine := catalogue.machine(name):

@@ -55,8 +55,8 @@ class Liveness:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until all processes have called this method equally often. Raises ProcessesError if one of them is
-        gone."""
+        """A barrier: waits, without a timeout, until all processes have called it. Raises ProcessesError if one of them
+        is gone."""
         self._num_waits += 1
         try:
             self._store.set(f"wait/{self._num_waits}/{self._ranks.rank}", "")
@@ -181,9 +181,11 @@ class _Silence:
 def process_group(
     ranks: Ranks, device: str, step_timeout_minutes: float = 30.0, beat_s: float = BEAT_S
 ) -> Iterator[Callable[[], None]]:
-    """Joins torchrun's process group, if there is one; yields a function that waits for all processes without a
-    timeout. Raises ConfigError for more processes than GPUs; ProcessesError if processes do not find each other, or if
-    another one fails, is lost, or exceeds `step_timeout_minutes` within a step."""
+    """Joins torchrun's process group, if there are several processes; yields a function that waits for all of them
+    without a timeout. `device`: "cpu" selects gloo; otherwise each process uses its own GPU with NCCL, if there are
+    GPUs. `beat_s`: seconds between heartbeats. Raises ConfigError for more processes than GPUs; ProcessesError if
+    processes do not find each other, or if another one fails, is lost, or exceeds `step_timeout_minutes` within a
+    step."""
     if ranks.world == 1:
         yield lambda: None
         return

@@ -80,8 +80,8 @@ class Replicated:
         check_alike(marks, names, self.ranks.world, self.device, AGAIN)
 
     def pieces(self, chosen: list[Chosen], budget: PackBudget | int) -> list[Piece]:
-        """Returns the packs that this process computes of a step's blocks `chosen`. `budget`: limit of one pack; an int
-        limits only the number of blocks."""
+        """Returns the packs (batches) that this process computes in a step. `chosen`: all blocks of the step, as
+        (document number, anchor positions). `budget`: limit of one pack; an int limits only the number of blocks."""
         own = chosen[self.ranks.rank :: self.ranks.world]
         return [Piece(group) for group in split_into_packs(own, budget)]
 

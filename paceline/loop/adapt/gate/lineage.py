@@ -39,8 +39,8 @@ class Lineage:
             return entries
 
     def add(self, drafter: str, *, parents: Iterable[str], state: str, **figures: Any) -> None:
-        """Add one drafter with its state ("refused", "serving", "rolled back" ...) and further JSON fields
-        `figures`."""
+        """Add one drafter with its parents (the drafters that it was trained from), its state ("refused", "serving",
+        "rolled back" ...) and further JSON fields `figures`."""
         self.add_all([{"drafter": drafter, "parents": list(parents), "state": state, **figures}])
 
     def add_all(self, drafters: Iterable[dict[str, Any]]) -> None:

@@ -39,7 +39,7 @@ LEAST_ANSWERS = 50
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Training window: a folder with the answers of hours [since, until)."""
+    """Training window: a folder with the stored answers of hours [since, until), counted from 1970."""
 
     folder: Path
     since: int
@@ -50,8 +50,8 @@ class Window:
 
 
 def write_window(traces: Path, clusters: Sequence[str], since: int, until: int, folder: Path) -> Window:
-    """Writes answers of these clusters in hours [since, until), one per prompt, in the format of `paceline train
-    --answers`.
+    """Writes the stored answers of these clusters (groups of similar requests) in hours [since, until) since 1970 to
+    `folder`, one per prompt and none of held-out prompts, in the format of `paceline train --answers`.
 
     Raises ConfigError if there are too few answers, CacheError if the folder cannot be written."""
     requests = [
@@ -162,8 +162,8 @@ def gate_command(candidate: str, engine: EngineConfig, traces: Path, options: di
 
 
 def verdict_of(job: Job, status: int) -> dict[str, Any]:
-    """Returns the verdict (JSON) printed by a finished gate job with this exit status; if it printed none, that of
-    `unjudged`."""
+    """Returns the verdict (JSON) printed by a finished gate job with this exit status. If it printed none, returns one
+    that says why, with "passed" and "is_judged" false."""
     try:
         verdict = json.loads(job.last_line)
     except ValueError:

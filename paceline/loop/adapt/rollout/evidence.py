@@ -61,7 +61,8 @@ def more_failures(before: Failures, now: Failures, most: float) -> str | None:
 def chance_of(before: Failures, now: Failures) -> float:
     """Probability of at least `now.failed` failures among the newer requests if the failure rate has not changed.
 
-    One-sided exact test of Fisher (1934); PRIOR_FAILED and PRIOR_REQUESTS are added to `before`."""
+    One-sided exact test of Fisher (1934). One failure in 100 requests is added to `before` (PRIOR_FAILED,
+    PRIOR_REQUESTS), as the assumption on a server without data."""
     newer, older = round(now.requests), round(max(before.requests, 0)) + PRIOR_REQUESTS
     failed = round(now.failed) + round(max(before.failed, 0)) + PRIOR_FAILED
     whole = _log_choose(newer + older, failed)

@@ -121,8 +121,8 @@ class Stage:
         self.away_since += by if self.away_since else 0.0
 
     def wait(self, now: float) -> None:
-        """Record that the server does not answer at `now` (seconds since 1970), and schedule the next try. A probation
-        tries again without a pause."""
+        """Record that the server does not answer at `now` (seconds since 1970), and schedule the next try: after a
+        growing pause, but at once during a probation (trial period of a new drafter)."""
         self.away_since = self.away_since or now
         pause = min(FIRST_WAIT_S * 2 ** min(self.num_tries, 10), LONGEST_WAIT_S)  # 2.0**1024 overflows
         self.wait_until = now if self.name == "probation" else now + pause
@@ -133,11 +133,12 @@ class Stage:
         self.num_tries, self.wait_until, self.away_since = 0, 0.0, 0.0
 
     def begin_probation(self, traces: Path, first: Counts | None, counts: Counts, now: float) -> None:
-        """Store acceptance length, round time and failures before the new drafter, with which the probation compares
-        later ones, and begin the probation at `now`.
+        """Begin the probation (trial period of a new drafter) at `now`, in seconds since 1970. Stores acceptance
+        length, round time and failures of the time before it, with which later values are compared.
 
-        `counts`: the server's counters at `now`; `first`: an earlier reading of them; failures, round time and the
-        server's acceptance length are those between the two. None without an earlier reading."""
+        `traces`: folder of traces, read for each cluster's acceptance length in the last 24 hours. `counts`: the
+        server's counters at `now`; `first`: an earlier reading of them, or None. Their difference gives round time,
+        failures and the whole server's acceptance length."""
         spans = read_span(traces, now - SPAN_S, now)
         self.before = {name: sums.tokens_per_round for name, sums in spans.items() if sums.rounds >= LEAST_ROUNDS}
         if first is not None and (rate := tokens_per_round(first, counts)):

@@ -40,8 +40,9 @@ class CountedHours:
         self._before = now, counts
 
     def hours(self, until: int, since: int = 0) -> dict[int, dict[str, Sums]]:
-        """Write the hours before `until` to counted.jsonl, and return {hour: {"all": sums}} of hours [since, until);
-        "all" is the one cluster of all traffic. Raises CacheError if they cannot be written."""
+        """Write the hours before `until` to counted.jsonl, and return {hour: {"all": sums of tokens and rounds}} of
+        hours [since, until), counted from 1970; "all" is the one cluster of all traffic. Raises CacheError if they
+        cannot be written."""
         file, self.left_out = self.folder / "counted.jsonl", Counter()
         with reraised(CacheError, f"cannot write {file}", "free space, or choose another --state", OSError):
             for hour in sorted(number for number in self._pairs if number < until):

@@ -170,7 +170,7 @@ def tokens_per_round(before: Counts, after: Counts) -> float | None:
 
 def pace(before: Counts, after: Counts) -> tuple[float, float] | None:
     """Returns (mean batch size, seconds per round) between two readings; None if the server does not report them, or
-    for fewer than LEAST_STEPS rounds."""
+    for fewer than 100 rounds (LEAST_STEPS)."""
     steps, busy_s = after.steps - before.steps, after.busy_s - before.busy_s
     return ((after.rounds - before.rounds) / steps, busy_s / steps) if steps >= LEAST_STEPS and busy_s > 0 else None
 
@@ -206,7 +206,7 @@ def drafts_of(client: Client, member: str) -> float | None:
     """Returns the number of rounds drafted by the drafter named `member`; None if the server does not count it
     separately.
 
-    A server counts a bounded number of drafters by name, and the others together as OTHER."""
+    A server counts a bounded number of drafters by name, and the others together under the name "other"."""
     values = totals(metrics_of(client, by=("drafter",)))
     is_counted = any(name.startswith(DRAFTS) for name in values)
     unknown = None if f"{DRAFTS}{{{OTHER}}}" in values or not is_counted else 0.0

@@ -70,13 +70,13 @@ class Deployment(Protocol):
     def load(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
         """Load the drafter in `folder` under a name, in place of any drafter with this name.
 
-        `save_undo` is called after the field `undo` has got the data that `roll_back` needs, before a server gets the
-        request; its exception stops the load. On an error the servers are unchanged. After an UnreachableError they may
-        have changed; `roll_back` undoes that, too."""
+        The data that `roll_back` needs are first put into the field `undo`; then `save_undo` is called, and only then
+        does a server get the request. An exception of `save_undo` stops the load. On an error the servers are
+        unchanged. After an UnreachableError they may have changed; `roll_back` undoes that, too."""
 
     def route(self, cluster: str, name: str, save_undo: Callable[[], None] = ignore) -> None:
-        """Route requests of a cluster to the drafter `name`. `save_undo` is called after the field `undo` has got the
-        data that `roll_back` needs, before the server gets the request."""
+        """Route requests of a cluster to the drafter `name`. The data that `roll_back` needs are first put into the
+        field `undo`; then `save_undo` is called, and only then does the server get the request."""
 
     def loaded_by_hand(self, name: str, before: str | None) -> None:
         """Record that a user has loaded a drafter under `name` in place of the drafter `before`, which `roll_back` will

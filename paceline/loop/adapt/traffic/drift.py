@@ -140,14 +140,14 @@ class Series:
         return "lasts" if self.loss >= self.config.least_loss else "undecided"
 
     def end_alarm(self) -> None:
-        """End the alarm, and use its hours to estimate the season."""
+        """End the alarm, and add its hours to those from which the usual daily and weekly course is estimated."""
         for residual in self.evidence:
             self._learn(residual.hour, residual.raw, residual.raw_variance)
         self._calm()
 
     def change_drafter(self, hour: int) -> None:
-        """Record that another drafter serves this traffic from `hour` on: the season keeps its shape, and its level is
-        estimated anew."""
+        """Record that another drafter serves this traffic from `hour` on: the usual daily and weekly course keeps its
+        shape, but its level is estimated anew."""
         self._calm()
         if self.season.has_day:
             self._level_residuals, self._changed_at = [], hour
@@ -160,8 +160,8 @@ class Series:
         return self._level_residuals is not None
 
     def relearn(self, hours: Iterable[tuple[int, float, float]]) -> None:
-        """Estimate the season anew from all `hours`, and end any alarm. Each element is (hour since 1970, log
-        acceptance length or a similar value, its squared standard error)."""
+        """Estimate the usual daily and weekly course anew from all `hours`, and end any alarm. Each element is (hour
+        since 1970, log acceptance length or a similar value, its squared standard error)."""
         self.season = Seasonal()
         for hour, value, variance in hours:
             self._learn(hour, value, variance)

@@ -56,7 +56,7 @@ class Outcome:
     @property
     def net_tokens_per_round(self) -> float:
         """Acceptance length reduced for the machine time of trainings: `tokens_per_round` x hours / (hours + hours of
-        all trainings), where a training takes TRAINING_HOURS of a machine like the server's."""
+        all trainings), where a training takes 2 hours (TRAINING_HOURS) of a machine like the server's."""
         return self.tokens_per_round * self.hours / (self.hours + TRAINING_HOURS * self.trainings)
 
 

@@ -71,8 +71,9 @@ def hours_of(folder: Path) -> Iterator[tuple[int, dict[str, Sums]]]:
 def read_hours(
     folder: Path, since: int = 0, now: float | None = None
 ) -> tuple[dict[int, dict[str, Sums]], Counter[str]]:
-    """Returns {hour: {cluster: sums of tokens and rounds}} from hour `since` on, and {reason: number of traces left
-    out}. `now`: current time, to leave out traces of the future.
+    """Returns {hour: {cluster: sums of tokens and rounds}} from hour `since` on, counted from 1970, and {reason: number
+    of traces left out}. `now`: current time in seconds since 1970 [default: the clock's]; traces more than an hour
+    later are left out.
 
     Raises ConfigError if the folder does not exist; a damaged file is left out and counted."""
     rounds: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
@@ -105,7 +106,9 @@ def read_requests(
     exact: bool = True,
     usual: Mapping[str, Any] | None = None,
 ) -> tuple[list[Request], Counter[str]]:
-    """Returns requests of hours [since, until), of one cluster or all, and {reason: number of traces left out}.
+    """Returns requests of hours [since, until), counted from 1970, of one cluster or all, and {reason: number of traces
+    left out}. `now`: current time in seconds since 1970 [default: the clock's]; traces more than an hour later are left
+    out.
 
     `usual`: the server's default sampling settings, such as {"temperature": 0.6, "top_p": 0.95}; they complete the
     settings of requests whose trace has no temperature. Without `usual` such requests are left out, or with

@@ -174,7 +174,7 @@ class World:
 
 
 def tokens_per_round(chance: np.ndarray) -> np.ndarray:
-    """Expected acceptance length for blocks of NUM_DRAFTED drafts, element by element. `chance`: probability that a
+    """Expected acceptance length for blocks of 7 drafts (NUM_DRAFTED), element by element. `chance`: probability that a
     draft is accepted if all drafts before it are."""
     return (1 - chance ** (NUM_DRAFTED + 1)) / (1 - chance)
 

@@ -93,7 +93,7 @@ def _write(path: str, text: str) -> None:
 
 
 def enter_namespaces() -> None:
-    """Creates the sandbox's Linux namespaces. They contain users 0 and 65534 if called by root, else the caller."""
+    """Creates the sandbox's namespaces, with a map of users 0 and 65534 if root calls, else only of the caller."""
     uid, gid = os.geteuid(), os.getegid()
     ready, begin = os.pipe()
     done, written = os.pipe()
@@ -220,8 +220,8 @@ def filter_calls(job: Job) -> None:
 
 
 def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) -> None:
-    """Executes the answer (the code to test) in this process, without privileges (dropped if `is_root`), within limits.
-    Pipe ends: `word`: secret word on stdin; `result`: its echo at the answer's end (descriptor 3); `errors`: stderr."""
+    """Executes the answer (the code to test) in this process, within limits and, if `is_root`, as user 65534. Pipe
+    ends: `word` is its stdin, with a secret word that it echoes to `result` at its end; `errors` is its stderr."""
     null = os.open("/dev/null", os.O_RDWR)
     os.setsid()
     for source, target in ((word, 0), (null, 1), (errors, 2)):
@@ -375,7 +375,7 @@ def _size_of(folder: str) -> int:
 
 
 def warden(job: Job, is_root: bool) -> Job:
-    """Runs the code `job["code"]` in the sandbox's folder; returns outcome, stderr, time and memory (see `run.Ran`)."""
+    """Runs `job["code"]` in the sandbox's folder; returns the fields of `run.Ran` as a dict. `is_root`: root calls."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         if job["namespaces"]:

@@ -74,7 +74,8 @@ class Sight:
 
 
 def twin(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores = PLAIN) -> Tensor:
-    """Compute the attention output of `attend` in PyTorch operations, by masked products over all cache positions."""
+    """Compute the attention output [B * J, heads * head_dim] in PyTorch operations, by masked products over all cache
+    positions. Arguments are those of `attend`."""
     seen_BJS = sight.mask(keys.shape[2])
     mask = torch.zeros(seen_BJS.shape, dtype=keys.dtype, device=keys.device).masked_fill_(~seen_BJS, float("-inf"))
     mask_B1TS = mask.repeat(1, query_THD.shape[1] // keys.shape[1], 1)[:, None]
@@ -142,7 +143,8 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores) -> Tensor:
-    """Compute the attention output of `attend` with the Triton kernels."""
+    """Compute the attention output [B * J, heads * head_dim] with the Triton kernels. Arguments are those of
+    `attend`."""
     from paceline.model.torch.kernels.triton import attend as attend_triton
 
     launched: Any = attend_triton

@@ -36,8 +36,8 @@ def overlap_options(device: torch.device) -> dict[str, bool]:
 
 
 def launch(module: str, kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int | str) -> None:
-    """Launch a Triton kernel, a function of `triton/{module}.py`, on the device of its first argument. Does nothing if
-    the grid is empty."""
+    """Launch a Triton kernel, a function of `triton/{module}.py`, on the device of its first argument. `constants`: its
+    constexpr arguments, and launch options such as num_warps. Does nothing if the grid is empty."""
     assert isinstance(args[0], Tensor)
     if 0 not in grid:
         kernels = importlib.import_module(f"paceline.model.torch.kernels.triton.{module}")

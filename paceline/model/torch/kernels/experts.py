@@ -56,7 +56,8 @@ def route_twin(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tenso
 
 
 def route(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Select experts as `route_twin` does, in one kernel launch."""
+    """Select the K = `per_token` experts with the largest logits for each token, in one kernel launch. Arguments and
+    result (weights [T, K], indices [T, K]) are those of `route_twin`."""
     check_contiguous(logits_TE)
     (num_tokens, num_experts), device = logits_TE.shape, logits_TE.device
     weights_TK = torch.empty(num_tokens, per_token, dtype=torch.float32, device=device)

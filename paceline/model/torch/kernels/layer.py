@@ -82,7 +82,8 @@ def add_norm_twin(
 def add_norm(
     hidden_TD: Tensor, update_TD: Tensor, update_norm: NormWeight | None, norm: NormWeight | None, scale: float
 ) -> Tensor | None:
-    """Add to the residual stream and norm the sum, as `add_norm_twin` does, in one kernel launch."""
+    """Add scale * update_norm(update) to `hidden_TD` in place, and return norm(hidden), or None without `norm`, in one
+    kernel launch. The reference in PyTorch is `add_norm_twin`."""
     update_TD = update_TD.contiguous()
     out_TD = None if norm is None else torch.empty_like(update_TD)
     _launch_norm(hidden_TD, update_TD, out_TD, update_norm, norm, scale, has_update=True)

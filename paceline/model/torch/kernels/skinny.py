@@ -50,7 +50,8 @@ def tile_of(num_tokens: int, size: int, inner: int, is_gated: bool) -> Tile | No
 
 
 def can_run(inputs_TD: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
-    """Return True if `product` supports these inputs: few bfloat16 tokens on CUDA with Triton, without gradients."""
+    """Return True if `product` supports these inputs: 1 to 16 bfloat16 tokens on CUDA with Triton, without gradients,
+    and a matrix of suitable size."""
     num_tokens, (size, inner) = inputs_TD.numel() // inputs_TD.shape[-1], weight.shape
     return (
         0 < num_tokens <= MOST_TOKENS
@@ -72,7 +73,8 @@ def product_twin(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activat
 
 
 def product(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
-    """Multiply by the matrix, as `product_twin` does, in one kernel launch; requires that `can_run` is true."""
+    """Multiply inputs [..., D] by the matrix [N, D] and add its bias, in one kernel launch; requires that `can_run` is
+    true. With `activation` the result is activation(gate) * up [..., N / 2], as in `product_twin`."""
     inputs_TD = inputs_TD.contiguous()
     num_tokens, (size, inner) = inputs_TD.numel() // inputs_TD.shape[-1], weight.shape
     size = size if activation is None else size // 2

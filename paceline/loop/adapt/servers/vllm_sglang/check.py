@@ -57,7 +57,8 @@ def prompt_ids(model: str) -> list[list[int]]:
 
 
 def brings(model: str, folder: Path, num_drafted: int, prompts: list[list[int]], dtype: str = "auto") -> float:
-    """Measures the acceptance length of the drafter in `folder` with paceline, in another process.
+    """Measures the acceptance length of the drafter in `folder` for the target `model` with paceline, in another
+    process. `num_drafted`: drafts per round; `prompts`: token ids of each prompt; `dtype`: that of the target.
 
     Raises the errors of loading the models, and ConfigError if the process dies or the target's answers are empty."""
     with (

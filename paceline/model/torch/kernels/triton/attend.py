@@ -26,7 +26,13 @@ def attend_split(
 ):  # fmt: skip
     """One program: attention of one tile of the queries of one row and key head, over one part (split) of the row's
     positions. Writes each query's sum of weighted values (not yet normalised), sum of weights and largest score, from
-    which `combine_splits` computes the output."""
+    which `combine_splits` computes the output.
+
+    query [T, heads, HEAD]; keys, values: one layer of the cache [rows, kv_heads, positions, HEAD]; starts_B to bits_BJ:
+    fields of `Sight`. Outputs, float32, for P (row, key head) pairs with M = count * GROUP queries each: sums [P,
+    splits, M, HEAD], weights and maxima [P, M, splits]. count: tokens per row; GROUP: query heads per key head. scale,
+    cap, window: factor, soft cap and sliding window of the scores. A tile has BLOCK_M queries, and reads BLOCK_N
+    positions at a time; BLOCK_D: HEAD rounded up to a power of two."""
     overlap(OVERLAPS)
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     pair = tl.program_id(2)
@@ -108,7 +114,11 @@ def combine_splits(
     GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: combines the splits of one query; writes zeros if the query sees no key."""
+    """One program: combines the splits of one query to its output, in out [T, heads, HEAD]; zeros if the query sees no
+    key.
+
+    sums, weights, maxima: outputs of `attend_split`, with its other constants; CHUNK splits are read at a time.
+    sinks_H: logit of each head's attention sink, read if HAS_SINKS."""
     overlap(OVERLAPS)
     member, pair = tl.program_id(0), tl.program_id(1)
     row, kv_head = pair // kv_heads, pair % kv_heads

@@ -16,7 +16,11 @@ def commit(
 ):  # fmt: skip
     """One program for one row, value head and tile of values: commits the oldest pending positions to the state, and
     moves the changes (values to add to the state) of those still pending to the front of the window. `convolve` moves
-    all other pending tensors."""
+    all other pending tensors.
+
+    states, keys, changes, decays: tensors of `DeltaMemory`, with ROOM pending positions per row. gone, held [rows]:
+    numbers of positions to commit, and of those still pending after that. BLOCK_R, BLOCK_K: ROOM and KEY rounded up to
+    powers of two; BLOCK_V: values per tile."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     gone = tl.load(gone_ptr + row).to(tl.int32)
     if gone > 0:
@@ -57,6 +61,12 @@ def convolve(
 
     First moves inputs, keys and decays of positions still pending to the front of the window (`commit` has moved their
     changes, the values to add to the state); then appends the new inputs and keys.
+
+    fused [T, num_columns]: the convolution's inputs in its first columns, COUNT tokens per row. kernel [TAPS,
+    channels]: weights. windows, inputs, keys, decays: tensors of `DeltaMemory`; gone, held: as in `commit`. Outputs,
+    float32: query [T, key heads, KEY], value [T, heads, VALUE]. counts [rows]: valid tokens; depths, bits [rows,
+    COUNT]: depth of a token in its tree, and mask of its ancestors and itself. eps: of the normalisation. BLOCK_*:
+    rounded up to powers of two.
     """
     head, row = tl.program_id(1), tl.program_id(0).to(tl.int64)
     channels: tl.constexpr = 2 * NUM_KEY_HEADS * KEY + NUM_HEADS * VALUE
@@ -142,7 +152,10 @@ def recur(
     """One program for one row, value head and tile of values: computes outputs of the new tokens, and appends their
     changes (values to add to the state) and decays (logarithms) to the pending window.
 
-    Padding tokens yield zeros.
+    Padding tokens yield zeros. fused [T, num_columns]: its last columns are, per head, the logit of beta (the update's
+    weight), then the input of the decay's softplus. rate, step [heads]: factor of the decay, and bias in its softplus.
+    query, value: outputs of `convolve`; out [T, heads, VALUE]. Others as in `commit` and `convolve`; BLOCK_K: key
+    channels per product.
     """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     held, count = tl.load(held_ptr + row).to(tl.int32), tl.load(counts_ptr + row).to(tl.int32)
@@ -220,7 +233,10 @@ def gated_norm(
     found_ptr, fused_ptr, weight_ptr, out_ptr, num_columns, first, eps,
     NUM_HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for one token and head: norm(output) * weight * silu(gate), with the gates from column `first` on."""
+    """One program for one token and head: out = norm(found) * weight * silu(gate).
+
+    found: `out` of `recur`, and out, both [T, NUM_HEADS, VALUE]. fused [T, num_columns]: gates from column `first` on.
+    weight [VALUE], eps: of the norm."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     mask = at < VALUE

@@ -13,7 +13,11 @@ def route(
     logits_ptr, live_ptr, weights_ptr, chosen_ptr, num_experts,
     PER_TOKEN: tl.constexpr, BLOCK_E: tl.constexpr, IS_NORMED: tl.constexpr, HAS_LIVE: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: selects its experts, in ascending order, and the weights of their outputs."""
+    """One program per token: selects its PER_TOKEN experts with the largest logits, in ascending order, and the weights
+    of their outputs: their probabilities, with sum 1 if IS_NORMED.
+
+    logits [T, num_experts]; outputs: weights, chosen (indices) [T, PER_TOKEN]. HAS_LIVE: tokens with 0 in live [T] are
+    padding, and get index -1. BLOCK_E: num_experts rounded up to a power of two."""
     token = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < num_experts
@@ -46,7 +50,10 @@ def list_pairs(
     PER_TOKEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """One program per expert: lists its (token, expert) pairs in the order of tokens, and counts them. A pair is the
-    number token * PER_TOKEN + k, for the token's k-th expert."""
+    number token * PER_TOKEN + k, for the token's k-th expert.
+
+    chosen [num_tokens, PER_TOKEN]: indices of experts; outputs: lists [experts, num_tokens], counts [experts]. BLOCK_P:
+    PER_TOKEN rounded up to a power of two; BLOCK_T: tokens read at a time."""
     expert = tl.program_id(0)
     place = tl.arange(0, BLOCK_P)
     count = 0
@@ -84,13 +91,16 @@ def multiply(
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of an expert's outputs [pairs, OUT], for all (token, expert) pairs of that expert.
+    """One program: one tile of an expert's outputs, written to out [pairs, OUT], for all (token, expert) pairs of that
+    expert.
 
-    IS_UP: the activated product of both halves of a matrix [2 * OUT, IN] with inputs [tokens, IN]; otherwise the
-    product of a matrix [OUT, IN] with inputs [pairs, IN]. IS_BY_PAIR: programs are started for each pair, not
-    for each expert; those of an expert's first pair compute all of its pairs, the others do nothing. HAS_LISTS: pairs
-    come from `list_pairs`; otherwise all tokens fit in one block. limit, alpha: of ACTIVATION "clamped_swiglu": bound
-    on gate and up, and factor in the gate's sigmoid.
+    IS_UP: computes activation(gate) * up from inputs [tokens, IN] and weight [experts, 2 * OUT, IN], gate first;
+    otherwise the product of inputs [pairs, IN] and weight [experts, OUT, IN]. bias: [experts, rows of weight]. limit,
+    alpha: of ACTIVATION "clamped_swiglu": bound on gate and up, and factor in the gate's sigmoid. chosen [tokens,
+    PER_TOKEN]: each token's experts. HAS_LISTS: pairs come from lists and counts of `list_pairs`; otherwise all tokens
+    fit in one block, BLOCK_T. IS_BY_PAIR: a program is started for each pair, not for each expert; that of an expert's
+    first pair computes all of its pairs, the others do nothing. BLOCK_P, BLOCK_S: PER_TOKEN and number of pairs,
+    rounded up to powers of two. A step computes BLOCK_N outputs from BLOCK_K inputs.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -152,7 +162,8 @@ def combine(
     """One program for one token and BLOCK of columns: the weighted sum of its experts' outputs, from the first expert
     to the last.
 
-    HAS_SHARED: adds the shared expert's output times the sigmoid of the token's gate.
+    outputs [T * PER_TOKEN, SIZE]; weights, chosen [T, PER_TOKEN], where index -1 adds zeros; out [T, SIZE]. HAS_SHARED:
+    adds the shared expert's output, shared [T, SIZE], times the sigmoid of the token's gate [T].
     """
     token = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -27,7 +27,10 @@ def add_norm(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_UPDATE: tl.constexpr, HAS_UPDATE_NORM: tl.constexpr,
     HAS_NORM: tl.constexpr, IS_UPDATE_WIDE: tl.constexpr, IS_WIDE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: hidden += scale * norm(update), out = norm(hidden)."""
+    """One program per row: hidden += scale * norm(update) in place, out = norm(hidden); all are [rows, SIZE].
+
+    HAS_UPDATE: there is an update; HAS_UPDATE_NORM: it is normed; HAS_NORM: `out` is written. IS_UPDATE_WIDE, IS_WIDE:
+    norm and multiply by its weight [SIZE] in float32, then round; otherwise round before that product, too."""
     overlap(OVERLAPS)
     begin = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, BLOCK)
@@ -60,7 +63,10 @@ def heads(
     """One program per token and head: applies norm and RoPE to queries and keys, and writes keys and values to the
     cache.
 
-    ROTARY: number of rotated channels of each head, 0 for none. IS_WHOLE: one norm over all queries, one over all keys.
+    fused: for each token (token_stride apart) the heads of queries, keys and values; query [T, NUM_HEADS, SIZE]:
+    output. keys, values: one layer of the cache; rows, slots [T]: cache row of each token, and position in it. cos, sin
+    [T, ROTARY]: of `Rope.tables`. ROTARY: number of rotated channels of each head, 0 for none. weight: SIZE numbers for
+    each head of queries and keys. IS_WHOLE: one norm over all queries, one over all keys. IS_WIDE: as in `add_norm`.
     """
     overlap(OVERLAPS)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -108,7 +114,8 @@ def heads(
 
 @triton.jit
 def gated(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr, OVERLAPS: tl.constexpr):
-    """One program per row and BLOCK of columns: out = activation(gate) * up."""
+    """One program per row and BLOCK of columns: out [rows, SIZE] = activation(gate) * up, for gate_up [rows, 2 * SIZE],
+    gate first. The activation is GELU by tanh if IS_GELU, else SiLU."""
     overlap(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
