@@ -15,9 +15,9 @@ BEGINNINGS = re.compile(
 """A docstring's first sentence says what the thing is or does; it does not point at something before it."""
 BANNED = re.compile(
     r"\b(stands?|stood|told|tells?|telling|said|nobody|whoever|sureness|foresight|foresees?|likeliest|moods|at hand"
-    r"|giving away|gives? way|turn(s|ed)? away|roll call|so (many|much)|(is|are|has|have) none|none the worse|taught"
+    r"|giving away|gives? way|turn(s|ed)? away|roll call|so (many|much)|(is|are|has|have) (?-i:none)|taught"
     r"|beside|ours|theirs|(what|that|which) (is|are|was|were) no|on (its|their) way|guest|blanks|(came|comes?) of|asked of"  # noqa: E501
-    r"|elsewhere|(in any|the) company|in its own house)\b",
+    r"|elsewhere|none the worse|(in any|the) company|in its own house)\b",
     re.IGNORECASE,
 )
 """Each has a standard word of the field, or a plainer one."""

@@ -128,8 +128,8 @@ class Trainer:
         return min(1.0, max(self.state.step / self.total_steps, by_minutes))
 
     def resume(self, notice: Callable[[str], None] = ignore) -> bool:
-        """Loads the latest checkpoint; returns False if there is none. `notice` gets notes as text. Raises ConfigError
-        if the run's settings differ from the checkpoint's, ProcessesError if processes read different checkpoints."""
+        """Loads the latest checkpoint; returns False without one. `notice` gets notes as text. Raises ConfigError if
+        the run's settings differ from the checkpoint's, ProcessesError if processes read different checkpoints."""
         checkpoint = latest_checkpoint(self.folder)
         self.parallel.check_alike("the checkpoint it reads", lambda: "none" if checkpoint is None else checkpoint.mark)
         if checkpoint is None:
