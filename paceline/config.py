@@ -189,7 +189,8 @@ def _multiplies_bfloat16(device: str) -> bool:
 
 def read_api_keys(given: tuple[str, ...], file: Path | None, variable: str = "PACELINE_API_KEY") -> tuple[str, ...]:
     """Return API keys without duplicates: those `given`, those in `file` (one per line, # starts a comment) and those
-    in the environment variable `variable` (comma-separated). Raises ConfigError."""
+    in the environment variable `variable` (comma-separated). Raises ConfigError if the file cannot be read or has no
+    key."""
     more: list[str] = []
     if file is not None:
         unread = f"cannot read the API keys in {file}"

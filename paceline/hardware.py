@@ -148,7 +148,7 @@ def _best_s(work: Callable[[], object], device: torch.device, budget_s: float) -
 
 
 def processor() -> dict[str, object]:
-    """Return the CPU's name and the number of cores that this process may use."""
+    """Return {"name": the CPU's name, "num_cores": number of cores that this process may use}."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"name": cpu_name(), "num_cores": cores}
 

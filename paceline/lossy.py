@@ -24,7 +24,8 @@ _PART = within("above 0 and at most 1", above=0, most=1)
 @dataclass(frozen=True, slots=True)
 class Typical:
     """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): a draft is accepted if its target probability is
-    above `eps` or above `delta` * exp(-entropy of the target's distribution); else, as by the lossless rule."""
+    above `eps` or above `delta` * exp(-entropy of the target's distribution). On other drafts the lossless rule
+    decides."""
 
     eps: Annotated[float, _PART] = 0.09
     """Accepts a draft whose target probability is above this value."""
@@ -35,7 +36,7 @@ class Typical:
 @dataclass(frozen=True, slots=True)
 class Relaxed:
     """Relaxed acceptance (TensorRT-LLM): accepts a draft among the target's top `n` tokens whose probability is less
-    than `delta` below that of the top token; other drafts, as by the lossless rule."""
+    than `delta` below that of the top token. On other drafts the lossless rule decides."""
 
     n: Count = 10
     """The draft must be one of the target's top n tokens."""
@@ -56,8 +57,8 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True)
 class Lenience:
-    """Rejection sampling that accepts more: the acceptance test multiplies the draft's probability by `l`, at most 1
-    (Leviathan et al., arXiv 2211.17192, appendix A.5)."""
+    """Rejection sampling that accepts more: the acceptance test multiplies the drafter's probability of a draft by `l`,
+    at most 1 (Leviathan et al., arXiv 2211.17192, appendix A.5)."""
 
     l: Annotated[float, _PART] = 1.0  # noqa: E741  # the paper's letter
     """Factor of the draft's probability in the acceptance test; 1 is lossless."""
@@ -92,8 +93,8 @@ _SHAPE = 'write it as "typical:eps=0.09,delta=0.3" or {"rule": "typical", "eps":
 
 @dataclass(frozen=True, slots=True)
 class Lossy:
-    """A lossy verification rule, its parameters and its budget: the limit of an answer's mean total variation from the
-    target's distribution, per token."""
+    """A lossy verification rule with its parameters, and its budget `max_tv`: a limit of the total variation from the
+    target's distribution, averaged over an answer's tokens."""
 
     rule: Rule
     max_tv: Share | None = None

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 class Timings:
     """Durations and time stamps of one request, in seconds; stamps are values of time.perf_counter.
 
-    The durations of the phases add up to the time from arrival to the end of the latest phase: queue_s + wait_s +
-    prefill_s + draft_s + verify_s + host_s + between_s = until_s - arrival_s.
+    The durations of the phases add up to the time from arrival to the end of the latest phase: queue_s (waiting for a
+    row of the KV cache) + wait_s (with a row, while the engine works for other requests only) + prefill_s + draft_s +
+    verify_s + host_s (other work in the request's rounds) + between_s (between rounds) = until_s - arrival_s.
     """
 
     arrival_s: float = 0.0

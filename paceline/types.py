@@ -104,7 +104,7 @@ class Row:
 
 
 class Round(NamedTuple):
-    """Drafted and accepted tokens of one row in one round."""
+    """Numbers of drafted and accepted tokens of one row in one round, and the source of its drafts."""
 
     num_drafted: int
     """Drafted tokens."""
@@ -292,8 +292,8 @@ class DraftBlock:
         return cls(tokens_B, [None] * len(tokens_B))
 
     def cut(self, widths_B: Iterable[int | Tree]) -> DraftBlock:
-        """Return a copy for verification. An int in `widths_B` keeps the row's first n drafts; a tree replaces the
-        row's drafts. Confidence and candidates are kept."""
+        """Return the block to verify. For each row, `widths_B` has the number of first drafts to keep, or a tree that
+        replaces the row's drafts. Confidence and candidates stay those of all drafts."""
         widths_B = list(widths_B)
         pairs = zip(self.tokens_B, widths_B, strict=True)
         if all(isinstance(width, int) and len(tokens) <= width for tokens, width in pairs):
@@ -328,7 +328,8 @@ class Verdict:
 
 @dataclass(slots=True)
 class RoundStats:
-    """Statistics of one round: drafted and accepted tokens of each row, seconds of drafting and verification."""
+    """Statistics of one round: numbers of drafted and accepted tokens of each row, seconds of drafting, verification
+    and other work."""
 
     num_drafted_B: list[int]
     """Proposed drafts of each row; for a tree, those on its longest path."""

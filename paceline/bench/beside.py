@@ -106,8 +106,8 @@ class TransformersPeer:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Comparison of an answer with another engine's answer (plain decoding, or Transformers) to the same prompt: speed,
-    and the first different token."""
+    """Comparison of an answer with the answer of another engine (plain decoding, or Transformers) to the same prompt:
+    the other engine's speed, the speed-up over it, and the first different token."""
 
     tokens_per_s: float
     """Tokens per second of the other engine."""
@@ -139,7 +139,8 @@ def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Co
 
 
 def beside_plain(llm: LLM, completion: Completion, plain: Completion, params: SamplingParams) -> Beside:
-    """Compare the answer `completion` with `plain`, the result of `answer_plainly` for the same prompt."""
+    """Compare the answer `completion` with `plain`, the result of `answer_plainly` for the same prompt: speed, and for
+    greedy sampling `params` also the tokens. The engine must be idle."""
     speed = plain.stats.tokens_per_s
     parted = (
         parting(llm.target, plain.prompt_token_ids, completion.token_ids, plain.token_ids) if params.is_greedy else None
@@ -151,7 +152,8 @@ def beside_plain(llm: LLM, completion: Completion, plain: Completion, params: Sa
 
 
 def beside_transformers(llm: LLM, completion: Completion, params: SamplingParams) -> Beside:
-    """Compare the answer `completion` with Transformers' greedy answer to the same prompt, timed after a warm-up."""
+    """Compare the answer `completion` with a greedy answer to the same prompt, which Transformers generates and times
+    here after a warm-up. Of `params`, only `max_tokens` and `ignore_eos` are used."""
     peer, request = TransformersPeer(llm), [Request("prompt", completion.prompt_token_ids)]
     peer.run("transformers", request, WARM_UP_TOKENS, True)
     answer = peer.run("transformers", request, params.max_tokens, params.ignore_eos).answers[0]

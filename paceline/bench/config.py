@@ -295,7 +295,7 @@ class ArmsConfig:
 
     @property
     def named_urls(self) -> list[tuple[str, str]]:
-        """Pairs of (contender's name, URL)."""
+        """Pairs of (contender's name, URL), from `urls`. An entry NAME=URL gives the name; else the URL is the name."""
         return [_named(url, url) for url in dict.fromkeys(self.urls)]
 
 

@@ -87,7 +87,7 @@ class Difference:
 
 @dataclass(slots=True, kw_only=True)
 class Drafting:
-    """Acceptance statistics over a set of answers. Transformers reports no rounds: its answers get the defaults."""
+    """Acceptance statistics of a set of answers; None and empty for Transformers' answers, which report no rounds."""
 
     tokens_per_round: float | None = None
     tokens_per_round_interval: Interval = (None, None)
@@ -128,7 +128,7 @@ def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafti
 
 @dataclass(slots=True, kw_only=True)
 class Result(Drafting):
-    """Results of one setting (drafter, temperature, batch size). Acceptance is that of the first repetition."""
+    """Speed, losslessness and acceptance (in the first repetition) of one setting: drafter, temperature, batch size."""
 
     drafter: str
     """Drafter as requested: a name or path."""
@@ -211,7 +211,7 @@ class Bench:
     def run(
         self, on_answer: Callable[[Setting], None] = ignore, on_pass: Callable[[Setting, Pass], None] = ignore
     ) -> None:
-        """Run every setting (drafter, temperature, batch size) once, in turn; do this `repeat` times in total."""
+        """Run all settings (drafter, temperature, batch size) `repeat` times; call back after each answer and pass."""
         for _ in range(self.config.repeat):
             for setting in self.settings:
                 done = self._pass(setting, partial(on_answer, setting))

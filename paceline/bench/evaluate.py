@@ -46,7 +46,8 @@ class PromptSet:
 
     @property
     def noted(self) -> dict[str, Any]:
-        """Number and hash of the prompts. A measured set is skipped in a second run only if both are unchanged."""
+        """Number of the prompts ("num_prompts") and hash of their contents ("prompts_sha256"). A second run skips a
+        measured set only if both are unchanged."""
         content = json.dumps([_content(prompt) for prompt in self.prompts])
         return {"num_prompts": len(self.prompts), "prompts_sha256": hashlib.sha256(content.encode()).hexdigest()}
 

@@ -33,7 +33,8 @@ MARKERS = "oD^vPX"
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """Results of one setting (plain decoding, lossless speculation or a lossy rule) on one task."""
+    """Results of one setting (plain decoding, lossless speculation or a lossy rule) on one task: speed, task score, and
+    deviation from the target's distribution (total variation, KL divergence)."""
 
     task: str
     setting: str

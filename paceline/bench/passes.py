@@ -32,7 +32,8 @@ CHUNK = 256
 
 
 def described(llm: LLM) -> dict[str, Any]:
-    """Return model, device, dtype and weight format as a dict, to be stored with results."""
+    """Return a dict that describes the loaded model, to be stored with results: "model", "device", "dtype", "backend",
+    "isa" (instruction set), "weight_format" and "weight_bytes"."""
     form = form_of(llm.target)
     return {
         "model": llm.config.model,
@@ -75,7 +76,8 @@ def random_prompt(seed: int | str, length: int, vocab_size: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One user turn of a prompt as token ids. In a comparison, all drafters and engines get the same ids."""
+    """One request of a benchmark: the token ids of a prompt up to one of its user messages. In a comparison, all
+    drafters and engines get the same ids."""
 
     name: str
     token_ids: list[int]

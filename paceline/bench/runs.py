@@ -223,7 +223,8 @@ def loaded(engine: EngineConfig, progress: Progress, **more: Any) -> tuple[LLM, 
 
 
 def raw_runs(bench: Bench) -> list[dict[str, Any]]:
-    """Return a record of every pass with each answer's token counts and times, without texts."""
+    """Return one dict per pass: its setting, repetition number and seconds by stage; its key "answers" lists each
+    answer's token counts, rounds and seconds, without texts."""
     return [
         {
             **asdict(setting),

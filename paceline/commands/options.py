@@ -267,7 +267,7 @@ def typed(command: Callable[..., Any], context: typer.Context) -> set[str]:
 
 
 def size(option: str, text: str | None) -> int | None:
-    """Convert 512M to 536870912 bytes; K, M, G and T are powers of 1024. Raises ConfigError, which names `option`."""
+    """Convert 512M to 536870912 bytes; K to T are powers of 1024; None stays None. A ConfigError names `option`."""
     if text is None:
         return None
     number = text.strip().upper().removesuffix("B").removesuffix("I")

@@ -72,8 +72,9 @@ class MinuteLines:
         self._first = 0.0
 
     def advance(self, text: str, share: float | None = None) -> None:
-        """Count one finished item. `text` describes it, and ends the minute's line. `share` is the share of all work
-        done, from 0 to 1; None computes it from the number of items."""
+        """Count one finished item, and print a line if the last one is at least a minute old. `text`: description of
+        the item, printed at the end of the line. `share`: share of all work done, from 0 to 1; None: the share of
+        finished items."""
         self._done += 1
         if self._done == 1 and share is not None:
             self._first = share  # an earlier run may have done a part
@@ -220,7 +221,8 @@ def check_template(raw: bool, system: str | None) -> None:
 
 
 def grammar_of(json_schema: str | None, regex: str | None) -> GrammarSpec | None:
-    """Return the grammar of --json-schema (a file, or the schema itself) or --regex. Raises ConfigError."""
+    """Return the grammar of --json-schema (a file, or the schema itself) or --regex; None without both. Raises
+    ConfigError if both are given, or if the file cannot be read."""
     if json_schema and regex:
         raise ConfigError("--json-schema and --regex exclude each other: leave one out")
     if regex:

@@ -217,7 +217,7 @@ def _bar(prediction: Prediction, length: int, speedup: float) -> str:
 
 
 def print_notes(setup: Setup, *, stderr: bool) -> None:
-    """Print a prediction's assumptions, its warnings and its first two limits (what it leaves out)."""
+    """Print a prediction's assumptions, warnings and first two limits (what it leaves out), to stdout or `stderr`."""
     lines = [*filter(None, [setup.assumed]), *(f"warning: {warning}" for warning in setup.warnings)]
     lines += [
         "Limits:",

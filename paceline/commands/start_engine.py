@@ -48,8 +48,9 @@ def serve_with_other(
     words: tuple[str, ...],
     context: typer.Context | None,
 ) -> int:
-    """Run vLLM or SGLang until it ends; returns its exit status. `words` are passed to it. Raises ConfigError for
-    options that it does not have."""
+    """Start vLLM or SGLang with the model of `engine` and the drafter and address of `serving`, wait until it ends, and
+    return its exit status. `words`: further options, passed to it. `context`: the running command, whose options are
+    checked; None without a command. Raises ConfigError for options that vLLM and SGLang do not have."""
     options = _given(context)
     for name in options:
         if name not in (*TAKEN, *OTHERS, "engine"):

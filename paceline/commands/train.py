@@ -111,8 +111,8 @@ def train(
 
 
 def kept_files(run: Path) -> list[str]:
-    """Return a list of one sentence, which names the folders that only resuming the run needs (checkpoints, features)
-    and their size; an empty list without such folders."""
+    """Return one sentence about the folders that only resuming the run needs (checkpoints, features) and their size, as
+    a list; an empty list without such folders."""
     names = [
         path.name
         for path in sorted(run.iterdir())

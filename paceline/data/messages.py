@@ -97,8 +97,9 @@ def _string(message: Message, key: str, field: str) -> str:
 
 
 def content_text(content: Any, field: str = "content") -> str:
-    """Return the text of a message's content. Several parts are joined by line breaks, as in vLLM. `field`: path of the
-    content, for errors. Raises MessageError."""
+    """Return the text of a message's content (a text, a list of text parts, or None for an empty text). Several parts
+    are joined by line breaks, as in vLLM. `field`: path of the content, for errors. Raises MessageError on other
+    content, such as images."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, Mapping) or not isinstance(content, Iterable):
@@ -201,7 +202,7 @@ def _finite(digits: str) -> float:
 
 def normalised_tools(tools: Any, field: str = "tools") -> list[dict[str, Any]]:
     """Return the tools of a request with their keys in a fixed order and without nulls. `field`: path of `tools`, for
-    errors. Raises MessageError."""
+    errors. Raises MessageError if it is not a list of tools of type "function", each with a name."""
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
         raise MessageError(field, 'must be a list of {"type": "function", "function": {"name": ...}}')
     return [_tool(tool, f"{field}[{place}]") for place, tool in enumerate(tools)]

@@ -86,7 +86,8 @@ class Dropped:
 
 def rows_of(source: str | Path) -> tuple[str, Rows]:
     """Return (short name, rows) of a file, a folder of Parquet files, or a hub data set. Rows are (file and line, row)
-    pairs. Raises PromptError, DownloadError."""
+    pairs. Raises PromptError if there is no such source or it cannot be read, DownloadError for a data set that cannot
+    be downloaded."""
     path, name = Path(source), str(source)
     if path.is_dir():
         return path.name, _folder_rows(path)

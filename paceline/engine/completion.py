@@ -11,7 +11,7 @@ from paceline.types import FinishReason, Sequence, Timings, TokenLogprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationStats(Rounds):
-    """Statistics of one answer; all times are in seconds."""
+    """Statistics of one answer: numbers of rounds, drafts and tokens, and times in seconds."""
 
     num_prompt_tokens: int
     """Tokens of the prompt, also those reused from the prefix cache."""

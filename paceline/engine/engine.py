@@ -220,8 +220,8 @@ class Engine:
         return seq
 
     def record(self, most_drafted: int = 0, *, grows_trees: bool = False) -> None:
-        """Record passes of target and drafters as CUDA graphs, if the device uses them, for `most_drafted` drafts per
-        round (at least the drafters' maximum), with `grows_trees` for the largest tree. Blocks for seconds."""
+        """Record passes of target and drafters as CUDA graphs, if the device uses them: for up to `most_drafted` drafts
+        per round (or the drafters' maximum, if larger), with `grows_trees` for the largest tree. Blocks for seconds."""
         most = max(most_drafted, *(drafter.num_drafted for drafter in self.pool.drafters))
         if most and self.pool.lookups:
             most = max(most, self.pool.lookups.num_drafted)

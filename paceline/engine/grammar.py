@@ -158,8 +158,8 @@ class Grammar:
         tokens."""
 
     def follow(self, seq: Sequence, drafts: list[int], corrects: bool = False) -> list[int]:
-        """Returns the leading drafts that the grammar allows, up to the first refused one. Stores which tokens are
-        allowed at each of their positions and the next one; `mask` uses that.
+        """Returns the leading drafts that the grammar allows, up to the first refused one. Stores for `mask` which
+        tokens are allowed at the position of each of these drafts, and at the next position.
 
         With `corrects`, a refused draft is replaced if the grammar allows only one token there. That token is sure to
         be accepted.

@@ -251,7 +251,7 @@ class LLM:
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Returns the token ids of a conversation, by the model's chat template. `variables`: further values for the
-        template. Raises PromptError."""
+        template. Raises PromptError if the template is missing or fails, or if a message is malformed."""
         return chat_ids(self.tokenizer, messages, tools or (), variables)
 
     def chat(

@@ -293,7 +293,7 @@ class RuleJudge:
 
 def failure_reason(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
     """Returns the reason why a row has no token after its `num_accepted` accepted drafts, as a text. `logits_JV`: the
-    model's own logits before penalties and grammar; None if those play no part: the logits were not finite."""
+    model's own logits of the row, before penalties and grammar; None if only non-finite logits can be the reason."""
     best_J = [_NONE] * (num_accepted + 1) if logits_JV is None else ForwardOutput(logits_JV, None).best_T()
     if _NONE not in best_J:
         place = len(seq.tokens) + num_accepted

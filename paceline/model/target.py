@@ -176,8 +176,8 @@ class Target(ABC):
 
     @experts_read.setter
     def experts_read(self, read: float | Tensor | None) -> None:
-        """Set the mean number, or the indices [layers, tokens, K] of each token's K experts, from which it is computed
-        when read."""
+        """Set this mean, or the indices [layers, tokens, K] of each token's K experts; the getter then computes the
+        mean from them."""
         self._experts_read = read
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
@@ -193,8 +193,8 @@ class Target(ABC):
         return 0.0 if self.recorder is None else self.recorder.seconds
 
     def record(self, most_count: int) -> None:
-        """Record decode passes for later replay (CUDA graphs), of up to `most_count` tokens per row, for every number
-        of rows, with the layers now tapped.
+        """Record decode passes for later replay (CUDA graphs), with the layers now tapped: shapes that cover any number
+        of rows and up to `most_count` tokens per row.
 
         No-op without a `recorder`. Takes seconds on CUDA; `allocate_cache` discards the recordings.
         """

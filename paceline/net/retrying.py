@@ -53,7 +53,8 @@ class Client:
         self._closed.set()
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request, with retries; returns the JSON of the response. Raises Refused, DownloadError."""
+        """Send a request with `body` as JSON (None: no body), with retries; returns the response's parsed JSON. Raises
+        Refused, also if the response is not JSON, and DownloadError after `patience_s`."""
         data = self.bytes(method, path, body, MAX_JSON_BYTES)
         try:
             return json.loads(data)
@@ -61,8 +62,8 @@ class Client:
             raise Refused(200, f"the answer of {self.url}{path} is no JSON") from error
 
     def bytes(self, method: str, path: str, body: Any, most: int) -> bytes:
-        """Send a request, with retries; returns the response body. Raises Refused, also if the body has more than
-        `most` bytes (status 413), and DownloadError after `patience_s`."""
+        """Send a request with `body` as JSON (None: no body), with retries; returns the response body. Raises Refused,
+        also if the response has more than `most` bytes (status 413), and DownloadError after `patience_s`."""
         data, pause_s = None if body is None else json.dumps(body).encode(), FIRST_PAUSE_S
         began = time.monotonic()
         while True:

@@ -95,7 +95,7 @@ class Chances:
     def record_tree(self, outcome: Outcome, confidence: Sequence[float] | None) -> None:
         """Update the estimates with one row's verified tree (`outcome`: the tree and its accepted nodes). Its path of
         top tokens counts like a chain of drafts; other nodes update the chances of candidates of lower rank.
-        `confidence`: the drafter's log-probability of its top token at each slot."""
+        `confidence`: the drafter's log-probability of its top token at each slot, None if unknown."""
         self.record(len(outcome.tree.spine), outcome.spine_accepted, confidence)
         siblings = outcome.siblings()
         expected = sum(math.exp(logprob) for logprob, _ in siblings)
@@ -104,7 +104,7 @@ class Chances:
 
     def record(self, num_checked: int, num_accepted: int, confidence: Sequence[float] | None = None) -> None:
         """Update the estimates with one row's drafts: the first `num_checked` were verified, the first `num_accepted`
-        accepted. `confidence`: the drafter's log-probability of its top token at each slot.
+        accepted. `confidence`: the drafter's log-probability of its top token at each slot, None if unknown.
 
         A slot that was drafted but not verified counts with its estimated chance. Without that the estimates would be
         biased upwards, because only promising drafts are verified.

@@ -39,8 +39,8 @@ class ChunkSizes:
 
     @property
     def most_round_s(self) -> float:
-        """Maximum seconds of the next decode round if a prefill chunk runs in the same step: the recent duration of
-        rounds without such a maximum, or infinity (no maximum). Rounds that had a maximum do not count: otherwise
+        """Maximum seconds of the next decode round if a prefill chunk runs in the same step; infinity: no maximum. It
+        is the recent mean duration of rounds that ran without a maximum. Rounds that had one do not count: otherwise
         the maximum would shrink from round to round."""
         is_free = not self._adapts or self._num_limited >= FREE_EVERY - 1
         return math.inf if is_free or not self._free_s else self._free_s

@@ -61,8 +61,8 @@ class Trials:
         return self.wanted_s <= self.budget_s
 
     def begin(self, keys: set[int]) -> None:
-        """Start a round of the rows with these keys (`Row.key`). If a row is new, adds to the budget a small share of
-        the seconds of all rounds since the last new row."""
+        """Start a round of the rows with these keys (`Row.key`). If a row was not in the round before, adds to
+        `budget_s` a small share of the seconds of all rounds since the last such row."""
         if keys - self._keys:
             self.budget_s, self._new_s = self.budget_s + self._new_s, 0.0
         self._keys = keys
@@ -199,8 +199,8 @@ class RoundHistory:
             self.plain.restart(num_rows)
 
     def rest(self, num_rows: int) -> None:
-        """Stop drafting with models for the next 8 rounds (REST; 3 * `num_rows` if less) while the batch has `num_rows`
-        rows, because their drafts would cost more time than they save. Prompt lookup goes on."""
+        """Stop drafting with models for the next min(8, 3 * `num_rows`) rounds while the batch has `num_rows` rows,
+        because their drafts would cost more time than they save. Prompt lookup goes on."""
         self._rest = (min(REST, 3 * num_rows), num_rows)
 
     def rests(self, num_rows: int) -> bool:

@@ -174,7 +174,8 @@ class Marginals:
 
     def expected(self, most: int, seed: int = 0) -> list[Expected]:
         """Predicts acceptance length and depth of the best draft tree with n nodes: that with the largest expected
-        number of accepted drafts. Entry n of the list (n = 0 .. `most`) is the mean over DRAWS (1000) rounds."""
+        number of accepted drafts. Entry n of the list (n = 0 .. `most`) is the mean over 1000 simulated rounds (DRAWS),
+        whose random numbers depend on `seed`."""
         luck, sums, depths = random.Random(seed), [0.0] * (most + 1), [0] * (most + 1)
         confidence_KD = [_spread_evenly(luck, own[0]) for own in self.chances_KM]
         named = [list(range(len(own))) for own in self.chances_KM]
@@ -210,8 +211,8 @@ def _spread_evenly(luck: random.Random, chance: float) -> list[float]:
 
 @dataclass(slots=True)
 class MockedPlanner(FixedPlanner):
-    """Plans trees of `num_nodes` drafts for a mocked acceptance (no real drafts are judged). The trees follow given
-    acceptance chances, not the drafter's probabilities."""
+    """Plans trees of `num_nodes` drafts for benchmarks in which acceptance is random, with given chances, instead of
+    decided by the target. The trees follow these chances, not the drafter's probabilities."""
 
     marginals: Marginals | None = None
 

@@ -118,7 +118,8 @@ non-increasing."""
 
 
 def drafter_probs(slot: int, logprobs: list[float]) -> list[float]:
-    """Returns exp(logprobs): the drafter's own probabilities as acceptance chances. `slot` has no effect."""
+    """Returns exp(logprobs): takes the drafter's own probabilities as acceptance chances. For the argument `weigh` of
+    `grow`; `slot` (draft position) has no effect."""
     return [math.exp(logprob) for logprob in logprobs]
 
 
@@ -223,8 +224,8 @@ class Said(NamedTuple):
 
 
 def target_ranks(candidates: Candidates, tokens: Sequence[int]) -> Said:
-    """Returns the ranks of `tokens`, which the target generated after the anchor (the last committed token), among the
-    candidates."""
+    """Compares `tokens`, which the target generated after the anchor (the last committed token), with the candidates:
+    returns how many leading ones are top candidates, and the rank of the next."""
     for slot, token in enumerate(tokens[: len(candidates.tokens_KM)]):
         likely = candidates.at(tokens[:slot])[0]
         if likely[0] != token:

@@ -333,7 +333,7 @@ def stacked(title: str, rows: Sequence[tuple[str, Sequence[float]]], names: Sequ
 
 
 def short(label: str) -> str:
-    """Return a label, cut to its last characters if it is long: the end of a path is the most specific."""
+    """Return a label, cut to its last 19 characters if longer than 20: the end of a path is the most specific."""
     return label if len(label) <= LONGEST_LABEL else "…" + label[1 - LONGEST_LABEL :]
 
 

@@ -143,7 +143,7 @@ def ignore(*_: object) -> None:
 
 
 class Advance(Protocol):
-    """Progress callback, called when one more item is done."""
+    """Progress callback: function (text, share), called when one more item is done."""
 
     def __call__(self, text: str, share: float | None = None, /) -> None:
         """`text`: description of the current item. `share`: completed share of all work (0 to 1), if it differs from
@@ -151,8 +151,8 @@ class Advance(Protocol):
 
 
 class Progress:
-    """Receives progress reports of long work and ignores them. `commands.shared.TerminalProgress` writes them to
-    stderr."""
+    """Base class of progress reporting: its methods ignore the reports. `commands.shared.TerminalProgress` writes them
+    to stderr."""
 
     def say(self, text: str) -> None:
         """Report one line of text."""
@@ -187,7 +187,8 @@ def spread_column(
 
 
 def with_interval(value: float | None, interval: Interval | None, form: str = "{:.2f}", unit: str = "") -> str | None:
-    """Format a value with its `unit` and its interval, if there is one: "1.50x [1.40, 1.60]"; None without a value."""
+    """Format a value with its `unit` and its interval, if there is one: "1.50x [1.40, 1.60]"; None without a value.
+    `form`: format string of each number."""
     if value is None:
         return None
     low, high = interval or (None, None)
@@ -204,7 +205,7 @@ def printable(text: str) -> str:
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Flattens nested settings: {"bench": {"seed": 0}} -> [("bench.seed", 0)]."""
+    """Flattens nested settings: {"bench": {"seed": 0}} -> [("bench.seed", 0)]. All names get `prefix` in front."""
     pairs: list[tuple[str, Any]] = []
     for key, value in settings.items():
         pairs += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]

@@ -59,7 +59,8 @@ THIS = "this"
 
 @dataclass(slots=True)
 class Setup:
-    """The costs of a round in seconds, with sentences on the limits of the prediction and warnings."""
+    """The cost model of a prediction (`costs`: seconds of a decode round by batch size, drafts and context), with its
+    model and machine, sentences on the limits of the prediction, and warnings."""
 
     costs: StepCosts
     title: str
@@ -149,8 +150,8 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
 def deployment_of(
     config: CostsConfig, known: Precisions, measured: Machine | None = None, locality: float = 0.0
 ) -> Deployment:
-    """Returns the machine, number formats and expert locality of a prediction: those set in `config`, else these
-    defaults. `known`: the model's number formats. `measured`: the machine; None: this machine. `locality`: expert
+    """Returns the Deployment (machine, number formats, number of GPUs, expert locality) that `config` sets; if it does
+    not, `known` are the number formats, `measured` is the machine (None: measure this one), and `locality` the expert
     locality, from 0 (every position selects its experts independently) to 1 (positions of a sequence share them)."""
     number, name = counted(config.hardware)
     if number > 1 and config.gpus not in (1, number):
@@ -203,7 +204,7 @@ def _title(shape: ModelShape, deployment: Deployment) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Predictions for each batch size, with sentences on their limits and warnings."""
+    """Predicted speed-ups of speculation for each batch size, with the costs and acceptance behind them."""
 
     setup: Setup
     acceptance: Acceptance

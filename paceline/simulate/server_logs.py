@@ -51,7 +51,8 @@ LEAST_RATE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Decoding speed in one interval of a log, or the mean over all intervals."""
+    """Figures of one interval of a server's log, or their means over all intervals: number of running requests, tokens
+    per second of all of them together, and tokens and drafts per request and round."""
 
     running: int
     """Number of requests that decoded together."""

@@ -38,8 +38,8 @@ DELTAS = (-0.1, -0.05, -0.01, 0.01, 0.05, 0.1)
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Acceptance chances by draft position. Positions beyond the given ones have the last chance. Raises ConfigError
-    for chances outside 0..1."""
+    """Acceptance chances by draft position: the chance that this draft is accepted if all earlier ones of its round
+    are. Positions beyond the given ones have the last chance. Raises ConfigError for chances outside 0..1."""
 
     conditional: tuple[float, ...]
     """conditional[i - 1]: chance that draft i is accepted if all earlier ones are."""

@@ -24,7 +24,8 @@ BEST = "best"
 
 @dataclass(frozen=True, slots=True)
 class TreePoint:
-    """Prediction for decoding with draft trees: in every round, each sequence gets a tree of `nodes` drafts."""
+    """Predicted acceptance length and speed of decoding with draft trees: each sequence gets a tree of `nodes` drafts
+    in every round."""
 
     nodes: int
     tokens_per_round: float
@@ -38,8 +39,8 @@ class TreePoint:
 
 @dataclass(frozen=True, slots=True)
 class TreePrediction:
-    """Predictions of draft trees for one load, compared with the best chain of the same marginals (chances by draft
-    position and candidate rank)."""
+    """Predictions of draft trees for one load, for the best tree size and the requested ones, compared with the best
+    chain of the same marginals (chances by draft position and candidate rank)."""
 
     batch: int
     best_nodes: int

@@ -26,7 +26,7 @@ DEFAULT_SELF_WRITTEN = 1000
 
 @dataclass(frozen=True, slots=True)
 class AnswerConfig:
-    """How the target answers the prompts."""
+    """Settings of the target's answers to prompts: lengths, sampling, and messages and tools to add."""
 
     max_tokens: Count = 256
     """Longest answer, in tokens."""
@@ -85,7 +85,7 @@ class AnswerConfig:
         return variables
 
     def read_opening(self) -> list[Message]:
-        """Returns the system message, then the messages in `before`. Raises PromptError if it has no messages."""
+        """Returns the system message, then those in the file `before`. Raises PromptError if the file has none."""
         before = read_messages(_json(self.before), str(self.before)) if self.before else []
         return ([{"role": "system", "content": self.system}] if self.system else []) + before
 

@@ -69,7 +69,7 @@ LEAST_LEARNING, MOST_GAINED = 0.25, 1.25
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """Folders and final figures of a training run."""
+    """Result of a training run: its folders, numbers of steps and blocks, and final loss and acceptance lengths."""
 
     drafter: Path
     """Folder of the finished drafter."""

@@ -185,9 +185,10 @@ def starts_of(accepted_P: NDArray[np.int64]) -> NDArray[np.int64]:
 def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Document], max_tokens: int) -> dict[str, Any]:
     """Returns the contents of heldout.json: all figures measured at the end of a run, with answers of up to
     `max_tokens` tokens to the prompts of `documents`. "tokens_per_round": acceptance length in the engine, with the
-    counts and sample texts behind it. "served_of_walked" and, for DFlash, "teacher_forced": that of the first answers
-    only, in the engine and by teacher forcing. "plain_tokens_per_s", "drafted_tokens_per_s": tokens/s of one stream.
-    "default_drafter": figures of the drafter that ships for the target, if it is on this machine."""
+    counts and sample texts behind it. "served_of_walked": the same for the first prompts only; for DFlash also
+    "teacher_forced": acceptance length of their answers by teacher forcing. "plain_tokens_per_s",
+    "drafted_tokens_per_s": tokens/s of one stream without and with the drafter. "default_drafter": figures of the
+    drafter that ships for the target, if it is on this machine."""
     llm = _loaded(target, documents, max_tokens)
     figures, answers = serve_heldout(llm, drafter, documents, max_tokens)
     report = {"tokens_per_round": figures.tokens_per_round, **asdict(figures)}

@@ -159,7 +159,8 @@ def lossy_rule(lossy: Lossy, ledger: Ledger) -> rules.Rule:
 
 
 def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
-    """Judges a chain of sampled drafts. Adds to `ledger` each decision's distance from the target's distribution.
+    """Judges one row's chain of sampled drafts by the request's lossy settings `lossy`; returns the number of accepted
+    drafts and the token after them. Adds to `ledger` each decision's distance from the target's distribution.
 
     With lossless settings the result equals that of `rules.rejection`, bit for bit.
     """
@@ -233,10 +234,10 @@ def follow(
     """Judges a tree of certain (deterministic) drafts; a chain is a tree too. Adds to `ledger` each decision's distance
     from the target's distribution.
 
-    `tokens`: the nodes' token ids; `parents`: index of each node's parent, -1 at the root. `own`: function that returns
-    the target's own token after the accepted nodes. `probs`: returns the target's distribution there, [V], at
-    temperature 1 for a greedy request. `coin`: returns the random number of a slot (draft position). With lossless
-    settings this equals `rules.match` along the tree, bit for bit.
+    `tokens`: the nodes' token ids; `parents`: index of each node's parent, -1 at the root. `own`: indices of the
+    accepted nodes, from the root -> the target's own token after them. `probs`: the same indices -> the target's
+    distribution there, [V], at temperature 1 for a greedy request. `coin`: slot (draft position) -> its random number.
+    With lossless settings this equals `rules.match` along the tree, bit for bit.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

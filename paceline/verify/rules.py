@@ -44,8 +44,8 @@ from paceline.types import Sequence as Request
 
 
 class RowVerdict(NamedTuple):
-    """Result of judging one row: the number of accepted drafts, and the target's token after them, which is not
-    counted."""
+    """Result of judging one row: the number of accepted drafts, and the target's token after them, which this number
+    does not include."""
 
     num_accepted: int
     next_token: int

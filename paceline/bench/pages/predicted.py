@@ -54,7 +54,8 @@ def token_times(survival: Sequence[float], first_s: float, round_s: float, count
 
 
 def predicted(costs: CostsConfig, config: ChartConfig) -> Timing:
-    """Return predicted token times of a built-in sample text, without and with drafts; no model generates it. Raises
+    """Return predicted token times of a built-in sample text, without and with drafts; no model generates it. `costs`:
+    target, drafter and machine; of `config`: batch size, context length, acceptance and longest draft. Raises
     PacelineError for invalid costs or acceptance."""
     load = Load(config.batch, config.context, config.max_draft)
     setup, acceptance = set_up(costs, [load]), parse_acceptance(config.acceptance)

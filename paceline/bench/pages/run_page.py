@@ -80,7 +80,7 @@ def table(results: list[Result]) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """Content of a run folder: training metrics and results. A Line is a JSON object."""
+    """Content of a run folder: settings, training metrics, and results of decoding. A Line is a JSON object."""
 
     path: Path
     config: Line = field(default_factory=dict)

@@ -104,8 +104,8 @@ def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def read_points(run: Path, batch: int) -> list[Point]:
-    """Return the results of a bench decode run at this batch size. Speed-ups that are higher than speculation can give
-    are left out. Raises ConfigError if there are no results."""
+    """Return the points (acceptance length, speed-up) of a bench decode run at this batch size. Speed-ups that are
+    higher than speculation can give are left out. Raises ConfigError if there are no points."""
     file = run / "results.json" if run.is_dir() else run
     objects = read_objects(file, "--results takes the folder of a run of paceline bench decode, or its results.json")
     results = objects[0].get("results") if len(objects) == 1 else None

@@ -253,7 +253,8 @@ def _answer(read: dict[str, Any]) -> TimedAnswer:
 
 
 def page(timing: Timing) -> str:
-    """Return the HTML page that replays the answers."""
+    """Return the HTML page that shows an answer without and with speculation side by side and replays both: each token
+    appears at its recorded time, by default at `timing.usual_speed` times real time."""
     data = embedded(plain(timing) | {"verdict": timing.verdict, "speed": timing.usual_speed})
     return render(
         "timing.html", title=f"{timing.model}: {timing.verdict}", tone=timing.tone, data=Markup(data), hash_of=hash_of

@@ -54,7 +54,8 @@ Alone = Callable[[Contender], AbstractContextManager[None]]
 
 @dataclass(slots=True)
 class Measured:
-    """Measured times of one request to one contender."""
+    """Times of one request to one contender (a server, or a drafter in a server started for it), in seconds: total,
+    first text and parts, such as prefill; or the request's error."""
 
     error: str | None = None
     total_s: float = 0.0
@@ -126,7 +127,8 @@ def parts_of(stream: Stream, answer: Answer) -> dict[str, float]:
 
 @dataclass(slots=True)
 class LatencyResult:
-    """Latencies of one contender on one workload, in seconds, over the answers of all repetitions."""
+    """Latencies of one contender on one workload, in seconds, over the answers of all repetitions: total, first token,
+    and parts such as communication and prefill."""
 
     workload: str
     arm: str
@@ -156,8 +158,8 @@ class LatencyResult:
 
 @dataclass(slots=True)
 class Pair:
-    """Comparison of contender `arm` with the first one, `against`, on the same requests. `part`: the time compared:
-    total, communication, host, prefill or decode."""
+    """Comparison of contender `arm` with the first one, `against`, on the same requests: medians of a time and their
+    difference, in seconds. `part`: the time compared: total, communication, host, prefill or decode."""
 
     workload: str
     arm: str

@@ -93,7 +93,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Pass:
-    """All requests of one load, sent once to one contender (a server or one setting of it)."""
+    """Answers to all requests of one load, sent once to one contender (a server or one setting of it), and seconds."""
 
     wall_s: float
     client_cpu_s: float
@@ -116,7 +116,8 @@ class Pass:
 
 @dataclass(slots=True)
 class ServingResult:
-    """Results of one contender at one load, over the answers of all repetitions; times in seconds."""
+    """Throughput, latencies (seconds) and speed-up of one contender at one load, over the answers of all
+    repetitions."""
 
     load: Arrivals
     speculate: str
@@ -271,9 +272,9 @@ def send_all(
     due: Sequence[float] | None,
     on_answer: Callable[[], None],
 ) -> list[Stream]:
-    """Send requests, each given as (API path, JSON body), and return their streams. With `concurrency` (closed loop),
-    this many requests are in flight. With `due` (open loop), each is sent at its time (time.perf_counter seconds),
-    whether earlier ones are answered or not."""
+    """Send requests, each given as (API path, JSON body), and return their streams. Without `due`, `concurrency`
+    requests are in flight (closed loop). `due` (open loop): time to send each request, in time.perf_counter seconds,
+    whether earlier ones are answered or not. `on_answer`: called after each answer."""
 
     def send(index: int, due_s: float | None = None) -> Stream:
         stream = client.post(*requests[index], due_s)

@@ -20,7 +20,8 @@ OWN_MAX_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request, sent unchanged to every server that is compared."""
+    """One request of a workload: a prompt and, optionally, a JSON schema that its answer follows. It is the same for
+    every server that is compared."""
 
     prompt: Prompt
     schema: dict[str, Any] | None = None
@@ -40,7 +41,8 @@ class Workload:
 
 
 def named_workload(name: str, limit: int | None = None) -> Workload:
-    """Return a built-in workload, with at most its first `limit` requests."""
+    """Return the built-in workload "voice", "coding" or "chat", with at most its first `limit` requests. Raises
+    KeyError for another name."""
     workload = WORKLOADS[name]
     opening = [{"role": "system", "content": workload["system"]}] if "system" in workload else []
     requests: list[WorkloadRequest] = []

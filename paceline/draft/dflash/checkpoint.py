@@ -42,7 +42,8 @@ log = logging.getLogger("paceline.draft")
 
 @dataclass(frozen=True, slots=True)
 class StoredDrafter:
-    """Contents of a drafter's folder or GGUF file, with the same names for every format."""
+    """Contents of a drafter's folder or GGUF file: config, network tensors, and draft vocabulary with LM head. Tensors
+    and config keys have the same names (z-lab's) for every format."""
 
     config: DFlashConfig
     """The parsed config; its field `raw` has z-lab's keys."""
@@ -88,7 +89,8 @@ def read_stored(folder: Path | str) -> StoredDrafter:
 
 
 def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:
-    """Returns the keys of a config.json that paceline does not know. `form`: the config's format."""
+    """Returns the keys of a config.json that paceline does not know. `form`: the config's format, "z-lab" or
+    "speculators"."""
     harmless = {*KNOWN_KEYS["without effect"]}
     inner = "dflash_config" if form == "z-lab" else "transformer_layer_config"
     nested = raw.get(inner)

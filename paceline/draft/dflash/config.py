@@ -32,7 +32,8 @@ ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
 
 @dataclass(frozen=True, slots=True)
 class DFlash2Sizes:
-    """Sizes of the convolutions and the selector that DFlash 2 has in addition (`draft/dflash2/drafter.py`)."""
+    """Sizes of the parts that only DFlash 2 has: convolutions (positions combined, channels per group) and candidate
+    selector (width of its codebooks, candidates per draft position)."""
 
     conv_kernel_size: int
     """Number of positions that a convolution combines: a position and those before it in the block."""
@@ -119,7 +120,7 @@ class DFlashConfig:
 
 def default_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
     """Returns the target layers that a drafter of `num_layers` layers reads by default: evenly spaced from layer 1 to
-    the third last."""
+    the third last; the middle layer for a drafter of one layer."""
     if num_layers == 1:
         return [num_target_layers // 2]
     span = num_target_layers - 4

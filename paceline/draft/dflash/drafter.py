@@ -234,8 +234,8 @@ class DFlashDrafter(TappedDrafter):
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-        """Reads a DFlash v1 drafter from its folder. Raises UnsupportedModelError for a DFlash 2 drafter, and the
-        errors of `checkpoint.read_stored`."""
+        """Reads a DFlash v1 drafter from its folder. `num_drafted`: maximum drafts per round; None: those of a full
+        block. Raises UnsupportedModelError for a DFlash 2 drafter, and the errors of `checkpoint.read_stored`."""
         stored = read_stored(folder)
         if stored.config.second:
             raise UnsupportedModelError(f"{folder} holds a DFlash 2 drafter: read it with dflash2.read_drafter")
@@ -252,8 +252,8 @@ class DFlashDrafter(TappedDrafter):
         return cls(network, num_drafted=num_drafted)
 
     def save(self, folder: Path | str, *, in_8_bits: bool = False) -> None:
-        """Writes the checkpoint into a folder; one that was read is written unchanged. `in_8_bits` rounds the matrices
-        to 8 bits, in a file that only paceline reads. Raises CacheError."""
+        """Writes the drafter's config.json and weights into a folder, in z-lab's format. `in_8_bits` rounds the
+        matrices to 8 bits, in a file that only paceline reads; otherwise no value is changed. Raises CacheError."""
         tensors = self.network.of_file()
         write_checkpoint(folder, self.config.raw, tensors, self.draft_ids, head_VD=self.head_VD, in_8_bits=in_8_bits)
 
@@ -338,9 +338,9 @@ class DFlashDrafter(TappedDrafter):
         return block
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
-        """Returns for each of `tokens` the probability that the drafter samples it. The tokens are drafts at the
-        positions after the row's last committed token, in order. `probs_KV`: the distributions over the vocabulary of
-        the row's latest K sampled drafts; K is at least the number of tokens."""
+        """Returns for each of `tokens` the probability that the drafter samples it. `tokens`: any tokens at the
+        positions after the row's last committed token, in order. `probs_KV`: distributions over the vocabulary from
+        which the drafts at the first K of these positions were sampled; K is at least the number of tokens."""
         return probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.int64)].tolist()
 
     def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Reading:

@@ -69,7 +69,8 @@ class StaticBlock(Region):
         return [self._inputs_3B]
 
     def compute(self) -> None:
-        """Compute the blocks from the input buffers (last tokens, context lengths, counts), and fill `outputs`."""
+        """Compute the blocks from the input buffers (last tokens, context lengths, and block size or 0 for idle rows),
+        and fill `outputs`."""
         for output, results in zip(self.outputs, self.conclude(*self._inputs_3B.unbind()), strict=True):
             output.copy_(results)
 

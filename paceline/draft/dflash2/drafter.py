@@ -60,7 +60,7 @@ class Convolution(nn.Module):
 
     def finish(self, outputs_TD: Tensor, added_TKG: Tensor, size: int) -> Tensor:
         """Returns the sublayer's outputs after the second convolution, before the residual addition. `added_TKG`: the
-        kernel that `prepare` returned."""
+        kernel that `prepare` returned. `size`: block size."""
         return convolve(outputs_TD, added_TKG, self.base_kernel[1], size)
 
 
@@ -223,16 +223,17 @@ def drafter_of(network: DFlashNetwork, **options: Any) -> DFlashDrafter:
 
 
 def read_drafter(folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-    """Reads a DFlash or DFlash 2 drafter from a folder or GGUF file. Raises ModelNotFoundError, ModelFileError or
-    UnsupportedModelError."""
+    """Reads a DFlash or DFlash 2 drafter from a folder or GGUF file. `num_drafted`: maximum drafts per round; None:
+    those of a full block. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
     return drafter_from(read_stored(folder), folder, num_drafted=num_drafted)
 
 
 def drafter_from(
     stored: StoredDrafter, source: Path | str = "checkpoint", *, num_drafted: int | None = None
 ) -> DFlashDrafter:
-    """Creates the drafter of a stored checkpoint, as `read_stored` returns it. `source` is for messages. Raises
-    ModelFileError if config and weights do not fit each other."""
+    """Creates the drafter of a stored checkpoint, as `read_stored` returns it. `source` is for messages. `num_drafted`:
+    maximum drafts per round; None: those of a full block. Raises ModelFileError if config and weights do not fit each
+    other."""
     network = network_of(stored.config, stored.tensors, source)
     return drafter_of(
         network, num_drafted=num_drafted, draft_ids=stored.vocabulary.ids, head_VD=stored.vocabulary.head_VD

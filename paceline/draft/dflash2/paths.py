@@ -89,9 +89,9 @@ class DFlash2Path(TorchPath):
         return score(self.selector, hidden_BKD, logits_BKV, torch.tensor(anchors, device=logits_BKV.device), self.ids)
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
-        """Computes candidate tokens at the first `width` draft positions (K) of `num_rows` blocks, from the blocks'
-        hidden states before the final norm. Returns (indices in the LM head [B, K, M], token ids [B, K, M], scores [B,
-        K, P, M] after each of P previous tokens). `anchors_B`: last committed tokens."""
+        """Computes M candidate tokens at each of the first `width` draft positions (K) of B = `num_rows` blocks, from
+        the blocks' hidden states [T, D] before the final norm. Returns (indices in the LM head [B, K, M], token ids [B,
+        K, M], scores [B, K, P, M] after each of P previous tokens). `anchors_B`: last committed tokens."""
         hidden_BKD, logits_BKV = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
         return tuple(score(self.selector, hidden_BKD, logits_BKV, anchors_B, self.ids))
 

@@ -129,8 +129,8 @@ class WalkedReading(Reading):
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
         """Samples drafts at the first `limit` positions of a row, each from softmax(score / T) over the candidates
         after the previous draft. Returns (K drafts; their distributions [K, V], or None without drafts; confidences).
-        Confidences are the log-probabilities of the drafts with the largest scores, as they must not depend on sampled
-        tokens."""
+        The confidences are the log-probabilities of the greedy drafts at these positions, so they do not depend on the
+        sampled tokens."""
         inverse, scores_KPM = inverse_temperature(seq), self._scores_of(row)
         probs_KPM = torch.softmax(self._scores_BKPM[row, :limit] * inverse, dim=-1)
         tokens, rows, before = list[int](), list[Tensor](), 0

@@ -200,7 +200,7 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
 def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Mapping[str, Any] | None = None) -> None:
     """Writes the drafter into a folder: in SpecForge's format, or in that of `speculators` if `verifier` (the target's
     name_or_path and architectures) is given. A config.json that was read in the same format is written unchanged.
-    Raises CacheError."""
+    Raises CacheError if writing fails."""
     config, ids, tensors = checkpoint.config, checkpoint.ids.cpu(), checkpoint.tensors
     if verifier is None:
         tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}

@@ -175,8 +175,8 @@ class Eagle3Drafter(ChainedDrafter):
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> Eagle3Drafter:
-        """Reads an EAGLE-3 drafter from its folder, in SpecForge's format or in that of `speculators`. Raises
-        ModelNotFoundError, ModelFileError or UnsupportedModelError."""
+        """Reads an EAGLE-3 drafter from its folder, in SpecForge's format or in that of `speculators`. `num_drafted`:
+        maximum drafts per round; None: 5. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
         stored = read_eagle3(folder)
         network = Eagle3Network.of(stored.config, stored.tensors, folder)
         return cls(network, ids=stored.ids, num_drafted=num_drafted, others=stored.others)
@@ -190,7 +190,7 @@ class Eagle3Drafter(ChainedDrafter):
         return cls(network, num_drafted=num_drafted)
 
     def save(self, folder: Path | str) -> None:
-        """Writes the drafter into a folder, always in SpecForge's format. Raises CacheError."""
+        """Writes the drafter into a folder, always in SpecForge's format. Raises CacheError if writing fails."""
         write_eagle3(folder, Eagle3Checkpoint(self.config, self.network.state_dict(), self.ids, self._others))
 
     @torch.no_grad()

@@ -22,7 +22,8 @@ class Fact(NamedTuple):
 
 
 def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
-    """Returns a table of the properties of a DFlash drafter that determine its drafts, each with an explanation."""
+    """Returns a table of the properties of a DFlash drafter that determine its drafts; each row (`Fact`) has a name, a
+    value and an explanation. `folder`: where the drafter was read from."""
     config, shape = stored.config, stored.config.shape
     ids, head_VD = stored.vocabulary
     packed = ", read from blocks of 8 bits" if weights_file(folder).name == PACKED else ""
@@ -63,7 +64,8 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
 
 
 def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
-    """Returns a table of the properties of a folder that holds only an MTP layer, each with an explanation."""
+    """Returns a table of the properties of a folder that holds only an MTP layer; each row (`Fact`) has a name, a value
+    and an explanation."""
     shape = layer.config
     layout = "Qwen3-Next's and Qwen3.5's" if layer.tells_normed else "DeepSeek-V3's"
     mlp = (
@@ -85,7 +87,8 @@ def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
 
 
 def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
-    """Returns a table of the properties of an EAGLE-3 drafter, each with an explanation."""
+    """Returns a table of the properties of an EAGLE-3 drafter; each row (`Fact`) has a name, a value and an
+    explanation."""
     config, shape, raw = stored.config, stored.config.shape, stored.config.raw
     style = "speculators' names" if "transformer_layer_config" in raw else "SpecForge's names"
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}

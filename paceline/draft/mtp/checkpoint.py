@@ -144,7 +144,7 @@ def layer_of(raw: dict[str, Any], tensors: dict[str, Tensor]) -> MtpLayer:
 
 def write_mtp(folder: Path | str, layer: MtpLayer) -> None:
     """Writes a folder with this layer only, under the tensor names of the target's file; each expert is a tensor of its
-    own. Raises CacheError."""
+    own. Raises CacheError if writing fails."""
     write_checkpoint(folder, layer.marked(layer.steps or 1), target_names(layer))
 
 

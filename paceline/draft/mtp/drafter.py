@@ -108,8 +108,8 @@ class MtpDrafter(ChainedDrafter):
 
     @classmethod
     def of_target(cls, target_name: str, *, num_drafted: int | None = None) -> MtpDrafter:
-        """Creates a drafter with the layer in the target's own folder. Raises ConfigError without a name,
-        ModelNotFoundError, and the errors of `read_mtp`."""
+        """Creates a drafter with the layer in the target's own folder. `num_drafted`: maximum drafts per round; None:
+        3. Raises ConfigError without a name, ModelNotFoundError, and the errors of `read_mtp`."""
         refuse(
             ConfigError, (not target_name, "mtp reads the target's own files: say with target_name which model it is")
         )
@@ -117,7 +117,8 @@ class MtpDrafter(ChainedDrafter):
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> MtpDrafter:
-        """Creates a drafter from a folder that `save` wrote. Raises the errors of `read_mtp`."""
+        """Creates a drafter from a folder that `save` wrote. `num_drafted`: maximum drafts per round; None: the number
+        that the layer was trained for. Raises the errors of `read_mtp`."""
         return cls(read_mtp(Path(folder)), num_drafted=num_drafted)
 
     @property
@@ -125,7 +126,8 @@ class MtpDrafter(ChainedDrafter):
         return self._stored
 
     def save(self, folder: Path | str) -> None:
-        """Writes a folder that holds only the layer; it can be used as a drafter. Raises CacheError."""
+        """Writes a folder that holds only the layer; it can be used as a drafter. Raises CacheError if writing
+        fails."""
         layer = self._stored
         write_mtp(folder, layer if is_mtp(layer.raw) else replace(layer, raw=layer.marked(self.num_drafted or 1)))
 

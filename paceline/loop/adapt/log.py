@@ -100,7 +100,8 @@ def is_event(line: Mapping[str, Any]) -> bool:
 
 
 def apply(policy: SeasonalPolicy, event: Mapping[str, Any]) -> None:
-    """Updates the policy with a logged event."""
+    """Updates the policy with a logged event: the beginning or the result of a training, or another drafter for some
+    clusters. Other events have no effect."""
     name, hour, clusters = event["event"], event["hour"], tuple(event.get("clusters", ()))
     if name == "training":
         policy.training(hour)

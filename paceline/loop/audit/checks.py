@@ -29,7 +29,8 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check: outcome, a text for the report, and its numbers."""
+    """Result of one check of a server: its outcome ("passed", "fault", "note", "not offered" by the server, or "not
+    judged"), a text for the report, and its numbers."""
 
     check: str
     outcome: Outcome
@@ -114,8 +115,9 @@ def _meaning(test: Trial) -> str:
 
 
 def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
-    """Checks for tokens outside the top-p nucleus. A token is outside if the tokens more probable than it, beyond
-    rounding errors (`allowed`), already have a total probability of top-p."""
+    """Checks for tokens outside the top-p nucleus: tokens for which all more probable tokens together already have a
+    probability of top-p. Returns one finding per group with top-p below 1. `allowed`: excess over top-p that rounding
+    errors explain."""
     findings = []
     for group in (group for group in groups if group.top_p < 1 and group.draws):
         before_N = np.concatenate([draw.scores.before_T for draw in group.draws])
@@ -182,7 +184,7 @@ def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
 
 def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
     """Checks that the median difference between the server's and the local model's log-probabilities is at most
-    `allowed`; one pair per token."""
+    `allowed`, in nats. `pairs`: (server's, local model's) for each token."""
     if not pairs:
         return Finding("logprobs", "not offered", "the server tells no log-probabilities")
     apart = [abs(reported - own) for reported, own in pairs]

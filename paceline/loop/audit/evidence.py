@@ -219,11 +219,11 @@ def tests_of(group: Group, tolerance: float) -> list[Trial]:
 
 def detectable(test: Trial, num_tests: int, tolerance: float, false_alarms: float) -> float:
     """Returns the smallest shift of the mean surprisal, in nats, that a test as precise as `test` is likely to detect
-    if it is one of `num_tests` tests.
+    if it is one of `num_tests` tests, by a normal approximation.
 
     `tolerance`: rounding error of the mean surprisal, in nats; `false_alarms`: probability of a false alarm in any
-    test. A normal approximation. The more deviations a test assumes (SLOPES: other temperatures; FOREIGN: a share of
-    tokens with another distribution), the larger the shift must be."""
+    test. The result grows with the number of alternatives that each test considers: other temperatures (SLOPES), and a
+    share of tokens with another distribution (FOREIGN)."""
     deviation = (test.high - test.low) / (2 * Z95)
     return tolerance + deviation * math.sqrt(2 * math.log(num_tests * (len(SLOPES) + len(FOREIGN)) / false_alarms))
 
@@ -253,9 +253,9 @@ def _repeats(name: str, draws: Sequence[Draw]) -> Trial | None:
 
 
 def judged(groups: Sequence[Group], tolerance: float, false_alarms: float) -> list[Trial]:
-    """Computes all statistical tests of all groups, and sets `is_fault` of those that no honest server is likely to
-    fail. `tolerance`: rounding error of the mean surprisal (-log p of a token), in nats; `false_alarms`: probability of
-    any false alarm, divided among the tests (Bonferroni)."""
+    """Computes all statistical tests of all groups, and sets `is_fault` in those whose result is too improbable for an
+    honest server. `tolerance`: rounding error of the mean surprisal (-log p of a token), in nats; `false_alarms`:
+    probability of any false alarm, divided among the tests (Bonferroni)."""
     tests = [test for group in groups for test in tests_of(group, tolerance)]
     limit = math.log(len(tests) / false_alarms) if tests else math.inf
     return [replace(test, is_fault=test.log_evidence >= limit) for test in tests]

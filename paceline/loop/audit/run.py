@@ -83,8 +83,9 @@ class Auditor:
         return Group(name, temperature, top_p, self.scored(answers, temperature, top_p), num_lost)
 
     def ask(self, what: str, requests: Sequence[Request]) -> Answers:
-        """Request answers; returns (request, answer or None if it failed) in their order. Adds the true and reported
-        token counts of answers without a stop string to `usage`. `what`: name shown in the progress."""
+        """Send the requests to the server; returns a list of (request, answer or None if it failed), in the order of
+        `requests`. Adds the true and reported token counts of answers without a stop string to `usage`. `what`: name
+        shown in the progress."""
         answers: Answers = []
         with self.progress.bar(what, len(requests)) as advance:
             for request, answer in self.endpoint.ask(requests, self.config.concurrency):
@@ -104,8 +105,9 @@ class Auditor:
         )
 
     def scored(self, answers: Answers, temperature: float, top_p: float = 1.0) -> list[Draw]:
-        """Compute the token probabilities of the answers under the local model. Returns one `Draw` (an answer's tokens
-        with their scores) per answer, sorted by prompt; answers with unknown tokens are left out."""
+        """Compute the token probabilities of the answers under the local model, at the `temperature` and `top_p` with
+        which the server sampled. Returns one `Draw` (an answer's tokens with their scores) per answer, sorted by
+        prompt; answers with unknown tokens are left out."""
         by_prompt: dict[int, list[ServerAnswer]] = defaultdict(list)
         for request, answer in answers:
             if answer is not None and answer.token_ids:

@@ -38,7 +38,8 @@ class Reader:
 
     @torch.inference_mode()
     def read(self, prompt_ids: Sequence[int], answers: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """Yields, for each answer of T tokens, the logits [T, V] from which the tokens were sampled."""
+        """Yields, for each answer of T tokens to this prompt, the local model's logits [T, V]: row t predicts token t
+        of the answer."""
         target, prompt = self._target, list(prompt_ids)
         row = target.cache.allocate()
         assert row is not None, "the engine is not idle"
@@ -68,7 +69,7 @@ def scores_of(
     logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float = 1.0, tie: float = 0.0
 ) -> Scores:
     """Computes the probability of each token of an answer of T tokens, and statistics of the distribution at each
-    token, such as its entropy, from the answer's logits [T, V].
+    token, such as its entropy, from the answer's logits [T, V] and the `temperature` and `top_p` of its sampling.
 
     `tie`: a token counts as more probable than the answer's token only if its logit is larger by more than this. At
     temperature 0 only `gap_T` (largest logit minus the token's) and `logprob_T` are meaningful."""

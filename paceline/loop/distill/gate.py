@@ -63,7 +63,8 @@ class GateInputs:
 
 
 class Judge(Protocol):
-    """A gate: decides whether a finished student is accepted."""
+    """A gate: a function that decides from `GateInputs` whether a finished student is accepted, and returns a
+    `Finding`."""
 
     @property
     def name(self) -> str:

@@ -35,7 +35,8 @@ BYTES_A_WEIGHT, BYTES_FROZEN = 16, 4
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Estimated time and memory of a distillation, as text and as values by name."""
+    """Estimated time and memory of a distillation: a `text` for display, and its `figures` ("minutes", "memory_bytes",
+    ...)."""
 
     text: str
     figures: dict[str, Any]

@@ -48,7 +48,8 @@ def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[floa
     """Returns the indices of the teacher's layers to copy: `config.keep_layers` if set; otherwise the most influential
     ones, or evenly spaced ones without `influence`.
 
-    `influence`: one value per layer of the teacher. Raises ConfigError.
+    `num_layers`: of the teacher; `influence`: one value per layer. Raises ConfigError if `config` wants a layer, or a
+    number of layers, that the teacher does not have.
     """
     if config.keep_layers:
         if config.keep_layers[-1] >= num_layers:
@@ -61,7 +62,9 @@ def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[floa
 
 
 def check_layers(config: StudentConfig, teacher: Path) -> None:
-    """Raises ConfigError if a student cannot be made of the teacher's layers that `config` selects."""
+    """Raises ConfigError if `config` wants layers that the model in the folder `teacher` does not have, or if its
+    layers cannot be copied because they depend on their position. No check if `config` names a smaller model as the
+    student."""
     if config.student:
         return
     shape = checkpoint.load_config(teacher)

@@ -53,7 +53,7 @@ with needing(ConfigError, "distill trains with TRL, which is not installed: pip 
 
 @dataclass(frozen=True, slots=True)
 class TrainingInputs:
-    """Models, data and folders for training a student."""
+    """Inputs of a student's training: untrained student, teacher, documents with log-probabilities, and folders."""
 
     start: Path
     """Folder of the untrained student."""
@@ -130,8 +130,8 @@ class Clock:
 
 
 class Watch(transformers.TrainerCallback):
-    """Trainer callback: saves checkpoints and reports progress; ends the training at its limit, at SIGTERM and on
-    divergence."""
+    """Trainer callback: saves checkpoints and reports progress; ends the training at its time or step limit, at SIGTERM
+    and on divergence."""
 
     def __init__(self, clock: Clock, config: TeachingConfig, stop: Stop, folder: RunFolder, advance: Any) -> None:
         self.clock, self._config, self._stop, self._folder, self._advance = clock, config, stop, folder, advance
@@ -192,7 +192,8 @@ def answer_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, columns_C: Tensor
 
 
 def num_shared(ids_BT: Tensor, mask_BT: Tensor, most: int) -> int:
-    """Length of the prefix shared by all rows, at most `most` tokens; 0 for a single row."""
+    """Length of the prefix that all rows `ids_BT` share, without padding (0 in `mask_BT`), at most `most` tokens; 0 for
+    a single row."""
     if len(ids_BT) < 2:
         return 0
     differs_T = ((ids_BT != ids_BT[:1]) | (mask_BT == 0)).any(0)[:most]
@@ -209,7 +210,8 @@ class AnswerTrainer(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Mean loss over the answer tokens of the step."""
+        """Returns the sum of losses of the batch's answer tokens / `num_items_in_batch` [default: their number], with
+        `return_outputs` as (loss, model outputs)."""
         numbers = inputs.pop("document", None)
         if self.logprobs is None and inputs["input_ids"].device.type == "cuda":
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -231,7 +233,7 @@ class AnswerTrainer(SFTTrainer):
 
 
 class Collator:
-    """Pads documents to a batch, with labels at answer tokens only; for the method gkd it adds the padded prompts."""
+    """Pads documents to a batch; prompt tokens have the label IGNORED. For the method gkd it adds padded prompts."""
 
     def __init__(self, pad: int, with_prompts: bool) -> None:
         self._pad, self._with_prompts = pad, with_prompts

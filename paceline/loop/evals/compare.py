@@ -78,8 +78,8 @@ class Comparison:
 
 
 def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) -> Comparison:
-    """Compares two runs of one suite case by case. The verdict is "no difference seen" unless the p-value is below
-    `level`.
+    """Compares two runs of one suite case by case, by a permutation test on the differences of their scores. The
+    verdict is "no difference seen" unless the p-value is below `level`. `seed`: of the test's random numbers.
 
     Raises ConfigError when the runs are of different suites.
     """

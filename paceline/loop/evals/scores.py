@@ -85,7 +85,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores and costs of one answerer on one suite."""
+    """Scores of one answerer on one suite, case by case, with its seconds and its price per 1,000 answers."""
 
     name: str
     """Name of the answerer."""
@@ -206,8 +206,9 @@ def run_suite(
 ) -> Scores:
     """Generates all answers to the suite's cases, then scores them. Checks sandbox and judge before the first request.
 
-    `samples`: answers per case. `prices`: for the price of 1,000 answers. `settings`: further settings, stored with the
-    scores. Raises ConfigError when the judge is missing, SandboxError, JudgeError, and the answerer's errors.
+    `samples`: answers per case. `sandbox`: runs code cases [default: with default limits]. `judge`: for cases with the
+    scorer "judge". `prices`: for the price of 1,000 answers. `settings`: further settings, stored with the scores.
+    Raises ConfigError when the judge is missing, SandboxError, JudgeError, and the answerer's errors.
     """
     refuse(
         ConfigError,

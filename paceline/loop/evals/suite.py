@@ -111,8 +111,8 @@ def read_suite(file: str | Path) -> Suite:
 
 
 def suite_of(name: str, cases: list[Case], where: str) -> Suite:
-    """Returns the cases as a suite. Raises PromptError without a case, or on a duplicate id; `where` names the source
-    then."""
+    """Returns the cases as a suite. Raises PromptError if there is no case, or an id occurs twice; `where`: the cases'
+    file or source, for the error message."""
     if not cases:
         raise PromptError(f"{where} holds no case: an eval needs at least one")
     seen: set[str] = set()

@@ -23,8 +23,8 @@ UNUSABLE = ("without a prompt", "of which the answer's tokens are not known", "o
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Size of the dataset store (recorded answers) of one turn, an iteration of the flywheel. Lengths are in tokens,
-    over all rows."""
+    """Size of the dataset store (recorded answers) of one turn, an iteration of the flywheel: number of training rows,
+    and the longest prompt, answer and row in tokens."""
 
     rows: int
     """Number of rows in the training split."""
@@ -35,7 +35,8 @@ class Contents:
 
 
 def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> Contents:
-    """Returns the store's size. Raises PromptError if it has too few rows or too many bad ones, with the reasons.
+    """Returns the store's size. Raises PromptError, which counts the reasons, if too many answers are bad (empty, in a
+    loop, tokens that differ from the text, ...) or too few are for training; `gates` has the limits.
 
     `left_out`: number of rows that were dropped when the store was built, by reason.
     """

@@ -46,8 +46,8 @@ DEFAULT_SHARE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Number and lengths of the answers that a turn (iteration of the flywheel) starts from, recorded or still to be
-    generated."""
+    """Number of the answers that a turn (iteration of the flywheel) starts from, recorded or still to be generated, and
+    their mean length in tokens."""
 
     rows: int
     prompt_tokens: float
@@ -87,8 +87,8 @@ class TurnPrice:
         return sum(each.minutes for each in self.stages)
 
     def money(self, minutes: float) -> float | None:
-        """Returns the cost of running all threads for this many minutes, in the currency of the setting
-        `price_per_core_hour`; None if that is not set."""
+        """Returns the cost of this many minutes on all `threads`, in the currency of the setting `price_per_core_hour`
+        (per thread and hour); None if that is not set."""
         return None if self.price_per_core_hour is None else minutes / 60 * self.threads * self.price_per_core_hour
 
     def as_json(self) -> dict[str, Any]:

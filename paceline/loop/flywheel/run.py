@@ -73,7 +73,8 @@ def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
 
 
 def run(config: FlywheelConfig, progress: Progress) -> TurnResult:
-    """Runs one turn (implements `paceline.loop.flywheel.turn`)."""
+    """Runs or resumes one turn (iteration of the flywheel); if all gates pass, serving.json then names its student.
+    Implements `paceline.loop.flywheel.turn`."""
     refuse(
         ConfigError,
         (find_spec("trl") is None, "a turn distils with Transformers and TRL: pip install 'paceline[distill]'"),

@@ -243,8 +243,8 @@ def student_evals(turn: Turn) -> StageResult:
 
 
 def student_drafter(turn: Turn) -> StageResult:
-    """Trains a drafter for the student on the student's own answers to the training prompts. Returns the same keys as
-    `drafter`."""
+    """Trains a drafter for the student on the student's own answers to the training prompts. Returns its folder as
+    "trained", and also as "drafter" if it is to be served; else "drafter" is "none", and "why" the reason."""
     model = turn.of("student")["student"]
     config = _training(turn, "student-drafter", model)
     trained = train(replace(config, asked=PromptsConfig((str(turn.store.path / "train"),))), progress=turn.progress)

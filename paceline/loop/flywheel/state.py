@@ -60,7 +60,8 @@ def serving_of(config: FlywheelConfig) -> Serving:
 
 
 def write_serving(config: FlywheelConfig, serving: Serving) -> None:
-    """Replaces serving.json atomically. Raises CacheError."""
+    """Writes serving.json, which names the served model and its drafter, to the flywheel's folder atomically. Raises
+    CacheError."""
     write_whole(config.out / SERVING, json.dumps(asdict(serving), indent=1) + "\n")
 
 

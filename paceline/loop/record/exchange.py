@@ -94,7 +94,8 @@ class Body:
 
 
 class Observed:
-    """One request and its answer as the proxy forwards them: the bytes, and the times of the first and the last one."""
+    """One request and its answer while the proxy forwards them: the bytes, and the times of the answer's first and last
+    byte."""
 
     def __init__(self, is_chat: bool, headers: Headers) -> None:
         self.is_chat, self.tag = is_chat, headers.get("x-paceline-tag")

@@ -40,7 +40,8 @@ CLOSE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Result of a recording: the folder of the traces, and the numbers of traces, answers and dropped exchanges."""
+    """Result of a recording: the folder of the traces, and the numbers of traces, answers, and dropped requests by
+    reason."""
 
     folder: Path
     num_written: int
@@ -52,8 +53,8 @@ class Recorded:
 
 
 class Recorder:
-    """Queues exchanges from the proxy, or drops them if the queue is full; the trace writer's thread parses them. Never
-    blocks or raises."""
+    """Queues the requests and answers that the proxy forwarded, or drops them if the queue is full; the trace writer's
+    thread parses them. Never blocks or raises."""
 
     def __init__(self, reader: Reader, writer: TraceWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -90,7 +91,8 @@ class Server(uvicorn.Server):
 
 
 def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """Runs the recording proxy until a signal comes (implements `paceline.loop.record.proxy`)."""
+    """Runs the recording proxy until a signal comes; returns the numbers of traces. `serving`: address of the proxy;
+    `tracing`: folder of the traces. Implements `paceline.loop.record.proxy`."""
     assert config.upstream is not None
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # hides errors on answers truncated by the upstream
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -108,8 +110,8 @@ def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progre
 
 
 def run_imports(config: RecordConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """Converts log files to traces (implements `paceline.loop.record.read`); skips exchanges that the folder already
-    has."""
+    """Converts the log files in `config.imports` to traces in the folder of `tracing`; skips requests whose traces are
+    already in that folder. Implements `paceline.loop.record.read`."""
     writer, reader = _store(config, tracing)
     known = _known(writer.folder)
     try:

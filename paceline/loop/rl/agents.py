@@ -82,7 +82,8 @@ class Trajectory:
 
 
 class Reward(Protocol):
-    """Computes the rewards of the attempts at one task, in order. Raises RolloutError if it cannot."""
+    """Function that receives all attempts at one task, and returns their rewards in the same order. Raises RolloutError
+    if it cannot."""
 
     def __call__(self, group: list[Trajectory], /) -> list[float]: ...
 

@@ -86,7 +86,8 @@ class Attempt:
 
     @property
     def num_left_out(self) -> int:
-        """Number of turns that the latest turn does not continue; they are not trained on."""
+        """Number of the attempt's turns outside `chain`, such as those of an abandoned conversation; they are not
+        trained on."""
         return len(self.turns) - len(self.chain())
 
     def sample(self) -> Sample:

@@ -285,7 +285,8 @@ class Store:
 
     def commit(self, what: str, figures: dict[str, Any], replaced: Sequence[Path] = ()) -> dict[str, Any]:
         """Complete the next version from the files written for it: append its line to versions.jsonl, and delete the
-        files in `replaced`. `what`: kind of change; `figures`: further fields of the line. Returns the line."""
+        files in `replaced`. `what`: kind of change (add, split, forget); `figures`: further fields of the line. Returns
+        the line."""
         left = {side: [file for file in self.shards(side) if file not in replaced] for side in SIDES}
         files = {f"{side}/{file.name}": sha256_of(file) for side in SIDES for file in left[side]}
         rows = {side: sum(parquet.read_metadata(file).num_rows for file in left[side]) for side in SIDES}

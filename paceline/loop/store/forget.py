@@ -25,7 +25,8 @@ DAMAGED = "damaged line"
 
 @dataclass(slots=True)
 class Forgotten:
-    """Result of `forget`: numbers of deleted items, and files that still contain matches."""
+    """Result of `forget`: numbers of deleted rows, conversations, labels and eval cases, and files that still contain
+    matches."""
 
     rows: int = 0
     conversations: int = 0

@@ -56,8 +56,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Statistics of one choice: how often answers took each value, how evenly (0 to 1), and the values that none
-    took."""
+    """Statistics of one choice (place in a JSON schema with a fixed set of values): how often answers took each value,
+    how evenly (0 to 1), and the values that none took."""
 
     name: str
     counts: dict[str, int]
@@ -66,7 +66,8 @@ class Taken:
 
 
 class Coverage:
-    """Counts the values that parsed answers take in each choice of a schema."""
+    """Counts which values parsed answers take in each choice of a JSON schema: an enum, a boolean, or a branch of
+    `anyOf`."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -102,7 +103,7 @@ class Coverage:
         return choice, place
 
     def taken(self) -> list[Taken]:
-        """Returns the counts and evenness of each choice."""
+        """Returns, for each choice of the schema, how often answers took each value, and how evenly."""
         return [
             Taken(
                 choice.name,

@@ -38,7 +38,8 @@ def is_whole(value: object) -> bool:
 
 def whole(values: dict[str, Any], key: str, path: Path, default: int | None = None, least: int = 1) -> int:
     """Return the integer `values[key]`, or `default` if the key is missing or null. Raises ModelFileError, naming
-    `path`, if it is not an integer, below `least`, or above 2^31 - 1 (number of layers: above 4096)."""
+    `path`, if it is missing without a default, not an integer, below `least`, or above 2^31 - 1 (number of layers:
+    above 4096)."""
     value: Any = default if values.get(key) is None else values[key]
     most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
     if not is_whole(value) or not least <= value <= most:

@@ -83,7 +83,8 @@ class HFTarget(Target):
         weights: Literal["checkpoint", "random"] = "checkpoint",
     ) -> HFTarget:
         """Load a model from a local folder with config.json and safetensors. `weights`: "random" reads only
-        config.json. `num_rows`, `max_len`: size of the cache in rows (sequences), and in tokens per row.
+        config.json. `num_rows`, `max_len`: size of the cache in rows (sequences), and in tokens per row; None: the
+        model's maximum, limited to DEFAULT_MAX_LEN.
 
         Raises ModelNotFoundError, ModelFileError (missing or damaged weights), UnsupportedModelError (unknown
         architecture, remote code, Transformers not installed).

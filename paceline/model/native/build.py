@@ -187,7 +187,7 @@ def _compile_all(
 
 def build_for_install(source_folder: Path, out_path: Path, *, emulated: bool = False) -> bool:
     """Build the library during an installation; returns True if it was built. If that fails, prints one warning and
-    returns False.
+    returns False. `emulated`: for tests, with some instruction sets emulated by others.
 
     PACELINE_NATIVE_BUILD=0 skips compiling; PACELINE_NATIVE_BUILD=require raises NativeBuildError on failure.
     """

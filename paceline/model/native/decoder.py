@@ -101,8 +101,8 @@ class NativeDecoder(Target):
         """True if some weights stay quantised, in blocks."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, also quantised ones, by these dense ones. Raises ModelFileError for a wrong or missing
-        tensor."""
+        """Replace all weights, also quantised ones, by dense `tensors`: (Hugging Face name, tensor). Raises
+        ModelFileError for a wrong or missing tensor."""
         self._take(check_tensors(self.config, tensors, "the new weights"))
         self.allocate_cache(self.cache.num_rows, self.cache.max_len)
 
@@ -168,7 +168,7 @@ class NativeDecoder(Target):
         self._buffers.fill(held=held, settle_rows=rows, settle_before=before, settle_counts=counts)
 
     def time_stages(self, seconds: Tensor) -> None:
-        """Time later passes: thread 0 adds the seconds of each of library.STAGES ("qkv", ...) to `seconds`, float32."""
+        """Time later passes: adds thread 0's seconds in stage library.STAGES[i] ("qkv", ...) to seconds[i], float32."""
         self._stage_s = seconds
         self._buffers.work.stage_s = pointer(seconds)
 
@@ -318,7 +318,7 @@ def _form(weight: Weight, dtype: torch.dtype) -> str:
 
 
 def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
-    """Concatenate biases of matrices stacked by `pack`, padded as their rows, in float32; None without biases."""
+    """Concatenate the biases of matrices stacked by `pack`, zero-padded to their rows, in float32; None without any."""
     if all(vector is None for vector in vectors):
         return None
     padded = []

@@ -300,7 +300,7 @@ class Matrix:
 
 
 class Model:
-    """A decoder model in the native library, from a filled CConfig. `keep`: owners of the memory it points to."""
+    """A decoder model of the native library, from a filled CConfig. `keep`: owners of the memory behind CConfig."""
 
     def __init__(self, config: CConfig, keep: list[object]) -> None:
         library = require()
@@ -337,7 +337,7 @@ class Buffers:
         self._arrays: dict[str, Any] = {}
 
     def room(self, name: str, size: int) -> Any:
-        """Return the int32 array of this field, enlarged to at least `size` numbers."""
+        """Return CPass's int32 array `name`; if it has less than `size` numbers, replaces it by a longer one first."""
         array = self._arrays.get(name)
         if array is None or len(array) < size:
             array = self._arrays[name] = (c_int32 * max(size, 64))()
@@ -367,7 +367,7 @@ def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
 def top_logprobs(
     logits_KV: Tensor, count: int, inverse_temperature: float
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Ids and log-probabilities of each row's `count` most probable tokens. Logits: float32, contiguous, on CPU."""
+    """Top `count` token ids and log-probabilities of each row, at this temperature. float32, contiguous, on CPU."""
     rows, size = logits_KV.shape
     ids, logprobs = (c_int32 * (rows * count))(), (c_float * (rows * count))()
     check(require().pn_likeliest(pointer(logits_KV), rows, size, count, inverse_temperature, ids, logprobs))

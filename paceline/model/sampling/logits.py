@@ -165,8 +165,8 @@ def _keep_lowest_of_ties(probs_RV: Tensor, values_RM: Tensor, ids_RM: Tensor, nu
 def top_logprobs(
     logits_KV: Tensor, count: int, inverse_temperature: float = 1.0
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Return ids and log-probabilities of the `count` most probable tokens of each row, best first; among equal ones
-    the lowest ids.
+    """Return ids and log-probabilities of the `count` most probable tokens of each row, in softmax(logits *
+    inverse_temperature), best first; among equal ones the lowest ids.
 
     Log-probabilities are NaN for a row that contains NaN or has a largest logit that is not finite.
     """
@@ -224,16 +224,16 @@ def _passes(mass_N: Tensor, threshold: float) -> int:
 
 
 def logprobs_of(logits_V: Tensor, token: int, num_top: int, temperature: float = 1.0) -> TokenLogprob:
-    """Return the log-probability of `token`, and of the `num_top` most probable tokens, best first. Logits [V] are
-    modified only by the temperature."""
+    """Return the log-probabilities of `token` and of the `num_top` most probable tokens, best first, in softmax(logits
+    / `temperature`) over the whole vocabulary [V]."""
     return logprobs_of_rows(logits_V[None], [token], num_top, temperature)[0]
 
 
 def logprobs_of_rows(
     logits_TV: Tensor, tokens: list[int], num_top: int, temperature: float = 1.0
 ) -> list[TokenLogprob]:
-    """Return, for each row of logits [T, V], the log-probability of its token and of the row's `num_top` most probable
-    tokens."""
+    """Return, for each row of logits [T, V], the log-probabilities of its token in `tokens` and of the row's `num_top`
+    most probable tokens, in softmax(logits / `temperature`)."""
     logits_TV = logits_TV.float()
     if temperature != 1.0:
         logits_TV = logits_TV / max(temperature, MIN_TEMPERATURE)

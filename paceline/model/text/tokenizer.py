@@ -91,8 +91,8 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode raw text to token ids; adds bos or eos if the tokenizer is configured to. Raises PromptError for
-        invalid Unicode."""
+        """Encode raw text to token ids. `add_special_tokens`: add bos or eos, if the tokenizer is configured to. Raises
+        PromptError for invalid Unicode."""
         with reraised(
             PromptError, "the prompt is no valid Unicode text", "re-encode it as UTF-8", UnicodeEncodeError, TypeError
         ):
@@ -101,14 +101,15 @@ class Tokenizer:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Decode token ids to text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are ignored."""
+        """Decode token ids to text, without special tokens if `skip_special`. Bytes that are not UTF-8 become U+FFFD;
+        ids outside the vocabulary are ignored."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
         """Render the chat template with these messages, as they are; `model.text.chat.chat_text` also normalises them.
-        `variables` are passed to the template.
+        `add_generation_prompt`: end with the beginning of an assistant message. `variables` are passed to the template.
 
         Raises PromptError if the model has no template, or its template rejects the messages, fails or exceeds a limit.
         """

@@ -27,7 +27,7 @@ from paceline.model.torch.sdpa import chosen_kernels
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Options for turning attention scores (query-key products) into attention weights."""
+    """Options of attention scores (products of query and key): their scale, soft cap and attention sinks."""
 
     scale: float | None = None
     """Factor on the scores; None: 1 / sqrt(head_dim)."""
@@ -198,8 +198,8 @@ def _weigh(stacked: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores, c
 
 
 def ancestors(parents: list[int]) -> tuple[Tensor, list[int]]:
-    """Find the ancestors of each of C tokens in trees: (bool [C, C], true where the column's token is an ancestor of
-    the row's token or that token itself; number of ancestors of each token)."""
+    """Find the ancestors of C tokens, given each one's parent (index, negative: none): (bool [C, C], true where the
+    column's token is an ancestor of the row's token or that token itself; number of ancestors of each token)."""
     seen_CC, depths = torch.eye(len(parents), dtype=torch.bool), list[int]()
     for token, parent in enumerate(parents):
         if parent >= 0:
@@ -256,7 +256,7 @@ class CacheWriter:
 
 
 def positions_of(starts: list[int], counts: list[int]) -> list[int]:
-    """Return the position in its row of each token of a packed pass, without trees."""
+    """Return each new token's position in its row: starts[i] + 0, 1, ... for the counts[i] tokens of row i."""
     return [start + offset for start, count in zip(starts, counts, strict=True) for offset in range(count)]
 
 
@@ -292,7 +292,7 @@ class Rope:
         return self.tables_at(torch.tensor(positions, device=self._cos.device))
 
     def tables_at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up the same as `tables`, for a tensor of positions [T] on the device: [T, 1, R] each."""
+        """Look up cosines and signed sines (see `rotate`) of positions [T] that are on the device: [T, 1, R] each."""
         return self._cos[positions_T][:, None], self._signed_sin[positions_T][:, None]
 
     def rotate(self, heads_THD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
@@ -322,7 +322,7 @@ def rope_tables(
 
 def inverse_frequencies(config: DecoderConfig, kind: RopeKind = "main", longest: int = 0) -> tuple[Tensor, float]:
     """Compute RoPE's frequencies for R rotated channels: (angle per position in radians, float32 [R / 2]; factor on
-    cosines and sines). `longest`: maximum text length, which only LongRoPE reads."""
+    cosines and sines). `kind`: as in `Rope.of`; `longest`: maximum text length, which only LongRoPE reads."""
     theta, scaling = config.rope_theta, config.rope_scaling
     if kind == "local":
         theta, scaling = config.local_rope_theta, config.local_rope_scaling

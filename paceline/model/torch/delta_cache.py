@@ -86,10 +86,11 @@ class FixedStage:
     def of(
         cls, starts_B: Tensor, counts_B: Tensor, committed_B: Tensor, room: int, relation_2BJ: Tensor, live_T: Tensor
     ) -> FixedStage:
-        """Build the stage on the device: computes how many pending positions each row commits, and how many stay.
-        For each row, starts_B: number of tokens before the pass; counts_B: of new tokens; committed_B: of positions in
-        the recurrent state. relation_2BJ: for each token (depth in its tree, bit mask of its ancestors and itself);
-        live_T: mask of valid tokens; room: size of the pending window. Rows without new tokens do not change."""
+        """Build the stage on the device: computes how many pending positions each row commits to its state before its
+        new tokens, and how many remain pending. starts_B: tokens of each row before the pass; counts_B: new tokens of
+        each row; committed_B: positions that each row's recurrent state contains. relation_2BJ: for each token (depth
+        in its tree, bit mask of its ancestors and itself); live_T: mask of valid tokens; room: size of the pending
+        window. Rows without new tokens do not change."""
         depths_BJ, bits_BJ = relation_2BJ
         held_B = (starts_B - committed_B).masked_fill(counts_B == 0, 0)
         gone_B = (held_B - HALF).masked_fill(held_B + depths_BJ.shape[1] <= room, 0)
@@ -226,8 +227,9 @@ class DeltaCache(StaticKVCache):
             memory.windows_BWX[row] = 0.0
 
     def lost(self, rows: list[int]) -> Iterator[ForwardBatch]:
-        """Yield passes that recompute the states lost by long rollbacks, for those of `rows` that need it; run them one
-        by one before a pass with these rows."""
+        """Yield passes that recompute recurrent states from a row's tokens: a rollback to before the last committed
+        position has cleared the row's state. Run them one by one before a pass with `rows`; rows with a valid state are
+        left out."""
         for row in sorted(self._unread.intersection(rows)):
             tokens = self._tokens[row]
             self._forget(row)

@@ -62,7 +62,8 @@ class DeltaNet:
 
     def gated(self, fused_TX: Tensor, memory: DeltaMemory, stages: Sequence[Stage]) -> Tensor:
         """Compute everything between the layer's two projections: from the result [T, X] of the fused input projection
-        to the input [T, values] of the output projection. Updates `memory`."""
+        to the input [T, values] of the output projection. Updates `memory`. `stages`: groups of rows to compute one
+        after another (`DeltaCache.stages`)."""
         shape, heads = self._shape, self._shape.num_value_heads
         inputs_TX, gate_TY, beta_TH, step_TH = fused_TX.split([shape.channels, shape.values, heads, heads], dim=-1)
         beta_TH = beta_TH.sigmoid().float()
@@ -242,7 +243,9 @@ class DeltaLayer:
         return self.delta.num_bytes + self.mlp.num_bytes
 
     def run(self, residual: Residual, memory: DeltaMemory, stages: Sequence[Stage] | FixedStage) -> None:
-        """Run the layer: adds the outputs of delta net and MLP to the residual stream, and updates `memory`."""
+        """Run the layer: adds the outputs of delta net and MLP to the residual stream, and updates `memory`. `stages`:
+        groups of rows that the net computes one after another (`DeltaCache.stages`), or all rows of a pass of fixed
+        shape."""
         residual.add(self.delta(residual.normed(self.input_norm), memory, stages))
         live_T = stages.live_T if isinstance(stages, FixedStage) else None
         residual.add(run_mlp(self.mlp, residual.normed(self.mlp_norm), live_T))

@@ -112,7 +112,8 @@ class StaticPass(Region):
 
     def compute_of(self, tokens_BJ: Tensor, starts_B: Tensor, counts_B: Tensor) -> None:
         """Run the pass on these tensors instead of the input buffers, for a larger CUDA graph that contains it; writes
-        `logits_TV` and `taps_TF`."""
+        `logits_TV` and `taps_TF`. starts_B: length of each row before the pass; counts_B: its number of valid
+        tokens."""
         decoder = self._decoder
         self._writer.point(starts_B, counts_B)
         depths_BJ, bits_BJ = self.relation_2BJ
@@ -154,8 +155,8 @@ class StaticPass(Region):
         return places
 
     def set_parents(self, rows: list[int], counts: list[int], parents: list[int] | None) -> None:
-        """Set the tokens' parents in a tree for the next pass, as in `ForwardBatch.parents`; None: each row's tokens
-        form a chain."""
+        """Set the tokens' parents in a tree for the next pass. `rows`, `counts` and `parents` are those of the
+        ForwardBatch; `parents` None: each row's tokens form a chain."""
         if parents is None and self._is_chain:
             return
         self._is_chain = parents is None

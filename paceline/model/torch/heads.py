@@ -27,8 +27,8 @@ def split_heads(
     returns the queries [T, num_heads, head_dim].
 
     fused_TX: for each token the heads of queries, keys and values, then any other columns. keys, values: one layer of
-    the cache [rows, kv_heads, positions, head_dim]. norm: of queries and keys. tables: cosines and signed sines of the
-    tokens' positions (`Rope.tables`); without `rope` nothing is rotated. On a GPU this is one kernel
+    the cache [rows, kv_heads, positions, head_dim]. norm: of queries and keys, or None. tables: cosines and signed
+    sines of the tokens' positions (`Rope.tables`); without `rope` nothing is rotated. On a GPU this is one kernel
     (`kernels.layer.heads`), on other devices PyTorch operations.
     """
     if not kernels.can_run(fused_TX):

@@ -108,7 +108,7 @@ class RMSNorm:
 
 
 class NoNorm:
-    """Used where a layer has no norm: only converts the dtype."""
+    """Takes the place of a norm in layers without one: converts its input to the dtype given at construction."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -218,7 +218,8 @@ def make_mlp(config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> Gat
 
 
 def run_mlp(mlp: GatedMLP | Experts, normed_TD: Tensor, live_T: Tensor | None) -> Tensor:
-    """Run an MLP or experts on normed hidden states [T, D]. live_T: mask of valid tokens in a pass of fixed shape."""
+    """Run an MLP or experts on normed hidden states; [T, D] -> [T, D]. live_T: in a pass of fixed shape, mask of the
+    tokens that are not padding."""
     return mlp(normed_TD, live_T) if isinstance(mlp, Experts) else mlp(normed_TD)
 
 

@@ -112,8 +112,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class Grid:
-    """Shapes for which regions are recorded: all combinations of one size per dimension, such as number of rows and
-    tokens per row."""
+    """Grid of fixed shapes, such as (rows, tokens per row), for each of which a pass or other work is recorded as a
+    CUDA graph: all combinations of one size per dimension."""
 
     def __init__(self, *sizes: Sequence[int]) -> None:
         """`sizes`: for each dimension its sizes, ascending."""
@@ -139,7 +139,8 @@ AnyRegion = TypeVar("AnyRegion", bound=Region)
 
 
 class Recordings(Generic[AnyRegion]):
-    """Cache of recorded regions that do the same type of work, one for each shape of a grid."""
+    """Cache of recorded regions (work of a fixed shape as a CUDA graph) that do the same type of work, one for each
+    shape of a grid."""
 
     def __init__(self, recorder: Recorder, kind: str, grid: Grid, make: Callable[..., AnyRegion]) -> None:
         """`kind`: name of the work, for counts. `make` creates a region; it receives the shape, one argument per
@@ -157,8 +158,8 @@ class Recordings(Generic[AnyRegion]):
 
     @torch.inference_mode()
     def find(self, *needed: int) -> AnyRegion | None:
-        """Return the recorded region for the smallest shape that is large enough in every dimension. None if it is not
-        recorded; this is counted as an eager run."""
+        """Return the recorded region for the smallest shape that has at least the size `needed` in every dimension.
+        None if it is not recorded; this is counted as an eager run."""
         shape = self.grid.cover(*needed)
         if shape is not None and shape not in self._regions and self._recorder.records_late:
             self._add(shape)

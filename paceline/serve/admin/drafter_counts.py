@@ -22,8 +22,8 @@ Labels = tuple[str, ...]
 
 
 class DrafterCounts:
-    """Counts each drafter's finished requests, its rounds (one per request in the batch) and the seconds of these
-    rounds. One thread writes; any thread may read."""
+    """Counts the finished requests, the decode rounds and their seconds, for each drafter. A round with n requests in
+    the batch, and its seconds, count n times. One thread writes; any thread may read."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, dict[tuple[int, int], int]] = {}
@@ -65,7 +65,8 @@ class DrafterCounts:
 
     def collect(self, model: str, engine: Any) -> Iterator[Metric]:
         """Yield the Prometheus metrics of all drafters. `model`: value of the label model_name. `engine`: the engine
-        that stepped last, from which current values (rows, memory, gains) are read; None leaves them out."""
+        that stepped last, for current values: each drafter's running requests, bytes of memory, and the router's gains
+        (estimated tokens/s relative to plain decoding); None leaves them out."""
         names = list(self.rounds)
         totals = {name: self.totals(name) for name in names}
         firsts, survived = {}, {}

@@ -35,8 +35,8 @@ log = logging.getLogger("paceline.serve")
 
 
 class Reply(ABC):
-    """One growing answer: `take` adds the worker's events, `choice` returns the text as an entry of OpenAI's `choices`,
-    for each chunk or for the whole answer."""
+    """One growing answer: `take` adds the worker's events, `choice` returns the text since its last call as an entry of
+    OpenAI's `choices`: for each chunk of a stream, or once for the whole answer."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: Sampling, *, has_logprobs: bool) -> None:
         self.index, self.tokenizer = index, tokenizer
@@ -321,7 +321,8 @@ def sse(value: dict[str, Any], name: str = "") -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of `work`. If the client disconnects first, cancels `work` and raises ClientDisconnect."""
+    """Return the result of `work`. `receive`: the request's ASGI function; if it reports first that the client has
+    disconnected, cancels `work` and raises ClientDisconnect."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_hung_up(receive))
     try:

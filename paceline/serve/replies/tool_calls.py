@@ -150,7 +150,7 @@ class CallParser:
         self._is_start, self._has_text = True, False
 
     def push(self, text: str) -> tuple[str, list[Call]]:
-        """Add text; returns (text to send, complete calls)."""
+        """Add the next text of the answer; returns (text to send, complete calls)."""
         self._held += text
         if self._is_whole or (self._scan and self._scan.end(self._held) is None):
             return "", []

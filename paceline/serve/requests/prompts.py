@@ -106,7 +106,8 @@ def encode_chat(
 
 
 def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
-    """Return the token ids for /tokenize; texts and conversations are encoded as they would be for an answer."""
+    """Return the token ids for /tokenize: those of the request's text, encoded like a completion's prompt, or of its
+    conversation, encoded like a chat. Raises RequestRefused unless the request has exactly one of the two."""
     if (request.prompt is None) == (request.messages is None):
         raise RequestRefused("give either prompt or messages", param="prompt")
     if request.messages is None:
@@ -151,8 +152,8 @@ def check_ids(ids: list[int], model: ModelInfo, field: str) -> list[int]:
 
 
 def check_characters(texts: Iterable[str], model: ModelInfo, field: str) -> None:
-    """Raises RequestRefused for texts that have more characters than the tokens of the context can hold, before they
-    are encoded. `field`: the request's field with the texts, for the error."""
+    """Raises RequestRefused, before the texts are encoded, if together they have more than MAX_TOKEN_CHARACTERS (64)
+    characters per token of the context. `field`: the request's field with the texts, for the error."""
     num_characters = sum(map(len, texts))
     if num_characters > MAX_TOKEN_CHARACTERS * model.max_len:
         message = f"the prompt has {num_characters:,} characters, far more than {model.max_len} tokens hold: shorten it"

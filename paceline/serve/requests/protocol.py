@@ -71,7 +71,7 @@ class ResponseFormat(Closed):
 
 
 class StructuredOutputs(Closed):
-    """A grammar for the answer in vLLM's format: exactly one of these fields."""
+    """A grammar for the answer in vLLM's format: exactly one of json, regex, choice or json_object."""
 
     refused: ClassVar[dict[str, Refused]] = fields.NESTED_REFUSED["structured_outputs"]
 

@@ -34,8 +34,8 @@ class Target(Protocol):
 
 
 class Requests(Protocol):
-    """Requests in the engine. `waiting` ones have no cache row yet, `prefilling` ones an incomplete prompt; `running`
-    ones decode."""
+    """Unfinished requests in the engine: `waiting` for a row of the KV cache; `prefilling`, with a part of the prompt
+    still to be computed; `running`, in decoding."""
 
     @property
     def waiting(self) -> Collection[Sequence]: ...

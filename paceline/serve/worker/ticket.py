@@ -30,7 +30,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """New tokens of one answer (one job), from one engine step."""
+    """New tokens of one answer (one job), from one engine step, and how many of them are accepted drafts."""
 
     index: int
     """Index of the job in its ticket."""
@@ -100,8 +100,9 @@ class Outbox:
     """Passes events from the engine's thread to the event loop. Events of several rounds are batched, since waking the
     loop costs CPU time.
 
-    First tokens, ends and errors are delivered at once. Other events are held until the oldest of them would be
-    `interval_s` old after one more round. If rounds take longer than that, nothing is held.
+    First tokens, ends and errors are delivered at once. Other events are held as long as the oldest of them would still
+    be less than `interval_s` seconds old at the end of the next round. If a round takes longer than that, nothing is
+    held.
     """
 
     def __init__(self, deliver: Callable[[list[Addressed]], None], interval_s: float) -> None:

@@ -64,7 +64,7 @@ class _Live:
 
 
 class EngineWorker(Generic[M]):
-    """The engine's thread and its queues. Public methods must be called from the event loop."""
+    """Runs the engine in a thread of its own, with queues for requests. Call public methods from the event loop."""
 
     def __init__(
         self,

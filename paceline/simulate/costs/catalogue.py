@@ -72,7 +72,7 @@ def all_shapes() -> dict[str, ModelShape]:
 
 
 def shape_of_entry(entry: dict[str, Any]) -> ModelShape:
-    """Returns the model shape of a catalogue entry. Raises UnsupportedModelError with the reason if it is not known."""
+    """Returns a catalogue entry's model shape. Raises UnsupportedModelError, with the reason, if the entry has none."""
     if "unavailable" in entry:
         raise UnsupportedModelError(f"{entry['name']}: {entry['unavailable']}")
     if "shape" in entry:

@@ -161,7 +161,7 @@ def pass_seconds(
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Memory that weights and caches need, and memory of the GPUs, in bytes."""
+    """Bytes that a target's weights and caches need, and bytes of memory that its GPUs have."""
 
     weight_bytes: float
     cache_bytes: float

@@ -55,8 +55,8 @@ class FractionDrafter:
 @dataclass(frozen=True, slots=True)
 class ShapeDrafter:
     """Drafter cost from its own roofline: a pass takes max(2*P*B*D/R, b*P/BW) seconds, the longer of arithmetic and
-    reading of weights. P: parameters of b bytes; B: sequences; D: positions of each, `block` (None: 1); R: FLOP/s; BW:
-    bytes/s. A round takes one pass for each D drafts."""
+    reading of weights. P: parameters of b bytes; B: sequences; D: drafts of a pass for each of them (`block`; if None,
+    1); R: FLOP/s; BW: bytes/s. A round takes as many passes as its drafts need."""
 
     dense: float
     """Parameters that every pass reads (P), including the head."""
@@ -80,7 +80,7 @@ def _passes(num_drafted: int, block: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DraftFit:
-    """Coefficients of a drafter's cost in seconds, fitted to measured times (`calibrate.py`)."""
+    """Drafter cost in seconds, fitted to measured times: linear in passes, positions and batch rows."""
 
     fixed_s: float = 0.0
     """Seconds of each drafter pass."""
@@ -103,7 +103,7 @@ class DraftFit:
 
 @dataclass(frozen=True, slots=True)
 class PassFit:
-    """Factors and overheads of a target pass, fitted to measured times (`calibrate.py`)."""
+    """Factors on the roofline's times of a target pass, and seconds per pass and token, fitted to measured times."""
 
     reading: float = 1.0
     """Factor on the seconds of reading at full bandwidth; its reciprocal is the share of bandwidth reached."""
@@ -123,7 +123,7 @@ NO_COST = FractionDrafter(0.0)
 
 class StepCosts:
     """Base class of cost models: seconds of a round's parts. A subclass defines `split` (the target pass), and unless
-    they take 0 seconds also `draft_s` (drafting) and `host_s`."""
+    they take 0 seconds also `draft_s` (drafting) and `host_s` (launches, scheduling, sampling)."""
 
     __slots__ = ()
     host_s: float = 0.0

@@ -19,7 +19,8 @@ PARTS = ("weights", "experts", "attention", "kv", "indexer")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A number format of weights, activations or cache entries."""
+    """A number format of weights, activations or cache entries: bytes per value, and the arithmetic formats in which
+    machines can compute with it."""
 
     num_bytes: float
     """Bytes of one value, including its share of the scales."""
@@ -45,8 +46,9 @@ def num_bytes(name: str) -> float:
 
 
 def arithmetic(name: str, flops_per_s: dict[str, float]) -> str:
-    """Returns the format in which a machine computes with the number format `name`: the fastest suitable key of
-    `flops_per_s` (format -> the machine's FLOP/s). Raises ConfigError if there is no such key."""
+    """Returns the arithmetic format in which a machine computes with values of the format `name`: the fastest one that
+    can compute with them and has a rate in `flops_per_s` (arithmetic format -> the machine's FLOP/s). Raises
+    ConfigError if there is no such format."""
     for rate in FORMATS[name].computes_as:
         if flops_per_s.get(rate):
             return rate

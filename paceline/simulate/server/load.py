@@ -81,7 +81,8 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """Results for one load under one policy (rule for the number of drafts). Times are in seconds."""
+    """Simulated throughput, latencies and acceptance at one load under one policy (rule for the number of drafts).
+    Times are in seconds."""
 
     policy: str
     rate: float | None
@@ -161,9 +162,10 @@ def _longest_queue(requests: Sequence[SimulatedRequest]) -> int:
 
 
 def capacity(case: Case, policy: str) -> float:
-    """Returns the server's capacity in requests per second, by a simulation in which all requests of `case` (requests,
-    costs, server, acceptance) arrive at the start. Only the time with a full batch counts, until the last request has
-    left the queue (all time if requests are few). `policy`: rule for the number of drafts."""
+    """Returns the server's capacity in requests per second under `policy` (rule for the number of drafts): simulated
+    tokens per second, divided by the mean answer length. All requests of `case` (requests, costs, server, acceptance)
+    arrive at the start. Tokens and seconds count until the last request gets a batch row, while the batch is full; if
+    requests are too few to fill it for long, until the end."""
     outcome = case.run(policy, [replace(job, arrives_at=0.0) for job in case.jobs])
     full_s = max((each.admitted_at for each in outcome.requests), default=0.0)
     num_tokens = sum(count for each in outcome.requests for when, count in each.chunks if when <= full_s)

@@ -35,7 +35,8 @@ CHUNK = 2048
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A response-time limit in seconds for a percentile, or for the mean, over all requests."""
+    """An upper limit in seconds for the mean or a percentile, over all requests, of one latency: total time, time to
+    the first token, or time between tokens."""
 
     percentile: str
     measure: str
@@ -48,7 +49,9 @@ class Limit:
 
 
 def parse_slo(text: str | None) -> list[Limit]:
-    """Parses response-time limits such as p90-total=2s, comma-separated. Raises ConfigError."""
+    """Parses response-time limits, comma-separated, such as p90-total=2s,mean-first-token=300ms: mean, p50, p90 or p99;
+    then total, first-token or inter-token; then the limit in s or ms. Returns an empty list for None. Raises
+    ConfigError for any other text, also for an empty one."""
     limits = []
     for part in (text or "").split(","):
         if not part.strip():

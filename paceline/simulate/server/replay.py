@@ -194,8 +194,8 @@ def recorded_survival(passes: Sequence[Recorded]) -> Survival:
 
     It comes from the load and setting with the most drafts per round. Rounds without drafts and those with prompt
     lookup drafts are left out if the run records the source of drafts. The curve is exact if every round had the same
-    number of drafts (setting `full`). Otherwise it is an estimate: positions up to the mean number of drafts count as
-    always drafted, and later positions get the mean chance of the earlier ones.
+    number of drafts (setting `full`). Otherwise it is an estimate: every round counts as having n drafts, the rounded
+    mean; each position after n gets the mean acceptance chance of the first n.
     """
     drafting = [each for each in passes if each.own.num_drafted and sum(each.own.accepted_histogram)]
     if not drafting:
@@ -242,9 +242,10 @@ def policy_for(speculate: str, most: int) -> str:
 
 
 def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
-    """Returns the measured step times of each pass, as costs. The time of a step (verification, prefill or drafting of
-    n tokens) is its mean over all passes, multiplied by a factor, so that all such steps of the pass together take as
-    long as measured. Raises ConfigError if the run does not record step times."""
+    """Returns the costs of each pass, in its measured step times. The time of a verification, prefill or drafting step
+    of n tokens is its mean over all passes. For each pass, the times of each of these three types are multiplied by a
+    factor, so that their sum over the pass equals the measured sum. Raises ConfigError if the run does not record step
+    times."""
     if not all(each.steps for each in passes):
         raise ConfigError(
             "the run does not tell what its steps took: run paceline bench serving again, or give --steps"

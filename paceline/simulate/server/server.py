@@ -171,7 +171,8 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a simulation: all requests with their times, and seconds spent by the server."""
+    """Result of a simulation: all requests with their times, seconds in which the server was busy and those spent on
+    prefill, and row-seconds (sum over rounds of seconds times occupied batch rows)."""
 
     requests: list[SimulatedRequest]
     """All requests, in the order of the jobs."""

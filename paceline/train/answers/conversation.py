@@ -38,7 +38,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Regenerated:
-    """Counts and times of the conversations that one process generated."""
+    """Numbers of answers and tokens that one process generated, seconds taken, and counts of what was left out."""
 
     answers: Path
     """Folder of the answers of all processes."""

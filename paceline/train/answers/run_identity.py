@@ -22,8 +22,8 @@ from paceline.train.learn.checkpoint import check_same
 
 
 def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> dict[str, Any]:
-    """Returns the settings that determine the answers. They must not change when a run resumes, except to add
-    conversations."""
+    """Returns the settings (name -> value) that determine the answers: target, prompts and sampling. A resumed run must
+    have the same ones, unless the change only adds conversations."""
     prompts, engine = config.asked, settle(engine)
     settings = {
         "target": engine.model,

@@ -46,7 +46,8 @@ class Document:
 
     @property
     def num_anchors(self) -> int:
-        """Number of positions that can be anchors: those of the answer that have a next token to draft."""
+        """Number of positions that can be anchors (where a block of drafts begins): those of the answer that have a
+        next token to draft."""
         return max(0, len(self.tokens) - 1 - self.answer_start)
 
 
@@ -262,8 +263,8 @@ def epoch_order(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def draw_anchors(document: Document, number: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns up to `number` distinct anchor positions of a document, ascending, redrawn for every epoch (DFlash,
-    section 4.2)."""
+    """Returns up to `number` distinct anchors (positions where a block of drafts begins) in a document's answer,
+    ascending, redrawn for every epoch (DFlash, section 4.2)."""
     every = np.arange(document.answer_start, len(document) - 1)
     if len(every) <= number:
         return every
@@ -274,8 +275,8 @@ def draw_anchors(document: Document, number: int, seed: int, epoch: int) -> NDAr
 def labels_of(
     document: Document, anchors_A: NDArray[np.int64], block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Returns the K = block_size - 1 tokens after each of A anchors, [A, K], and True where such a position is inside
-    the document, [A, K]."""
+    """Returns the labels of the blocks that begin at A anchors (positions in the document): the K = block_size - 1
+    tokens after each, [A, K], and True where such a position is inside the document, [A, K]."""
     at_AK = anchors_A[:, None] + np.arange(1, block_size)
     valid_AK = at_AK < len(document)
     return document.tokens[np.minimum(at_AK, len(document) - 1)].astype(np.int64), valid_AK

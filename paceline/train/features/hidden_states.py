@@ -53,7 +53,8 @@ sinks."""
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The target's hidden states for one document."""
+    """The target's hidden states at the S positions of one document: those of some target layers, concatenated to F
+    values per position (`taps_SF`), and, if requested, the final ones, after the last norm (`final_SD`)."""
 
     taps_SF: Tensor
     """Outputs of the tapped target layers at each position, concatenated."""
@@ -70,7 +71,8 @@ class FeatureSource(Protocol):
 
 
 class MeasuredSource(FeatureSource, Protocol):
-    """A feature source that also gives its documents, and the size of their features in bytes per position."""
+    """A feature source (it gives the target's hidden states for documents) that also has `documents` themselves, and
+    the size of their features in bytes per position."""
 
     @property
     def documents(self) -> Sequence[Document]: ...
@@ -264,9 +266,9 @@ class ScaledFeatures:
 
 
 def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
-    """Measures the magnitude (root mean square) of each of the F features on evenly spread documents, without attention
-    sinks. Returns (scale [F], mean [F]): the power of two near the inverse of each feature's magnitude, and the means
-    of the scaled features."""
+    """Measures the magnitude (root mean square) of each of the F features over a sample: up to 32 documents at equal
+    distances in `documents`, without the positions of large norm (attention sinks). Returns (scale [F], mean [F]): the
+    power of two near the inverse of each feature's magnitude, and the means of the scaled features."""
     step = max(1, len(documents) // NUM_SAMPLED)
     taps = (source.of(number).taps_SF for number in range(0, len(documents), step)[:NUM_SAMPLED])
     sample_SF = torch.cat([taps_SF[:: max(1, len(taps_SF) // MOST_SAMPLED)].float().cpu() for taps_SF in taps])
@@ -297,8 +299,8 @@ def stored_scale(
 
 @torch.no_grad()
 def train_in_scaled_units(network: DFlashNetwork | Eagle3Network, scale_F: Tensor) -> None:
-    """Makes `fc` (the projection of the taps) train on scaled features. `state_dict` and `load_state_dict` still use
-    weights for unscaled features."""
+    """Makes `fc` (the projection of the taps, hidden states of some target layers) train on features multiplied by
+    scale_F [F]. `state_dict` and `load_state_dict` still use weights for unscaled features."""
     fc = network.fc
     scale_F = scale_F.to(fc.weight.device)
 
@@ -315,8 +317,8 @@ def train_in_scaled_units(network: DFlashNetwork | Eagle3Network, scale_F: Tenso
 
 @torch.no_grad()
 def begin_without_mean(network: DFlashNetwork | Eagle3Network, mean_F: Tensor) -> None:
-    """Initialises `fc` (the projection of the taps) for scaled features: weights of equal size for all features, and an
-    output of zero for their mean `mean_F`."""
+    """Initialises `fc` (the projection of the taps, hidden states of some target layers) for scaled features: weights
+    of equal size for all F features, and an output of zero for their mean, mean_F [F]."""
     weight, mean_F = network.fc.weight, mean_F.to(network.fc.weight.device)
     weight.mul_(0.02 / weight.std(dim=0, keepdim=True).clamp(min=1e-12))
     weight.sub_(torch.outer(weight @ mean_F, mean_F) / mean_F.square().sum())

@@ -54,7 +54,7 @@ LEARNED = "features"
 
 @dataclass(slots=True)
 class Sources:
-    """Creates the feature sources of a run, in one of its processes."""
+    """Creates a run's feature sources, which give the target's hidden states to the training loop, in one process."""
 
     config: TrainConfig
     target: Target

@@ -27,8 +27,8 @@ Encoded = Callable[[], Features] | BaseException
 
 
 class StreamedFeatures:
-    """A feature source whose threads compute features in advance, for one consumer. `begin` starts the threads, `close`
-    ends them."""
+    """A feature source (it gives the target's hidden states for documents) whose threads compute features in advance,
+    for one consumer. `begin` starts the threads, `close` ends them."""
 
     def __init__(
         self,

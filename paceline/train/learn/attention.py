@@ -31,8 +31,8 @@ from paceline.model.torch.fused import rotate
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Describes the positions in a pack: the context positions of each document, concatenated, and the blocks, in the
-    same order of documents."""
+    """Describes the positions in a pack (a batch of training blocks from several documents): the context positions of
+    each document, concatenated, and the blocks, in the same order of documents."""
 
     context_lens: tuple[int, ...]
     """Number of context positions per document."""
@@ -96,8 +96,8 @@ class _PackedAttention(ABC):
 
 
 class SplitAttention(_PackedAttention):
-    """Computes attention document by document, with two products (queries by the context's keys, and queries by those
-    of their own block) under one softmax."""
+    """Computes attention in a pack (batch of training blocks) document by document, with two products (queries by the
+    context's keys, and queries by those of their own block) under one softmax."""
 
     def _plan(self, window: int | None, is_causal: bool) -> list[Tensor]:
         """Returns an additive mask [A, 1, B, N + B] per document."""
@@ -157,8 +157,8 @@ class SplitAttention(_PackedAttention):
 
 
 class SdpaAttention(_PackedAttention):
-    """Computes attention with one scaled-dot-product call over all contexts and blocks of the pack, with a dense
-    mask."""
+    """Computes attention with one scaled-dot-product call over all contexts and blocks of a pack (batch of training
+    blocks), with a dense mask."""
 
     def _plan(self, window: int | None, is_causal: bool) -> Any:
         """Returns a bool mask [T, N + T]."""
@@ -235,9 +235,9 @@ def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
 
 
 class FlexAttention(SdpaAttention):
-    """Computes attention with PyTorch's FlexAttention over all contexts and blocks of the pack; fully masked tiles cost
-    nothing. Queries and keys are padded to whole tiles, so that few sizes occur and no size has its own compiled
-    kernel."""
+    """Computes attention with PyTorch's FlexAttention over all contexts and blocks of a pack (batch of training
+    blocks); fully masked tiles cost nothing. Queries and keys are padded to whole tiles, so that few sizes occur and no
+    size has its own compiled kernel."""
 
     def _plan(self, window: int | None, is_causal: bool) -> Any:
         slots, keys = self._places()

@@ -64,7 +64,7 @@ class _State:
 
 
 class Trainer:
-    """Trains one network; `resume` loads a checkpoint, `run` trains until the end."""
+    """Trains one drafter network; `resume` loads the latest checkpoint, `run` trains until the end."""
 
     def __init__(
         self,
@@ -148,9 +148,9 @@ class Trainer:
         notice: Callable[[str], None] = ignore,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Trains until the end and writes checkpoints; returns False if it was stopped earlier. `on_step` gets the
-        figures for metrics.jsonl, with `heldout` and `ood` only at steps with an evaluation; `notice` gets warnings as
-        text. `should_stop` is called after every step; if it returns True in one process, all save and return. Raises
+        """Trains until the end and writes checkpoints; returns False if stopped earlier. `on_step` gets the figures for
+        metrics.jsonl, after an evaluation also those of `heldout` and `ood` (out-of-distribution) documents; `notice`
+        gets warnings. `should_stop` is called after every step; if True in one process, all save and return. Raises
         TrainingError for a loss that is not finite, ProcessesError if processes differ in initial state or weights."""
         self.parallel.agree(self.network, self.optimisers.states(), repr(asdict(self.state)))
         last_saved = time.monotonic()

@@ -35,8 +35,8 @@ EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Labels of a pack's A blocks, which have K = block_size - 1 slots (draft positions) each; a block's anchor has no
-    label."""
+    """Labels of the A blocks of a pack (batch), which have K = block_size - 1 slots (draft positions) each; a block's
+    anchor has no label."""
 
     labels_AK: Tensor
     """The target's token at each slot; arbitrary where `valid_AK` is False."""
@@ -74,7 +74,8 @@ class Head:
         return logits_RV if self.offset_V is None else logits_RV.add_(self.offset_V)
 
     def target_logits(self, final_RD: Tensor) -> Tensor:
-        """Returns the target's own logits, computed from its final hidden states `final_RD`."""
+        """Returns the target's own logits [R, V] for the head's V tokens at R positions, computed from the target's
+        final hidden states there, `final_RD`."""
         return self.target.of_logits(final_RD.to(self.weight_VD.dtype) @ self.weight_VD.T)
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,8 +282,8 @@ def distance(name: str, draft_RV: Tensor, target_RV: Tensor) -> Tensor:
 def slot_weights(config: LossConfig, loss_AK: Tensor, valid_AK: Tensor) -> Tensor:
     """Returns the weight [A, K] of each slot (draft position) in the loss, zero where the slot is not valid. `loss_AK`:
     cross entropy CE of each slot, detached. d-pace: with s = (1 - alpha) exp(-CE) + alpha and prefix_j = s_1 ... s_j,
-    w_k = sum_{j >= k} prefix_j / K. Other losses: w_k = exp(-(k - 1) / gamma). A block without loss (CE = 0) has a
-    similar total weight in both."""
+    w_k = sum_{j >= k} prefix_j / K. Other losses: w_k = exp(-(k - 1) / gamma). If CE is 0 in all slots of a block, both
+    formulas give it similar total weights."""
     valid_AK = valid_AK.to(loss_AK.dtype)
     num_slots = loss_AK.shape[1]
     if config.name == "d-pace":

@@ -62,9 +62,9 @@ class Optimisers:
                 yield from ((f"{number}.{index}.{key}", tensor) for key, tensor in state.items())
 
     def fill(self, stored: dict[str, Tensor], laid_out: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Restores stored optimiser states, named as in `states`. `laid_out(parameter, state)` returns the part of a
-        whole state tensor that this process holds, given its parameter; such tensors get the parameter's dtype. Step
-        counts go to the device where the optimiser reads them."""
+        """Restores stored optimiser states, named as in `states`, in the dtype of their parameters.
+        `laid_out(parameter, state)`: function that returns the part of a whole state tensor that this process holds.
+        Step counts go to the device where the optimiser reads them."""
         slots = [[(weight, group) for group in one.param_groups for weight in group["params"]] for one in self.every]
         for name, tensor in stored.items():
             number, index, key = name.split(".")

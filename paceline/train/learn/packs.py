@@ -100,14 +100,15 @@ class Packer:
 
 
 def context_of(anchors_A: NDArray[np.int64], window: int | None) -> range:
-    """Returns the positions of a document that blocks with these anchors attend to, all before the last anchor.
-    `window`: most positions before a draft position that the network attends to; None for all."""
+    """Returns the context of blocks that begin at these anchors: the positions of their document that they attend to,
+    all before the last anchor. `window`: most positions before a draft position that the network attends to; None for
+    all."""
     return range(0 if window is None else max(0, int(anchors_A.min()) - window + 1), int(anchors_A.max()))
 
 
 @dataclass(frozen=True, slots=True)
 class PackBudget:
-    """The largest number of blocks and of positions in one pack."""
+    """The largest number of blocks and of positions in one pack (batch of training blocks)."""
 
     blocks: int
     """Most blocks in a pack; a pack of a single document may have more."""
@@ -119,8 +120,8 @@ class PackBudget:
     """Most positions before a draft position that the network attends to; None for all."""
 
     def size(self, anchors_A: NDArray[np.int64]) -> int:
-        """Returns the number of positions, of context and blocks, that one document takes in a pack with these
-        anchors."""
+        """Returns the number of positions, of context and blocks, that a document takes in a pack if its blocks begin
+        at these anchors."""
         return len(context_of(anchors_A, self.window)) + len(anchors_A) * self.block_size
 
     def pieces(self, chosen: Chosen) -> Iterator[Chosen]:
@@ -143,8 +144,9 @@ class PackBudget:
 
 
 def split_into_packs(chosen: list[Chosen], budget: PackBudget | int) -> Iterator[list[Chosen]]:
-    """Yields the contents of each pack, as (document number, anchors): whole documents, within `budget` (an int limits
-    only the number of blocks). A document with too many positions for one pack is split into several."""
+    """Splits blocks, (document number, anchors: positions where they begin), into packs (batches) within `budget`, of
+    whole documents; yields each pack's blocks. A document with too many positions for one pack is split into several.
+    An int as `budget` limits only the number of blocks."""
     budget = budget if isinstance(budget, PackBudget) else PackBudget(budget)
     group: list[Chosen] = []
     num_blocks = num_tokens = 0

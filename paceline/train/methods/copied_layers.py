@@ -68,9 +68,10 @@ def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], t
 
 @torch.no_grad()
 def fuse_taps(network: DFlashNetwork, scale_F: Tensor) -> None:
-    """Initialises `fc` (the projection of the taps) so that it computes the mean of the taps, each feature divided by
-    its magnitude, plus a little noise. Call it before `train_in_scaled_units`. scale_F [F]: the inverse of each
-    feature's magnitude, from `measure_scale`. The output has a magnitude of about 1."""
+    """Initialises `fc` (the projection of the taps, hidden states of some target layers) so that it computes the mean
+    of the taps, each feature divided by its magnitude, plus a little noise. Call it before `train_in_scaled_units`.
+    scale_F [F]: the inverse of each feature's magnitude, from `measure_scale`. The output has a magnitude of about
+    1."""
     size = network.config.shape.hidden_size
     scale_F = scale_F.to(network.fc.weight)
     scale_LD = scale_F.unflatten(0, (-1, size))
@@ -151,8 +152,9 @@ def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
 
 
 def settle_units(network: DFlashNetwork, scale_F: Tensor, mean_F: Tensor, *, is_new: bool, is_copied: bool) -> None:
-    """Makes `fc` (the projection of the taps) train on scaled features. A new drafter's `fc` is also initialised: as
-    the mean of the taps if its layers are copied, else with no response to the features' mean."""
+    """Makes `fc` (the projection of the taps, hidden states of some target layers) train on scaled features. scale_F,
+    mean_F [F]: results of `measure_scale`. For a new drafter (`is_new`) also initialises `fc`: its output is the mean
+    of the taps if the layers are copies of the target's (`is_copied`), else zero where the features have their mean."""
     if is_new and is_copied:
         fuse_taps(network, scale_F)
     train_in_scaled_units(network, scale_F)

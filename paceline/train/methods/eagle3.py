@@ -100,10 +100,11 @@ def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[st
 
 @torch.no_grad()
 def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor, *, is_new: bool) -> Tensor:
-    """Makes the network train on features of similar magnitude; returns the scale [F] to multiply features by. If norms
-    come before `fc` (the projection of the taps), the features stay unscaled (a scale of ones), and a new drafter's
-    norms get the scale as their initial weights. scale_F: near the inverse of each feature's magnitude. mean_F: means
-    of the scaled features, at which the `fc` of a new drafter (`is_new`) has an output of zero."""
+    """Makes the network train on features of similar magnitude; returns the scale [F] to multiply features by. `fc` is
+    the projection of the taps (hidden states of some target layers). If norms come before it, the features stay
+    unscaled (a scale of ones), and a new drafter's norms get the scale as their initial weights. scale_F: near the
+    inverse of each feature's magnitude. mean_F: means of the scaled features, at which the `fc` of a new drafter
+    (`is_new`) has an output of zero."""
     config = network.config
     if not config.fc_norm and not config.norm_before_fc:
         train_in_scaled_units(network, scale_F)

@@ -26,7 +26,8 @@ from paceline.train.plan.choices import is_trained_already
 
 @dataclass(frozen=True, slots=True)
 class InitialDrafter:
-    """A drafter before its first training step, with its heads and the target layers that it reads."""
+    """A drafter before its first training step, with the LM heads for its losses and for drafting, and the indices of
+    the target layers that it reads."""
 
     drafter: Trainable
     network: DFlashNetwork | Eagle3Network | MtpNetwork

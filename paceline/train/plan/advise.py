@@ -228,10 +228,10 @@ def _number(machine: str) -> int:
 
 
 def learned(answers: int, plan: Plan, traffic: str, now: float) -> tuple[float, bool]:
-    """Returns the expected acceptance length of a drafter trained on this many answers, and whether this number is
-    beyond the measured learning curve. With `traffic` "mixed", both are read from `plan`, the plan of that training.
-    Other traffic is that of a single application, which has a learning curve of its own; below its first point the
-    value goes linearly to `now`, the current acceptance length, at 0 answers."""
+    """Returns (expected acceptance length of a drafter trained on this many answers, True if these are more than the
+    measured learning curve covers). With `traffic` "mixed", both are read from `plan`, the plan of that training. Other
+    traffic is that of a single application, which has a learning curve of its own; below its first point the value goes
+    linearly to `now`, the current acceptance length, at 0 answers."""
     assert plan.expected is not None, "only drafters of chains have none"
     if traffic == "mixed":
         return plan.expected["tokens_per_round"], plan.expected["is_beyond_the_curve"]

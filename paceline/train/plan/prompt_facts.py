@@ -37,7 +37,7 @@ MOST_LETTERS = 600
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Number and length of a run's prompts, as far as they can be counted, and counts of those left out."""
+    """Number and mean length (tokens) of a run's prompts, as far as they are known, and counts of those left out."""
 
     prompts: int
     """Number of prompts to be answered."""

@@ -76,7 +76,7 @@ NOT_KEPT = ("online", "streamed")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run's planned actions, costs and expected result."""
+    """The plan of a training run: config, hours, bytes of disk and memory, and the expected acceptance length."""
 
     target: str
     target_source: str

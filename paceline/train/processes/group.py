@@ -40,8 +40,8 @@ GO_ON = "what is finished is kept: start all processes again with the same comma
 
 
 class Liveness:
-    """Tracks heartbeats and waits of all processes. One thread calls its methods; another one sends this process's
-    heartbeats."""
+    """Detects training processes that have failed, by the heartbeats of all processes; also has a barrier (`wait`). One
+    thread calls its methods; another one sends this process's heartbeats."""
 
     def __init__(self, store: Any, ranks: Ranks, beat_s: float = BEAT_S, lost_after_s: float = LOST_AFTER_S) -> None:
         """`store`: a store of torch.distributed that all processes share."""

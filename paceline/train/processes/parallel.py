@@ -41,8 +41,8 @@ class Piece:
 
 
 class Replicated:
-    """Trains with the whole network in every process. All processes must call all methods in the same order; this also
-    holds for `Sharded`."""
+    """Data-parallel training: every process holds the whole network and computes its share of each step's blocks. All
+    processes must call all methods in the same order; this also holds for `Sharded`."""
 
     _buckets: GradientBuckets | None = None
 
@@ -50,8 +50,8 @@ class Replicated:
         self.ranks, self.device = ranks, device
 
     def prepare(self, drafter: Trainable, is_autocast: bool = False) -> None:
-        """Prepares the network in place before an optimiser takes its parameters. `is_autocast`: products are in
-        bfloat16."""
+        """Prepares the sum of the network's gradients over all processes. Call it before an optimiser takes the
+        parameters. `is_autocast` (products are in bfloat16) is not used."""
         if self.ranks.world > 1:
             self._buckets = GradientBuckets(drafter.network.parameters())
 
@@ -86,7 +86,8 @@ class Replicated:
         return [Piece(group) for group in split_into_packs(own, budget)]
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Adds the gradients of one piece to those of the step; `is_last` marks the step's last piece."""
+        """Computes the gradients of one pack's loss and adds them to those of the step; `is_last` marks the step's last
+        pack."""
         if is_last and self._buckets:
             self._buckets.arm()
         loss.backward()
@@ -206,8 +207,8 @@ class Sharded(Replicated):
         return own + filler * (most - len(own))
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Adds the gradients of one piece. They stay whole until the last piece, when they are summed over processes
-        into shards."""
+        """Computes the gradients of one pack's loss and adds them to those of the step. Gradients stay whole until the
+        last pack, when they are summed over processes into shards."""
         self._network.set_requires_gradient_sync(is_last)
         loss.backward()
 

@@ -24,7 +24,8 @@ ENOUGH = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Confirmed alarm: a cluster (group of similar requests) whose acceptance has been low for long enough."""
+    """Confirmed alarm about a cluster (group of similar requests): its acceptance length has stayed below its usual
+    daily and weekly course, or the mix of clusters has shifted and this cluster costs the most rounds."""
 
     cluster: str
     loss: float

@@ -12,7 +12,7 @@ from paceline.loop.adapt.servers.deploy import Deployment
 
 def route_of(deployment: Deployment, cluster: str) -> str | None:
     """Returns the name of the drafter that a cluster is routed to; None without a route, or if the server cannot route
-    it. Raises UnreachableError."""
+    it. Raises UnreachableError if the server does not answer."""
     try:
         return deployment.pinned(cluster)
     except UnreachableError:
@@ -23,7 +23,8 @@ def route_of(deployment: Deployment, cluster: str) -> str | None:
 
 def serving(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, str]:
     """Returns the drafter that serves a cluster, as (its name on the server, the folder or id it was loaded from): the
-    one that the cluster is routed to, else the incumbent. Raises DownloadError."""
+    one that the cluster is routed to, else the incumbent. Raises DownloadError if the server does not answer or does
+    not have the incumbent."""
     name = route_of(deployment, cluster)
     drafter = deployment.members().get(name) if name else None
     return (name, drafter) if name and drafter else (deployment.place_of(incumbent), incumbent)

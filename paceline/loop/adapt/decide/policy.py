@@ -38,8 +38,8 @@ LEAST_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Observations and decision of one hour, as shown by `paceline adapt log`. `seen`: log entry of each cluster;
-    `mix`: log entry of the cluster mix."""
+    """Observations and decision of one hour, as shown by `paceline adapt log`. `seen`: cluster -> its figures, such as
+    tokens, acceptance length and state of its alarm; `mix`: figures of the cluster mix."""
 
     hour: int
     seen: Mapping[str, Mapping[str, Any]]
@@ -153,7 +153,8 @@ class SeasonalPolicy:
 
     def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
         """Record that a training has ended in hour `number` (since 1970). `clusters` got the new drafter (empty if it
-        was refused); `hours`: core- or GPU-hours of the training."""
+        was refused). `hours`: core- or GPU-hours of the training, used as the price of the next; None keeps the old
+        price."""
         self.is_training, self.trained_at = False, number
         if hours:
             self.prices = replace(self.prices, training_hours=hours)

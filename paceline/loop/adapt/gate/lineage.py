@@ -28,7 +28,8 @@ class Lineage:
     path: Path
 
     def entries(self) -> list[dict[str, Any]]:
-        """Returns the entries of all drafters, oldest first. Raises ConfigError if the file is damaged."""
+        """Returns the entries of all drafters, oldest first: dicts with the keys "drafter" (folder), "parents",
+        "state", "weights" (hash), "when" (UTC) and further ones. Raises ConfigError if the file is damaged."""
         if not self.path.exists():
             return []
         damage = (OSError, ValueError, KeyError, TypeError)

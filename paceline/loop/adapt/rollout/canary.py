@@ -77,7 +77,8 @@ class Canary:
         return stage
 
     def swap_in(self, stage: Stage, now: float, save: Callable[[], None]) -> None:
-        """Load the stage's drafter, or route the stage's cluster to it, and begin its probation.
+        """Load the stage's drafter, or route the stage's cluster to it, and begin its probation at `now` (seconds since
+        1970).
 
         `save` stores how to undo the change before the server gets it: a load takes minutes, in which this process may
         be killed. Raises DownloadError if the server refuses the drafter, DeployError if anything else prevents the
@@ -112,8 +113,8 @@ class Canary:
         stage.begin_counting(counts, now + time.monotonic() - began_s)
 
     def judge(self, stage: Stage, now: float, config: WatchConfig) -> tuple[str, str] | None:
-        """Judge a probation. Returns (result, reason), or None while it continues; result: "kept", "rolled back" (it
-        was worse), "unproven" (not judged), or "gone" (not on the server)."""
+        """Judge a probation at `now` (seconds since 1970). Returns (result, reason), or None while it continues;
+        result: "kept", "rolled back" (it was worse), "unproven" (not judged), or "gone" (not on the server)."""
         counts = self.read(now)
         if not self.deployment.is_well():
             return "unproven", "the server is not well"

@@ -171,9 +171,10 @@ class Stage:
         return Counts(*self.seen).rounds - Counts(*self.counted).rounds
 
     def is_over(self, now: float, config: WatchConfig, drafts: float | None) -> str | None:
-        """Returns "proven" if a probation without a `fault` has had enough time and rounds, "unproven" if it cannot be
-        judged (too few rounds until its time limit, or no baseline); None while it continues. `drafts`: the server's
-        current count of rounds drafted by this stage's drafter, if it counts by drafter."""
+        """Returns, at `now` (seconds since 1970), "proven" if a probation without a `fault` has had enough time and
+        rounds, "unproven" if it cannot be judged (too few rounds until its time limit, or no baseline); None while it
+        continues. `drafts`: the server's current count of rounds drafted by this stage's drafter, if it counts by
+        drafter."""
         if self.lasted(now) < 60 * config.probation_minutes:
             return None
         if self.rounds(drafts) >= LEAST_ROUNDS:
@@ -181,7 +182,8 @@ class Stage:
         return "unproven" if self.lasted(now) >= config.most_probation_hours * HOUR_S else None
 
     def fault(self, traces: Path, counts: Counts, now: float, config: WatchConfig) -> str | None:
-        """Returns a text on how the server is worse than before the swap; None if it is not.
+        """Returns a text on how the server is worse than before the swap (failures, time per round, or acceptance);
+        None if it is not. `counts`: its counters at `now`, in seconds since 1970.
 
         Acceptance is compared by cluster where traces allow it, so that a change in the clusters' shares of the traffic
         has no effect. If the clock was set back, traces cover only a part of the time; then the counters are compared,

@@ -106,8 +106,8 @@ class Meter:
 
 @dataclass(slots=True)
 class Meters:
-    """One `Meter` per engine of each server, so that the restart of one does not disturb the others. `of`: server
-    address -> engine -> meter."""
+    """Sums the counters (such as tokens and rounds) of several servers. Each engine of a server has its own `Meter`,
+    which continues its sums when a restart resets the engine's counters. `of`: server address -> engine -> meter."""
 
     of: dict[str, dict[str, Meter]]
 

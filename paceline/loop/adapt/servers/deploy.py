@@ -60,7 +60,8 @@ class Deployment(Protocol):
         ...
 
     def place_of(self, drafter: str) -> str:
-        """Returns the name under which this drafter (folder or name) is loaded on the server."""
+        """Returns the name under which this drafter (folder or name) is loaded on the server. Raises DownloadError if a
+        paceline server does not have it."""
         ...
 
     def pinned(self, cluster: str) -> str | None:

@@ -129,8 +129,9 @@ def rank(
     """Measures the acceptance length of a drafter and of its variations (copies with one setting changed) on
     `requests`.
 
-    Returns the unchanged drafter first, then every variation that runs, by falling acceptance length; `tell` gets
-    progress texts. Raises DrafterMismatchError if the unchanged drafter does not fit the target."""
+    Returns a `Ranked` (changed setting, acceptance length) for the unchanged drafter, then for every variation that
+    runs, by falling acceptance length; `tell` gets progress texts. Raises DrafterMismatchError if the unchanged drafter
+    does not fit the target."""
     few = list(requests)[:FIRST_LOOK]
     own = _rounds(llm, drafter_of(stored), requests)
     as_is = Ranked("as it is", "", Rounds.sum(own).tokens_per_round, len(requests))

@@ -19,8 +19,8 @@ Change = tuple[str, str, Eagle3Checkpoint]
 
 
 def changes(stored: Eagle3Checkpoint, target: Target, thetas: Sequence[float]) -> Iterator[Change]:
-    """Yields every change of one setting that fits the checkpoint and the target. `thetas`: values of rope_theta to
-    try."""
+    """Yields every change of one setting that fits the checkpoint and the target, as (fault that it would fix, the
+    setting with its new value, changed drafter). `thetas`: values of rope_theta to try."""
     yield from _layer_ids(stored, target)
     yield from _norms(stored)
     config = stored.config

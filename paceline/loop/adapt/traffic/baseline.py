@@ -26,8 +26,8 @@ MEMORY_WEEKS = 8.0
 
 
 class Seasonal:
-    """Predicts the usual log acceptance length at each hour of the week from hourly observations. For each hour call
-    `predict` before `learn`."""
+    """Predicts the usual log acceptance length at each hour of the week from hourly observations. For each hour
+    (counted from 1970) call `predict` before `learn`."""
 
     def __init__(self) -> None:
         self._weights = np.zeros((7, DAY))

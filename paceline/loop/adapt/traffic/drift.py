@@ -55,7 +55,7 @@ class Residual:
 @dataclass(slots=True)
 class Series:
     """Detects lasting drops of hourly log acceptance length (or a similar quantity) below its usual daily and weekly
-    course. Call `update` for every hour with traffic, then `tick` for every hour."""
+    course. Call `update` for every hour with traffic, then `tick` for every hour; hours are counted from 1970."""
 
     config: PolicyConfig
     season: Seasonal = field(default_factory=Seasonal)

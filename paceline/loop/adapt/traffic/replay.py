@@ -35,8 +35,8 @@ drift counts as true if it was confirmed: the confirmation is due to the drift."
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one replay of a policy: counts of trainings and alarms, delays in hours, and acceptance length over the
-    whole time."""
+    """Result of one replay of a policy on synthetic traffic: numbers of trainings and alarms, hours from the true onset
+    of the drift to the alarm and to the training, and acceptance length over the whole time."""
 
     retrains: int
     false_alarms: int
@@ -86,7 +86,8 @@ def run(
 
 
 def fortnight(world: World, policy: Policy, report: Callable[[Line], Any] = lambda line: None) -> Outcome:
-    """Replays a policy on synthetic traffic; `report` receives the policy's line of every hour."""
+    """Replays a policy hour by hour on all `world.num_hours` of synthetic traffic, with simulated trainings that change
+    the acceptance of later hours. `report` receives the policy's line of every hour."""
     is_seasonal = isinstance(policy, SeasonalPolicy)
     window: tuple[int, int] | None = None  # hours that the training in progress uses
     ends, is_member, clusters = 0, False, tuple[str, ...]()
@@ -136,7 +137,9 @@ def _outcome(world: World, policy: Policy, trainings: list[int], alarms: list[in
 
 
 def summary(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Returns means over the outcomes, and the largest number of trainings in one of them, as JSON."""
+    """Returns means over the outcomes as JSON: trainings, alarms per four weeks, days from the onset of the drift to
+    the alarm and to the training, share of missed drifts, acceptance length; also the largest number of trainings and
+    the longest time to the alarm in one of them."""
     per_4_weeks = FOUR_WEEKS / fmean(outcome.hours for outcome in outcomes)
     detected = [outcome.detected_after / DAY for outcome in outcomes if outcome.detected_after is not None]
     decided = [outcome.decided_after / DAY for outcome in outcomes if outcome.decided_after is not None]

@@ -41,7 +41,8 @@ FIRST_YEAR, _AHEAD_S = 1_577_836_800, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A finished request, read from its trace."""
+    """A finished request, read from its trace: tokens of prompt and answer, sampling settings, cluster (group of
+    similar requests) and hour, counted from 1970."""
 
     key: str
     cluster: str
@@ -138,8 +139,8 @@ def read_requests(
 
 
 def params_of(text: str | None, usual: Mapping[str, Any] | None = None) -> SamplingParams:
-    """Parses the `sampling` column of a trace: JSON with the settings that differ from the defaults. `usual`: defaults
-    of the server, if they are not paceline's."""
+    """Parses the `sampling` column of a trace: JSON with the settings that differ from the defaults (None: all are the
+    defaults). `usual`: defaults of the server, if they are not paceline's."""
     values: dict[str, Any] = {**(usual or {}), **json.loads(text or "{}")}
     if bias := values.get("logit_bias"):
         values["logit_bias"] = {int(token): float(number) for token, number in bias.items()}

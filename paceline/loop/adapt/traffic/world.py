@@ -45,9 +45,10 @@ Curve = Callable[[int], float]
 
 @dataclass(slots=True)
 class Source:
-    """One cluster of synthetic requests. `rate`: mean requests per hour. Three functions of the hours since the start:
-    `curve`, a factor on `rate`; `place`, the content as a number, whose distance from the drafter's training data
-    lowers acceptance; `bend`, a factor on acceptance length."""
+    """One cluster (group of similar requests) of synthetic traffic. `rate`: mean requests per hour. `curve`, `place`
+    and `bend` are functions of the hours since the start: a factor on `rate`, the position of the content on a line
+    (the farther from that of the drafter's training data, the lower the acceptance), and a factor on acceptance
+    length."""
 
     name: str
     rate: float
@@ -83,7 +84,8 @@ class Knowledge:
 
 @dataclass(slots=True)
 class World:
-    """Synthetic traffic of `num_hours` hours. Trainings raise the acceptance of later hours."""
+    """Synthetic traffic of `num_hours` hours, and the simulated drafters that serve it; training a drafter raises the
+    acceptance of later hours. Methods count hours from the start of the traffic."""
 
     sources: list[Source]
     first: int

@@ -77,7 +77,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def restrict(target: str, attributes: int, recursive: bool = True) -> None:
-    """Sets the flags `attributes` (ATTR_RDONLY, ...) of a mount and of those below it. Linux 5.12 and newer."""
+    """Sets the flags `attributes` (ATTR_RDONLY, ...) of the mount `target`, and if `recursive`, of all mounts in it."""
     packed = struct.pack("QQQQ", attributes, 0, 0, 0)
     flags = AT_RECURSIVE if recursive else 0
     result = libc.syscall(MOUNT_SETATTR, AT_FDCWD, target.encode(), flags, packed, ctypes.c_size_t(len(packed)))
@@ -93,7 +93,7 @@ def _write(path: str, text: str) -> None:
 
 
 def enter_namespaces() -> None:
-    """Creates the sandbox's namespaces, with a map of users 0 and 65534 if root calls, else only of the caller."""
+    """Creates the sandbox's namespaces and maps users into them: 0 and 65534 if root calls, else only the caller."""
     uid, gid = os.geteuid(), os.getegid()
     ready, begin = os.pipe()
     done, written = os.pipe()
@@ -375,7 +375,7 @@ def _size_of(folder: str) -> int:
 
 
 def warden(job: Job, is_root: bool) -> Job:
-    """Runs `job["code"]` in the sandbox's folder; returns the fields of `run.Ran` as a dict. `is_root`: root calls."""
+    """Runs `job["code"]` in the sandbox; returns `run.Ran`'s fields as a dict. `is_root`: this process is root's."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         if job["namespaces"]:

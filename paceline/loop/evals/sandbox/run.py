@@ -41,7 +41,8 @@ Kind = Literal["namespaces", "landlock", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Resource limits of one run of code. Raises ConfigError on impossible values."""
+    """Limits of one run of code: seconds, memory, processes, disk and open files. Raises ConfigError on impossible
+    values."""
 
     wall_s: Positive = 10.0
     cpu_s: Count = 5
@@ -60,7 +61,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Result of one run of code."""
+    """Result of one run of code: its outcome (passed, ended by an error, or by a limit), stderr, time and memory."""
 
     outcome: Outcome
     """"passed": ran to its end. "ended": an error, a failed test, or an early exit. "time", "cpu", "memory", "disk":

@@ -99,7 +99,8 @@ def attend(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Block sizes of the Triton kernel for one shape of pass."""
+    """Block sizes of the Triton kernel for one shape of pass: queries, keys and channels that a program reads at a
+    time; `warps` and `stages` are launch options."""
 
     members: int
     """Number of stacked queries per program: BLOCK_M."""

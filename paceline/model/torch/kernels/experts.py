@@ -43,8 +43,8 @@ class ExpertStack:
 def route_twin(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tensor | None) -> tuple[Tensor, Tensor]:
     """Select the K = `per_token` experts with the largest logits for each token, in PyTorch operations.
 
-    Returns (weights [T, K], float32; indices of the experts [T, K], ascending). is_normed: a token's weights sum to
-    one. Padding tokens, false in `live_T`, get index -1 for each expert.
+    Returns (weights [T, K], float32: the experts' probabilities, divided by their sum if `is_normed`; indices of the
+    experts [T, K], ascending). Padding tokens, false in `live_T`, get index -1 for each expert; None: no padding.
     """
     weights_TK, chosen_TK = logits_TE.softmax(-1, torch.float32).topk(per_token, dim=-1)
     if is_normed:
@@ -78,8 +78,9 @@ def route(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tensor | N
 def mix_twin(
     inputs_TD: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], weights_TK: Tensor, chosen_TK: Tensor
 ) -> Tensor:
-    """Compute the weighted sum [T, D] of the outputs of each token's experts, in the inputs' dtype; index -1 adds
-    zeros."""
+    """Compute the weighted sum [T, D] of the outputs of each token's K experts, in the inputs' dtype. weights_TK,
+    chosen_TK: weights and indices in `experts`; index -1 adds zeros. In PyTorch operations: all experts run on all
+    tokens."""
     outputs_ETD = torch.stack([expert(inputs_TD) for expert in experts])
     token_T = torch.arange(len(inputs_TD), device=inputs_TD.device)
     summed_TD = torch.zeros(outputs_ETD.shape[1:], dtype=torch.float32, device=inputs_TD.device)

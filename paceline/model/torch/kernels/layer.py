@@ -23,7 +23,8 @@ _BLOCK = 1024
 
 
 class NormWeight(NamedTuple):
-    """Parameters of an RMSNorm over the last dimension."""
+    """Parameters of an RMSNorm over the last dimension: its weight, eps, and the dtype of the product with the
+    weight."""
 
     weight: Tensor
     eps: float
@@ -50,7 +51,8 @@ def rms_norm_twin(inputs: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tenso
 
 
 def normed(inputs: Tensor, norm: NormWeight) -> Tensor:
-    """Compute an RMSNorm without the multiplication by its weight; in float32 if `norm.is_wide`."""
+    """Compute an RMSNorm without the multiplication by its weight, in float32 if `norm.is_wide`, else in the inputs'
+    dtype."""
     return F.rms_norm(inputs.float() if norm.is_wide else inputs, inputs.shape[-1:], eps=norm.eps)
 
 
@@ -134,9 +136,9 @@ def heads(
     queries [T, num_heads, head_dim].
 
     fused_TX: for each token the heads of queries, keys and values, then any other columns. keys, values: one layer of
-    the cache [rows, kv_heads, positions, head_dim]. norm: one weight row per query and key head; `is_whole`: one norm
-    over all queries and one over all keys. tables: cosines and signed sines of the tokens' positions (`Rope.tables`).
-    The reference in PyTorch is `paceline.model.torch.heads.heads_twin`.
+    the cache [rows, kv_heads, positions, head_dim]. norm: one weight row per query and key head, or None; `is_whole`:
+    one norm over all queries and one over all keys. tables: cosines and signed sines of the tokens' positions
+    (`Rope.tables`); None: no rotation. The reference in PyTorch is `paceline.model.torch.heads.heads_twin`.
     """
     _, num_kv_heads, _, size = keys.shape
     rotary = 0 if tables is None else tables[0].shape[-1]
@@ -178,7 +180,8 @@ def gated_twin(gate_up_TX: Tensor, activation: str) -> Tensor:
 
 
 def gated(gate_up_TX: Tensor, activation: str) -> Tensor:
-    """Compute activation(gate) * up, as `gated_twin` does, in one kernel launch."""
+    """Compute activation(gate) * up in one kernel launch: [T, 2 * inner], gate first -> [T, inner]. `activation`:
+    "silu" or "gelu_tanh". The reference in PyTorch is `gated_twin`."""
     check_contiguous(gate_up_TX)
     size = gate_up_TX.shape[-1] // 2
     out = gate_up_TX.new_empty(*gate_up_TX.shape[:-1], size)

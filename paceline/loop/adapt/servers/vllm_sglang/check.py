@@ -79,8 +79,8 @@ def _measured(model: str, folder: str, num_drafted: int, prompts: list[list[int]
 def served(engine: str, client: Client, name: str, prompts: list[list[int]]) -> float:
     """Measures the acceptance length of these prompts on the running engine, which should have no other traffic.
 
-    `name`: name of the served model. Raises DownloadError if the engine does not answer, or reports no round with
-    drafts."""
+    `engine`: "vllm" or "sglang"; `client`: connection to it; `name`: name of the served model. Raises DownloadError if
+    the engine does not answer, or reports no round with drafts."""
     length = _on_vllm(client, name, prompts) if engine == "vllm" else _on_sglang(client, prompts)
     if length is None:
         raise DownloadError(

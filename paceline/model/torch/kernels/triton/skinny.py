@@ -40,7 +40,8 @@ def skinny(
     INNER: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute out [tokens, size] = inputs [tokens, INNER] times the matrix [size, INNER], plus its bias.
+    """One program: ROWS outputs of all tokens, in out [tokens, size] = inputs [tokens, INNER] times the matrix [size,
+    INNER], plus its bias [size] if HAS_BIAS. It reads COLUMNS columns of the matrix at a time.
 
     TOKENS: 1, or the smallest power of two, at least 16, that holds the tokens. COLUMNS divides INNER, ROWS divides
     size. GATE: 0: no gate. Otherwise the matrix has `size` rows of gate, then `size` rows of up, and out =
