@@ -85,7 +85,7 @@ class AnswerConfig:
         return variables
 
     def read_opening(self) -> list[Message]:
-        """Returns the system message, then those in the file `before`. Raises PromptError if the file has none."""
+        """Returns the system message, then those in the file `before`. Raises PromptError without any."""
         before = read_messages(_json(self.before), str(self.before)) if self.before else []
         return ([{"role": "system", "content": self.system}] if self.system else []) + before
 

@@ -72,7 +72,7 @@ def all_shapes() -> dict[str, ModelShape]:
 
 
 def shape_of_entry(entry: dict[str, Any]) -> ModelShape:
-    """Returns a catalogue entry's model shape. Raises UnsupportedModelError, with the reason, if the entry has none."""
+    """Returns a catalogue entry's model shape. Raises UnsupportedModelError, with the reason, if the entry lacks it."""
     if "unavailable" in entry:
         raise UnsupportedModelError(f"{entry['name']}: {entry['unavailable']}")
     if "shape" in entry:

@@ -215,7 +215,7 @@ def _first_layer(config: TrainConfig) -> MtpLayer:
 
 @torch.no_grad()
 def new_layer(path: Path, seed: int = 0) -> MtpLayer:
-    """Returns a multi-token-prediction layer for a target (`path`: its folder or GGUF file) that has none: a copy of
+    """Returns a multi-token-prediction layer for a target (`path`: its folder or GGUF file) that lacks one: a copy of
     the target's last layer of full attention. Its input is the sum, with a little noise drawn by `seed`, of the normed
     embedding and the normed hidden state; its output goes through a copy of the target's final norm. Its layout is
     DeepSeek's, or Qwen's for families with that layout. Raises UnsupportedModelError if no layer can be copied."""
