@@ -361,8 +361,8 @@ class TrainConfig:
     """Prompts for evaluation, instead of a share of the others."""
     heldout_share: Share = 0.02
     """Share of the prompts that is held out, at least 16 prompts."""
-    max_len: int = 1024
-    """Longest document (prompt and answer), in tokens."""
+    max_len: Annotated[int, at_least(2)] | None = None
+    """Longest document (prompt and answer), in tokens [default: 99% fit whole, if memory and context allow]."""
     minutes: Positive | None = None
     """Minutes for the whole run: answers, features and steps. The plan divides them."""
     plan: Annotated[str, ("auto", "off")] = "auto"

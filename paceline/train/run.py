@@ -47,6 +47,7 @@ from paceline.train.methods.kinds import draft_ids_of, initial_drafter, use_scal
 from paceline.train.methods.mtp import check_mtp
 from paceline.train.plan.choices import for_chains
 from paceline.train.plan.expected_acceptance import Learned, expected_lines, expected_of
+from paceline.train.plan.lengths import longest_of, with_length
 from paceline.train.plan.target_facts import MachineFacts
 from paceline.train.plan.training_plan import apply_stored, make_plan, stored_plan
 from paceline.train.processes.group import process_group
@@ -117,7 +118,7 @@ def _planned(config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progre
             progress.say(f"note: no plan, so defaults hold: {error}")
     wait()
     stored = before or stored_plan(config.out) or {}
-    planned = apply_stored(config, stored)
+    planned = with_length(apply_stored(config, stored))
     if config.minutes is not None and stored.get("minutes") and not config.is_given("loop.max_minutes"):
         more = config.minutes - float(stored["minutes"])
         planned = with_value(planned, "loop.max_minutes", max(0.1, (planned.loop.max_minutes or config.minutes) + more))
@@ -208,16 +209,15 @@ class _Stages:
     def _corpus(self, answers: list[Path], kept_out: Path | None) -> Corpus:
         """Returns the documents to learn from and those held out; with streamed features, the former stay on disk."""
         config, share = self.config, 0.0 if kept_out else self.config.heldout_share
-        options = (answers, config.max_len, share, MAX_HELDOUT, MIN_HELDOUT, config.asked.strict)
+        options = (answers, longest_of(config), share, MAX_HELDOUT, MIN_HELDOUT, config.asked.strict)
         if config.features == "streamed":
             corpus = stored_corpus(config.out / f"documents-r{self.ranks.rank}", *options)
         else:
             corpus = read_corpus(*options)
         if kept_out is not None:
-            heldout = list(read_corpus([kept_out], config.max_len, 0.0).train[:MAX_HELDOUT])
-            corpus = replace(
-                corpus, train=without(corpus.train, {document.key for document in heldout}), heldout=heldout
-            )
+            heldout = list(read_corpus([kept_out], longest_of(config), 0.0).train[:MAX_HELDOUT])
+            kept_out_keys = {document.key for document in heldout}
+            corpus = replace(corpus, train=without(corpus.train, kept_out_keys), heldout=heldout)
             if not corpus.train:
                 raise PromptError(
                     "nothing is left to learn from: every document is held out; give --heldout other prompts"
@@ -367,7 +367,7 @@ class _Stages:
             heldout_head=initial.drafting_head,
             wait=self.wait,
         )  # fmt: skip
-        ood_documents = read_corpus([ood], config.max_len, 0.0).train[:MAX_HELDOUT] if ood else []
+        ood_documents = read_corpus([ood], longest_of(config), 0.0).train[:MAX_HELDOUT] if ood else []
         for name, documents in (("heldout", corpus.heldout), ("ood", ood_documents)):
             if documents:
                 trainer.heldout[name] = documents, ScaledFeatures(sources.of(documents, f"features-{name}"), scale_F)

@@ -26,7 +26,7 @@ from paceline.train.answers.prompt_tokens import REFUSED, TOO_LONG
 from paceline.train.answers.regenerate import run as regenerate
 from paceline.train.config import AnswerConfig, PromptsConfig, RegenerateConfig, TrainConfig
 from paceline.train.documents.dataset import check_answers, read_corpus
-from paceline.train.plan.prompt_facts import fit_lengths
+from paceline.train.plan.lengths import fit_lengths, with_length
 from paceline.train.plan.training_plan import make_plan
 from paceline.train.run import _Stages
 from paceline.types import SamplingParams
@@ -213,7 +213,7 @@ def test_a_training_on_prompts_of_tokens_learns_from_the_targets_answers(tmp_pat
     asked, answering = PromptsConfig((str(file),)), AnswerConfig(4, 64)
     config = TrainConfig(tmp_path / "run", target(tmp_path / "model"), asked, answering=answering)
     assert make_plan(config).data.prompts == 3
-    stages = _Stages(config, Ranks(), lambda: None, quiet(), Stop(quiet().say))
+    stages = _Stages(with_length(config), Ranks(), lambda: None, quiet(), Stop(quiet().say))
     answers, _, _ = stages._answers()
     documents = stages._corpus(answers, None).train
     llm = LLM(config.target.model, drafter="none", dtype="float32", device="cpu")
@@ -335,7 +335,8 @@ def test_max_len_has_room_for_the_longest_prompt_and_its_answer(tmp_path: Path) 
     assert config.answering.max_prompt_tokens == 256 and [*why] == ["answering.max_prompt_tokens"]
     with pytest.raises(ConfigError, match="raise max_len to 2256, or lower max_prompt_tokens to 768"):
         fit_lengths(replace(wide, max_len=1000 + 24, given=("max_len", "answering.max_prompt_tokens")))
-    assert fit_lengths(TrainConfig(tmp_path, asked=asked))[1] == {}
+    config, why = fit_lengths(TrainConfig(tmp_path, asked=asked))
+    assert config.max_len == 512 + 256 and why == {"max_len": "the longest prompt and its answer"}
 
 
 def test_a_prompt_that_fills_the_longest_document_is_counted_as_such(tmp_path: Path) -> None:

@@ -98,9 +98,9 @@ def test_what_was_asked_for_wins_and_who_chose_is_told(tmp_path: Path) -> None:
     assert plan.config.loop.loss.vocab is None and "loop.loss.vocab" not in plan.chosen
     assert "yours      --loss-vocab None, --block-size 8" in plan.text
     off = make_plan(asked(tmp_path, plan="off"))
-    assert off.chosen == {} and off.config.shape == DrafterShape()
+    assert [*off.chosen] == ["max_len"] and off.config.shape == DrafterShape()
     further = make_plan(asked(tmp_path, init="default"))
-    assert further.chosen == {}, "a drafter that goes on keeps its shape and recipe"
+    assert [*further.chosen] == ["max_len"], "a drafter that goes on keeps its shape and recipe"
     assert (further.sizes.num_layers, further.sizes.num_heads, further.sizes.block_size) == (2, 14, 8)
     assert 16384 <= further.sizes.draft_vocab < 20000 and further.share_of_pass < MOST_SHARE
     with pytest.raises(ConfigError, match="there is no drafter in"):
@@ -122,7 +122,7 @@ def test_a_processor_without_products_of_bfloat16_trains_in_float32(
     assert plan.blocks == pytest.approx(fast.blocks), "as fast as the other, which multiplies as much in bfloat16"
     assert plan.share_of_pass == pytest.approx(fast.share_of_pass)
     further = make_plan(asked(tmp_path, init="default"))
-    assert not further.config.loop.autocast and list(further.chosen) == ["loop.autocast"]
+    assert not further.config.loop.autocast and list(further.chosen) == ["loop.autocast", "max_len"]
     asked_for = make_plan(replace(asked(tmp_path), given=("loop.autocast",)))
     assert asked_for.config.loop.autocast
 

@@ -43,7 +43,7 @@ class DrafterConfig:
     features: Annotated[str, ("auto", "online", "cached", "streamed")] = "auto"
     """Storage of the target's hidden states, the drafter's inputs."""
     max_len: Annotated[int, at_least(8)] | None = None
-    """Longest document, in tokens [default: the store's longest, between 1,024 and 4,096]."""
+    """Longest document, in tokens [default: 99% fit whole, if memory and context allow]."""
     shape: DrafterShape = field(default_factory=DrafterShape)
     loop: LoopConfig = field(default_factory=LoopConfig)
 

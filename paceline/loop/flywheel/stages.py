@@ -262,7 +262,7 @@ def _training(turn: Turn, name: str, model: str) -> TrainConfig:
     return TrainConfig(
         turn.folder / name,
         replace(config.engine, model=model, drafter=NO_DRAFTER),
-        max_len=drafter.max_len or turn.max_len,
+        max_len=drafter.max_len,
         minutes=config.drafter_minutes,
         plan=drafter.plan,
         features=drafter.features,

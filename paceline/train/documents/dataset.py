@@ -155,7 +155,7 @@ def read_documents(
     all answers are then in memory."""
     counts.update(num_too_short=0, num_prompt_too_long=0, num_loops_cut=0, num_cut=0, num_repeated=0)
     seen: set[tuple[int, int]] = set()
-    for answer in _answers(sources, dropped):
+    for answer in answers_of(sources, dropped):
         if once:
             mark = (key_hash(answer.key), answer.turn)
             if mark in seen:
@@ -174,7 +174,9 @@ def read_documents(
         yield ReadDocument(answer, document, end < len(answer.answer_ids), len(whole) > max_len)
 
 
-def _answers(sources: Iterable[Path], dropped: Dropped | None = None) -> Iterator[Answer]:
+def answers_of(sources: Iterable[Path], dropped: Dropped | None = None) -> Iterator[Answer]:
+    """Yields the answers of folders, files of answers and tokenised files. Unusable rows are counted in `dropped`, or
+    raise PromptError without it; a missing source raises PromptError."""
     for source in sources:
         if not source.exists():
             raise PromptError(f"there are no answers at {source}: make them with paceline regenerate")
@@ -193,7 +195,7 @@ def check_answers(
     to their own text. `decode`: token ids -> text. With `strict`, also for an unusable row."""
     for source in sources:
         dropped = Dropped()
-        first = list(islice(_answers([source], None if strict else dropped), NUM_READ_BACK))
+        first = list(islice(answers_of([source], None if strict else dropped), NUM_READ_BACK))
         if not first:
             reasons = f" ({dropped})" if dropped else ""
             raise PromptError(f"there are no answers in {source}{reasons}: make them with paceline regenerate")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.data.prompts import Prompt
 from paceline.data.rows import Dropped
-from paceline.errors import ConfigError, PromptError
+from paceline.errors import PromptError
 from paceline.hub import BUILTINS, HUB_ID, cache_home
 from paceline.model.gguf.container import is_gguf
 from paceline.report.tables import ignore
@@ -22,7 +22,7 @@ from paceline.train.answers.mixture import read_mixture, sources_of
 from paceline.train.answers.prompt_tokens import NO_TEMPLATE, PromptEncoder, TokenizerOnly
 from paceline.train.config import PromptsConfig, TrainConfig
 from paceline.train.documents.dataset import Corpus, read_documents
-from paceline.train.run_file import with_value
+from paceline.train.plan.lengths import longest_of
 
 if TYPE_CHECKING:
     from paceline.model.text.tokenizer import Tokenizer
@@ -165,7 +165,8 @@ def _note_dropped(prefix: str, dropped: Dropped, notes: list[str]) -> None:
 def _answers_text(config: TrainConfig) -> str:
     """Describes how many documents the answers become, and what is left out or cut. Raises PromptError."""
     counts, dropped, number = Counter[str](), Dropped(), 0
-    for read in read_documents(config.answers, config.max_len, counts, None if config.asked.strict else dropped):
+    options = (longest_of(config), counts, None if config.asked.strict else dropped)
+    for read in read_documents(config.answers, *options):
         counts.update(num_loops_cut=read.has_loop, num_cut=read.is_cut)
         number += 1
     summary = Corpus([], [], **counts, dropped=dropped).told()
@@ -186,28 +187,3 @@ def tokenizer_here(model: str) -> Tokenizer | None:
     from paceline.model.text.tokenizer import Tokenizer  # imports torch, which a plan needs only here
 
     return Tokenizer.from_path(path)
-
-
-def fit_lengths(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:
-    """Returns the config with a `max_len` for the longest prompt and its answer, and the reason of each change. Raises
-    ConfigError if the given `max_len` and `max_prompt_tokens` leave no room for an answer."""
-    answering, needed = config.answering, config.answering.max_prompt_tokens + config.answering.max_tokens
-    if needed <= config.max_len or not (config.asked.prompts or config.asked.self_written or not config.answers):
-        return config, {}
-    if not config.is_given("max_len"):
-        return with_value(config, "max_len", needed), {"max_len": "the longest prompt and its answer"}
-    left = config.max_len - min(answering.max_tokens, config.max_len // 2)
-    if not config.is_given("answering.max_prompt_tokens"):
-        if answering.max_prompt_tokens <= left:
-            return config, {}
-        name = "answering.max_prompt_tokens"
-        return with_value(config, name, left), {
-            name: f"max_len {config.max_len} leaves no answer behind longer prompts"
-        }
-    if answering.max_prompt_tokens > left:
-        raise ConfigError(
-            f"max_len {config.max_len} has no room for a prompt of max_prompt_tokens {answering.max_prompt_tokens} "
-            "and its "
-            f"answer: raise max_len to {needed}, or lower max_prompt_tokens to {left}"
-        )
-    return config, {}

@@ -31,7 +31,8 @@ from paceline.train.plan.choices import (
 )
 from paceline.train.plan.expected_acceptance import Learned, expected_lines, expected_of
 from paceline.train.plan.gpu_times import CHECKPOINT_BYTES, fixed_seconds, hours_range
-from paceline.train.plan.prompt_facts import Data, fit_lengths, read_data
+from paceline.train.plan.lengths import fit_lengths, limits_of, longest_of, memory_of, position_bytes
+from paceline.train.plan.prompt_facts import Data, read_data
 from paceline.train.plan.target_facts import MachineFacts, TargetFacts, machine_of, read_target
 from paceline.train.run_file import value_of, with_value
 
@@ -68,8 +69,6 @@ MOST_ANSWERING = 0.35
 MORE_ANSWERS, LEAST_EPOCHS, WARM = 0.25, 6.0, 0.7
 """A prompt gets several answers, sampled at temperature WARM, if they take at most this share of the minutes and leave
 time for LEAST_EPOCHS epochs."""
-OPTIMISER_BYTES = 16
-"""Bytes per parameter with its gradient and two moments, float32."""
 NOT_KEPT = ("online", "streamed")
 """Hidden states that are recomputed in every epoch instead of stored on disk."""
 
@@ -130,12 +129,13 @@ def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answ
         for choice in options:
             if not config.is_given(choice.name) and value_of(config, choice.name) != choice.value:
                 config, chosen[choice.name] = with_value(config, choice.name, choice.value), choice.why
-        config, fitted = fit_lengths(config)
+    sizes = sizes_of(config, target)
+    if config.plan == "auto" or config.max_len is None:
+        config, fitted = fit_lengths(config, limits_of(config, target, machine, sizes))
         chosen |= fitted
     data = read_data(config, notes, reads_answers=reads_answers)
     config, limited, data = _limited(config, target, machine, data)
     chosen |= limited
-    sizes = sizes_of(config, target)
     config, more = _more_answers(config, target, machine, data, sizes)
     chosen |= more
     seconds = _stage_seconds(config, target, machine, data)
@@ -166,7 +166,7 @@ def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answ
         hours={**hours, "all": sum(hours.values())},
         hours_range=hours_range(config, hours) if machine.is_gpu else None,
         disk_bytes=disk,
-        memory_bytes=_memory(config, target, sizes),
+        memory_bytes=memory_of(config, target, sizes) + longest_of(config) * position_bytes(config, target, sizes),
         blocks=blocks,
         expected=None if config.shape.is_chained else expected_of(target.name, _learned(config, data, blocks)),
         notes=notes,
@@ -263,7 +263,7 @@ def flops_per_block(config: TrainConfig, target: TargetFacts, data: Data, sizes:
     layers = 6.0 * sizes.num_layers * sizes.layer_parameters * sizes.block_size
     head = 4.0 * (sizes.block_size - 1) * min(rows, target.shape.vocab_size) * sizes.hidden_size
     answer = ANSWER_SHARE * config.answering.max_tokens
-    length = min(data.prompt_tokens + answer, config.max_len)
+    length = min(data.prompt_tokens + answer, longest_of(config))
     return layers + head + 6.0 * sizes.context_parameters * length / _blocks_per_answer(config)
 
 
@@ -304,18 +304,6 @@ def _disk(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) ->
         "checkpoints": checkpoint * (config.loop.keep_last + 1) + 6.0 * sizes.parameters,
     }
     return {**sizes_in_bytes, "all": sum(sizes_in_bytes.values())}
-
-
-def _memory(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
-    """Returns the largest memory use of the training stage: target, embedding and head as matrices, weights with their
-    optimiser, one pack. Of a remote target, only the two matrices are here."""
-    is_elsewhere = config.elsewhere.features_at is not None
-    matrix = 2.0 * 4 * target.shape.vocab_size * sizes.hidden_size if target.is_quantised or is_elsewhere else 0.0
-    rows = config.loop.blocks_per_pack * sizes.block_size
-    activations = sizes.num_layers * (30 * sizes.hidden_size + 6 * sizes.intermediate_size) * 4.0 * rows
-    head = 256 * 12.0 * min(config.loop.loss.vocab or sizes.draft_vocab, target.shape.vocab_size)
-    weights = 0.0 if is_elsewhere else target.weight_bytes or target.shape.num_parameters * target.value_bytes
-    return weights + matrix + OPTIMISER_BYTES * sizes.parameters + activations + head
 
 
 def _lines(plan: Plan) -> Iterator[str]:
