@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ GROUND_FLOOR = {"plan", "data", "runs", "report", "net"}
 NOUNS = {"types", "errors", "bounds", "config", "hardware", "hub", "lossy", "rng", "sampling", "turnaround"}
 LAYERS = [
     NOUNS | GROUND_FLOOR,
-    {"model", "simulate"},
+    {"model", "simulate", "interop"},
     {"draft", "verify"},
     {"engine"},
     {"bench", "train", "serve"},
@@ -125,6 +126,19 @@ def test_predictions_need_no_engine(path: Path) -> None:
     found = imports_of(path)
     assert "torch" not in {name.split(".")[0] for name in found}
     assert {part(name) for name in found if name.startswith("paceline.")} <= FOR_PREDICTIONS
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "interop").glob("*.py")), ids=name_of)
+def test_classes_for_other_engines_need_little(path: Path) -> None:
+    """They run in the engine's environment, where our dependencies may be missing."""
+    found = imports_of(path)
+    assert {name for name in found if name.startswith("paceline")} <= {"paceline.errors", "paceline.interop"}
+    assert {name.split(".")[0] for name in found} <= sys.stdlib_module_names | {
+        "torch",
+        "safetensors",
+        "vllm",
+        "paceline",
+    }
 
 
 def test_a_wrong_arrow_would_be_seen(tmp_path: Path) -> None:

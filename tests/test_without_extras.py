@@ -37,13 +37,14 @@ NEED_EXTRAS = {
     "serve": "run",
     "serve.admin": "api",
     "serve.dialects": "base, message_replies, messages, response_replies, responses",
+    "interop": "hidden_states",
     "serve.http": "app, failures, features, security, validation",
     "serve.replies": "choices, events",
     "serve.requests": "chats, completions, grammars, prompts, routing, tools",
     "serve.worker": "drafters, inbox, worker",
 }
 """Modules that may need what is not there to be imported: an extra of pyproject.toml, `serve` for most, `distill` for
-`teach`; or Triton, which kernels import when they first run."""
+`teach`; vLLM, which imports `interop`; or Triton, which kernels import when they first run."""
 
 
 class Absent(importlib.abc.MetaPathFinder):

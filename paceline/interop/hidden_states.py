@@ -1,0 +1,130 @@
+"""KV connector that vLLM loads to write the hidden states of its requests to files, on GPUs and on its CPU build.
+
+    --speculative-config '{"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config":
+        {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 9, 15]}}}'
+    --kv-transfer-config '{"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer",
+        "kv_connector_module_path": "paceline.interop.hidden_states",
+        "kv_connector_extra_config": {"shared_storage_path": "/mnt/states"}}'
+
+Every request leaves a safetensors file in that folder: hidden_states [tokens, layers, hidden size] of its prompt, and
+token_ids [tokens]. A file gets its name when it is complete, so readers need no lock. `paceline train --features-from`
+reads the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.errors import ConfigError, reraised
+
+LEAST_VERSION = (0, 32)
+"""Oldest vLLM whose example connector has the methods that are replaced here."""
+NEEDED = ("_submit_async_write", "_write_tensors", "_on_write_done")
+"""Methods of vLLM's example connector that this one replaces or calls."""
+UNFINISHED = ".part"
+"""Suffix of a file that is being written."""
+
+with reraised(
+    ConfigError,
+    "vLLM has no connector for hidden states",
+    "install vLLM 0.32 or later in this Python environment",
+    ImportError,
+):
+    import vllm  # pyright: ignore[reportMissingImports]
+    from vllm.distributed.kv_transfer.kv_connector.v1 import (  # pyright: ignore[reportMissingImports]
+        example_hidden_states_connector as example,
+    )
+
+
+def check_version(version: str, numbers: tuple[Any, ...], connector: type) -> None:
+    """Raises ConfigError if this vLLM is too old, or its example connector lacks a method that is replaced here.
+    `numbers`: vLLM's `__version_tuple__`; (0, 0, ...) for builds from source, which are checked by methods alone."""
+    missing = [name for name in NEEDED if not hasattr(connector, name)]
+    if (0, 0) != numbers[:2] < LEAST_VERSION or missing:
+        least = ".".join(map(str, LEAST_VERSION))
+        lacks = f", whose {connector.__name__} has no {', '.join(missing)}" if missing else ""
+        raise ConfigError(
+            f"paceline.interop.hidden_states needs vLLM {least} and was tried with 0.32; this is {version}{lacks}: "
+            f"install vLLM 0.32, or compute the hidden states with paceline serve --features"
+        )
+
+
+check_version(vllm.__version__, vllm.__version_tuple__, example.ExampleHiddenStatesConnector)
+
+
+class Copied:
+    """A finished copy, in place of a CUDA event."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+class HiddenStatesConnector(example.ExampleHiddenStatesConnector):
+    """vLLM's example connector with complete files only, and copies that need no CUDA streams on a CPU."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        """Raises ConfigError if `shared_storage_path` is missing or cannot be written."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        folder = self._kv_transfer_config.get_from_extra_config("shared_storage_path", None)
+        check_folder(folder)
+        self.use_lock = False
+
+    def _submit_async_write(self, pending: Any) -> None:
+        """Copies the hidden states of a finished request out of the KV cache, before its blocks are freed, and lets a
+        thread write them. `pending`: the request's id, token_ids [tokens], block_ids and filename."""
+        if not self._is_tp_rank_zero:
+            return
+        cache, num_tokens = self._kv_cache, len(pending.token_ids)  # cache: [blocks, layers, block size, hidden size]
+        if cache.device.type != "cpu":
+            super()._submit_async_write(pending)
+            return
+        slots = slots_of(pending.block_ids, self._block_size)[:num_tokens]
+        states = example.extract_from_kv_cache(cache, slots, num_tokens).contiguous()
+        tensors, done = {"hidden_states": states, "token_ids": pending.token_ids.clone()}, Copied()
+        written = self._executor.submit(self._write_tensors, tensors, done, pending.filename, None)
+        self._req_copy_events[pending.req_id], self._req_futures[pending.req_id] = done, written
+        written.add_done_callback(partial(self._on_write_done, pending.req_id))
+
+    @staticmethod
+    def _write_tensors(tensors: dict[str, Tensor], event: Any, filename: str, lock_fd: int | None) -> None:
+        """Waits for the copy, and writes the file under another name until it is complete. vLLM logs an OSError."""
+        unfinished = filename + UNFINISHED
+        try:
+            event.synchronize()
+            os.makedirs(os.path.dirname(filename), exist_ok=True)
+            save_file(tensors, unfinished)
+            os.replace(unfinished, filename)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(unfinished)
+            if lock_fd is not None:
+                os.close(lock_fd)
+
+
+def slots_of(block_ids: list[int], block_size: int) -> Tensor:
+    """Returns the cache slots of a request's positions, [blocks * block size]."""
+    return (torch.tensor(block_ids, dtype=torch.long)[:, None] * block_size + torch.arange(block_size)).flatten()
+
+
+def check_folder(folder: Any) -> None:
+    """Raises ConfigError if the folder is not given, or no file can be written there."""
+    if not isinstance(folder, str) or not folder:
+        raise ConfigError(
+            'no folder for hidden states: give {"shared_storage_path": "/a/folder"} in kv_connector_extra_config, the '
+            "folder that paceline train names with --features-folder"
+        )
+    with reraised(ConfigError, f"cannot write to {folder}", "choose another shared_storage_path", OSError):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
