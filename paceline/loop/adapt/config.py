@@ -148,11 +148,35 @@ class RetrainConfig:
     """CPU threads of a training [default: PyTorch's choice]."""
     window_hours: Count = 48
     """Minimum hours of traffic, counted back from the decision, that a training uses."""
+    train_command: str | None = None
+    """Shell command that trains a candidate, here or on a cluster, from PACELINE_WINDOW to PACELINE_OUT/drafter; exit
+    status 0 means trained [default: paceline train on this machine]."""
+    train_units: Positive | None = None
+    """Cores or GPUs that a training keeps busy, for its cost [default: --train-threads, else this machine's cores]."""
+    train_hours_budget: Positive | None = None
+    """Core- or GPU-hours after which a training is stopped; its candidate is then not judged [default: no limit]."""
+    features_from: str | None = None
+    """Address of vLLM with hidden-state extraction, or of paceline serve --features, for trainings [default: this
+    machine computes hidden states]."""
+    features_folder: Path | None = None
+    """Folder where vLLM's connector writes hidden states, as this machine sees it."""
 
     def __post_init__(self) -> None:
         check(self)
-        if not self.learning_rates:
-            raise ConfigError("give at least one learning rate")
+        has_command = self.train_command is not None
+        refuse(
+            ConfigError,
+            (not self.learning_rates, "give at least one learning rate"),
+            (has_command and not (self.train_command or "").strip(), "train_command is empty: give a shell command"),
+            (
+                has_command and self.features_from is not None,
+                "train_command starts the training itself: give features_from to the paceline train in it",
+            ),
+            (
+                self.features_folder is not None and self.features_from is None,
+                "features_folder needs features_from: give the server's address",
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,8 +120,12 @@ def command_of(
 def train_command(
     window: Path, out: Path, incumbent: str, learning_rate: float, engine: EngineConfig, config: RetrainConfig
 ) -> list[str]:
-    """Builds the `paceline train` command that trains the incumbent further on the window, at the lowest priority if
-    `nice` is available."""
+    """Builds the command that trains the incumbent further on the window: the user's, or `paceline train`. It runs at
+    the lowest priority if `nice` is available."""
+    if config.train_command is not None:
+        values = hook_environment(window, out, incumbent, learning_rate, engine, config)
+        assigned = [f"{name}={value}" for name, value in values.items()]
+        return [*polite(), "env", *assigned, "sh", "-c", config.train_command]
     words: list[Any] = [
         sys.executable,
         "-m",
@@ -147,7 +151,33 @@ def train_command(
     words += [word for folder in config.general for word in ("--answers", folder)]
     words += ["--dtype", engine.dtype, "--device", engine.device, "--weight-format", engine.weight_format]
     words += ["--threads", config.train_threads] if config.train_threads else []
+    words += ["--features-from", config.features_from] if config.features_from else []
+    words += ["--features-folder", config.features_folder] if config.features_folder else []
     return [*polite(), *map(str, words), "--json"]
+
+
+def hook_environment(
+    window: Path, out: Path, incumbent: str, learning_rate: float, engine: EngineConfig, config: RetrainConfig
+) -> dict[str, str]:
+    """Returns the environment variables of a user's training command."""
+    return {
+        "PACELINE_WINDOW": str(window.absolute()),
+        "PACELINE_OUT": str(out.absolute()),
+        "PACELINE_INCUMBENT": incumbent,
+        "PACELINE_MODEL": engine.model,
+        "PACELINE_LEARNING_RATE": f"{learning_rate:g}",
+        "PACELINE_MINUTES": f"{config.minutes:g}",
+        "PACELINE_GENERAL": os.pathsep.join(str(folder.absolute()) for folder in config.general),
+    }
+
+
+def not_trained(status: int, job: Job, drafter: Path, config: RetrainConfig) -> str | None:
+    """Returns why a training that ended with this exit status left no candidate; None if there is one."""
+    if status != 0:
+        return f"its training ended with status {status}: {job.last_error}"
+    if config.train_command is not None and not (drafter / "config.json").is_file():
+        return f"train_command ended with status 0 and left no drafter in {drafter}: it must write one there"
+    return None
 
 
 def gate_command(candidate: str, engine: EngineConfig, traces: Path, options: dict[str, Any]) -> list[str]:
@@ -229,17 +259,18 @@ class Job:
         return self._process.poll() if self._process else None
 
     def stop(self) -> None:
-        """Terminate the command; a training resumes from its checkpoint when it is started again."""
+        """Terminate the command with its child processes; a training resumes from its checkpoint when it is started
+        again."""
         if self._process is None:
             with self._lock.open("a+") as lock, contextlib.suppress(ValueError, ProcessLookupError):
                 if not _takes(lock):
-                    os.kill(int(self._lock.read_text()), signal.SIGTERM)
+                    os.killpg(int(self._lock.read_text()), signal.SIGTERM)
             return
-        self._process.terminate()
+        _signal_group(self._process, signal.SIGTERM)
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            _signal_group(self._process, signal.SIGKILL)
             self._process.wait()
 
     @property
@@ -256,6 +287,12 @@ class Job:
     def last_error(self) -> str:
         """Last line of stderr."""
         return _last_line(self._err)[:500] or "no output"
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Signal a process and its children, which form a group of their own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def _takes(lock: IO[str]) -> bool:

@@ -17,7 +17,7 @@ from paceline.errors import CacheError, DeployError, DownloadError, UnreachableE
 from paceline.loop.adapt.config import CandidateConfig, RetrainConfig, StoreConfig, WatchConfig
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
 from paceline.loop.adapt.gate.lineage import Lineage
-from paceline.loop.adapt.gate.retrain import Job, command_of, unjudged, verdict_of
+from paceline.loop.adapt.gate.retrain import Job, command_of, not_trained, unjudged, verdict_of
 from paceline.loop.adapt.log import AdaptLog, apply, event_line
 from paceline.loop.adapt.metrics import AdaptMetrics
 from paceline.loop.adapt.rollout.canary import Canary
@@ -28,6 +28,8 @@ from paceline.loop.adapt.servers.deploy import Deployment
 from paceline.loop.adapt.traffic.hours import HOUR_S
 
 Start = Callable[[list[str], Path], Job]
+STOPPED = -1000
+"""In place of an exit status: the training used its budget and was stopped."""
 
 
 @dataclass(slots=True)
@@ -93,17 +95,31 @@ class Steps:
             stage.began, stage.skew = now, 0.0
             if isinstance(self._job, Job) and self._job.is_waiting:
                 self.say(f"adapt: a {stage.name} of an earlier daemon goes on here: it is waited for, then taken up")
-        elif (status := self._job.poll()) is not None:
+        elif (status := self._status(stage, self._job, now)) is not None:
             job, self._job, self._is_unsaved = self._job, None, True
             (self._trained if stage.name == "training" else self._judged)(stage, job, status, now)
 
+    def _status(self, stage: Stage, job: Job, now: float) -> int | None:
+        """Exit status of a job; None while it runs. A training that has used its budget is stopped."""
+        status, budget = job.poll(), self.retrain.train_hours_budget
+        if status is None and stage.name == "training" and budget is not None:
+            if stage.lasted(now) / HOUR_S * self._units() < budget:
+                return None
+            self.say(f"adapt: candidate {stage.at} has used its {budget:g} hours: its training is stopped")
+            job.stop()
+            return STOPPED
+        return status
+
     def _trained(self, stage: Stage, job: Job, status: int, now: float) -> None:
         stage.seconds += stage.lasted(now)
-        if status == 0:
+        why = not_trained(status, job, Path(stage.candidates[stage.at]), self.retrain)
+        if status == STOPPED:
+            why = f"its training was stopped after {self.retrain.train_hours_budget:g} hours: raise train_hours_budget"
+        if why is None:
             stage.name = "gate"
             return
-        self.say(f"adapt: candidate {stage.at} was not trained ({job.last_error})")
-        stage.verdicts.append(unjudged(f"its training ended with status {status}: {job.last_error}"))
+        self.say(f"adapt: candidate {stage.at} was not trained ({why})")
+        stage.verdicts.append(unjudged(why))
         self._next_candidate(stage, now)
 
     def _judged(self, stage: Stage, job: Job, status: int, now: float) -> None:
@@ -158,8 +174,12 @@ class Steps:
         self._event(hour_of(now), event, clusters=stage.clusters, why=why, cost_hours=self._cost(stage))
 
     def _cost(self, stage: Stage) -> float:
-        """Core-hours of the stage's trainings."""
-        return stage.seconds / HOUR_S * (self.retrain.train_threads or os.cpu_count() or 1)
+        """Core- or GPU-hours of the stage's trainings."""
+        return stage.seconds / HOUR_S * self._units()
+
+    def _units(self) -> float:
+        """Number of cores or GPUs that a training keeps busy."""
+        return self.retrain.train_units or self.retrain.train_threads or os.cpu_count() or 1
 
     def _end(self, stage: Stage) -> None:
         self._is_unsaved = True

@@ -1,0 +1,146 @@
+"""Trainings that the user's own command starts, with the window and the folders in its environment."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from fake_servers import FakeServer, serving
+from played import NOW, PASSED, Played, events, traffic, watcher
+
+from paceline.config import EngineConfig
+from paceline.data.answers import AnswerShards
+from paceline.errors import ConfigError
+from paceline.loop.adapt.config import RetrainConfig
+from paceline.loop.adapt.gate.retrain import Job, train_command
+
+DRAFTER = 'mkdir -p "$PACELINE_OUT/drafter" && echo "{}" > "$PACELINE_OUT/drafter/config.json"'
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with serving(FakeServer()) as fake:
+        fake.count(rounds=1000, accepted=1000, tokens=2000)
+        yield fake
+
+
+class Trained(Played):
+    """Runs trainings for real, and waits for them; gates are played."""
+
+    def __call__(self, command: list[str], said: Path) -> Job:
+        if "-training-" not in said.name:
+            return super().__call__(command, said)
+        self.commands.append(command)
+        job = Job(command, said)
+        assert job._process is not None
+        job._process.wait()
+        return job
+
+
+def test_the_command_trains_from_the_window_into_the_folder(tmp_path: Path, server: FakeServer) -> None:
+    traffic(tmp_path)
+    command = f'env > "{tmp_path}/seen" && {DRAFTER}'
+    retrain = RetrainConfig(
+        train_command=command, learning_rates=(3e-4,), minutes=12.0, general=(tmp_path / "general",)
+    )
+    one = watcher(tmp_path, server, Trained((0, PASSED)), retrain=retrain)
+    for minute in range(5):
+        one.tick(NOW + 60 * minute)
+    assert events(one) == ["training", "swapped"]
+    seen = dict(
+        line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines() if line.startswith("PACELINE")
+    )
+    assert len([*AnswerShards(Path(seen["PACELINE_WINDOW"]))]) > 50
+    assert server.members == {"general": f"{seen['PACELINE_OUT']}/drafter"}
+    assert (seen["PACELINE_INCUMBENT"], seen["PACELINE_MODEL"]) == ("default", EngineConfig().model)
+    assert (seen["PACELINE_LEARNING_RATE"], seen["PACELINE_MINUTES"]) == ("0.0003", "12")
+    assert seen["PACELINE_GENERAL"] == str(tmp_path / "general")
+    assert all(Path(seen[f"PACELINE_{name}"]).is_absolute() for name in ("WINDOW", "OUT"))
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (f"{DRAFTER}; echo 'no node is free' >&2; exit 7", "its training ended with status 7: no node is free"),
+        ("true", "train_command ended with status 0 and left no drafter in "),
+        ("no-such-program", "its training ended with status 127: "),
+    ],
+)
+def test_a_command_that_fails_is_a_line_of_the_log(tmp_path: Path, server: FakeServer, command: str, why: str) -> None:
+    traffic(tmp_path)
+    one = watcher(tmp_path, server, Trained(), retrain=RetrainConfig(train_command=command))
+    for minute in range(5):
+        one.tick(NOW + 60 * minute)
+    assert events(one) == ["training", "refused"] and server.members == {"general": "default"}
+    [entry] = one.lineage.entries()
+    assert entry["state"] == "not judged" and entry["reason"].startswith(why)
+    assert one.log.lines()[-1]["why"].startswith(why) and one.stage is None
+
+
+def test_a_training_that_used_its_budget_is_stopped(tmp_path: Path, server: FakeServer) -> None:
+    traffic(tmp_path)
+    retrain = RetrainConfig(train_command="sleep 600", train_units=8.0, train_hours_budget=16.0)
+    running = list[Job]()
+    one = watcher(
+        tmp_path,
+        server,
+        cast(Any, lambda command, said: running.append(Job(command, said)) or running[-1]),
+        retrain=retrain,
+    )
+    one.tick(NOW)
+    one.tick(NOW + 60)
+    one.tick(NOW + 60 + 3600)
+    assert events(one) == ["training"]
+    one.tick(NOW + 60 + 7200)
+    assert events(one) == ["training", "refused"] and running[0].poll() is not None
+    line = one.log.lines()[-1]
+    assert "stopped after 16 hours" in line["why"] and line["cost_hours"] == pytest.approx(16, abs=0.2)
+
+
+def test_a_stopped_command_leaves_no_child_behind(tmp_path: Path) -> None:
+    """A child that goes on holds the lock, and the next daemon would wait for it."""
+    job = Job(["sh", "-c", f'sleep 600 & echo > "{tmp_path}/begun"; wait'], tmp_path / "job")
+    while not (tmp_path / "begun").exists():
+        assert job.poll() is None
+    job.stop()
+    with (tmp_path / "job.lock").open("a+") as lock:
+        taken = threading.Thread(target=fcntl.flock, args=(lock, fcntl.LOCK_EX), daemon=True)
+        taken.start()
+        taken.join(30)
+        assert not taken.is_alive()
+
+
+def test_a_training_takes_hidden_states_of_a_server(tmp_path: Path) -> None:
+    config = RetrainConfig(features_from="http://gpu-2:8000", features_folder=Path("/mnt/states"))
+    words = train_command(tmp_path, tmp_path / "out", "default", 2e-4, EngineConfig(), config)
+    assert words[words.index("--features-from") + 1] == "http://gpu-2:8000"
+    assert words[words.index("--features-folder") + 1] == "/mnt/states"
+    plain = train_command(tmp_path, tmp_path / "out", "default", 2e-4, EngineConfig(), RetrainConfig())
+    assert not {"--features-from", "--features-folder", "--max-len"} & {*plain}, "lengths come from the window"
+
+
+def test_the_command_is_run_by_a_shell_at_low_priority(tmp_path: Path) -> None:
+    config = RetrainConfig(train_command='torchrun --out "$PACELINE_OUT"')
+    words = train_command(tmp_path / "a window", tmp_path / "out", "a=b", 2e-4, EngineConfig(), config)
+    at = words.index("env")
+    assert words[:at] in (["nice", "-n", "19"], []) and words[-3:] == ["sh", "-c", 'torchrun --out "$PACELINE_OUT"']
+    assert f"PACELINE_WINDOW={tmp_path}/a window" in words[at:] and "PACELINE_INCUMBENT=a=b" in words[at:]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"train_command": " "}, "train_command is empty"),
+        ({"train_command": "x", "features_from": "http://a:1"}, "train_command starts the training itself"),
+        ({"features_folder": Path("a")}, "features_folder needs features_from"),
+        ({"train_units": 0.0}, "train_units must be above 0"),
+        ({"train_hours_budget": -1.0}, "train_hours_budget must be above 0"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        RetrainConfig(**given)
