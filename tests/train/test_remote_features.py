@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shlex
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from paceline.model.backends import load_target, settle
 from paceline.model.embedding_and_head import Ends, load_ends
 from paceline.model.target import Target, head_weight
 from paceline.net.retrying import KEY
+from paceline.report.tables import Progress
 from paceline.train import train
 from paceline.train.config import (
     AnswerConfig,
@@ -41,7 +43,7 @@ from paceline.train.config import (
 )
 from paceline.train.documents.dataset import Document
 from paceline.train.features.hidden_states import OnlineFeatures
-from paceline.train.features.remote import RemoteFeatures
+from paceline.train.features.remote import RemoteFeatures, vllm_command
 from paceline.train.plan import target_facts as facts
 
 LOOP = LoopConfig(max_steps=4, blocks_per_step=24, anchors=6, autocast=False, heldout_every=2)
@@ -146,8 +148,17 @@ def trained(
         "max_len": 64,
         "plan": "off",
     } | changes
-    result = train(TrainConfig(out, engine, elsewhere=elsewhere or ElsewhereConfig(), **values))
+    progress = values.pop("progress", None)
+    result = train(TrainConfig(out, engine, elsewhere=elsewhere or ElsewhereConfig(), **values), progress=progress)
     return load_file(result.drafter / "model.safetensors")
+
+
+class Said(Progress):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
 
 
 @pytest.fixture(scope="module")
@@ -168,10 +179,25 @@ def test_vllm_s_files_give_the_same_drafter(
     one, fake = vllm
     one.has_locks = features == "cached"
     elsewhere = ElsewhereConfig(features_from=fake.url, features_folder=one.folder, at_once=4)
-    there = trained(tmp_path / "there", engine, answers, elsewhere, features=features)
+    said = Said()
+    there = trained(tmp_path / "there", engine, answers, elsewhere, features=features, progress=said)
     assert same(there, here)
+    [(number, command)] = [(number, line) for number, line in enumerate(said.lines) if "vllm serve" in line]
+    assert command.startswith(f"vLLM at {fake.url} is started like this:\n  vllm serve {engine.model} ")
+    assert "it does not report its layers" in said.lines[number + 1], "said before the server is needed"
     assert list(one.folder.iterdir()) == [], "what was read is deleted"
     assert one.number >= 12
+
+
+def test_the_command_names_our_connector_and_has_room_for_one_token_more(tmp_path: Path) -> None:
+    words = shlex.split(vllm_command("org/some model", (1, 8, 14), 2048, tmp_path / "the states"))
+    assert words[:5] == ["vllm", "serve", "org/some model", "--max-model-len", "2049"]
+    extraction, connector = json.loads(words[6]), json.loads(words[8])
+    assert words[5::2] == ["--speculative-config", "--kv-transfer-config"]
+    assert extraction["draft_model_config"]["hf_config"] == {"eagle_aux_hidden_state_layer_ids": [2, 9, 15]}
+    assert connector["kv_connector_extra_config"] == {"shared_storage_path": str(tmp_path / "the states")}
+    file = Path(__file__).parents[2].joinpath(*connector["kv_connector_module_path"].split(".")).with_suffix(".py")
+    assert f"class {connector['kv_connector']}(" in file.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

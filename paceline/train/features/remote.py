@@ -1,10 +1,11 @@
 """Gets hidden states from a remote target: from vLLM's connector through files, or from `paceline serve --features` by
 HTTP.
 
-vLLM is started with the speculative method `extract_hidden_states` and `ExampleHiddenStatesConnector` (vLLM 0.18 to
-0.23; see docs/how-to/many-machines.md). Each request generates one token and leaves a safetensors file, locked until it
-is complete, in a folder that both machines see: hidden_states [T, L, D] and token_ids [T]. The file is read, checked
-and deleted. The layers are those given when the server was started; vLLM's layer ids are paceline's plus one.
+vLLM is started with the speculative method `extract_hidden_states` and a connector: `paceline.interop.hidden_states`
+(`vllm_command`; see docs/how-to/many-machines.md), or vLLM's ExampleHiddenStatesConnector, which needs CUDA. Each
+request generates one token and leaves a safetensors file in a folder that both machines see: hidden_states [T, L, D]
+and token_ids [T]. Our connector's file appears when it is complete; the other's is locked until then. The file is read,
+checked and deleted. The layers are those given when the server was started; vLLM's layer ids are paceline's plus one.
 
 A server's data is not trusted: tokens must be those that were sent, shapes those requested, values finite, sizes
 bounded, and files in the configured folder.
@@ -13,6 +14,8 @@ bounded, and files in the configured folder.
 from __future__ import annotations
 
 import fcntl
+import json
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +35,23 @@ from paceline.train.features.hidden_states import Features
 
 PATH = "/v1/features"
 POLL_S = 0.01
+CONNECTOR = {
+    "kv_connector": "HiddenStatesConnector",
+    "kv_connector_module_path": "paceline.interop.hidden_states",
+    "kv_role": "kv_producer",
+}
+"""Names our connector in vLLM's --kv-transfer-config."""
+
+
+def vllm_command(model: str, taps: Sequence[int], longest: int, folder: Path) -> str:
+    """Returns the command that starts vLLM for documents of at most `longest` tokens, so that it writes the hidden
+    states of the layers `taps` to `folder`."""
+    layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in taps]}}
+    extraction = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": layers}
+    connector = {**CONNECTOR, "kv_connector_extra_config": {"shared_storage_path": str(folder)}}
+    words = ["vllm", "serve", model, "--max-model-len", str(longest + 1)]
+    words += ["--speculative-config", json.dumps(extraction), "--kv-transfer-config", json.dumps(connector)]
+    return shlex.join(words)
 
 
 class RemoteFeatures:
@@ -74,7 +94,7 @@ class RemoteFeatures:
             return f"hidden states of {self._client.url}"
         ids = [layer + 1 for layer in self._taps]
         return (
-            f"hidden states of {self._client.url}, vLLM: it must have been started with "
+            f"hidden states of {self._client.url}, vLLM: it does not report its layers, which must be "
             f"eagle_aux_hidden_state_layer_ids {ids}"
         )
 
@@ -126,7 +146,7 @@ class RemoteFeatures:
         with reraised(
             ConfigError,
             f"{self._client.url} tells no path of hidden states",
-            "start vLLM with ExampleHiddenStatesConnector, see docs/how-to/many-machines.md",
+            "start vLLM with the connector of paceline.interop.hidden_states, see docs/how-to/many-machines.md",
             KeyError,
             TypeError,
         ):
@@ -152,7 +172,8 @@ class RemoteFeatures:
                         return tensors
             if time.monotonic() > deadline:
                 raise CacheError(
-                    f"{path} does not come: check that features_folder is the server's shared_storage_path"
+                    f"{path} does not come: check that features_folder is the server's shared_storage_path, and the "
+                    "server's log for errors of its disk"
                 )
             time.sleep(POLL_S)
 

@@ -41,8 +41,9 @@ from paceline.train.features.hidden_states import (
 from paceline.train.features.on_ray import cache_on_ray, features_folder
 from paceline.train.features.prefetch import packs_ahead
 from paceline.train.features.quantised import Int8
-from paceline.train.features.remote import RemoteFeatures
+from paceline.train.features.remote import RemoteFeatures, vllm_command
 from paceline.train.features.stream import StreamedFeatures, upcoming
+from paceline.train.plan.lengths import longest_of
 from paceline.train.processes.parallel import Replicated
 
 if TYPE_CHECKING:
@@ -120,12 +121,20 @@ class Sources:
         if id(documents) not in self._sources:
             inputs = (self.target, documents, self.taps, needs_final)
             if elsewhere.features_from:
+                self._say_command()
                 remote = RemoteFeatures(elsewhere, *inputs)
                 self._sources[id(documents)] = remote
                 self.progress.say(remote.introduction)
             else:
                 self._sources[id(documents)] = OnlineFeatures(*inputs)
         return self._sources[id(documents)]
+
+    def _say_command(self) -> None:
+        """Reports how vLLM must be started, once, before the first connection, which waits for a server."""
+        folder = self.config.elsewhere.features_folder
+        if folder is not None and not self._sources:
+            command = vllm_command(self.config.target.model, self.taps, longest_of(self.config), folder)
+            self.progress.say(f"vLLM at {self.config.elsewhere.features_from} is started like this:\n  {command}")
 
     def _form(self) -> Form:
         if self.config.feature_dtype == "model":
