@@ -1,0 +1,140 @@
+"""Hidden states of a real vLLM's CPU build, extracted by our connector, against ours.
+
+    PEERS_VENV=FOLDER PACELINE_NIGHTLY=1 pytest tests/interop/test_real_vllm.py -s
+
+FOLDER is that of experiments/vllm_serves_export.sh, which installs FOLDER/vllm/bin/python; without it they are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.config import EngineConfig
+from paceline.hub import resolve
+from paceline.model.backends import load_target, settle
+from paceline.model.gguf.to_folder import write_folder
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.train.config import ElsewhereConfig
+from paceline.train.documents.dataset import Document
+from paceline.train.features.hidden_states import OnlineFeatures
+from paceline.train.features.remote import RemoteFeatures, vllm_command
+
+HOME = os.environ.get("PEERS_VENV", "")
+PYTHON = Path(HOME, "vllm", "bin", "python")
+ROOT = Path(__file__).parents[2]
+TAPS = (1, 8, 14, 21, 28)
+LONGEST = 640
+MODULE = "vllm.entrypoints.openai.api_server"
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+MOST_START_S = 900.0
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.slow,
+    pytest.mark.skipif(not (HOME and PYTHON.is_file()), reason="PEERS_VENV names no folder with vllm/bin/python"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(resolve("smollm2-135m"), tmp_path_factory.mktemp("target") / "smollm2")
+
+
+@contextlib.contextmanager
+def serving(model: Path, states: Path, dtype: str, log: Path) -> Iterator[str]:
+    """vLLM, started by the command that `paceline train` prints; its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    printed = shlex.split(vllm_command(str(model), TAPS, LONGEST, states))
+    assert printed[:3] == ["vllm", "serve", str(model)]
+    words = [str(PYTHON), "-m", MODULE, "--model", *printed[2:], "--dtype", dtype, "--enforce-eager"]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--max-num-batched-tokens", "256", "--max-num-seqs", "4"]
+    preload = [str(file) for file in PYTHON.parents[1].glob("lib/libiomp5.so")]
+    changes = {**SETTINGS, "PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(log.parent / "cache")}
+    environment = os.environ | changes | ({"LD_PRELOAD": preload[0]} if preload else {})
+    with log.open("w") as out:
+        server = subprocess.Popen(words, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + MOST_START_S
+        while not is_up(url):
+            assert server.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
+            time.sleep(1.0)
+        yield url
+    finally:
+        server.terminate()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def is_up(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def documents(model: Path) -> list[Document]:
+    """Of 5 to 620 tokens: some begin alike, so that vLLM has cached blocks, and the longest takes it several passes."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    ids = Tokenizer.from_path(model).encode(text)
+    lengths = (5, 16, 130, 130, 300, 620)
+    starts = (0, 700, 0, 90, 0, 400)
+    rows = [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    rows.append(rows[2][:100] + rows[1])
+    return [Document(f"d{number}", np.array(row, dtype=np.int32), 2) for number, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_hidden_states_are_ours(model: Path, tmp_path: Path, dtype: str, most: float) -> None:
+    settings = settle(EngineConfig(str(model), drafter="none", dtype="float32", device="cpu"))
+    target, rows = load_target(replace(settings, max_batch=1, max_len=LONGEST + 16)), documents(model)
+    states, differences = tmp_path / "states", dict.fromkeys(TAPS, 0.0)
+    here = OnlineFeatures(target, rows, TAPS, False)
+    with serving(model, states, dtype, tmp_path / "vllm.log") as url:
+        there = RemoteFeatures(ElsewhereConfig(features_from=url, features_folder=states), target, rows, TAPS, False)
+        with ThreadPoolExecutor(8) as threads:  # more than vLLM's rows
+            numbers = [*range(len(rows)), *range(len(rows)), *range(len(rows))]
+            received = [*zip(numbers, threads.map(there.of, numbers), strict=True)]
+        for number, features in received:
+            one, two = (each.taps_SF.unflatten(1, (len(TAPS), -1)) for each in (here.of(number), features))
+            assert one.shape == two.shape == (len(rows[number]), len(TAPS), target.hidden_size)
+            for place, tap in enumerate(TAPS):
+                differences[tap] = max(differences[tap], relative(two[:, place], one[:, place]))
+        assert [*states.iterdir()] == [], "what was read is deleted, and nothing else is left"
+        assert is_up(url)
+    print(json.dumps({"dtype": dtype, "largest relative difference by tap": differences}))
+    assert max(differences.values()) < most, differences
+
+
+def relative(one: Any, two: Any) -> float:
+    """The largest difference of a position's vector, relative to the vector's length."""
+    return float((torch.linalg.vector_norm(one - two, dim=1) / torch.linalg.vector_norm(two, dim=1)).max())
