@@ -11,31 +11,23 @@ import typer
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import Json, say
 from paceline.errors import ConfigError
-from paceline.report.tables import Column, Table
+from paceline.report.tables import Column, Table, with_interval
 from paceline.simulate.config import AdviceConfig, CostsConfig
 
 if TYPE_CHECKING:
-    from paceline.train.plan.advise import Advice, Seen
+    from paceline.train.plan.advise import Advice
+    from paceline.train.plan.current_traffic import Seen
 
 COLUMNS = (
+    Column("customer", lambda each: each.tag),
     Column("answers", lambda each: each.answers, "{:,}", "right"),
-    Column(
-        "tokens/round",
-        lambda each: f"{'at least ' if each.is_beyond else ''}{each.tokens_per_round:.2f}",
-        align="right",
-    ),
-    Column("over plain", lambda each: each.speedup, "{:.2f}x", "right"),
-    Column("over now", lambda each: each.gain, "{:.2f}x", "right"),
-    Column("tokens/s", lambda each: each.tokens_per_s, "{:,.0f}", "right"),
-    Column(
-        "training",
-        lambda each: f"{60 * each.hours:.0f} min" if each.hours < 1.5 else f"{each.hours:.1f} h",
-        align="right",
-    ),
-    Column("cost, $", lambda each: each.cost, "{:,.2f}", "right"),
-    Column("saves $ an hour", lambda each: each.saved_per_hour, "{:,.2f}", "right"),
-    Column("paid back after", lambda each: _days(each.pays_back_days), align="right"),
+    Column("traffic", lambda each: f"{each.traffic:.0%}", align="right"),
+    Column("acceptance length", lambda each: each.tokens_per_round, "{:.2f}", "right"),
+    Column("over now", lambda each: with_interval(each.gain, each.gain_interval, unit="x"), align="right"),
+    Column("saves of all time", lambda each: f"{each.saved:.1%}", align="right"),
 )
+MOST_CUSTOMERS = 20
+"""Rows of the printed table of customers; --json has all."""
 MOST_BYTES = 64 * 2**20
 """Largest /metrics page that is read."""
 
@@ -53,41 +45,41 @@ def advise(
     served_name: Annotated[
         str | None, typer.Option(help="With --url: the model to read, if the metrics are of several models.")
     ] = None,
+    tag: Annotated[str | None, typer.Option(help="Only the traces of this customer (x-paceline-tag).")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Decide whether a drafter of your own is worth it.
 
-    Estimates the speed-up, the training answers and hours it needs, and when it pays off. The current acceptance length
-    comes from traces or from a running server's metrics; otherwise plain decoding is assumed. The estimates use
-    measured learning curves, the plan of `paceline train` and the predictions of `paceline simulate`. No weights and no
-    GPU are needed. The last line is the decision.
+    Estimates the speed-up with its interval (nine of ten workloads), the training answers and hours it needs, and when
+    it pays off. Traces tell how many answers there are; the current acceptance length comes from their rounds, else
+    from the running server's metrics, else plain decoding is assumed. The drafter's comes from your newest training of
+    this model in runs/, else from published trainings. Traces with several tags also get a table of customers. No
+    weights and no GPU are needed. The first line is the decision.
 
     Examples:
       paceline advise --model Qwen3.5-27B --hardware "2x H100" --streams 16
-      paceline advise traces/ --model Qwen3-8B --hardware H100 \\
-        --price-per-hour 2.5 --traffic application
-      paceline advise --url http://127.0.0.1:8000 --model Qwen3-8B --hardware H100
+      paceline advise traces/ --url http://127.0.0.1:8000 --model Qwen3-8B --hardware H100
+      paceline advise traces/ --tag acme --model Qwen3-8B --hardware H100 --run runs/mine
     """
-    from paceline.train.plan.advise import Seen, seen_in_traces
     from paceline.train.plan.advise import advise as library
+    from paceline.train.plan.current_traffic import Seen, seen_in_traces, with_server
 
-    if traces is not None and url is not None:
-        raise ConfigError("traces and --url both give what is served now: leave one out")
-    seen = seen_in_traces(traces) if traces is not None else _server(url, served_name) if url is not None else Seen()
+    if tag is not None and traces is None:
+        raise ConfigError("--tag selects among traces: give their folder, too")
+    seen = seen_in_traces(traces, tag) if traces is not None else Seen()
+    if url is not None:
+        server = _server(url, served_name)
+        seen = with_server(seen, server) if traces is not None else server
     advice = library(costs, config, seen)
-    _show(advice, config, stderr=as_json)
+    _show(advice, stderr=as_json)
     return advice.as_json()
-
-
-def _days(days: float | None) -> str | None:
-    return None if days is None else "under a day" if days < 1 else f"{days:,.0f} days"
 
 
 def _server(url: str, model: str | None) -> Seen:
     """Return the acceptance that a running server's metrics report. Raises ConfigError."""
     from paceline.net.streaming import Client
     from paceline.simulate.server_logs import parse_server
-    from paceline.train.plan.advise import seen_in_server
+    from paceline.train.plan.current_traffic import seen_in_server
 
     with contextlib.closing(Client(url, timeout_s=30.0)) as client:
         answer = client.ask("GET", "/metrics")
@@ -100,17 +92,15 @@ def _server(url: str, model: str | None) -> Seen:
     return seen_in_server(parse_server(answer.body.decode("utf-8", errors="replace"), f"{url}/metrics", model), url)
 
 
-def _show(advice: Advice, config: AdviceConfig, *, stderr: bool) -> None:
-    """Print the table of training sizes, the assumptions and, as the last line, the decision."""
-    now = advice.now
-    streams = f"{now['streams']:.0f} stream{'s' if now['streams'] != 1 else ''}"
-    title = f"{advice.title}, {streams} of {config.context} tokens; trained on {advice.machine}"
-    note = (
-        f"now: {now['tokens_per_round']:.2f} tokens a round, {now['tokens_per_s']:,.0f} tokens/s "
-        f"({now['plain_tokens_per_s']:,.0f} plainly); with every draft right {advice.ideal_speedup:.2f}x plain decoding"
+def _show(advice: Advice, *, stderr: bool) -> None:
+    """Print the decision, what it rests on, and the table of customers."""
+    lines = [*advice.sentences, "This rests on:", *(f"- {sentence}" for sentence in advice.basis)]
+    lines += [f"- {len(advice.limits)} simplifications of the predicted times: --json lists them."] * bool(
+        advice.limits
     )
-    columns = COLUMNS if config.price_per_hour else COLUMNS[:6]
-    Table(columns, advice.steps, title=title, notes=[note]).show(stderr=stderr)
-    basis = [f"- {sentence}" for sentence in advice.basis]
-    lines = ["What this rests on:", *basis, "", *advice.sentences[1:], advice.sentences[0]]
     (say if stderr else print)("\n".join(lines))
+    if advice.customers:
+        left = len(advice.customers) - MOST_CUSTOMERS
+        notes = ["each with a drafter trained on its own answers, those that save most time first"]
+        notes += [f"{left} more that save less: --json"] if left > 0 else []
+        Table(COLUMNS, advice.customers[:MOST_CUSTOMERS], title="customers", notes=notes).show(stderr=stderr)

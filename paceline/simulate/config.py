@@ -205,8 +205,12 @@ class AdviceConfig:
     """Requests that decode together [default: the number that the server of --url runs, else 1]."""
     context: Count = CONTEXT
     """Tokens in the cache of each."""
-    traffic: Annotated[str, ("mixed", "application")] = "mixed"
-    """Kind of traffic: mixed, or one application's requests with its own prompt or schema."""
+    traffic: Annotated[str | None, ("mixed", "application")] = None
+    """Kind of traffic: mixed, or one application's requests with its own prompt or schema [default: unknown, with an
+    interval that covers both]."""
+    run: str | None = None
+    """Training run of this target on this traffic, whose acceptance length is used; none for published trainings
+    [default: the newest one in runs/ that has one]."""
     answers: Count | None = None
     """Answers available for training [default: counted in the traces]."""
     answer_tokens: Count | None = None

@@ -3,7 +3,7 @@
 regenerate   runs/x/regenerate/answers/   the target answers the prompts (train/answers/regenerate.py)
 features     runs/x/features-<hash>/      the target's hidden states, if they are stored on disk
 train        runs/x/checkpoints/          then runs/x/drafter/, bfloat16, z-lab's format
-serve        runs/x/heldout.json          held-out prompts in the real engine
+serve        runs/x/heldout.json          held-out prompts in the real engine; trained.json has steps and prompts
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from paceline.train.plan.lengths import longest_of, with_length
 from paceline.train.plan.target_facts import MachineFacts
 from paceline.train.plan.training_plan import apply_stored, make_plan, stored_plan
 from paceline.train.processes.group import process_group
-from paceline.train.run_file import with_defaults, with_value, write_run_file
+from paceline.train.run_file import TRAINED, with_defaults, with_value, write_run_file
 from paceline.train.served import agreement, final_figures, finished_drafter, has_room, heldout_server, read_finished
 from paceline.train.tiny import write_tiny_target
 
@@ -197,14 +197,14 @@ class _Stages:
         return result
 
     def _publish(self, result: TrainResult, run: RunFolder, num_prompts: int) -> None:
-        """Writes the model card next to the weights; uploads both to the hub if requested."""
+        """Writes trained.json, and the model card next to the weights; uploads the latter if requested."""
         file = run.path / "heldout.json"
         served = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        figures = {name: getattr(result, name) for name in ("steps", "blocks", "eal", "loss")}
-        write_card(self.config, result.drafter, {**figures, "prompts": num_prompts}, served)
-        if self.config.push_to_hub:
-            address = push(result.drafter, self.config.push_to_hub, is_public=self.config.public)
-            self.progress.say(f"the drafter is at {address}")
+        figures = {key: getattr(result, key) for key in ("steps", "blocks", "eal", "loss")} | {"prompts": num_prompts}
+        run.write_json(TRAINED, figures)
+        write_card(self.config, result.drafter, figures, served)
+        if hub := self.config.push_to_hub:
+            self.progress.say(f"the drafter is at {push(result.drafter, hub, is_public=self.config.public)}")
 
     def _corpus(self, answers: list[Path], kept_out: Path | None) -> Corpus:
         """Returns the documents to learn from and those held out; with streamed features, the former stay on disk."""

@@ -27,6 +27,8 @@ from paceline.runs.settings_file import read_settings_file
 from paceline.train.config import TrainConfig
 
 RUN_FILE = "run.yaml"
+TRAINED = "trained.json"
+"""File of a finished run: steps, blocks, eal, loss, and "prompts", the number of different prompts learned from."""
 LEFT_OUT = {"given"}
 """Fields of TrainConfig that are not written to run.yaml."""
 REMOVED = ("plateau", "plateau_steps")

@@ -76,7 +76,7 @@ def test_every_prediction_says_what_it_assumes_and_what_differs() -> None:
     advised = (
         CliRunner().invoke(app, ["advise", "--model", "Qwen3-8B", "--hardware", "H100"], catch_exceptions=False).stdout
     )
-    assert "assumed: 4,096 tokens of context, 1 stream, acceptance of " in advised
+    assert "assumed: 4,096 tokens of context, 1 stream, acceptance length " in advised
 
 
 def test_a_sweep_over_batches() -> None:

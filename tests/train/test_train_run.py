@@ -176,6 +176,7 @@ def test_a_run_leaves_what_others_need(finished: Finished) -> None:
     assert (run / "checkpoints" / "best" / "model.safetensors").is_file(), "what served best stands beside the last"
     assert figures(run)[STEPS]["unigram_entropy"] > 0
     assert (run / "report.html").is_file()
+    assert json.loads((run / "trained.json").read_text())["prompts"] > 0
 
 
 @pytest.mark.nightly  # of the same answers, in 8 bits; a streamed run of the command is killed and goes on below

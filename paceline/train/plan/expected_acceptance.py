@@ -1,10 +1,10 @@
-"""Expected acceptance length of a drafter, from measured learning curves; for plans and `advise`.
+"""Expected acceptance length of a drafter, from measured learning curves; for the plan of a training.
 
     expected_of("smollm2-135m", Learned(blocks=202_000, answers=44, places=48))
 
 The number of blocks alone is too optimistic: after six passes over an answer there is little left to learn from it. So
-at most `EPOCHS` times the blocks of *different* answers count. A target without its own curve uses that of
-`CURVE_TARGET`, with `CAUTION` times the answers.
+at most `EPOCHS` times the blocks of *different* answers count. A target without its own curve has an interval from
+published trainings (`trainings.py`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from typing import Any
 
 import numpy as np
 
-ADVICE: dict[str, Any] = json.loads(Path(__file__).with_name("advice.json").read_text(encoding="utf-8"))
-CURVE_TARGET = "smollm2-135m"
-CAUTION: int = ADVICE["caution"]
-"""Factor on the answers needed by a target without its own curve; advice.json has the reason."""
+from paceline.train.plan.trainings import TRAININGS, published
+
 NUMBERS = (300, 1_000, 3_000, 10_000, 30_000, 100_000)
 """Numbers of answers that are compared."""
-ENOUGH = 0.97
+ENOUGH = 0.85
 """The advised number of answers reaches this share of the largest gain."""
 EPOCHS = 6.0
 """Most passes over the same answers that count as training data: the number in the runs that measured the curves."""
@@ -76,13 +74,21 @@ def interpolated(points: Sequence[Sequence[float]], at: float) -> float:
 def expected_of(target: str, learned: Learned) -> dict[str, Any]:
     """Returns the expected result of training a drafter for the model named `target` on this amount of data. Keys:
     "tokens_per_round" (acceptance length in serving), "is_beyond_the_curve" (more data than measured), "source" and
-    "data" of the learning curve, "is_own" (False if it is another target's curve), "advised" (advised number of
-    answers), and of `learned`: "answers" and "places" (blocks per answer and epoch)."""
+    "data" of the value, "is_own" (False for a target without a curve: then "interval" has the ends that published
+    trainings give), "advised" (advised number of answers), and of `learned`: "answers" and "places" (blocks per answer
+    and epoch)."""
     expected = expected_tokens(target, learned.counted)
     is_own = expected is not None
-    expected = expected or expected_tokens(CURVE_TARGET, learned.counted / CAUTION)
-    assert expected is not None
-    advised = advised_answers(learned.places) * (1 if is_own else CAUTION)
+    if expected is None:
+        guess = published(learned.counted / (EPOCHS * learned.places))
+        expected = {
+            "tokens_per_round": round(guess.tokens_per_round, 2),
+            "interval": (round(guess.low, 2), round(guess.high, 2)),
+            "is_beyond_the_curve": guess.is_beyond,
+            "source": "advice.json",
+            "data": f"{len(TRAININGS)} published trainings",
+        }
+    advised = advised_answers(target, learned.places)
     return {**expected, "is_own": is_own, "advised": advised, "answers": learned.answers, "places": learned.places}
 
 
@@ -96,16 +102,19 @@ def expected_lines(target: str, expected: dict[str, Any]) -> Iterator[str]:
     if expected["is_own"]:
         yield f"           by the curve of {target}, measured on {expected['data']} ({expected['source']})"
     else:
-        yield f"           a guess: no curve for {target}, so that of {CURVE_TARGET} at {CAUTION} times the answers"
+        low, high = expected["interval"]
+        yield f"           a guess: {low:.2f} to {high:.2f} by {expected['data']}, as {target} has no curve of its own"
     if answers is not None and answers < advised:
         few = f"{answers:,} answers are too few: {advised:,} are advised"
         yield f"           {few} (paceline advise says what they bring)"
 
 
-def advised_answers(places: float) -> int:
+def advised_answers(target: str, places: float) -> int:
     """Returns the advised number of answers: the smallest of `NUMBERS` (300 to 100,000) whose expected gain in
-    acceptance length is at least 97% of the last one's, by the measured curve of smollm2-135m. `places`: blocks per
-    answer and epoch."""
-    curve = [expected_tokens(CURVE_TARGET, EPOCHS * places * number) or {} for number in NUMBERS]
-    gains = [expected["tokens_per_round"] - 1.0 for expected in curve]
+    acceptance length is almost (`ENOUGH`) the last one's, by the target's curve or by published trainings. `places`:
+    blocks per answer and epoch."""
+    gains = []
+    for number in NUMBERS:
+        own = expected_tokens(target, EPOCHS * places * number)
+        gains.append((own["tokens_per_round"] if own else published(number).tokens_per_round) - 1.0)
     return next(number for number, gain in zip(NUMBERS, gains, strict=True) if gain >= ENOUGH * gains[-1])
