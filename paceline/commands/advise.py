@@ -51,7 +51,7 @@ def advise(
     """Decide whether a drafter of your own is worth it.
 
     Estimates the speed-up with its interval (nine of ten workloads), the training answers and hours it needs, and when
-    it pays off. Traces tell how many answers there are; the current acceptance length comes from their rounds, else
+    it pays off. Answers are counted in the traces; the current acceptance length comes from their rounds, else
     from the running server's metrics, else plain decoding is assumed. The drafter's comes from your newest training of
     this model in runs/, else from published trainings. Traces with several tags also get a table of customers. No
     weights and no GPU are needed. The first line is the decision.

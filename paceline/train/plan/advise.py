@@ -62,7 +62,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Customer:
-    """What a drafter trained on the answers of one tag would bring to that tag's traffic."""
+    """Expected gain of a drafter that is trained on the answers of one tag, for that tag's traffic."""
 
     tag: str
     answers: int
@@ -251,7 +251,7 @@ def _step(
 
 
 def _customers(drafter: _Drafter, seen: Seen) -> list[Customer]:
-    """Returns what a drafter of its own would bring to each tag, those that save most time first."""
+    """Returns the expected gain of each tag with a drafter of its own, those that save most time first."""
     tokens = {tag: (one.answers or 0) * (one.answer_tokens or 0.0) for tag, one in seen.by_tag.items()}
     rates = {tag: _now(drafter.setup, one, drafter.load)["tokens_per_s"] for tag, one in seen.by_tag.items()}
     seconds = {tag: tokens[tag] / rates[tag] for tag in tokens}

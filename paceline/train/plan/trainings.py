@@ -82,12 +82,12 @@ TRAININGS, HELDOUT_DEVIATION = _read()
 
 def published(answers: float, traffic: str | None = None) -> Expected:
     """Returns the expected acceptance length of a drafter trained on this many answers of a workload that was not
-    measured. `traffic`: the workload's kind, if known; else each is as likely: the value lies between theirs, and the
+    measured. `traffic`: the workload's kind, if known; else each kind is as likely: the value is their mean, and the
     interval is that of the mixture."""
     kinds = (traffic,) if traffic else KINDS
     level = 1 - (1 - LEVEL) * len(kinds)  # of a mixture, hardly more than one kind lies beyond each end
     each = [_of_kind(answers, kind, level) for kind in kinds]
-    gain = math.exp(statistics.fmean(math.log(one.tokens_per_round - 1.0) for one in each))
+    gain = math.prod(one.tokens_per_round - 1.0 for one in each) ** (1 / len(each))
     low, high = min(one.low for one in each), max(one.high for one in each)
     return Expected(1.0 + gain, low, high, all(one.is_beyond for one in each))
 
@@ -173,7 +173,7 @@ class OwnRun:
     """Different prompts that it learned from."""
     measured: Expected
     what: str
-    """What it was measured on."""
+    """Description of the prompts of the measurement."""
 
     def at(self, answers: float) -> Expected:
         """Returns the expected acceptance length of a training on this many answers of the same traffic."""
@@ -191,15 +191,15 @@ def find_run(run: str | None, target: str) -> OwnRun | None:
     if run == "none":
         return None
     if run is not None:
-        found = own_run(Path(run), target)
-        if found is None:
+        given = own_run(Path(run), target)
+        if given is None:
             raise ConfigError(
                 f"--run {run} has no acceptance length of {target}: give the folder of a training of it, after "
                 f"paceline evaluate {run}/drafter --out {run}"
             )
-        return found
+        return given
     folders = sorted(RUNS.glob("*/plan.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    return next((found for file in folders if (found := own_run(file.parent, target))), None)
+    return next((own for file in folders if (own := own_run(file.parent, target))), None)
 
 
 def own_run(folder: Path, target: str) -> OwnRun | None:
