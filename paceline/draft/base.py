@@ -78,7 +78,7 @@ class Drafter(ABC):
         """Load memory-mapped weights into memory, so that their files may change afterwards."""
 
     def record(self) -> None:
-        """Record the drafter's passes as CUDA graphs, if the device uses them; takes seconds. Call after `bind`."""
+        """Capture the drafter's passes as CUDA graphs, if the device uses them; takes seconds. Call after `bind`."""
 
     def start(self, seq: Sequence) -> None:
         """Reset the state of row `seq.row` for a new sequence."""

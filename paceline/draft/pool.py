@@ -29,7 +29,7 @@ any drafter."""
 
 @dataclass(slots=True)
 class Member:
-    """A pool entry: a drafter and its name."""
+    """A drafter of the pool, with its name."""
 
     name: str
     drafter: Drafter
@@ -179,8 +179,9 @@ class Pool:
             self._let_go()
 
     def offers(self, seq: Sequence, planner: Planner, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Returns the drafts that the sequence could verify next, with predicted acceptance and cost: at most one offer
-        from its own drafter, then one from prompt lookup. `planner` predicts them for drafters that take time to draft.
+        """Returns the possible drafts of the sequence's next round, with predicted acceptance and cost: at most one
+        offer from its own drafter, then one from prompt lookup. For a drafter that takes time, nothing is drafted yet
+        and `planner` predicts both; for one that drafts instantly, it predicts its own acceptance and the cost is 0.
         Drafters named in `unwanted` are left out."""
         drafter, offers = self._leases[seq.row].drafter, []
         for source in (drafter, self._lookups_for(drafter)):
@@ -239,8 +240,9 @@ class Pool:
         return self._leases[seq.row].drafter
 
     def advance(self, drafter: TappedDrafter, observed: list[Observed]) -> None:
-        """Record newly verified positions after a recorded round (CUDA graph), which already wrote their keys and
-        values into the cache of `drafter`. All these sequences have this drafter."""
+        """Update the pool after a decode round that ran as one captured CUDA graph and already stored the keys and
+        values of the newly verified positions (`observed`) in the cache of `drafter`: sets that cache's lengths, and
+        passes the tokens to prompt lookup. All these sequences have this drafter."""
         drafter.advance([one.sequence.row for one in observed], [one.start + one.count for one in observed])
         self._held |= {one.sequence.row: drafter for one in observed}
         if lookups := self._lookups_for(drafter):

@@ -46,7 +46,7 @@ class SmallModelDrafter(Drafter):
             pass
 
     def record(self) -> None:
-        """Record the model's passes of one and of two tokens per row as CUDA graphs, if the device uses them. After a
+        """Capture the model's passes of one and of two tokens per row as CUDA graphs, if the device uses them. After a
         round whose drafts were all accepted, the first pass reads two: the last draft, which the model has not read,
         and the bonus token."""
         self.model.record(2)

@@ -149,8 +149,8 @@ class TappedDrafter(Drafter):
         self._inject(rows)
 
     def advance(self, rows: list[int], lengths: list[int]) -> None:
-        """Set the cache lengths of these rows, after a recorded round (CUDA graph) wrote their keys and values. These
-        rows must have no pending features."""
+        """Set the cache lengths of these rows, after a round captured as a CUDA graph wrote their keys and values.
+        These rows must have no pending features."""
         self._cache.append(rows, [length - self._cache.lengths[row] for row, length in zip(rows, lengths, strict=True)])
 
     def can_draft(self, seq: Sequence) -> bool:

@@ -1,5 +1,5 @@
-"""Whole rounds on the device: draft, verify, accept, commit and inject as one recorded region (CUDA graph). The host
-waits for the device once per round.
+"""Whole rounds on the device: draft, verify, accept, commit and inject, captured as one CUDA graph. The host waits for
+the device once per round.
 
 Lengths, anchors (last committed tokens) and settings of all rows are stored on the device. A round drafts a block,
 verifies it, counts the accepted drafts, updates each row's length and anchor, and writes the features of all its
@@ -46,7 +46,7 @@ ROUNDS = "device"
 
 
 class Form(NamedTuple):
-    """Type of a recorded round (CUDA graph): with sampled rows or not, mocked acceptance or not, and the drafter."""
+    """Type of a round captured as a CUDA graph: with sampled rows or not, mocked acceptance or not, and the drafter."""
 
     is_drawn: bool
     """True if some rows are sampled; then all positions are sampled by the exponential race (see `race`)."""
@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
 
 
 class StaticRound(Region):
-    """One recorded round (CUDA graph) for the cache rows 0..B-1, with up to K drafts each."""
+    """One round captured as a CUDA graph, for the cache rows 0..B-1 with up to K drafts each."""
 
     kind = "round"
 
@@ -188,7 +188,7 @@ class StaticRound(Region):
 
 
 class DeviceRounds:
-    """Runs one engine's device rounds: whole decode rounds (draft, verify, commit), each as one recorded CUDA graph,
+    """Runs one engine's device rounds: whole decode rounds (draft, verify, commit), each captured as one CUDA graph,
     for batches with at most one drafter (DFlash v1) and without trees, grammars, penalties and log-probabilities."""
 
     def __init__(self, target: GraphDecoder, pool: Pool, judge: RuleJudge) -> None:
@@ -201,7 +201,7 @@ class DeviceRounds:
     @classmethod
     def of(cls, target: Target, pool: Pool, judge: RuleJudge, wanted: bool | None) -> DeviceRounds | None:
         """Creates an engine's device rounds, or returns None if it shall not use them. `wanted`: True or False; None
-        decides by the target: yes if its passes run on CUDA and are recorded.
+        decides by the target: yes if its passes are captured as CUDA graphs.
 
         Raises ConfigError if `wanted` is True and the target cannot do it.
         """
@@ -216,8 +216,8 @@ class DeviceRounds:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the CUDA graphs of rounds for the pool's drafters, greedy and sampled. No-op if graphs are recorded at
-        their first use."""
+        """Capture the CUDA graphs of rounds for the pool's drafters, greedy and sampled. No-op if graphs are captured
+        at their first use."""
         if self._recorder.records_late:
             return
         paths = [each for each in self._pool.drafters if isinstance(each, DFlashDrafter) and each.round_path]
@@ -238,7 +238,7 @@ class DeviceRounds:
         return target.rounds["rows"]
 
     def _recordings(self, form: Form) -> Recordings[StaticRound]:
-        """Returns the recordings of this form and the present tap layers; the drafter's path, or else the target,
+        """Returns the CUDA graphs of this form and the present tap layers; the drafter's path, or else the target,
         stores them."""
         target, rows = self._target, self._rows
         recordings = form.path.rounds if form.path else target.rounds
@@ -262,7 +262,7 @@ class DeviceRounds:
         """Computes one round like `decode_round`, without narrowing.
 
         Returns None, and changes nothing but the count of the reason, if the batch does not qualify or its shape is not
-        recorded. Seconds of drafting and verifying are measured by events in the CUDA graph, or else estimated by the
+        captured. Seconds of drafting and verifying are measured by events in the CUDA graph, or else estimated by the
         bytes that drafter and target read.
         """
         drafter, reason = self._qualified(batch)

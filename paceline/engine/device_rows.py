@@ -159,7 +159,7 @@ class DeviceRows:
 
 
 class Marks:
-    """Time marks within one recorded computation: events in its CUDA graph, or the host's clock on other devices."""
+    """Time marks within one captured computation: events in its CUDA graph, or the host's clock on other devices."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._times = [0.0] * count
@@ -168,7 +168,7 @@ class Marks:
         self._events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(events)]
 
     def set(self, index: int) -> None:
-        """Record the time of the mark with this index."""
+        """Set the time of the mark with this index."""
         if self._events:
             self._events[index].record()
         elif not self._is_cuda:

@@ -83,7 +83,7 @@ class Engine:
         `planner` None: every round verifies all drafts, and chunks have `prefill_chunk` prompt tokens. `lookups` adds
         prompt lookup drafts to the drafter's own. `allow_lossy` permits lossy rules, with at most `max_tv` mean total
         variation. `device_rounds`: compute each qualifying round as one CUDA graph (`device_round.py`); None: if the
-        target's passes are recorded as CUDA graphs."""
+        target's passes are captured as CUDA graphs."""
         self.target, self.tokenizer = target, tokenizer
         self.planner = planner or FixedPlanner(most_chunk=prefill_chunk)
         self.pool = Pool(
@@ -220,8 +220,8 @@ class Engine:
         return seq
 
     def record(self, most_drafted: int = 0, *, grows_trees: bool = False) -> None:
-        """Record passes of target and drafters as CUDA graphs, if the device uses them: for up to `most_drafted` drafts
-        per round (or the drafters' maximum, if larger), with `grows_trees` for the largest tree. Blocks for seconds."""
+        """Capture passes of target and drafters as CUDA graphs, if the device uses them: for up to `most_drafted`
+        drafts per round (the drafters' maximum, if larger), with `grows_trees` for the largest tree. Takes seconds."""
         most = max(most_drafted, *(drafter.num_drafted for drafter in self.pool.drafters))
         if most and self.pool.lookups:
             most = max(most, self.pool.lookups.num_drafted)

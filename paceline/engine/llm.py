@@ -110,7 +110,7 @@ class LLM:
 
     def new_engine(self, drafter: Drafter | Mapping[str, Drafter]) -> Engine:
         """Returns another engine with the same weights and cache, and with this drafter or these drafters. Use only one
-        of the engines at a time. On CUDA this first records the passes as CUDA graphs, which takes seconds.
+        of the engines at a time. On CUDA this first captures the passes as CUDA graphs, which takes seconds.
 
         If the planner is adaptive and no number of drafts is set, the engine also uses prompt lookup.
         """
@@ -135,14 +135,14 @@ class LLM:
         return self.config.plan == "auto" and self.config.mocked is None
 
     def _pool_changed(self) -> None:
-        """Update the default drafter. Record passes if idle; otherwise rounds run unrecorded until a change while
-        idle."""
+        """Update the default drafter. If idle, capture the passes as CUDA graphs; otherwise rounds run eagerly until a
+        change while idle."""
         self.drafter = self.engine.drafter
         if not self.engine.has_work:
             self.record_passes(self.engine)
 
     def record_passes(self, engine: Engine) -> None:
-        """Record the passes of this engine's rounds as CUDA graphs, if the device uses them. Existing recordings are
+        """Capture the passes of this engine's rounds as CUDA graphs, if the device uses them. Existing graphs are
         reused."""
         grows = self.config.trees if self._adapts else self.config.plan.startswith("tree")
         engine.record(LATER if self.router else 0, grows_trees=grows)

@@ -110,8 +110,9 @@ class PrefixReuse:
         return best if best is not None and lengths[best] >= LEAST else None
 
     def admitted(self, seq: Sequence) -> None:
-        """Copy the longest prefix of the prompt from another row; if another row is prefilling a longer one, defer the
-        copy until `reads` is called. Call after the request got `seq.row` and the drafter has started it.
+        """Copy to the cache row of a newly admitted request the longest prefix of its prompt that another row holds. If
+        a prompt that is still being prefilled has a longer prefix in common, copy nothing yet: `reads` does it when
+        this request's own prefill starts. Call this after the request got `seq.row` and the drafter has started it.
 
         A prompt with requested log-probabilities is computed completely, because a cache holds no logits.
         """

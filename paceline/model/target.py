@@ -159,8 +159,8 @@ class Target(ABC):
     _experts_read: float | Tensor | None = None
 
     recorder: Recorder | None = None
-    """Records passes of fixed shape and replays them (CUDA graphs), also those of drafters; None if the target does not
-    support recording."""
+    """Captures passes of fixed shape as CUDA graphs and replays them, for this target and for drafters; None if this
+    target does not support CUDA graphs."""
 
     ends: EndScales = PLAIN_ENDS
     """Scale factors for embedding and head, applied by `embed` and `head`. Drafters read the matrices without them and
@@ -189,14 +189,14 @@ class Target(ABC):
 
     @property
     def recording_s(self) -> float:
-        """Seconds spent so far on recording passes as CUDA graphs; not counted as time of any round."""
+        """Seconds spent so far on capturing passes as CUDA graphs; not counted as time of any round."""
         return 0.0 if self.recorder is None else self.recorder.seconds
 
     def record(self, most_count: int) -> None:
-        """Record decode passes for later replay (CUDA graphs), with the layers now tapped: shapes that cover any number
-        of rows and up to `most_count` tokens per row.
+        """Capture decode passes as CUDA graphs for later replay, with the layers now tapped: shapes that cover any
+        number of rows and up to `most_count` tokens per row.
 
-        No-op without a `recorder`. Takes seconds on CUDA; `allocate_cache` discards the recordings.
+        No-op without a `recorder`. Takes seconds on CUDA; `allocate_cache` discards the graphs.
         """
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

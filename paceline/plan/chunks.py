@@ -49,8 +49,8 @@ class ChunkSizes:
         self._token_s = _average(self._token_s, seconds / num_tokens, 2.0)
 
     def decoded(self, seconds: float, *, beside_chunk: bool) -> None:
-        """Record the seconds of one round. `beside_chunk`: a prefill chunk ran in the same step; such a round counts
-        less, because it found cold caches. An unusually long round also counts less."""
+        """Add the seconds of one round to the estimates. `beside_chunk`: a prefill chunk ran in the same step; such a
+        round counts less, because it found cold caches. An unusually long round also counts less."""
         self._round_s = _average(self._round_s, seconds, 1.25, 0.05 if beside_chunk else 0.2)
         if beside_chunk and self.most_round_s < math.inf:
             self._num_limited += 1

@@ -94,8 +94,8 @@ class RoundCosts:
         return self._draft_s[source, nearest] * max(1.0 + 0.5 * (num_rows - nearest) / nearest, 0.5)
 
     def record(self, num_positions: int, pass_s: float) -> None:
-        """Record a round that verified `num_positions` token positions in all rows. `pass_s`: seconds of its target
-        pass and host work, without drafting."""
+        """Add the measured time of a round that verified `num_positions` token positions in all rows. `pass_s`: seconds
+        of its target pass and host work, without drafting."""
         size, measured = size_class(num_positions), pass_s / self.passes.seconds(num_positions)
         ratio = measured / (self._factor(size) * self.slowness)
         if self._num_rounds == 0:
@@ -107,8 +107,8 @@ class RoundCosts:
         self._num_rounds += 1
 
     def drafted(self, source: str, num_rows: int, draft_s: float) -> None:
-        """Record the seconds of one drafting pass of a drafter (`source`) for `num_rows` rows. Call it after `record`
-        of the same round."""
+        """Add the seconds of one drafting pass of a drafter (`source`) for `num_rows` rows. Call it after `record` of
+        the same round."""
         seconds = draft_s / self.slowness
         if source not in self._has_drafted:  # not representative: the first draft touches memory for the first time
             self._has_drafted.add(source)

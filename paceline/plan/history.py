@@ -68,8 +68,8 @@ class Trials:
         self._keys = keys
 
     def record(self, num_rows: int, num_tokens: int, seconds: float, plain_s: float, is_trial: bool) -> None:
-        """Record a round: its rows, its new tokens and its seconds. `plain_s`: estimated seconds of the same round
-        without drafts. `is_trial`: it was a trial, which the budget pays for."""
+        """Add a round to the history: its numbers of rows and new tokens, and its seconds. `plain_s`: estimated seconds
+        of the same round without drafts. `is_trial`: it was a trial, which the budget pays for."""
         self.budget_s = min(self.budget_s, max(FIRST_TRIALS * plain_s, self.wanted_s))
         if not self.is_affordable:
             self.budget_s += TRIAL_SHARE * seconds
@@ -121,8 +121,8 @@ class Pauses:
         pause)."""
 
     def record(self, num_rows: int, num_tokens: int, seconds: float, sources: set[str]) -> bool:
-        """Record a round: its rows, its new tokens, its wall-clock seconds and the sources of its drafts. Returns True
-        if this round starts a pause."""
+        """Add a round to the history: its numbers of rows and new tokens, its wall-clock seconds and the sources of its
+        drafts. Returns True if this round starts a pause."""
         drafting = ("+".join(sorted(sources)), num_rows)
         if len(sources) == 1 or (sources and LOOKUP not in sources):  # several drafters of a pool count as one
             self._latest = [
@@ -189,8 +189,9 @@ class RoundHistory:
     def record(
         self, num_rows: int, num_tokens: int, round_s: float, sources: set[str], is_trial: bool, has_chunk: bool
     ) -> None:
-        """Record a round: its rows, its new tokens, its wall-clock seconds and the sources of its drafts. `is_trial`:
-        its drafts only served to update estimates. `has_chunk`: a prefill chunk ran in the same step."""
+        """Add a round to the history: its numbers of rows and new tokens, its wall-clock seconds and the sources of its
+        drafts. `is_trial`: its drafts only served to update estimates. `has_chunk`: a prefill chunk ran in the same
+        step."""
         seconds = round_s / self.costs.slowness
         self._rates.setdefault(num_rows, Ratio()).add(num_tokens, seconds, RECENT)
         self.trials.record(num_rows, num_tokens, seconds, self.costs.pass_s(num_rows), is_trial)

@@ -117,7 +117,7 @@ class Planner(Protocol):
         of rows, including it, among which the time of its drafting pass is divided."""
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """Record the seconds of a prefill chunk of `num_tokens` tokens."""
+        """Add the seconds of a prefill chunk of `num_tokens` tokens."""
 
     def forget(self, source: str) -> None:
         """Discard the statistics of a source (drafter's name), because its drafter was replaced."""

@@ -96,9 +96,9 @@ class Arm:
         return math.sqrt(self.squares.near(SPREAD**2, SPREAD_WEIGHT) / max(weight, 1e-3))
 
     def add(self, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
-        """Record a finished request. `num_tokens`: generated tokens. `price`: time of its rounds, in units of a round
-        without drafts. `num_own`: accepted drafts that this drafter made, prompt lookup's left out. `num_rounds`:
-        verify passes."""
+        """Add a finished request to the statistics. `num_tokens`: generated tokens. `price`: time of its rounds, in
+        units of a round without drafts. `num_own`: accepted drafts that this drafter made, prompt lookup's left out.
+        `num_rounds`: verify passes."""
         self.own.add(num_own, num_rounds, 1.0)
         weight = min(num_tokens / WHOLE, 1.0)
         self.weight += weight
@@ -161,9 +161,9 @@ class Cluster:
         return best, [name for name in arms if name != best and own[name] >= FAR_FEWER * own[best]]
 
     def add(self, drafter: str, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
-        """Record a finished request of this cluster that used `drafter`: its generated tokens and its number of rounds.
-        `price`: estimated time of these rounds, in units of a round without drafts. `num_own`: accepted drafts that the
-        drafter made, without those of prompt lookup."""
+        """Add a finished request of this cluster that used `drafter` to the statistics: its generated tokens and its
+        number of rounds. `price`: estimated time of these rounds, in units of a round without drafts. `num_own`:
+        accepted drafts that the drafter made, without those of prompt lookup."""
         for arm in self.arms.values():
             arm.fade()
         if arm := self.arms.get(drafter):
@@ -234,8 +234,8 @@ class Router:
         return FIRST if is_proven or sum(arm.num_given for arm in arms) < UNPROVEN else 1
 
     def learn(self, sequences: Sequence[Request], stats: RoundStats, price: Price) -> None:
-        """Record a finished round of these sequences. `price`: function that returns the round's estimated time for a
-        row, in units of a round without drafts."""
+        """Update the statistics after a round of these sequences. `price`: function that returns the round's estimated
+        time for a row, in units of a round without drafts."""
         alike = Counter(
             seq.cluster for seq in sequences
         )  # these would draft together if the drafter were the cluster's best
@@ -250,7 +250,8 @@ class Router:
                     session.num_own += stats.num_accepted_B[index]
 
     def ended(self, key: int) -> None:
-        """Record the end of a request, for any reason. `key`: its request id."""
+        """Add an ended request's figures to those of its cluster. Call it when a request ends, for any reason. `key`:
+        its request id."""
         session = self._sessions.pop(key, None)
         cluster = self.clusters.get(session.cluster) if session else None
         if session and cluster:

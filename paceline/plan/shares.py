@@ -132,9 +132,9 @@ class TreeWorth:
         return self._worth >= 0.0 or self._num_without >= TREE_EVERY
 
     def record(self, gains: Sequence[float], rate: float) -> None:
-        """Record a round after planning. `gains`: for each tree, how much larger its surplus (see `surplus_of`) is than
-        that of the best chain, in tokens; empty for a round without trees. `rate`: tokens per second that rounds reach
-        anyway, which converts the host time of a tree to tokens."""
+        """Update the estimates after a round was planned. `gains`: for each tree, how much larger its surplus (see
+        `surplus_of`) is than that of the best chain, in tokens; empty for a round without trees. `rate`: tokens per
+        second that rounds reach anyway, which converts the host time of a tree to tokens."""
         self._num_without = 0 if gains else self._num_without + 1
         for gain in gains:
             self._worth += TREE_WEIGHT * (gain - rate * TREE_S - self._worth)

@@ -88,8 +88,9 @@ def constant(chance: float) -> Acceptance:
 
 
 def chance_for(wanted: float, num_drafted: int) -> float:
-    """Returns the acceptance chance, equal for all positions, at which `num_drafted` drafts give `wanted` tokens per
-    round. Raises ConfigError if there is no such chance."""
+    """Returns the acceptance chance of each draft, if all earlier ones of its round are accepted, at which rounds of
+    `num_drafted` drafts give `wanted` tokens on average, with the bonus token. All drafts have the same chance. Raises
+    ConfigError unless `wanted` is between 1 and `num_drafted` + 1."""
     if not 1 <= wanted <= num_drafted + 1:
         raise ConfigError(
             f"{num_drafted} drafts bring between 1 and {num_drafted + 1} tokens a round, never {wanted:g}"

@@ -85,7 +85,7 @@ class AnswerConfig:
         return variables
 
     def read_opening(self) -> list[Message]:
-        """Returns the system message, then those in the file `before`. Raises PromptError without any."""
+        """Returns the messages that begin every conversation: `system`, then the file `before`. Raises PromptError."""
         before = read_messages(_json(self.before), str(self.before)) if self.before else []
         return ([{"role": "system", "content": self.system}] if self.system else []) + before
 

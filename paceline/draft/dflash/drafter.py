@@ -272,7 +272,7 @@ class DFlashDrafter(TappedDrafter):
         return TorchPath(*made_of, target, self.draft_ids, self.head_VD)
 
     def record(self) -> None:
-        """Record the drafter's passes as CUDA graphs, if the device uses them."""
+        """Capture the drafter's passes as CUDA graphs, if the device uses them."""
         self._path.record()
 
     @property

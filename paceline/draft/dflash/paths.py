@@ -95,7 +95,7 @@ class TorchPath:
         self.group = shape.num_heads // shape.num_kv_heads
         self._static: StaticForms | None = None
         self.rounds: dict[Any, Any] = {}
-        """Recorded rounds (CUDA graphs) that use this path, managed by `engine/device_round.py`."""
+        """Rounds captured as CUDA graphs that use this path, managed by `engine/device_round.py`."""
 
     @property
     def is_fixed(self) -> bool:
@@ -109,7 +109,7 @@ class TorchPath:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the passes for drafting and for `inject` as CUDA graphs, if the device uses them."""
+        """Capture the passes for drafting and for `inject` as CUDA graphs, if the device uses them."""
         if forms := self._forms():
             forms.record()
 
@@ -151,7 +151,7 @@ class TorchPath:
         return Drafts(_best(logits_BKV).tolist(), logits_BKV if with_logits else None)
 
     def _replayed(self, rows: list[int], anchors: list[int], size: int) -> list[Tensor] | None:
-        """Outputs of `conclude` for full blocks, by cache row; None if no pass is recorded."""
+        """Outputs of `conclude` for full blocks, by cache row; None if no pass is captured as a CUDA graph."""
         forms = self._forms() if size == self.config.block_size else None
         return forms.block(rows, anchors) if forms else None
 

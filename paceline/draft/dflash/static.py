@@ -27,7 +27,7 @@ Kind = tuple[int | None, bool]
 
 
 class FixedPath(Protocol):
-    """Interface of a DFlash decode path (such as `paths.TorchPath`) whose passes are recorded as CUDA graphs."""
+    """Interface of a DFlash decode path (such as `paths.TorchPath`) whose passes are captured as CUDA graphs."""
 
     config: DFlashConfig
     cache: StaticKVCache
@@ -50,8 +50,9 @@ class FixedPath(Protocol):
 
 
 class StaticBlock(Region):
-    """Recorded pass (CUDA graph) that drafts a block of `block_size` positions after the context of each of B rows. Its
-    outputs are those of the path's `conclude`: drafts and logits, or candidates and scores (DFlash 2)."""
+    """Pass of fixed shape, captured as a CUDA graph, that drafts a block of `block_size` positions after the context of
+    each of B rows. Its outputs are those of the path's `conclude`: drafts and logits, or candidates and scores (DFlash
+    2)."""
 
     kind = "block"
 
@@ -100,8 +101,8 @@ class StaticBlock(Region):
 
 
 class StaticInject(Region):
-    """Recorded pass (CUDA graph) for up to J new positions of each of B rows. It computes their keys and values in all
-    draft layers from the target's hidden states."""
+    """Pass of fixed shape, captured as a CUDA graph, for up to J new positions of each of B rows. It computes their
+    keys and values in all draft layers from the target's hidden states."""
 
     kind = "inject"
 
@@ -146,8 +147,8 @@ def write_behind(path: FixedPath, writer: StaticWriter, starts_B: Tensor, counts
 
 
 class StaticForms:
-    """The recorded passes (CUDA graphs) of one decode path, for several numbers of rows: drafting blocks, and injecting
-    context."""
+    """The passes of one decode path that are captured as CUDA graphs, for several numbers of rows: drafting blocks, and
+    injecting context (writing its keys and values to the drafter's cache)."""
 
     def __init__(self, path: FixedPath, recorder: Recorder) -> None:
         rows, size = row_sizes(path.cache.num_rows), path.config.block_size
@@ -168,15 +169,16 @@ class StaticForms:
         self.injects = Recordings(recorder, StaticInject.kind, Grid(rows, [size]), inject)
 
     def record(self) -> None:
-        """Record all passes. Injections of more positions than a block are not recorded, but run operation by
-        operation."""
+        """Capture all passes as CUDA graphs. Injections of more positions than a block are not captured, but run
+        operation by operation."""
         self.blocks.record()
         self.injects.record()
 
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> bool:
-        """Write keys and values of these rows' new positions with a recorded pass. `starts`: context lengths; `counts`:
-        new positions; `taps_TF`: the target's hidden states there, row after row. Returns False, and does nothing, if
-        no recorded pass fits."""
+        """Write keys and values of these rows' new positions to the drafter's cache, with a pass of fixed shape that is
+        captured as a CUDA graph. `starts`: context lengths; `counts`: new positions; `taps_TF`: the target's hidden
+        states there, row after row. Returns False, and does nothing, if no captured pass has enough rows and
+        positions."""
         if max(counts) > self._path.config.block_size or not (region := self.injects.find(max(rows) + 1, max(counts))):
             return False
         region.fill(rows, starts, counts, taps_TF)
@@ -184,9 +186,10 @@ class StaticForms:
         return True
 
     def block(self, rows: list[int], anchors: list[int]) -> list[Tensor] | None:
-        """Drafts a block for each of these rows with a recorded pass; returns None if no such pass is recorded.
-        `anchors`: last committed tokens. Returns [drafts with log-probabilities, logits], or for DFlash 2 [candidates'
-        indices in the LM head, token ids, scores], indexed by cache row; the next block overwrites them."""
+        """Drafts a block for each of these rows with a pass captured as a CUDA graph; returns None if no captured pass
+        has enough rows. `anchors`: last committed tokens. Returns [drafts with log-probabilities, logits], or for
+        DFlash 2 [candidates' indices in the LM head, token ids, scores], indexed by cache row; the next block
+        overwrites them."""
         region = self.blocks.find(max(rows) + 1)
         if region is None:
             return None

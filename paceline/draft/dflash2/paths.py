@@ -91,7 +91,8 @@ class DFlash2Path(TorchPath):
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
         """Computes M candidate tokens at each of the first `width` draft positions (K) of B = `num_rows` blocks, from
         the blocks' hidden states [T, D] before the final norm. Returns (indices in the LM head [B, K, M], token ids [B,
-        K, M], scores [B, K, P, M] after each of P previous tokens). `anchors_B`: last committed tokens."""
+        K, M], scores [B, K, P, M]). A candidate has P = M scores, one for each candidate of the previous draft position
+        as its predecessor; at the first position the predecessor is always the last committed token (`anchors_B`)."""
         hidden_BKD, logits_BKV = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
         return tuple(score(self.selector, hidden_BKD, logits_BKV, anchors_B, self.ids))
 

@@ -25,8 +25,9 @@ PREFIX = "paceline:adapt_"
 
 
 class AdaptMetrics(Collector):
-    """Prometheus collector of the daemon: acceptance length, usual acceptance length and alarm of each cluster, numbers
-    of events, and whether the server answers. Values are computed at each scrape."""
+    """Prometheus collector of the daemon: acceptance length, usual acceptance length and alarm (a lasting drop of
+    acceptance) of each cluster, numbers of events, and whether the server answers. Values are computed at each
+    scrape."""
 
     def __init__(self, policy: SeasonalPolicy) -> None:
         self.registry = CollectorRegistry()

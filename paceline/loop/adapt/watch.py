@@ -1,4 +1,5 @@
-"""Adaptation daemon of a server: reads traces, decides every hour, trains, gates, swaps, watches, rolls back.
+"""Adaptation daemon of a server: reads traces, decides every hour, trains, compares the candidate with the serving
+drafter (the gate), swaps, watches, rolls back.
 
     watcher = Watcher(...)
     while True: watcher.tick(time.time()); time.sleep(60)
@@ -248,7 +249,8 @@ class Watcher(Steps):
             self.deployment.undo = stage.undo
 
     def stop(self) -> None:
-        """Stop the running training or gate; a restarted daemon resumes it."""
+        """Stop the running training or gate (comparison of a candidate with the serving drafter); a restarted daemon
+        resumes it."""
         if self._job is not None:
             self._job.stop()
         if self.deployment is not None:

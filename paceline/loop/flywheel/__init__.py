@@ -4,7 +4,7 @@
     from paceline.loop.flywheel.config import read_config
     result = turn(read_config(Path("flywheel.yaml")))       # result.passed, result.model, result.drafter
 
-A turn makes evals, a drafter, a smaller model and its drafter from recorded answers; the next turn starts from the
+An iteration makes evals, a drafter, a smaller model and its drafter from recorded answers; the next one starts from the
 answers of that model. This import is cheap; PyTorch and TRL are imported by the call.
 """
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def turn(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnResult:
-    """Runs one turn (iteration) of the flywheel, stage by stage; skips finished stages and resumes a killed stage.
+    """Runs one iteration (turn) of the flywheel, stage by stage; skips finished stages and resumes a killed stage.
 
-    If a gate refuses the student, `passed` is False and the served model does not change. Raises the errors of its
-    stages without changing the served model: PromptError on too few or too many bad recorded answers and on eval cases
-    that overlap with training data, JudgeError, TrainingError, ConfigError if the turn was started with other settings
-    or has no answers to start from.
+    If a gate (minimum quality) refuses the student, `passed` is False and the served model does not change. Raises the
+    errors of its stages without changing the served model: PromptError on too few or too many bad recorded answers and
+    on eval cases that overlap with training data, JudgeError, TrainingError, ConfigError if the iteration was started
+    with other settings or has no answers to start from.
     """
     from paceline.loop.flywheel.run import run
 
@@ -34,7 +34,7 @@ def turn(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnRes
 
 
 def price(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnPrice:
-    """Estimates minutes, tokens, disk space and cost of each stage of the flywheel's next turn (iteration); finished
+    """Estimates minutes, tokens, disk space and cost of each stage of the flywheel's next iteration (turn); finished
     stages cost nothing. Writes no files."""
     from paceline.loop.flywheel.pricing import price_of
 

@@ -23,7 +23,7 @@ UNUSABLE = ("without a prompt", "of which the answer's tokens are not known", "o
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Size of the dataset store (recorded answers) of one turn, an iteration of the flywheel: number of training rows,
+    """Size of the dataset store (recorded answers) of one iteration (turn) of the flywheel: number of training rows,
     and the longest prompt, answer and row in tokens."""
 
     rows: int

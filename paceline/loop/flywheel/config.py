@@ -1,4 +1,4 @@
-"""Settings of a turn of the flywheel: the fields of flywheel.yaml. Imports no PyTorch.
+"""Settings of an iteration (turn) of the flywheel: the fields of flywheel.yaml. Imports no PyTorch.
 
     model: smollm2-135m            # minimal example: the model that serves now,
     record: [traces]               # its recorded answers,
@@ -26,7 +26,7 @@ from paceline.train.run_file import leaves, read_settings, settings_of
 
 FILE = "flywheel.yaml"
 OF_STUDENT, OF_DRAFTER = 0.5, 0.25
-"""Shares of a turn's training minutes: for the student, and for each of two drafters."""
+"""Shares of the training minutes of an iteration (turn): for the student, and for each of two drafters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class DrafterConfig:
 
 @dataclass(frozen=True, slots=True)
 class TurnGates:
-    """Conditions under which a turn (iteration of the flywheel) continues: minimum amounts of data, maximum losses of
-    evals score, and minimum speed-up by a drafter."""
+    """Conditions under which an iteration (turn) of the flywheel continues: minimum numbers of answers and eval cases,
+    maximum share of bad answers, maximum losses of the student's evals score, and minimum speed-up by a drafter."""
 
     least_rows: Count = 50
     """Minimum number of answers to train on."""
@@ -148,13 +148,13 @@ class FlywheelConfig:
         return name in self.given
 
     def student_of(self, turn: int) -> StudentConfig:
-        """Returns the student's settings in turn number `turn`, counted from 1."""
+        """Returns the student's settings in the flywheel's iteration number `turn`, counted from 1."""
         return replace(self.student, layers=self.layers[turn - 1]) if turn <= len(self.layers) else self.student
 
     @property
     def student_teaching(self) -> TeachingConfig:
-        """Settings of the student's training. If they set no minutes, steps or epochs, it takes half of the turn's
-        `minutes`."""
+        """Settings of the student's training. If they set no minutes, steps or epochs, it takes half of the `minutes`
+        of an iteration (turn)."""
         teaching = self.teaching
         has_length = (teaching.minutes, teaching.max_steps, teaching.epochs) != (None, None, None)
         return teaching if has_length else replace(teaching, minutes=OF_STUDENT * self.minutes)
@@ -167,7 +167,7 @@ class FlywheelConfig:
 
 
 FREE = ("minutes", "price_per_core_hour", "gates", "student_gate", "given")
-"""Settings that may change while a turn is in progress, as may the length of the student's training."""
+"""Settings that may change while an iteration (turn) is in progress, as may the length of the student's training."""
 
 
 def read_config(file: Path) -> FlywheelConfig:

@@ -3,7 +3,7 @@
     {"turn": 1, "what": "student", "model": "runs/flywheel/turn-1/student/student.gguf", "state": "kept",
      "score": 0.99, ...}
 
-The figures are those of `evals run` on the turn's suite. A turn is one iteration of the flywheel.
+The figures are those of `evals run` on the suite of the iteration (turn) of the flywheel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read(out: Path) -> list[Line]:
     Raises ConfigError on a damaged line.
 
     A stage that was killed after writing a line writes it again. Therefore only the last of the lines with the same
-    turn, model name and state is returned, for the states "measured" and "kept". All refusals are returned.
+    iteration (turn), model name and state is returned, for the states "measured" and "kept". All refusals are returned.
     """
     file, lines = out / LEDGER, dict[Any, Line]()
     remedy = "restore it from a copy, or delete the line that is damaged"

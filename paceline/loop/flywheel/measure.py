@@ -1,4 +1,5 @@
-"""Runs a turn's suites on models, for the turn's gates and its ledger."""
+"""Runs the eval suites of an iteration (turn) of the flywheel on models, for its gates (limits of score and speed) and
+its ledger."""
 
 from __future__ import annotations
 
@@ -15,25 +16,25 @@ from paceline.loop.flywheel.state import NO_DRAFTER
 from paceline.report.tables import Progress
 
 OWN, FIRST = "suite", "first-suite"
-"""Names of a turn's suites: its own, and the first turn's without the cases found in training data."""
+"""Names of the suites of an iteration (turn): its own, and the first one's without the cases found in training data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Runs the eval suites of one turn (iteration of the flywheel) on models, and compares their scores."""
+    """Runs the eval suites of one iteration (turn) of the flywheel on models, and compares their scores."""
 
     config: FlywheelConfig
     folder: Path
-    """Folder of the turn."""
+    """Folder of the iteration (turn)."""
     max_tokens: int
     """Longest answer in tokens, unless flywheel.yaml sets sampling.max_tokens."""
     progress: Progress
     suites: dict[str, Path] = field(default_factory=dict)
 
     def scores(self, what: str, model: str, drafter: str = NO_DRAFTER, suite: str = OWN) -> Scores:
-        """Runs one of the turn's eval suites on a model, with or without a drafter; writes the run folder evals/<what>.
-        `what`: name of the measured model. `suite`: key of `suites`, "suite" (the turn's own) or "first-suite" (the
-        first turn's). Raises the errors of `evals.run.evaluate`."""
+        """Runs one eval suite of the iteration (turn) on a model, with or without a drafter; writes the run folder
+        evals/<what>. `what`: name of the measured model. `suite`: key of `suites`, "suite" (its own) or "first-suite"
+        (that of the first iteration). Raises the errors of `evals.run.evaluate`."""
         engine = replace(self.config.engine, model=model, drafter=drafter)
         sampling = self.config.sampling
         if not self.config.is_given("sampling.max_tokens"):
@@ -44,8 +45,8 @@ class Bench:
         ).scores
 
     def compared(self, what: str, scores: Scores, base: str) -> Comparison:
-        """Compares scores with those of the turn's earlier run folder evals/<base>, and prints the difference. `what`:
-        name of the scored model."""
+        """Compares scores with those of an earlier run folder of this iteration (turn), evals/<base>, and prints the
+        difference. `what`: name of the scored model."""
         comparison = compare(read_scores(self.folder / "evals" / base), scores)
         same = f"{comparison.same_text} of {comparison.cases} answers the same"
         self.progress.say(f"{what} compared with {base}: {comparison}, {same}")
@@ -54,10 +55,11 @@ class Bench:
     def compared_with_first(
         self, what: str, model: str, own: Scores, first_run: Path
     ) -> tuple[Scores, Comparison] | None:
-        """Scores a model on the first turn's suite, and compares the scores with those of the first model; returns
-        (scores, comparison), or None in the first turn and if all cases of that suite are in training data.
+        """Scores a model on the suite of the first iteration (turn), and compares the scores with those of the first
+        model; returns (scores, comparison), or None in the first iteration and if all cases of that suite are in
+        training data.
 
-        `what`: the scored model's name in run folders. `own`: the scored model's scores on this turn's own suite,
+        `what`: the scored model's name in run folders. `own`: the scored model's scores on this iteration's own suite,
         reused if both suites are equal. `first_run`: run folder of the first model.
         """
         if FIRST not in self.suites:

@@ -1,4 +1,4 @@
-"""Estimates a turn's minutes, tokens, disk and cost, stage by stage; writes no files.
+"""Estimates minutes, tokens, disk and cost of an iteration (turn) of the flywheel, stage by stage; writes no files.
 
     estimate = price_of(config, progress)          estimate.table(), estimate.as_json()
 
@@ -46,8 +46,8 @@ DEFAULT_SHARE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Number of the answers that a turn (iteration of the flywheel) starts from, recorded or still to be generated, and
-    their mean length in tokens."""
+    """Number of the answers that an iteration (turn) of the flywheel starts from, recorded or still to be generated,
+    and their mean length in tokens."""
 
     rows: int
     prompt_tokens: float
@@ -60,7 +60,7 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class StagePrice:
-    """Estimated minutes, tokens and disk space of one stage of a turn (iteration of the flywheel)."""
+    """Estimated minutes, tokens and disk space of one stage of an iteration (turn) of the flywheel."""
 
     stage: str
     minutes: float = 0.0
@@ -72,7 +72,7 @@ class StagePrice:
 
 @dataclass(frozen=True, slots=True)
 class TurnPrice:
-    """Estimated minutes, tokens, disk space and cost of a turn (iteration of the flywheel), stage by stage; a finished
+    """Estimated minutes, tokens, disk space and cost of an iteration (turn) of the flywheel, stage by stage; a finished
     stage costs nothing."""
 
     turn: int
@@ -128,7 +128,7 @@ class TurnPrice:
 
 
 def price_of(config: FlywheelConfig, progress: Progress) -> TurnPrice:
-    """Estimates minutes, tokens and disk space of the next turn's stages (implements
+    """Estimates minutes, tokens and disk space of each stage of the flywheel's next iteration (turn) (implements
     `paceline.loop.flywheel.price`)."""
     turn = open_turn(config, progress)
     notes: list[str] = []
@@ -165,8 +165,8 @@ def price_of(config: FlywheelConfig, progress: Progress) -> TurnPrice:
 
 
 def _material(turn: Turn) -> Material:
-    """Returns the turn's answers. Raises the errors of the stage `record`, and PromptError on sources without an
-    answer."""
+    """Returns the answers of the iteration (turn). Raises the errors of the stage `record`, and PromptError on sources
+    without an answer."""
     config = turn.config
     if "store" in turn.state.stages:
         sources = [Path(turn.of("store")["store"])]

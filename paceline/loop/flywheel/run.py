@@ -1,7 +1,9 @@
-"""Runs a turn: executes the stages of stages.py and stores the result of each finished stage.
+"""Runs an iteration (turn) of the flywheel: executes the stages of stages.py and stores the result of each finished
+stage.
 
-The file serving.json names the served model; it is replaced atomically at the end, if every gate passes. An error or a
-refusal ends the turn before that. The same command resumes at the first unfinished stage.
+The file serving.json names the served model; it is replaced atomically at the end, if every gate (minimum quality of
+the student) passes. An error or a refusal ends the iteration before that. The same command resumes at the first
+unfinished stage.
 """
 
 from __future__ import annotations
@@ -37,25 +39,25 @@ from paceline.runs.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """Result of a turn (iteration of the flywheel): whether it passed, and which model and drafter are served now."""
+    """Result of an iteration (turn) of the flywheel: whether it passed, and which model and drafter are served now."""
 
     turn: int
     passed: bool
     reason: str
-    """Reason of the refusal; empty if the turn passed."""
+    """Reason of the refusal; empty if the iteration (turn) passed."""
     model: str
     """The model that serves now."""
     drafter: str
     command: str
-    """Command that serves the model and records its answers for the next turn."""
+    """Command that serves the model and stores its answers for the next iteration (turn)."""
     core_s: float
-    """CPU seconds of the turn, over all resumed parts."""
+    """CPU seconds of the iteration (turn), over all resumed parts."""
     price: float | None
     """Price of the CPU seconds; None without a price per core-hour."""
 
 
 def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
-    """Returns the flywheel's turn (iteration) in progress in the folder `config.out`, or the next one. Raises
+    """Returns the flywheel's iteration (turn) in progress in the folder `config.out`, or the next one. Raises
     ConfigError if it was started with other settings, or its dataset store has changed since."""
     serving = serving_of(config)
     number = serving.turn + 1
@@ -73,8 +75,8 @@ def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
 
 
 def run(config: FlywheelConfig, progress: Progress) -> TurnResult:
-    """Runs or resumes one turn (iteration of the flywheel); if all gates pass, serving.json then names its student.
-    Implements `paceline.loop.flywheel.turn`."""
+    """Runs or resumes one iteration (turn) of the flywheel; if all gates (minimum quality of the student) pass,
+    serving.json then names its student. Implements `paceline.loop.flywheel.turn`."""
     refuse(
         ConfigError,
         (find_spec("trl") is None, "a turn distils with Transformers and TRL: pip install 'paceline[distill]'"),

@@ -1,4 +1,4 @@
-"""The stages of a turn: functions that take the turn and return their result as JSON.
+"""The stages of an iteration (turn) of the flywheel: functions that take a `Turn` and return their result as JSON.
 
 record            finds the served model's recorded answers, or generates them
 store             builds a store with a training and an evals split, and checks it
@@ -45,12 +45,13 @@ StageResult = dict[str, Any]
 
 
 class Refused(Exception):
-    """A gate failed: the turn (iteration of the flywheel) ends, and the served model does not change."""
+    """A gate (minimum quality of the student) failed: the iteration (turn) of the flywheel ends, and the served model
+    does not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """State and settings of one turn (iteration of the flywheel); every stage reads them."""
+    """State and settings of one iteration (turn) of the flywheel; every stage reads them."""
 
     config: FlywheelConfig
     number: int
@@ -76,7 +77,7 @@ class Turn:
 
     @property
     def earlier_stores(self) -> list[Path]:
-        """Folders of the earlier turns' dataset stores, on which the models of those turns were trained."""
+        """Folders of the dataset stores of earlier iterations (turns), on which their models were trained."""
         states = [TurnState.read(turn_folder(self.config, number)) for number in range(1, self.number)]
         return [Path(each.stages["store"]["store"]) for each in states if "store" in each.stages]
 
@@ -115,9 +116,9 @@ def record(turn: Turn) -> StageResult:
 
 
 def store(turn: Turn) -> StageResult:
-    """Builds a dataset store of this turn's answers, or uses the one that `record` in flywheel.yaml names. Returns its
-    folder "store", its "version", the answers' token limit "max_tokens" and the fields of `checks.Contents`. Raises
-    PromptError if it has too few answers or too many bad ones."""
+    """Builds a dataset store of the answers of this iteration (turn), or uses the one that `record` in flywheel.yaml
+    names. Returns its folder "store", its "version", the answers' token limit "max_tokens" and the fields of
+    `checks.Contents`. Raises PromptError if it has too few answers or too many bad ones."""
     sources = [Path(source) for source in turn.of("record")["sources"]]
     stores = [source for source in sources if (source / "store.json").is_file()]
     refuse(
@@ -144,10 +145,10 @@ def store(turn: Turn) -> StageResult:
 
 
 def evals(turn: Turn) -> StageResult:
-    """Makes the turn's eval suite and runs it on the served model; from the second turn on, also writes the first
-    turn's suite without cases found in training data. Returns the suites' files by name as "suites", the number of
-    "cases", and the model's mean "score". Raises JudgeError, and PromptError on too few cases or, in the user's own
-    suite, on cases found in training data."""
+    """Makes the eval suite of this iteration (turn) and runs it on the served model; from the second iteration on, also
+    writes the first one's suite without cases found in training data. Returns the suites' files by name as "suites",
+    the number of "cases", and the model's mean "score". Raises JudgeError, and PromptError on too few cases or, in the
+    user's own suite, on cases found in training data."""
     config, own = turn.config, turn.store
     trained = [*turn.earlier_stores, own.path]
     file, dropped = turn.folder / "suite.jsonl", Dropped()
@@ -174,7 +175,8 @@ def evals(turn: Turn) -> StageResult:
 
 
 def _first_suite(turn: Turn, trained: list[Path]) -> dict[str, Path]:
-    """Writes the first turn's suite without contaminated cases; returns {FIRST: file}, or {} if no case remains."""
+    """Writes the first iteration's suite without contaminated cases; returns {FIRST: file}, or {} if no case
+    remains."""
     dropped = Dropped()
     first = checks.apart(read_suite(turn_folder(turn.config, 1) / "suite.jsonl"), trained, dropped)
     if dropped:
@@ -201,7 +203,8 @@ def drafter(turn: Turn) -> StageResult:
 
 def student(turn: Turn) -> StageResult:
     """Distils the student from the served model's answers. Returns the path of the "student" and its "layers",
-    "weights" and "steps" (see `DistillResult`). Raises Refused if the student fails a gate, and TrainingError."""
+    "weights" and "steps" (see `DistillResult`). Raises Refused if the student fails a gate (a minimum quality), and
+    TrainingError."""
     config, teaching = turn.config, turn.config.student_teaching
     if not config.is_given("teaching.max_len"):
         teaching = replace(teaching, max_len=turn.max_len)
@@ -225,9 +228,9 @@ def student(turn: Turn) -> StageResult:
 
 
 def student_evals(turn: Turn) -> StageResult:
-    """Measures the student, and compares it with its teacher and, from the second turn on, with the first model.
-    Returns the student's figures (`Bench.figures`) and the "difference" of its score from the teacher's. Raises Refused
-    if it may have lost more evals score than the gates allow."""
+    """Measures the student, and compares it with its teacher and, from the second iteration (turn) on, with the first
+    model. Returns the student's figures (`Bench.figures`) and the "difference" of its score from the teacher's. Raises
+    Refused if it may have lost more evals score than the gates allow."""
     model, gates, bench = turn.of("student")["student"], turn.config.gates, turn.bench
     scores = bench.scores("student", model)
     comparison = bench.compared("student", scores, base="model")

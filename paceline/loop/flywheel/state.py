@@ -1,4 +1,4 @@
-"""State of a flywheel on disk: the served model, and each turn's settings and finished stages.
+"""State of a flywheel on disk: the served model, and settings and finished stages of each iteration (turn).
 
 runs/flywheel/serving.json            the served model and its command; written when a turn has passed
 runs/flywheel/ledger.jsonl            a line for each measured or refused model (ledger.py)
@@ -34,15 +34,15 @@ class Serving:
     model: str
     drafter: str = NO_DRAFTER
     turn: int = 0
-    """Number of the last turn that passed; 0 before."""
+    """Number of the last iteration (turn) that passed; 0 before."""
     first_model: str = ""
-    """The model that the flywheel started with, the first turn's teacher."""
+    """The model that the flywheel started with, teacher of the first iteration (turn)."""
     command: str = ""
-    """Command that serves the model and records its answers for the next turn."""
+    """Command that serves the model and stores its answers for the next iteration (turn)."""
 
 
 def serving_of(config: FlywheelConfig) -> Serving:
-    """Reads serving.json; before the first turn has passed, returns the configured model.
+    """Reads serving.json; before the first iteration (turn) has passed, returns the configured model.
 
     Raises ConfigError on a damaged file, and if the folder was started with another model."""
     file = config.out / SERVING
@@ -67,11 +67,11 @@ def write_serving(config: FlywheelConfig, serving: Serving) -> None:
 
 @dataclass(slots=True)
 class TurnState:
-    """Settings, stage results and times of one turn (iteration of the flywheel), as stored in its turn.json."""
+    """Settings, stage results and times of one iteration (turn) of the flywheel, as stored in its turn.json."""
 
     folder: Path
     asked: dict[str, Any] = field(default_factory=dict)
-    """Settings with which the turn was started and which must not change during it."""
+    """Settings with which the iteration (turn) was started and which must not change during it."""
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Results of the finished stages, by name."""
     spent: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -79,7 +79,8 @@ class TurnState:
 
     @classmethod
     def read(cls, folder: Path) -> TurnState:
-        """Reads turn.json; returns an empty state if the turn has not started. Raises ConfigError on a damaged file."""
+        """Reads turn.json; returns an empty state if the iteration (turn) has not started. Raises ConfigError on a
+        damaged file."""
         file = folder / STATE
         if not file.is_file():
             return cls(folder)
@@ -89,12 +90,12 @@ class TurnState:
             return cls(folder, **json.loads(file.read_text(encoding="utf-8")))
 
     def write(self) -> None:
-        """Writes turn.json. Raises CacheError."""
+        """Writes turn.json, the state of this iteration (turn). Raises CacheError."""
         content = {name: getattr(self, name) for name in ("asked", "stages", "spent")}
         write_whole(self.folder / STATE, json.dumps(plain(content), indent=1) + "\n")
 
     def check(self, config: FlywheelConfig, notice: Callable[[str], None] = ignore) -> None:
-        """Raises ConfigError naming the settings that differ from those with which the turn was started.
+        """Raises ConfigError naming the settings that differ from those with which the iteration (turn) was started.
 
         `notice` is called with a note on stored settings that no longer exist in this version.
         """
@@ -111,7 +112,7 @@ class TurnState:
 
 
 def fixed_of(config: FlywheelConfig) -> dict[str, Any]:
-    """Returns the settings that must not change while a turn is in progress, as a JSON object."""
+    """Returns the settings that must not change while an iteration (turn) is in progress, as a JSON object."""
     teaching = replace(config.teaching, **dict.fromkeys(("minutes", "max_steps", "epochs", "micro_batch")))
     settings = plain(asdict(replace(config, teaching=teaching)))
     del settings["teaching"]["checkpoint_minutes"]
@@ -123,5 +124,5 @@ def turn_folder(config: FlywheelConfig, number: int) -> Path:
 
 
 def traces_of(config: FlywheelConfig, number: int) -> Path:
-    """Returns the folder in which answers for turn `number`, counted from 1, are recorded."""
+    """Returns the folder in which answers for iteration (turn) `number`, counted from 1, are stored."""
     return turn_folder(config, number) / TRACES

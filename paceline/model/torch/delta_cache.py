@@ -261,8 +261,9 @@ class DeltaCache(StaticKVCache):
         return self._committed[row]
 
     def passed(self, batch: ForwardBatch, count: int) -> None:
-        """Record a finished pass of fixed shape, with `count` tokens per row including padding: stores its tokens, and
-        counts as committed the positions that it added to recurrent states. Call this before `append`."""
+        """Update the cache's state after a pass of fixed shape (captured as a CUDA graph), with `count` tokens per row
+        including padding: stores the pass's tokens, and counts as committed the positions that it added to recurrent
+        states. Call this before `append`."""
         first = 0
         for row, own, held in zip(batch.rows, batch.counts, self.held(batch.rows), strict=True):
             self._tokens[row] += batch.tokens[first : first + own]

@@ -175,15 +175,15 @@ class DeltaNet:
 
 
 MOST_INVERTED = 32
-"""Maximum tokens per row for which a GPU solves the triangular system by a matrix inverse, which CUDA graphs can
-record."""
+"""Maximum tokens per row for which a GPU solves the triangular system by a matrix inverse, which can be captured in a
+CUDA graph."""
 
 
 def _solved(system: Tensor, right: Tensor) -> Tensor:
     """Solve (I + A) X = right for X, with A the part of `system` below its diagonal.
 
     On a GPU, few tokens use products of fixed shape: cuBLAS's triangular solver allocates and uploads pointers, which
-    CUDA graphs cannot record. On CPU the solver is one call instead of dozens of products.
+    cannot be captured in a CUDA graph. On CPU the solver is one call instead of dozens of products.
     """
     if system.device.type == "cpu" or system.shape[-1] > MOST_INVERTED:
         return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)

@@ -178,8 +178,8 @@ def _chains(num_rows: int, count: int) -> Tensor:
 
 
 class GraphDecoder(Decoder):
-    """A Decoder with decode passes of fixed shape. On CUDA, `record` captures each shape once as a CUDA graph, to be
-    replayed."""
+    """A Decoder with decode passes of fixed shape. On CUDA, `record` captures a pass of each shape once as a CUDA
+    graph, to be replayed."""
 
     slack = MAX_COUNT
 
@@ -192,27 +192,27 @@ class GraphDecoder(Decoder):
         super().allocate_cache(num_rows, max_len)
         self._most_count = 0
         self.rounds: dict[Any, Any] = {}
-        """Data of `engine/device_round.py` that depends on this cache: its rows, and recorded rounds without a
-        drafter."""
+        """Data of `engine/device_round.py` that depends on this cache: its rows, and rounds without a drafter that are
+        captured as CUDA graphs."""
         self._forget(MAX_COUNT)
 
     def _forget(self, most_count: int) -> None:
-        """Discard all recordings; later passes may have up to `most_count` tokens per row."""
+        """Discard all captured CUDA graphs; later passes may have up to `most_count` tokens per row."""
         self._grid = pass_grid(self.cache.num_rows, most_count)
         self._recordings: dict[tuple[int, ...], Recordings[StaticPass]] = {}
-        """Recordings by tapped layers: a recorded pass returns the taps that it was recorded with."""
+        """Captured CUDA graphs by tapped layers: a captured pass returns the taps with which it was captured."""
         self._logits_TV: Tensor | None = None
 
     def record(self, most_count: int) -> None:
-        """Record a decode pass, on CUDA as a CUDA graph, for every shape (rows, tokens per row) of `pass_grid`, with up
-        to `most_count` tokens per row and the layers now tapped."""
+        """Capture a decode pass as a CUDA graph for every shape (rows, tokens per row) of `pass_grid`, with up to
+        `most_count` tokens per row and the layers now tapped. On other devices these passes are computed directly."""
         if most_count > self._most_count:
             self._most_count = most_count
             self._forget(most_count)
         self._tapping().record()
 
     def _tapping(self) -> Recordings[StaticPass]:
-        """Recordings for the current taps."""
+        """Captured CUDA graphs for the current taps."""
         if self.tap_layers not in self._recordings:
             rows, counts = self._grid.sizes
             kind: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
@@ -236,7 +236,7 @@ class GraphDecoder(Decoder):
 
     @property
     def counts(self) -> Sequence[int]:
-        """Numbers of tokens per row for which passes are recorded, ascending."""
+        """Numbers of tokens per row for which passes are captured as CUDA graphs, ascending."""
         return self._grid.sizes[1]
 
     @torch.inference_mode()
@@ -261,8 +261,8 @@ class GraphDecoder(Decoder):
         return ForwardOutput(self._at(static.logits_TV, logit_places), taps_TF)
 
     def _ordinary(self, batch: ForwardBatch) -> ForwardOutput:
-        """Run an eager pass. If a large tree made it reallocate the pending windows of delta nets, recordings that
-        refer to the old ones are discarded."""
+        """Run an eager pass. If a large tree made it reallocate the pending windows of delta nets, captured CUDA graphs
+        that refer to the old ones are discarded."""
         room = self.kv.room if isinstance(self.kv, DeltaCache) else 0
         out = super().forward(batch)
         if isinstance(self.kv, DeltaCache) and self.kv.room != room:
@@ -277,7 +277,7 @@ class GraphDecoder(Decoder):
 
 
 def pass_grid(num_rows: int, most_count: int) -> Grid:
-    """Return the grid of shapes (rows, tokens per row) to record for target passes with up to `most_count` tokens per
-    row."""
+    """Return the grid of shapes (rows, tokens per row) to capture as CUDA graphs, for target passes with up to
+    `most_count` tokens per row."""
     most_count = min(most_count, MAX_COUNT)
     return Grid(row_sizes(num_rows), [*(count for count in _COUNTS if count < most_count), most_count])

@@ -1,9 +1,10 @@
-"""Recorded regions: work of fixed shape, captured in CUDA graphs before serving and then replayed. On other devices it
-is computed directly.
+"""Captures work of fixed shape as CUDA graphs before serving, and then replays it. On other devices the same work is
+computed directly.
 
-A region computes outputs from inputs, all buffers at fixed addresses, with tensor operations only, so that a replay
-needs no Python. Shapes are rounded up to a grid. If a shape is outside the grid or not recorded, the region's owner
-computes it eagerly, and this is counted: a capture takes tenths of a second, too long while requests wait.
+The work captured as one graph is called a region: a part of a pass, a pass or a whole decode round. It computes outputs
+from inputs, all buffers at fixed addresses, with tensor operations only, so that a replay needs no Python. Shapes are
+rounded up to a grid. If a shape is outside the grid or not captured, the region's owner computes the work eagerly, and
+this is counted: a capture takes tenths of a second, too long while requests wait.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _CAPTURING = threading.Lock()
 
 
 class Region(ABC):
-    """Work of one fixed shape that can be recorded as a CUDA graph, such as a target pass of 4 rows with 8 tokens each;
-    it reads and writes fixed buffers."""
+    """Work of one fixed shape that can be captured as one CUDA graph, such as a target pass of 4 rows with 8 tokens
+    each; it reads and writes fixed buffers."""
 
     kind = ""
     """Name of this type of work, such as "target"; runs are counted under it."""
@@ -44,8 +45,8 @@ class Region(ABC):
 
 
 class Recorder:
-    """Records regions as CUDA graphs on one device. All graphs share one memory pool, so regions must never run
-    concurrently.
+    """Captures regions (work of one fixed shape, such as a pass) as CUDA graphs on one device. All graphs share one
+    memory pool, so regions must never run concurrently.
 
     Outputs must be in buffers outside the pool, as other graphs reuse its memory. On devices other than CUDA regions
     are computed directly, so that tests run the same code without a GPU.
@@ -54,27 +55,28 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.records_late = device.type != "cuda"
-        """True if a shape may also be recorded on its first use while requests are running."""
+        """True if a shape may also be captured on its first use while requests are running."""
         self.seconds = 0.0
-        """Seconds spent on recording so far."""
+        """Seconds spent on capturing so far."""
         self.num_recorded = 0
-        """Number of recorded regions; on CUDA each is one CUDA graph."""
+        """Number of captured regions; on CUDA each is one CUDA graph."""
         self.replayed, self.eager = Counter[str](), Counter[str]()
-        """Numbers of runs by `Region.kind`: replays of recorded regions, and eager runs for which no recorded region
+        """Numbers of runs by `Region.kind`: replays of captured regions, and eager runs for which no captured region
         was large enough."""
         self.failed = Counter[str]()
-        """Number of failed recordings by `Region.kind`; that work is computed eagerly."""
+        """Number of failed captures by `Region.kind`; that work is computed eagerly."""
         self._memory: tuple[Any, torch.cuda.Stream] | None = None
 
     def record(self, region: Region) -> None:
-        """Record a region with its current buffers, and set its `replay`. On CUDA this runs the region three times."""
+        """Capture a region as a CUDA graph with its current buffers, and set its `replay`. On CUDA this runs the region
+        three times; on other devices nothing is captured, and `replay` computes it directly."""
         began = time.perf_counter()
         region.replay = self._capture(region) if self.device.type == "cuda" else region.compute
         self.num_recorded += 1
         self.seconds += time.perf_counter() - began
 
     def run(self, region: Region) -> None:
-        """Run a recorded region on the current contents of its input buffers."""
+        """Replay a captured region (CUDA graph) on the current contents of its input buffers."""
         self.replayed[region.kind] += 1
         region.replay()
 
@@ -112,8 +114,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class Grid:
-    """Grid of fixed shapes, such as (rows, tokens per row), for each of which a pass or other work is recorded as a
-    CUDA graph: all combinations of one size per dimension."""
+    """The fixed shapes, such as (rows, tokens per row), for which a pass or other work is captured as a CUDA graph.
+    Every combination of the dimensions' sizes is a shape: sizes [1, 2] and [4, 8] give four shapes."""
 
     def __init__(self, *sizes: Sequence[int]) -> None:
         """`sizes`: for each dimension its sizes, ascending."""
@@ -139,7 +141,7 @@ AnyRegion = TypeVar("AnyRegion", bound=Region)
 
 
 class Recordings(Generic[AnyRegion]):
-    """Cache of recorded regions (work of a fixed shape as a CUDA graph) that do the same type of work, one for each
+    """CUDA graphs of one type of work, such as target passes: one captured region (work of a fixed shape) for each
     shape of a grid."""
 
     def __init__(self, recorder: Recorder, kind: str, grid: Grid, make: Callable[..., AnyRegion]) -> None:
@@ -147,19 +149,19 @@ class Recordings(Generic[AnyRegion]):
         dimension."""
         self._recorder, self._kind, self.grid, self.make = recorder, kind, grid, make
         self._regions: dict[Shape, AnyRegion | None] = {}
-        """Shape -> region, or None if recording failed."""
+        """Shape -> region, or None if its capture failed."""
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record every shape of the grid that is not recorded yet."""
+        """Capture a CUDA graph for every shape of the grid that is not captured yet."""
         for shape in self.grid.shapes:
             if shape not in self._regions:
                 self._add(shape)
 
     @torch.inference_mode()
     def find(self, *needed: int) -> AnyRegion | None:
-        """Return the recorded region for the smallest shape that has at least the size `needed` in every dimension.
-        None if it is not recorded; this is counted as an eager run."""
+        """Return the captured region (CUDA graph) for the smallest shape that has at least the size `needed` in every
+        dimension. None if it is not captured; this is counted as an eager run."""
         shape = self.grid.cover(*needed)
         if shape is not None and shape not in self._regions and self._recorder.records_late:
             self._add(shape)
@@ -169,7 +171,7 @@ class Recordings(Generic[AnyRegion]):
         return region
 
     def _add(self, shape: Shape) -> None:
-        """Record a region of this shape; if that fails, log it, and its work is computed eagerly."""
+        """Capture a region of this shape; if that fails, log it, and its work is computed eagerly."""
         self._regions[shape] = None
         try:
             region = self.make(*shape)
@@ -184,5 +186,6 @@ class Recordings(Generic[AnyRegion]):
 
 
 def row_sizes(num_rows: int) -> list[int]:
-    """Return the numbers of rows for which passes are recorded: 1, 2, 4, ... and the maximum `num_rows` itself."""
+    """Return the numbers of rows for which passes are captured as CUDA graphs: 1, 2, 4, ... and the maximum `num_rows`
+    itself."""
     return [*(1 << power for power in range((num_rows - 1).bit_length())), num_rows]

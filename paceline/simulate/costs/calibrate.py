@@ -189,7 +189,8 @@ def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
 
 
 def machine_of(steps: dict[str, Any]) -> Machine | None:
-    """Returns the machine that a steps.json was measured on; None if it is not recorded."""
+    """Returns the device (with its peak bandwidth and FLOP/s) on which the times in `steps`, the content of a
+    steps.json, were measured. Returns None if `steps` does not describe it completely."""
     machine = steps.get("machine")
     known = set(Machine.__dataclass_fields__)
     return Machine(**machine) if isinstance(machine, dict) and {*machine, "cached_bytes_per_s"} == known else None

@@ -63,7 +63,9 @@ class PromptEncoder:
         refuse(ConfigError, (config.raw and has_chat, needs_template))
 
     def messages_of(self, prompt: Prompt) -> list[Message]:
-        """Returns the opening and the prompt's messages; only the latter if the prompt has its own system message."""
+        """Returns the messages of a conversation: the opening (system message and further messages that `config` puts
+        before every prompt), then the prompt's own. A prompt that has its own system message, or no messages, gets no
+        opening."""
         is_own = not prompt.messages or prompt.messages[0]["role"] == "system"
         return prompt.messages if is_own else self.opening + prompt.messages
 

@@ -69,9 +69,9 @@ class PromptWriter:
         variables: Mapping[str, Any] | None = None,
         fill: Callable[[str, int], str] = lambda opener, seed: opener,
     ) -> None:
-        """`openers`: beginnings of prompts. `opening`: an application's messages before the user's, so that the
-        prompts are those of its users. `fill`: (opener, number) -> the beginning to use; the number differs for
-        every prompt."""
+        """`openers`: texts with which prompts begin. `opening`: messages at the start of every conversation of an
+        application, such as its system message, so that the prompts are those of its users. `fill`: (opener, number) ->
+        the beginning to use; the number differs for every prompt."""
         self.llm, self.file, self.openers, self.seed = llm, file, openers or ("",), seed
         self._fill = fill
         self._turn = user_turn(llm.tokenizer, opening, variables)
@@ -147,9 +147,9 @@ class PromptWriter:
 def user_turn(
     tokenizer: Tokenizer, opening: Sequence[Message] = (), variables: Mapping[str, Any] | None = None
 ) -> UserTurn:
-    """Returns the place of the user's message in this tokenizer's chat template, after the messages of `opening`.
-    Raises UnsupportedModelError if the template omits the user's text, PromptError for a tokenizer without a
-    template."""
+    """Returns the place of the user's message in this tokenizer's chat template, after the messages of `opening` (those
+    at the start of every conversation, such as the system message). Raises UnsupportedModelError if the template omits
+    the user's text, PromptError for a tokenizer without a template."""
     messages = [*opening, {"role": "user", "content": MARK}]
     before, mark, after = chat_text(tokenizer, messages, variables=variables).partition(MARK)
     if not mark:  # not in the rendered text

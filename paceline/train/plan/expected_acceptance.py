@@ -93,8 +93,9 @@ def expected_of(target: str, learned: Learned) -> dict[str, Any]:
 
 
 def expected_lines(target: str, expected: dict[str, Any]) -> Iterator[str]:
-    """Yields the lines of a plan on the expected acceptance length of a drafter for the model named `target`.
-    `expected`: result of `expected_of`."""
+    """Yields the lines of text about the expected acceptance length in a printed training plan: the length, the
+    learning curve that it is read from, and a warning if there are too few answers. `target`: name of the model that
+    the drafter is for. `expected`: result of `expected_of`."""
     about = "at least" if expected["is_beyond_the_curve"] else "about"
     answers, advised = expected["answers"], expected["advised"]
     learned = "" if answers is None else f" from {answers:,} different answers"

@@ -34,8 +34,8 @@ class Alarm:
     """Current acceptance length with the serving drafter."""
     tokens_per_hour: float
     members: Mapping[str, float] | None = field(default_factory=dict)
-    """Name -> predicted acceptance length, for the other drafters on the server that passed the gate on the newest
-    traces. None: not scored yet."""
+    """Name -> predicted acceptance length, for the other drafters on the server that passed the gate (comparison with
+    the serving drafter) on the newest traces. None: not scored yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Inputs of a decision at the end of an hour: confirmed alarms, the cluster mix, and earlier trainings."""
+    """Inputs of a decision at the end of an hour: confirmed alarms (lasting drops of acceptance), the cluster mix, and
+    earlier trainings."""
 
     hour: int
     alarms: Sequence[Alarm] = ()

@@ -1,5 +1,5 @@
 """Finds the drafter that serves a cluster (group of similar requests), and predicts the acceptance length of the other
-drafters on the server from the gate's verdicts."""
+drafters on the server from the verdicts of the gate, which compares drafters with the serving one."""
 
 from __future__ import annotations
 
@@ -47,14 +47,16 @@ def scores(
     fired_at: int,
     current: float,
 ) -> dict[str, float] | None:
-    """Predicts {name on the server: acceptance length on this cluster} of the drafters that do not serve it now.
+    """Predicts the acceptance length, on this cluster (group of similar requests), of each drafter on the server that
+    does not serve it now. Returns {drafter's name on the server: acceptance length}.
 
-    `scored`: latest results of the gate, {"hour": their hour, "members": {name: verdict as JSON} of drafters that
-    passed}. `current`: acceptance length of the serving drafter; the prediction is `current` times the gate's ratio of
-    the other drafter's acceptance length to the incumbent's.
+    `incumbent`: folder or id of the drafter that serves clusters without a route. `scored`: latest results of the gate,
+    which compares other drafters with the serving one: {"hour": hour of the comparison, "members": {name: verdict as
+    JSON}}, with the drafters that passed. `current`: present acceptance length of the serving drafter; a prediction is
+    `current` times the gate's ratio of the other drafter's acceptance length to the serving drafter's.
 
-    Returns None if there are no results from `fired_at` (hour in which the alarm fired) or later, or if the server
-    does not answer; {} if it has no other drafter or cannot route the cluster."""
+    Returns None if there are no results from `fired_at` (hour in which the alarm, a lasting drop of acceptance, fired)
+    or later, or if the server does not answer; {} if it has no other drafter or cannot route the cluster."""
     try:
         names = others(deployment, cluster, incumbent)[1]
     except UnreachableError:

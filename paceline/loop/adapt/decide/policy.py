@@ -33,13 +33,14 @@ LOOK_HOURS = 6
 MIX_WEEKS = 8
 """Weeks of cluster shares that are stored, to re-estimate the daily and weekly course of the mix."""
 LEAST_SHARE = 0.02
-"""Smallest share of all tokens at which a cluster can raise an alarm."""
+"""Smallest share of all tokens at which a cluster can raise an alarm (a lasting drop of acceptance)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     """Observations and decision of one hour, as shown by `paceline adapt log`. `seen`: cluster -> its figures, such as
-    tokens, acceptance length and state of its alarm; `mix`: figures of the cluster mix."""
+    tokens, acceptance length and state of its alarm (a lasting drop of acceptance); `mix`: figures of the cluster
+    mix."""
 
     hour: int
     seen: Mapping[str, Mapping[str, Any]]
@@ -92,8 +93,9 @@ class SeasonalPolicy:
         prices: PriceConfig | None = None,
         scores: Callable[[str], Mapping[str, float] | None] = lambda cluster: {},
     ) -> None:
-        """`scores(cluster)`, called only at an alarm, returns {drafter: acceptance length on the newest traces} of the
-        drafters that do not serve the cluster; None if they must be scored first."""
+        """`scores(cluster)`, called only at an alarm (a lasting drop of acceptance), returns {drafter: acceptance
+        length on the newest traces} of the drafters that do not serve the cluster; None if they must be scored
+        first."""
         self.config = config or PolicyConfig()
         self.prices = prices or PriceConfig()
         self.scores = scores

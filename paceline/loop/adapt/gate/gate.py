@@ -66,8 +66,8 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the gate with a reason as text, and gains by request set. Sets: "drifted" (the cluster whose acceptance
-    fell), one per other cluster, "ood"."""
+    """Result of the gate, which compares a candidate with the serving drafter: whether it passed, the reason as text,
+    and its gains by request set. Sets: "drifted" (the cluster whose acceptance fell), one per other cluster, "ood"."""
 
     passed: bool
     reason: str

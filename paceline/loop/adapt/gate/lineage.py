@@ -1,5 +1,5 @@
 """Reads and writes lineage.json: every drafter trained or tried here, the drafters that it was trained from (parents),
-and the gate's verdict.
+and the verdict of the gate, which compares a candidate with the serving drafter.
 
 {"drafters": [{"drafter": "runs/adapt/tickets-20261103", "weights": "sha256:...", "parents": ["default"],
                "window": {"since": 494500, "until": 494548, "requests": 812, "sha256": "..."}, "gate": {...},

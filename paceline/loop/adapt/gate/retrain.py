@@ -181,8 +181,8 @@ def not_trained(status: int, job: Job, drafter: Path, config: RetrainConfig) -> 
 
 
 def gate_command(candidate: str, engine: EngineConfig, traces: Path, options: dict[str, Any]) -> list[str]:
-    """Builds the `paceline adapt gate` command for a candidate. `options`: option name -> value, list of values, or
-    True for a flag."""
+    """Builds the `paceline adapt gate` command, which compares a candidate with the serving drafter. `options`: option
+    name -> value, list of values, or True for a flag."""
     words: list[Any] = [sys.executable, "-m", "paceline", "adapt", "gate", candidate, "--traces", traces]
     words += ["--model", engine.model, "--dtype", engine.dtype, "--device", engine.device]
     for name, value in options.items():
@@ -192,8 +192,8 @@ def gate_command(candidate: str, engine: EngineConfig, traces: Path, options: di
 
 
 def verdict_of(job: Job, status: int) -> dict[str, Any]:
-    """Returns the verdict (JSON) printed by a finished gate job with this exit status. If it printed none, returns one
-    that says why, with "passed" and "is_judged" false."""
+    """Returns the verdict (JSON) printed by a finished gate job (comparison of a candidate with the serving drafter)
+    with this exit status. If it printed none, returns one that says why, with "passed" and "is_judged" false."""
     try:
         verdict = json.loads(job.last_line)
     except ValueError:

@@ -109,8 +109,8 @@ class Series:
         self.evidence.append(Residual(hour, value - predicted, total_variance, value, variance))
 
     def tick(self, hour: int) -> None:
-        """At the end of each day since the alarm was raised, decide whether it continues, is confirmed, or ends. Must
-        be called after every hour, with or without traffic."""
+        """At the end of each day since the alarm (a drop below the usual course) was raised, decide whether it
+        continues, is confirmed, or ends. Must be called after every hour, with or without traffic."""
         if self.raised_at is None or (hour + 1 - self.raised_at) // DAY <= self._judged:
             return
         self._judged += 1
@@ -140,13 +140,14 @@ class Series:
         return "lasts" if self.loss >= self.config.least_loss else "undecided"
 
     def end_alarm(self) -> None:
-        """End the alarm, and add its hours to those from which the usual daily and weekly course is estimated."""
+        """End the alarm (a drop below the usual course), and add its hours to those from which the usual daily and
+        weekly course is estimated."""
         for residual in self.evidence:
             self._learn(residual.hour, residual.raw, residual.raw_variance)
         self._calm()
 
     def change_drafter(self, hour: int) -> None:
-        """Record that another drafter serves this traffic from `hour` on: the usual daily and weekly course keeps its
+        """Note that another drafter serves this traffic from `hour` on: the usual daily and weekly course keeps its
         shape, but its level is estimated anew."""
         self._calm()
         if self.season.has_day:
@@ -160,8 +161,9 @@ class Series:
         return self._level_residuals is not None
 
     def relearn(self, hours: Iterable[tuple[int, float, float]]) -> None:
-        """Estimate the usual daily and weekly course anew from all `hours`, and end any alarm. Each element is (hour
-        since 1970, log acceptance length or a similar value, its squared standard error)."""
+        """Estimate the usual daily and weekly course anew from all `hours`, and end any alarm (a drop below that
+        course). Each element is (hour since 1970, log acceptance length or a similar value, its squared standard
+        error)."""
         self.season = Seasonal()
         for hour, value, variance in hours:
             self._learn(hour, value, variance)

@@ -6,8 +6,8 @@ on stored traces. Nothing is trained.
 
 A training takes `world.TRAINING_HOURS` and raises the acceptance of later synthetic traffic; a drafter proposed for one
 cluster is trained and serves it. Stored traffic does not change. The seasonal policy trains on the traffic since an
-alarm fired, the naive one on the traffic during the training. `net_tokens_per_round` charges trainings: their hours, on
-a machine like the server's, are spread over the tokens served."""
+alarm (a lasting drop of acceptance) fired, the naive one on the traffic during the training. `net_tokens_per_round`
+charges trainings: their hours, on a machine like the server's, are spread over the tokens served."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ drift counts as true if it was confirmed: the confirmation is due to the drift."
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one replay of a policy on synthetic traffic: numbers of trainings and alarms, hours from the true onset
-    of the drift to the alarm and to the training, and acceptance length over the whole time."""
+    """Result of one replay of a policy on synthetic traffic: numbers of trainings and alarms (lasting drops of
+    acceptance that the policy detected), hours from the true onset of the drift to the alarm and to the training, and
+    acceptance length over the whole time."""
 
     retrains: int
     false_alarms: int
@@ -67,7 +68,8 @@ def run(
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Replays a policy on a scenario's synthetic traffic, or on stored traces (`config.traces`); trains no model.
-    Returns the JSON object that `paceline adapt replay` prints, with numbers of trainings and alarms."""
+    Returns the JSON object that `paceline adapt replay` prints, with numbers of trainings and alarms (lasting drops of
+    acceptance)."""
 
     def make() -> Policy:
         return NaivePolicy() if config.policy == "naive" else SeasonalPolicy(policy, prices)
@@ -137,9 +139,9 @@ def _outcome(world: World, policy: Policy, trainings: list[int], alarms: list[in
 
 
 def summary(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Returns means over the outcomes as JSON: trainings, alarms per four weeks, days from the onset of the drift to
-    the alarm and to the training, share of missed drifts, acceptance length; also the largest number of trainings and
-    the longest time to the alarm in one of them."""
+    """Returns means over the outcomes as JSON: trainings, alarms (detected drops of acceptance) per four weeks, days
+    from the onset of the drift to the alarm and to the training, share of missed drifts, acceptance length; also the
+    largest number of trainings and the longest time to the alarm in one of them."""
     per_4_weeks = FOUR_WEEKS / fmean(outcome.hours for outcome in outcomes)
     detected = [outcome.detected_after / DAY for outcome in outcomes if outcome.detected_after is not None]
     decided = [outcome.decided_after / DAY for outcome in outcomes if outcome.decided_after is not None]

@@ -2,8 +2,8 @@
 PyTorch function, `twin`, for other devices.
 
 A pass has J tokens for each of the cache rows 0..B-1. Lengths, and which new tokens attend to each other, are read on
-the device, so that one recorded pass serves every length and does work proportional to it. The kernel splits each row's
-positions among programs and combines their partial results (Flash-Decoding).
+the device, so that one captured pass (CUDA graph) serves every length and does work proportional to it. The kernel
+splits each row's positions among programs and combines their partial results (Flash-Decoding).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Triton kernels of `model/torch/kernels/attend.py`: attention over parts of each row's positions (splits), and the
 combination of their results (Flash-Decoding).
 
-Queries that share a key head are stacked: member m of a row and key head is query head m % GROUP of token m // GROUP.
-Scores are in base 2, so that weights are exp2 of them. Imported on first use, as they need Triton.
+Queries that share a key head are stacked: query m of a row and key head is that of query head m % GROUP and token m //
+GROUP. Scores are in base 2, so that weights are exp2 of them. Imported on first use, as they need Triton.
 """
 
 from __future__ import annotations
