@@ -22,6 +22,16 @@ from paceline.serve.admin.traces import Lost
 
 RECORDED_PATHS = {"/chat/completions": True, "/completions": False}
 """Suffix of a recorded request's URL path -> True for chats, False for plain completions."""
+ADDED: dict[str, dict[bool, tuple[str, ...]]] = {
+    "none": {True: (), False: ()},
+    "vllm": dict.fromkeys((True, False), ("return_token_ids",)),
+    "sglang": {
+        True: ("return_input_ids_in_sglext", "return_output_ids_in_sglext", "return_spec_tokens_details"),
+        False: ("return_token_ids", "return_spec_tokens_details"),
+    },
+}
+"""`RecordConfig.add_fields` -> True for chats, False for plain completions -> request fields that the proxy sets.
+SGLang rejects return_token_ids in streamed chats."""
 MAX_BYTES = 8 * 2**20
 """Size limit in bytes of a recorded request or answer; larger ones are forwarded, but not recorded."""
 MAX_DECODED = 64 * 2**20
@@ -49,6 +59,8 @@ class Exchange:
     tag: str | None = None
     seconds: dict[str, float | None] = field(default_factory=dict)
     """Seconds from the request to the first token ("first_token") and to the end of the answer ("total"), if known."""
+    has_sampling: bool = True
+    """False if the log leaves out sampling fields that the client may have set."""
     logged_as: str = ""
     """Text that identifies the exchange in its log; empty if it comes from the proxy."""
 
@@ -146,6 +158,21 @@ class Observed:
             tag=self.tag,
             seconds={"first_token": first_token_s, "total": self._ended_s - self._began_s},
         )
+
+
+def with_fields(body: bytes, names: tuple[str, ...]) -> bytes:
+    """Returns the JSON object with these fields set to true where it lacks them; all its other bytes stay. A body that
+    is not a JSON object is returned unchanged."""
+    try:
+        request = json.loads(body.decode())
+    except (ValueError, RecursionError):
+        return body
+    missing = [name for name in names if isinstance(request, dict) and name not in request]
+    if not missing:
+        return body
+    added = ", ".join(f'"{name}": true' for name in missing) + (", " if request else "")
+    before, brace, after = body.partition(b"{")
+    return before + brace + added.encode() + after
 
 
 def _unpacked(packed: bytes) -> bytes:

@@ -5,22 +5,27 @@ as they are, and its token counts must match. Tokens that cannot be reconstructe
 
 - the whole trace, if the prompt's token count differs, or the request has parts that are not rendered here (images, a
   chat template of its own);
-- the answer but not the prompt, if the answer's text is not the model's output (the server parsed tool calls or
-  reasoning), does not round-trip through the tokenizer, or has another token count;
+- the answer but not the prompt, if it does not round-trip through the tokenizer, or has another token count; an answer
+  of which the server parsed tool calls or reasoning is rendered again (`rendered.py`), and needs that count;
 - the last token of an answer that a limit or a stop string ended;
 - the end token, unless the model certainly generated it.
+
+Sampling fields that the request leaves out get the server's defaults, if they are known (`defaults.py`). The engine's
+acceptance report becomes the trace's rounds (`rounds.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from pydantic import ValidationError
 
 from paceline.errors import PacelineError
 from paceline.loop.record.exchange import Exchange
+from paceline.loop.record.rendered import rendered_ids
+from paceline.loop.record.response import Choice, Response
+from paceline.loop.record.rounds import rounds_of
 from paceline.model.text.tokenizer import REPLACEMENT, Tokenizer
 from paceline.serve.admin.traces import Lost, Trace, given
 from paceline.serve.http.failures import ApiError
@@ -29,6 +34,7 @@ from paceline.serve.requests.grammars import grammar_of
 from paceline.serve.requests.prompts import encode_request, encode_text
 from paceline.serve.requests.protocol import ChatRequest, CompletionRequest
 from paceline.serve.requests.tools import text_of
+from paceline.types import Round
 
 FINISHED = {"stop": "stop", "length": "length", "tool_calls": "stop", "function_call": "stop", "unknown": "unknown"}
 """Finish reason of a successful answer -> finish reason of its trace; `unknown` is used for logs without a reason."""
@@ -38,6 +44,7 @@ NOT_RENDERED = ("chat_template", "truncate_prompt_tokens", "functions")
 """Request fields that change the prompt in ways not reproduced here; the prompt is then known only if the server
 returns its token ids."""
 NOT_READ = {"echo": False, "suffix": None, "best_of": None, "prompt_embeds": None, "mm_processor_kwargs": None}
+NOT_READ |= {"use_beam_search": False}
 """Request fields -> harmless value. With another value, prompt and answer are not plain token sequences, so the
 exchange is dropped."""
 DELIVERY = frozenset(
@@ -48,69 +55,22 @@ DELIVERY = frozenset(
 )
 """Request fields that change only how the answer is delivered, not the tokens of prompt or answer; they are not
 validated."""
-PARSED = ("tool_calls", "reasoning", "reasoning_content", "refusal", "audio", "function_call")
-"""Fields of an answer's message that the server parsed from the model's output; the output itself is then unknown."""
-
-
-@dataclass(slots=True)
-class _Choice:
-    """One answer, assembled from its chunks."""
-
-    text: str = ""
-    token_ids: list[int] | None = None
-    prompt_ids: list[int] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    is_parsed: bool = False
-    """True if the message has PARSED parts."""
-
-
-@dataclass(slots=True)
-class _Response:
-    """The response of a request, assembled from its chunks."""
-
-    model: str | None = None
-    prompt_ids: list[int] | None = None
-    choices: dict[int, _Choice] = field(default_factory=dict)
-    usage: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, chunks: Iterable[dict[str, Any]]) -> _Response:
-        response = cls()
-        for chunk in chunks:
-            if chunk.get("error"):
-                raise Lost("failed")
-            if chunk.get("lossless") is False:
-                raise Lost("lossy")
-            try:
-                response.model = _text(chunk.get("model")) or response.model
-                response.prompt_ids = chunk.get("prompt_token_ids") or response.prompt_ids
-                response.usage = dict(chunk.get("usage") or response.usage)
-                for part in chunk.get("choices") or ():
-                    response._add(part)
-            except (AttributeError, TypeError, ValueError):
-                raise Lost("unreadable") from None
-        if sorted(response.choices) != [*range(len(response.choices))]:
-            raise Lost("unreadable")
-        return response
-
-    def _add(self, part: dict[str, Any]) -> None:
-        choice = self.choices.setdefault(int(part.get("index") or 0), _Choice())
-        message = part.get("delta") or part.get("message") or {}
-        choice.text += part.get("text") or message.get("content") or ""
-        choice.is_parsed |= any(message.get(name) for name in PARSED)
-        choice.finish_reason = _text(part.get("finish_reason")) or choice.finish_reason
-        choice.stop_reason = choice.stop_reason if part.get("stop_reason") is None else part["stop_reason"]
-        choice.prompt_ids = part.get("prompt_token_ids") or choice.prompt_ids
-        if part.get("token_ids") is not None:
-            choice.token_ids = [*(choice.token_ids or []), *part["token_ids"]]
 
 
 class Reader:
     """Converts exchanges (requests and answers) of one model to traces (token ids); not thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, served_names: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        served_names: Iterable[str] = (),
+        defaults: dict[str, float] | None = None,
+        lose: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """`defaults`: the server's values of sampling fields that a request leaves out; None if they are unknown.
+        `lose` counts a part of a trace that is left out, by reason."""
         self.tokenizer, self._names = tokenizer, frozenset(served_names)
+        self.defaults, self._lose = defaults, lose
         self._vocab_size = tokenizer.vocab_size
         self._end = _end_token(tokenizer)
 
@@ -123,11 +83,11 @@ class Reader:
         body = exchange.request
         if self._names and body.get("model") not in self._names:
             raise Lost("model")
-        response = _Response.of(exchange.chunks)
+        response = Response.of(exchange.chunks)
         if not response.choices or any(choice.finish_reason not in FINISHED for choice in response.choices.values()):
             raise Lost("failed")
         try:
-            request = _request(exchange)
+            request = self._with_defaults(_request(exchange), exchange, response)
             prompts = self._prompts(request, body, response)
             grammar = grammar_of(request)
             params = params_of(request, self._vocab_size, None, grammar[1] if grammar else None)
@@ -138,7 +98,8 @@ class Reader:
             sampling["max_tokens"] = longest
         if is_default:
             sampling.pop("temperature", None)  # the server's default is unknown
-        answers = self._answers(response, has_stops=bool(params.stop or params.stop_token_ids))
+        has_stops = bool(params.stop or params.stop_token_ids)
+        answers = self._answers(request, prompts, response, has_stops=has_stops)
         common = {
             "ended": exchange.ended,
             "temperature": None if is_default else params.temperature,
@@ -155,13 +116,43 @@ class Reader:
                 continue  # the same prompt again
             answer_ids = [] if answers is None else answers[index]
             reason = UNKNOWN if answers is None else FINISHED[str(choice.finish_reason)]
-            mark = f"{exchange.mark}-{index}" if exchange.mark else None
+            rounds = self._rounds(response, choice)
             yield Trace(
-                prompt_ids=prompts[index // n], answer_ids=answer_ids, finish_reason=reason, mark=mark, **common
+                prompt_ids=prompts[index // n],
+                answer_ids=answer_ids,
+                finish_reason=reason,
+                mark=f"{exchange.mark}-{index}" if exchange.mark else None,
+                drafted=None if rounds is None else [each.num_drafted for each in rounds],
+                accepted=None if rounds is None else [each.num_accepted for each in rounds],
+                **common,
             )
 
+    def _with_defaults(
+        self, request: ChatRequest | CompletionRequest, exchange: Exchange, response: Response
+    ) -> ChatRequest | CompletionRequest:
+        """Fills sampling fields that the client left out with the server's defaults, if they are known."""
+        if self.defaults is None or not exchange.has_sampling:
+            return request
+        # SGLang's text completions have constant defaults, whatever the model's are.
+        known = {"temperature": 1.0} | ({} if response.is_sglang and not exchange.is_chat else self.defaults)
+        return request.model_copy(
+            update={name: value for name, value in known.items() if getattr(request, name) is None}
+        )
+
+    def _rounds(self, response: Response, choice: Choice) -> list[Round] | None:
+        """Returns the rounds that the engine reports; None if it reports none, or if the report is wrong: it is then
+        counted."""
+        if choice.acceptance is None:
+            return None
+        num_tokens = response.usage.get("completion_tokens") if len(response.choices) == 1 else None
+        try:
+            return rounds_of(choice.acceptance, num_tokens)
+        except (ValueError, TypeError, KeyError):
+            self._lose("rounds")
+            return None
+
     def _prompts(
-        self, request: ChatRequest | CompletionRequest, body: dict[str, Any], response: _Response
+        self, request: ChatRequest | CompletionRequest, body: dict[str, Any], response: Response
     ) -> list[list[int]]:
         """Returns the token ids of each prompt: the server's, else the rendered ones. Raises Lost on a mismatch."""
         n = request.n or 1
@@ -187,18 +178,36 @@ class Reader:
         many: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else [*prompt]
         return [encode_text(each, tokenizer, with_special) if isinstance(each, str) else each for each in many]
 
-    def _answers(self, response: _Response, *, has_stops: bool) -> dict[int, list[int]] | None:
+    def _answers(
+        self,
+        request: ChatRequest | CompletionRequest,
+        prompts: list[list[int]],
+        response: Response,
+        *,
+        has_stops: bool,
+    ) -> dict[int, list[int]] | None:
         """Returns the token ids of every answer by index; None if one is unknown."""
-        answers = {index: self._answer(choice, has_stops) for index, choice in response.choices.items()}
-        known = {index: answer for index, answer in answers.items() if answer is not None}
+        known: dict[int, tuple[list[int], int]] = {}
+        is_rendered = False
+        for index, choice in response.choices.items():
+            if choice.is_parsed and choice.token_ids is None:
+                is_rendered = True
+                ids = rendered_ids(request, choice, prompts[index // (request.n or 1)], self.tokenizer)
+                answer = None if ids is None or has_stops else (ids, len(ids))
+            else:
+                answer = self._answer(choice, has_stops)
+            if answer is None:
+                return None
+            known[index] = answer
         num_tokens, reported = sum(number for _, number in known.values()), response.usage.get("completion_tokens")
-        if len(known) < len(answers) or (reported is not None and reported != num_tokens and not has_stops):
+        is_checked = is_rendered or (reported is not None and not has_stops)
+        if is_checked and reported != num_tokens:
             return None
         return {index: ids for index, (ids, _) in known.items()}
 
-    def _answer(self, choice: _Choice, has_stops: bool) -> tuple[list[int], int] | None:
-        """Returns the certain token ids of an answer, and the number that the server must have counted; None if
-        unknown."""
+    def _answer(self, choice: Choice, has_stops: bool) -> tuple[list[int], int] | None:
+        """Returns the certain token ids of an answer that the server did not parse or gave as token ids, and the number
+        that it must have counted; None if unknown."""
         tokenizer, ids = self.tokenizer, choice.token_ids
         if ids is not None:
             if ids and not self._is_valid(ids):
@@ -208,8 +217,6 @@ class Reader:
             if not choice.is_parsed and not any(each.strip().startswith(text) for each in decoded):
                 raise Lost("mismatch")  # the server's tokenizer differs
             return ids, len(ids)
-        if choice.is_parsed:
-            return None
         try:
             ids = tokenizer.encode(choice.text, add_special_tokens=False) if choice.text else []
         except PacelineError:
@@ -228,13 +235,6 @@ class Reader:
             and bool(ids)
             and all(type(token) is int and 0 <= token < self._vocab_size for token in ids)
         )
-
-
-def _text(value: Any) -> str | None:
-    """Returns a string or None unchanged. Raises TypeError on other values."""
-    if value is not None and not isinstance(value, str):
-        raise TypeError(f"expected a text, not {type(value).__name__}")
-    return value
 
 
 def _num_reused(usage: dict[str, Any]) -> int | None:

@@ -149,6 +149,7 @@ def _exchange(
         chunks=[{"choices": [choice]}],
         ended=ended,
         seconds={"total": total_s},
+        has_sampling=bool(request.params),
         logged_as=line.strip(),
     )
 

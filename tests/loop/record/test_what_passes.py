@@ -15,7 +15,8 @@ from doubles import ByteTokenizer
 from starlette.datastructures import Headers
 
 from paceline.loop.record.exchange import GZIP, MAX_MEMBERS, Observed
-from paceline.loop.record.reader import Reader, _num_reused, _Response
+from paceline.loop.record.reader import Reader, _num_reused
+from paceline.loop.record.response import Response
 from paceline.loop.record.run import MAX_WAITING_BYTES, Recorder
 from paceline.net.streaming import Stream
 from paceline.serve.admin.traces import Lost, Trace, TraceWriter
@@ -93,7 +94,7 @@ def test_members_of_a_packed_body_are_bounded() -> None:
 )
 def test_parts_of_other_types_are_unreadable_not_an_error(odd: dict[str, Any]) -> None:
     with pytest.raises(Lost, match="unreadable"):
-        _Response.of([odd])
+        Response.of([odd])
 
 
 def test_cached_tokens_of_another_type_are_not_known() -> None:
