@@ -48,6 +48,7 @@ class Upstream(http.server.ThreadingHTTPServer):
     """Keeps what it was asked in `asked`."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, answer: Answer) -> None:
         self.answer, self.asked = answer, list[Asked]()
@@ -70,8 +71,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.connection.settimeout(60)
 
     def _any(self) -> None:
-        length = int(self.headers.get("content-length", 0))
-        body = self.rfile.read(length)
+        body = self._chunks() if "chunked" in self.headers.get("transfer-encoding", "") else self._whole()
         asked = Asked(self.command, self.path, {name.lower(): value for name, value in self.headers.items()}, body)
         self.server.asked.append(asked)
         try:
@@ -80,6 +80,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.wfile.flush()
         except CutOff:
             self.close_connection = True
+
+    def _whole(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("content-length", 0)))
+
+    def _chunks(self) -> bytes:
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
 
     do_GET = do_POST = do_DELETE = do_HEAD = _any
 
@@ -129,6 +140,8 @@ class Recording:
     writer: TraceWriter
     folder: Path
     upstream: Upstream | None = None
+    server: Server | None = None
+    recorder: Recorder | None = None
     _stop: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -176,14 +189,15 @@ def answering(answer: Answer) -> Iterator[Upstream]:
 
 @contextlib.contextmanager
 def recording(
-    url: str, model: Path, folder: Path, *, names: tuple[str, ...] = (), **tracing: Any
+    url: str, model: Path, folder: Path, *, names: tuple[str, ...] = (), add_fields: str = "none", **tracing: Any
 ) -> Iterator[Recording]:
     """A proxy in front of `url`, in a thread of the test's process."""
     writer = TraceWriter(TraceConfig(folder, **tracing), "tiny")
     tokenizer = Tokenizer.from_path(model)
     writer.begin(tokenizer)
     serving = ServeConfig(port=0)
-    server = Server(url, serving, Recorder(Reader(tokenizer, names), writer).keep)
+    recorder = Recorder(Reader(tokenizer, names, lose=writer.lose), writer)
+    server = Server(url, serving, recorder.keep, add_fields)
     with listen(serving) as bound:
         thread = threading.Thread(target=lambda: asyncio.run(server.run_on(bound)), name="test-proxy")
 
@@ -193,7 +207,7 @@ def recording(
             writer.close()
             assert not thread.is_alive()
 
-        one = Recording(bound.getsockname()[1], writer, folder, _stop=[stop])
+        one = Recording(bound.getsockname()[1], writer, folder, server=server, recorder=recorder, _stop=[stop])
         thread.start()
         try:
             wait_until(lambda: server.started)

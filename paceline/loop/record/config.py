@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
+from paceline.bounds import check, within
 from paceline.errors import ConfigError, refuse
+
+ADD_FIELDS = ("none", "vllm", "sglang")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +26,27 @@ class RecordConfig:
     """Files to import in place of a proxy: logs of vllm serve, or OpenTelemetry spans as OTLP JSON lines."""
     served_names: tuple[str, ...] = ()
     """Record only requests for this model name [default: any]."""
+    add_fields: Annotated[str, ADD_FIELDS] = "none"
+    """Engine whose fields for token ids the proxy adds to requests that lack them (vLLM: return_token_ids; SGLang also:
+    return_spec_tokens_details). Use it if the engine parses reasoning or tool calls; clients see the ids in answers."""
+    sampling_defaults: str = "model"
+    """Sampling settings of requests that leave fields out: model (generation_config.json, as vLLM and SGLang do),
+    engine (neutral, as with vLLM's --generation-config vllm), none (unknown), or values such as
+    temperature=0.6,top_p=0.95,top_k=20."""
+    metrics_port: Annotated[int, within("between 1 and 65535", least=1, most=65535)] | None = None
+    """Serve the proxy's own Prometheus metrics at 127.0.0.1:PORT/metrics; /metrics of the proxy is the server's."""
 
     def __post_init__(self) -> None:
+        check(self)
+        if self.add_fields not in ADD_FIELDS:
+            raise ConfigError(f"add_fields must be one of {', '.join(ADD_FIELDS)}, not {self.add_fields!r}")
         if bool(self.imports) == (self.upstream is not None):
             raise ConfigError(
                 "give either --upstream URL, to record as a proxy, or --import FILE, to read what another recorded"
             )
         if self.upstream is None:
+            if self.add_fields != "none" or self.metrics_port is not None:
+                raise ConfigError("--add-fields and --metrics-port are for a proxy: leave them out with --import")
             return
         parts, whole = urlsplit(self.upstream), f"--upstream {self.upstream!r}"
         refuse(

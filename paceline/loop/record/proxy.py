@@ -1,5 +1,7 @@
 """The recording proxy: forwards every request to the upstream server and streams the answer back unchanged.
 
+With `RecordConfig.add_fields` it sets fields of completion requests that are whole JSON bodies of at most MAX_BYTES.
+
 The bytes of each completion request and its complete answer are passed to the callback `keep`, and parsed later in
 another thread (`exchange.py`). Of the headers, only X-Paceline-Tag, the type and the encodings of the bodies are read.
 
@@ -19,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from paceline.loop.record.exchange import Body, Observed
+from paceline.loop.record.exchange import ADDED, MAX_BYTES, Body, Observed, with_fields
 from paceline.serve.http.failures import ApiError, RequestRefused, error_response
 from paceline.serve.http.security import allowed_hosts, host_name
 from paceline.serve.replies.events import unless_gone
@@ -37,16 +39,20 @@ RawHeaders = list[tuple[bytes, bytes]]
 
 class Proxy:
     """The proxy as an ASGI application. `keep` is called with each complete exchange (request and answer); it must not
-    block."""
+    block. `add_fields`: a key of ADDED."""
 
-    def __init__(self, upstream: str, config: ServeConfig, keep: Callable[[Observed], None]) -> None:
+    def __init__(
+        self, upstream: str, config: ServeConfig, keep: Callable[[Observed], None], add_fields: str = "none"
+    ) -> None:
         parts = urlsplit(upstream)
         self._scheme, self._port = parts.scheme.encode(), parts.port
         self._base = parts.path.rstrip("/").encode()
         self._host = (parts.hostname or "").encode("idna")
         self._authority = parts.netloc.encode("idna")
         self._hosts = allowed_hosts(config)
-        self._keep = keep
+        self._keep, self._added = keep, ADDED[add_fields]
+        self.num_requests = self.num_open = 0
+        """Chat and completion requests since the start, and those in flight."""
         self._pool = httpcore2.AsyncConnectionPool(max_connections=None, keepalive_expiry=IDLE_S)
 
     async def close(self) -> None:
@@ -80,7 +86,19 @@ class Proxy:
 
     async def _pass_on(self, scope: Scope, body: _RequestBody, send: Send) -> None:
         observed = Observed.of(scope)
-        body.recorded = observed and observed.request
+        if observed is None:
+            return await self._exchange(scope, body, send, None)
+        body.recorded = observed.request
+        self.num_requests += 1
+        self.num_open += 1
+        try:
+            if added := self._added[observed.is_chat]:
+                await body.add(added)
+            await self._exchange(scope, body, send, observed)
+        finally:
+            self.num_open -= 1
+
+    async def _exchange(self, scope: Scope, body: _RequestBody, send: Send, observed: Observed | None) -> None:
         try:
             response = await self._pool.handle_async_request(self._request(scope, body))
         except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException) as error:
@@ -105,6 +123,9 @@ class Proxy:
     def _request(self, scope: Scope, body: _RequestBody) -> httpcore2.Request:
         raw: RawHeaders = scope["headers"]
         headers = [(b"host", self._authority), *(pair for pair in _passed_on(raw) if pair[0] != b"host")]
+        if body.length is not None:
+            length = str(body.length).encode()
+            headers = [(name, length if name == b"content-length" else value) for name, value in headers]
         if any(name == b"transfer-encoding" for name, _ in raw):
             headers.append((b"transfer-encoding", b"chunked"))
         query = scope["query_string"]
@@ -120,21 +141,44 @@ class _RequestBody:
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._is_whole = asyncio.Event()
+        self._held: list[bytes] = []
         self.recorded: Body | None = None
-        """Receives a copy of each piece."""
+        """Receives a copy of each piece, as the client sent it."""
+        self.length: int | None = None
+        """Number of bytes of a body that `add` changed."""
+
+    async def add(self, names: tuple[str, ...]) -> None:
+        """Sets fields of the body (`with_fields`). Reads it first, at most about MAX_BYTES: longer ones stay."""
+        num_bytes = 0
+        async for piece in self._pieces():
+            self._held.append(piece)
+            num_bytes += len(piece)
+            if num_bytes > MAX_BYTES:
+                return
+        self._held = [with_fields(b"".join(self._held), names)]
+        self.length = len(self._held[0])
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        held, self._held = self._held, []
+        for piece in held:
+            yield piece
+        if not self._is_whole.is_set():
+            async for piece in self._pieces():
+                yield piece
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
         more = True
         while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
             more = message.get("more_body", False)
+            if not more:
+                self._is_whole.set()
             if piece := message.get("body", b""):
                 if self.recorded:
                     self.recorded.take(piece)
                 yield piece
-        self._is_whole.set()
 
     async def gone(self) -> Message:
         """Returns the message after the body: the client's disconnect."""

@@ -18,6 +18,7 @@ from paceline.errors import CacheError, ConfigError, PromptError, needing, rerai
 from paceline.hub import resolve
 from paceline.loop.record import otlp, vllm_log
 from paceline.loop.record.config import RecordConfig
+from paceline.loop.record.defaults import defaults_of, described
 from paceline.loop.record.exchange import Observed
 from paceline.loop.record.reader import Reader
 from paceline.model.text.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ with needing(ConfigError, "recording needs the libraries of a server: pip instal
     import uvicorn
     from pyarrow import parquet
 
+    from paceline.loop.record.metrics import RecordMetrics
     from paceline.loop.record.proxy import Proxy
     from paceline.serve.run import SWITCH_SECONDS, listen, settings_of
 
@@ -49,7 +51,7 @@ class Recorded:
     num_answers: int = 0
     """Number of traces with an answer; the others have only a prompt."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """Number of dropped exchanges, by reason."""
+    """Number of dropped exchanges, by reason; `rounds` counts traces without the rounds that the server reported."""
 
 
 class Recorder:
@@ -61,8 +63,12 @@ class Recorder:
         self._num_taken = self._num_read = 0
         """Bytes queued and parsed; each counter is written by one thread only."""
 
+    def waiting_bytes(self) -> int:
+        """Bytes of exchanges that wait to be parsed."""
+        return self._num_taken - self._num_read
+
     def keep(self, observed: Observed) -> None:
-        is_full = self._num_taken - self._num_read > MAX_WAITING_BYTES
+        is_full = self.waiting_bytes() > MAX_WAITING_BYTES
         if self._writer.put(partial(self._traces, observed), is_full=is_full):
             self._num_taken += observed.num_bytes
 
@@ -75,16 +81,18 @@ class Server(uvicorn.Server):
     """Uvicorn server of the proxy; on a signal it finishes the answers in flight, on a second one it stops
     immediately."""
 
-    def __init__(self, upstream: str, serving: ServeConfig, keep: Callable[[Observed], None]) -> None:
-        self._proxy = Proxy(upstream, serving, keep)
-        super().__init__(settings_of(self._proxy, serving, close_seconds=serving.drain_seconds, dated=False))
+    def __init__(
+        self, upstream: str, serving: ServeConfig, keep: Callable[[Observed], None], add_fields: str = "none"
+    ) -> None:
+        self.proxy = Proxy(upstream, serving, keep, add_fields)
+        super().__init__(settings_of(self.proxy, serving, close_seconds=serving.drain_seconds, dated=False))
 
     async def run_on(self, bound: socket) -> None:
         """Serves on the bound socket until a signal comes."""
         try:
             await self.serve(sockets=[bound])
         finally:
-            await self._proxy.close()
+            await self.proxy.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit, self.should_exit = self.should_exit, True
@@ -102,11 +110,31 @@ def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progre
         progress.say(
             f"recording: ask http://{f'[{host}]' if ':' in host else host}:{port} in place of {config.upstream}"
         )
+        progress.say(f"requests that name no temperature: {described(reader.defaults)}")
+        recorder = Recorder(reader, writer)
         try:
-            asyncio.run(Server(config.upstream, serving, Recorder(reader, writer).keep).run_on(bound))
+            server = Server(config.upstream, serving, recorder.keep, config.add_fields)
+            with _metrics(config, server, recorder, writer):
+                asyncio.run(server.run_on(bound))
         finally:
             writer.close()
     return _done(writer)
+
+
+@contextlib.contextmanager
+def _metrics(config: RecordConfig, server: Server, recorder: Recorder, writer: TraceWriter) -> Iterator[None]:
+    """Serves the proxy's metrics if `config.metrics_port` is set. Raises ConfigError if the port is taken."""
+    if config.metrics_port is None:
+        yield
+        return
+    what, advice = f"port {config.metrics_port} cannot be opened", "choose another --metrics-port"
+    with reraised(ConfigError, what, advice, OSError):
+        serving = RecordMetrics(server.proxy, recorder.waiting_bytes, writer).serve(config.metrics_port)
+    try:
+        yield
+    finally:
+        serving.shutdown()
+        serving.server_close()
 
 
 def run_imports(config: RecordConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
@@ -135,10 +163,11 @@ def _store(config: RecordConfig, tracing: TraceConfig) -> tuple[TraceWriter, Rea
         raise ConfigError("give the folder that keeps the traces: --out STORE")
     with reraised(CacheError, f"cannot write {tracing.folder}", "choose another --out", OSError):
         tracing.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    tokenizer = Tokenizer.from_path(resolve(config.model))
+    model = resolve(config.model)
+    tokenizer, defaults = Tokenizer.from_path(model), defaults_of(config.sampling_defaults, model)
     writer = TraceWriter(tracing, config.served_names[0] if config.served_names else Path(config.model).name)
     writer.begin(tokenizer)
-    return writer, Reader(tokenizer, config.served_names)
+    return writer, Reader(tokenizer, config.served_names, defaults, writer.lose)
 
 
 def _known(folder: Path) -> set[str]:

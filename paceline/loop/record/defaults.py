@@ -1,0 +1,73 @@
+"""Finds the sampling settings that a server applies to fields which a request leaves out.
+
+vLLM (`--generation-config auto`) and SGLang (`--sampling-defaults model`) take them from the model's
+generation_config.json, field by field; otherwise they are neutral: temperature 1, no filter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.errors import ConfigError, SamplingError
+from paceline.model.checkpoint import read_json
+from paceline.sampling import SamplingParams
+
+FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields with a default in both engines."""
+
+
+def defaults_of(given: str, model: Path) -> dict[str, float] | None:
+    """Returns the settings that differ from the neutral ones; None if the server's are unknown.
+
+    `given`: `RecordConfig.sampling_defaults`. `model`: the model's folder or GGUF file; a GGUF file, or a folder
+    without config.json, does not show whether the served model has defaults. Raises ConfigError for invalid values,
+    ModelFileError for a damaged file.
+    """
+    if given == "none":
+        return None
+    if given == "engine":
+        return {}
+    if given != "model":
+        return _checked(_parsed(given), "--sampling-defaults")
+    file = model / "generation_config.json"
+    if not file.is_file():
+        return {} if (model / "config.json").is_file() else None
+    config = read_json(file)
+    return _checked({name: config[name] for name in FIELDS if config.get(name) is not None}, str(file))
+
+
+def described(defaults: dict[str, float] | None) -> str:
+    """Returns the defaults as text for the line at the start."""
+    if defaults is None:
+        return "unknown sampling, as the server's defaults are (--sampling-defaults)"
+    return ", ".join(f"{name} {value:g}" for name, value in ({"temperature": 1.0} | defaults).items())
+
+
+def _parsed(text: str) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for pair in text.split(","):
+        name, _, number = pair.partition("=")
+        try:
+            values[name.strip()] = float(number)
+        except ValueError:
+            name = ""
+        if name.strip() not in FIELDS:
+            raise ConfigError(
+                f"--sampling-defaults {text!r:.80}: write model, engine, none, or values such as "
+                f"temperature=0.6,top_p=0.95,top_k=20 (of {', '.join(FIELDS)})"
+            )
+    return values
+
+
+def _checked(values: dict[str, float], source: str) -> dict[str, float]:
+    """Returns the values. Raises ConfigError naming `source` if one is impossible."""
+    advice = "correct it, or give --sampling-defaults"
+    if wrong := next((name for name, value in values.items() if type(value) not in (int, float)), None):
+        raise ConfigError(f"{source}: {wrong} must be a number, not {values[wrong]!r:.40}: {advice}")
+    try:
+        if "top_k" in values:
+            values["top_k"] = max(int(values["top_k"]), 0)  # -1 keeps all tokens, too
+        SamplingParams(**values)  # pyright: ignore[reportArgumentType]
+    except (SamplingError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{source}: {error}: {advice}") from error
+    return values

@@ -1,0 +1,48 @@
+"""Prometheus metrics of the recording proxy (`paceline record --metrics-port`), on a port of their own: the path
+/metrics of the proxy is the server's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from http.server import HTTPServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from paceline.loop.record.proxy import Proxy
+from paceline.serve.admin.traces import TraceWriter
+
+PREFIX = "paceline:record_"
+
+
+class RecordMetrics(Collector):
+    """Prometheus collector of the proxy. Values are read at each scrape."""
+
+    def __init__(self, proxy: Proxy, waiting_bytes: Callable[[], int], writer: TraceWriter) -> None:
+        self.registry = CollectorRegistry()
+        self._proxy, self._waiting_bytes, self._writer = proxy, waiting_bytes, writer
+        self.registry.register(self)
+
+    def serve(self, port: int) -> HTTPServer:
+        """Serves the metrics on loopback in a background thread; the caller shuts it down. Raises OSError if the port
+        is in use."""
+        return start_http_server(port, addr="127.0.0.1", registry=self.registry)[0]
+
+    def collect(self) -> Iterator[Metric]:
+        proxy, writer = self._proxy, self._writer
+        yield CounterMetricFamily(
+            PREFIX + "requests", "Chat and completion requests passed to the server", value=proxy.num_requests
+        )
+        yield GaugeMetricFamily(PREFIX + "open", "Chat and completion requests in flight", value=proxy.num_open)
+        yield CounterMetricFamily(PREFIX + "traces", "Traces on disk, one for each answer", value=writer.written)
+        yield CounterMetricFamily(
+            PREFIX + "answers", "Traces on disk with the answer's tokens", value=writer.num_answers
+        )
+        yield GaugeMetricFamily(
+            PREFIX + "waiting_bytes", "Requests and answers that wait to be parsed", value=self._waiting_bytes()
+        )
+        dropped = CounterMetricFamily(PREFIX + "dropped", "What was not recorded, by reason", labels=["reason"])
+        for reason, number in sorted(dict(writer.dropped).items()):
+            dropped.add_metric([reason], number)
+        yield dropped
