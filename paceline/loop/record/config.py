@@ -19,7 +19,8 @@ class RecordConfig:
     ConfigError on impossible values."""
 
     model: str
-    """The served model: built-in name, folder, GGUF file or hub id. Only its tokenizer and chat template are read."""
+    """The served model: built-in name, folder, GGUF file or hub id. Its tokenizer, chat template and
+    generation_config.json are read."""
     upstream: str | None = None
     """Address of an OpenAI-compatible server, without /v1; clients send their requests to this proxy instead."""
     imports: tuple[Path, ...] = ()

@@ -74,8 +74,8 @@ SCHEMA = pa.schema(
 )
 """Columns of a trace file. `sampling` is JSON of the parameters that differ from their defaults. `drafted` and
 `accepted` list all rounds, even if redaction cut the answer. Times are in seconds, `first_token_s` and `total_s` since
-arrival. Unknown values are null: for other servers the rounds, most times, and the temperature if the client did not
-set it."""
+arrival. Unknown values are null: for other servers most times, rounds that the server does not report, and the
+temperature if its default is unknown."""
 SOURCE = "traces"
 SHARD = re.compile(r"traces-\d{8}T\d{6}-[0-9a-f]{8}-\d{5,}\.parquet(\.[0-9a-f]{16}\.part)?")
 """File names of shards, and of parts left by killed writers; other files in the folder are never deleted."""
