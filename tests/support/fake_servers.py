@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 from loopback import answering
@@ -108,3 +110,45 @@ def serving(fake: FakeServer, port: int = 0) -> Iterator[FakeServer]:
 
     with answering(Handler, port) as fake.url:
         yield fake
+
+
+class Vllm(FakeServer):
+    """One whose counters begin anew when it is restarted; RESTART is its restart command."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafters: list[str] = []
+        self.is_empty_at_first = False
+        """Has no counters after a restart."""
+
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        if path == "/restart":
+            self.drafters.append(body["drafter"])
+            self.count(0, 0, 0, 0, 0)
+            self.metrics = "# nothing yet\n" if self.is_empty_at_first else self.metrics
+            return 200, "{}"
+        return super().answer(method, path, body)
+
+
+RESTART = """
+import json, os, urllib.request
+told = json.dumps({"drafter": os.environ["PACELINE_DRAFTER"]}).encode()
+urllib.request.urlopen(urllib.request.Request(os.environ["PACELINE_SERVER"] + "/restart", told))
+"""
+
+
+def restart_command(folder: Path, status: int = 0) -> str:
+    """Notes what it was told, and ends with this status."""
+    script = folder / "restart.py"
+    script.write_text(
+        "import json, os, sys\n"
+        f"told = {{key: value for key, value in os.environ.items() if key.startswith('PACELINE_')}}\n"
+        f"open({str(folder / 'told.jsonl')!r}, 'a').write(json.dumps(told) + chr(10))\n"
+        f"print('no such service', file=sys.stderr) if {status} else None\n"
+        f"sys.exit({status})\n"
+    )
+    return f"{sys.executable} {script}"
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]

@@ -66,7 +66,7 @@ def traffic(folder: Path, number: int = 120, **changes: Any) -> Path:
 
 def watcher(folder: Path, server: HasUrl | None, jobs: Played, **changes: Any) -> Watcher:
     deploy: dict[str, Any] = changes.pop("deploy", {})
-    deployment = open_deployment(DeployConfig(servers=(server.url,), **deploy)) if server else None
+    deployment = open_deployment(DeployConfig(**{"servers": (server.url,), **deploy})) if server else None
     said: list[str] = []
     retrain = changes.pop("retrain", RetrainConfig())
     one = Watcher(

@@ -225,6 +225,8 @@ class DeployConfig:
     """Command that restarts one server with the drafter in PACELINE_DRAFTER."""
     publish: str | None = None
     """Command that sends the drafter's tensors to a running vLLM that accepts them."""
+    hot_swap: bool = False
+    """Load a drafter's weights into a running vLLM that was started with paceline's worker extension."""
     draft_field: str | None = None
     """Field of SGLang's /update_weights_from_disk that marks weights as the drafter's."""
     method: str = "dflash"
@@ -233,6 +235,8 @@ class DeployConfig:
     """Draft tokens per round in vLLM's speculative config."""
     patience_s: Positive = 600.0
     """Seconds in which a server must be healthy again."""
+    check_length: bool = True
+    """After a change of a vLLM or SGLang server, compare its acceptance length on twenty prompts with paceline's."""
     served_name: str | None = None
     """Model whose requests are counted [default: the only one in the metrics; required if there are several]."""
 
@@ -242,9 +246,10 @@ class DeployConfig:
             ConfigError,
             (self.engine == "paceline" and len(self.servers) > 1, "give one paceline server: each looks after itself"),
             (
-                bool(self.servers) and self.engine == "vllm" and not (self.restart or self.publish),
-                "vllm needs --restart or --publish: a command",
+                bool(self.servers) and self.engine == "vllm" and not (self.restart or self.publish or self.hot_swap),
+                "vllm needs --restart or --publish, a command, or --hot-swap",
             ),
+            (self.hot_swap and self.engine != "vllm", f"--hot-swap is for vllm: {self.engine} has no such extension"),
             (
                 bool(self.servers) and self.engine == "sglang" and not (self.restart or self.draft_field),
                 "sglang needs --restart or --draft-field",

@@ -21,7 +21,8 @@ from paceline.loop.adapt.config import (
     WatchConfig,
 )
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
-from paceline.loop.adapt.servers.deploy import open_deployment
+from paceline.loop.adapt.servers.deploy import Deployment, open_deployment
+from paceline.loop.adapt.servers.vllm_sglang.engine_folders import EngineFolders
 from paceline.loop.adapt.servers.vllm_sglang.restart import NO_INCUMBENT
 from paceline.loop.adapt.watch import Watcher
 from paceline.runs.lock import only_run
@@ -66,11 +67,11 @@ def run(
     cannot_roll_back = bool(deploy.servers) and deploy.engine != "paceline" and incumbent is None and not watch.dry_run
     text = f"{deploy.engine} does not say what it drafts with, so nothing could be rolled back: {NO_INCUMBENT}"
     refuse(ConfigError, (cannot_roll_back, text))
-    deployment = open_deployment(deploy, incumbent) if deploy.servers else None
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     with only_run(store.state, "adapting", Ranks(), say):
+        deployment = _deployment(deploy, engine, store.state, incumbent) if deploy.servers else None
         watcher = Watcher(store, engine, deployment, SeasonalPolicy(policy, prices), candidate, retrain, watch, say)
         if watch.metrics_port is not None:
             with reraised(
@@ -85,3 +86,15 @@ def run(
             watcher.tick(time.time())
             ended.wait(watch.every_s)
         watcher.stop()
+
+
+def _deployment(deploy: DeployConfig, engine: EngineConfig, state: Path, incumbent: Path | None) -> Deployment:
+    """Opens the servers, and checks at the start what a rollback needs."""
+    folders = None
+    if deploy.engine != "paceline":
+        folders = EngineFolders(deploy, engine, state / "engine")
+        if incumbent is not None:
+            folders.given(incumbent)
+    deployment = open_deployment(deploy, incumbent, folders)
+    deployment.check_start()
+    return deployment

@@ -4,13 +4,12 @@ wrong."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_servers import FakeServer, serving
+from fake_servers import FakeServer, restart_command, serving, told
 
 from paceline.errors import ConfigError, DeployError, DownloadError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
@@ -24,23 +23,6 @@ from paceline.loop.adapt.servers.vllm_sglang import restart as restarted
 def server() -> Iterator[FakeServer]:
     with serving(FakeServer()) as fake:
         yield fake
-
-
-def restart_command(folder: Path, status: int = 0) -> str:
-    """Notes what it was told, and ends with this status."""
-    script = folder / "restart.py"
-    script.write_text(
-        "import json, os, sys\n"
-        f"told = {{key: value for key, value in os.environ.items() if key.startswith('PACELINE_')}}\n"
-        f"open({str(folder / 'told.jsonl')!r}, 'a').write(json.dumps(told) + chr(10))\n"
-        f"print('no such service', file=sys.stderr) if {status} else None\n"
-        f"sys.exit({status})\n"
-    )
-    return f"{sys.executable} {script}"
-
-
-def told(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
 
 
 def opened(server: FakeServer, incumbent: Path | None = None, **changes: Any) -> Deployment:
@@ -153,7 +135,10 @@ def test_a_refusal_is_told_in_the_server_s_words(server: FakeServer, tmp_path: P
 def test_vllm_restarts_one_server_after_the_other(server: FakeServer, tmp_path: Path) -> None:
     with serving(FakeServer()) as second:
         config = DeployConfig("vllm", (server.url, second.url), restart=restart_command(tmp_path), num_drafted=5)
-        open_deployment(config, tmp_path / "old").load("tickets", tmp_path / "new")
+        deployment = open_deployment(config, tmp_path / "old")
+        deployment.load("tickets", tmp_path / "new")
+        assert [one["PACELINE_SERVER"] for one in told(tmp_path)] == [server.url]
+        deployment.load_others("tickets", tmp_path / "new")
         assert [one["PACELINE_SERVER"] for one in told(tmp_path)] == [server.url, second.url]
         speculative = json.loads(told(tmp_path)[0]["PACELINE_SPECULATIVE_CONFIG"])
         assert speculative == {"method": "dflash", "model": str(tmp_path / "new"), "num_speculative_tokens": 5}
@@ -188,6 +173,82 @@ def test_vllm_takes_weights_where_it_can_and_restarts_where_not(server: FakeServ
     assert server.calls[-1][1] == "/health" and len(told(tmp_path)) == 2
     with pytest.raises(DownloadError, match="give --restart"):
         opened(server, tmp_path / "old", engine="vllm", publish=restart_command(tmp_path)).load("x", tmp_path / "new")
+
+
+class TestHotSwap:
+    """vLLM with the route of `paceline.interop.draft_weights`."""
+
+    PATH = "/paceline/draft-weights"
+
+    def swapping(self, server: FakeServer, folder: Path, **changes: Any) -> Deployment:
+        return opened(server, folder / "old", engine="vllm", hot_swap=True, admin_key="secret", **changes)
+
+    def test_the_running_server_gets_the_weights(self, server: FakeServer, tmp_path: Path) -> None:
+        deployment = self.swapping(server, tmp_path)
+        deployment.load("tickets", tmp_path / "new")
+        assert ("POST", self.PATH, {"folder": str(tmp_path / "new")}) in server.calls
+        assert set(server.keys) == {"Bearer secret"}
+        deployment.roll_back()
+        posted = [body["folder"] for method, path, body in server.calls if (method, path) == ("POST", self.PATH)]
+        assert posted == [str(tmp_path / "new"), str(tmp_path / "old")]
+
+    @pytest.mark.slow
+    def test_a_refusal_is_a_restart_where_that_is_known(self, server: FakeServer, tmp_path: Path) -> None:
+        server.refuses[self.PATH] = 422, {"error": "tensor fc.weight has another shape: only a restart loads it"}
+        self.swapping(server, tmp_path, restart=restart_command(tmp_path)).load("x", tmp_path / "new")
+        assert [Path(one["PACELINE_DRAFTER"]).name for one in told(tmp_path)] == ["new"]
+
+    def test_a_refusal_says_nothing_of_the_drafter(self, server: FakeServer, tmp_path: Path) -> None:
+        deployment = self.swapping(server, tmp_path)
+        server.answer = lambda method, path, body: (
+            (422, '{"error": "another shape"}') if body.get("folder") == str(tmp_path / "new") else (200, "{}")
+        )
+        with pytest.raises(DeployError, match="another shape.*or give --restart"):
+            deployment.load("tickets", tmp_path / "new")
+        assert deployment.undo == []
+
+    @pytest.mark.parametrize("status", [409, 503])
+    def test_a_busy_server_gets_them_later(self, server: FakeServer, tmp_path: Path, status: int) -> None:
+        deployment = self.swapping(server, tmp_path, restart=restart_command(tmp_path))
+        server.refuses[self.PATH] = status, {}
+        with pytest.raises(UnreachableError, match=f"answered {status}"):
+            deployment.load("tickets", tmp_path / "new")
+        assert not (tmp_path / "told.jsonl").exists() and deployment.undo != []
+
+    @pytest.mark.parametrize(
+        ("status", "answer", "words"),
+        [
+            (404, {}, "answered 404.*--worker-extension-cls"),
+            (401, {}, "answered 401"),
+            (200, {"problem": "vLLM 0.31 cannot"}, "vLLM 0.31 cannot"),
+            (200, {}, "--worker-extension-cls"),
+        ],
+    )
+    def test_it_is_checked_at_the_start(
+        self, server: FakeServer, tmp_path: Path, status: int, answer: dict[str, Any], words: str
+    ) -> None:
+        server.refuses[self.PATH] = status, answer
+        with pytest.raises(ConfigError, match=words):
+            self.swapping(server, tmp_path).check_start()
+        opened(server, tmp_path / "old", engine="vllm", restart="true").check_start()
+
+    def test_a_server_that_is_away_is_checked_later(
+        self, server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        server.is_away = True
+        self.swapping(server, tmp_path).check_start()
+        assert "not checked yet" in caplog.text
+        server.is_away = False
+        server.refuses[self.PATH] = 200, {"problem": None, "folder": str(tmp_path / "old")}
+        self.swapping(server, tmp_path).check_start()
+
+    def test_a_server_that_was_started_again_has_its_first_drafter(self, server: FakeServer, tmp_path: Path) -> None:
+        """What it counts from then on says nothing of the new one."""
+        deployment = self.swapping(server, tmp_path)
+        deployment.load("tickets", tmp_path / "new")
+        for name, holds in (("new", True), ("old", False)):
+            server.refuses[self.PATH] = 200, {"folder": str(tmp_path / name), "problem": None}
+            assert deployment.holds("drafter", str(tmp_path / "new")) is holds
 
 
 def test_sglang_takes_a_drafter_s_weights_only_by_the_field_it_has_for_them(server: FakeServer, tmp_path: Path) -> None:
@@ -338,7 +399,8 @@ def test_what_is_no_metrics_page(server: FakeServer) -> None:
 
 def test_settings_that_cannot_work() -> None:
     for changes, words in (
-        ({"engine": "vllm"}, "--restart or --publish"),
+        ({"engine": "vllm"}, "--restart or --publish, a command, or --hot-swap"),
+        ({"engine": "sglang", "restart": "true", "hot_swap": True}, "--hot-swap is for vllm"),
         ({"engine": "sglang"}, "--draft-field"),
         ({"engine": "paceline", "servers": ("a", "b")}, "one paceline server"),
     ):
@@ -390,7 +452,7 @@ class TestSilence:
         for _ in range(2):
             with pytest.raises(UnreachableError):
                 deployment.load("tickets", tmp_path / "new")
-        assert deployment.undo == [[str(tmp_path / "old")]]
+        assert deployment.undo == [["server", server.url, str(tmp_path / "old")]]
         server.loses.clear()
         deployment.roll_back()
         assert server.calls[-1][2]["model_path"] == str(tmp_path / "old") and deployment.undo == []

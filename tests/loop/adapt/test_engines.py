@@ -246,6 +246,28 @@ class TestComparison:
             assert [each["prompt"] for each in asked] == [[1, 2], [3]]
             assert all(each["temperature"] == 0 and each["model"] == "name" for each in asked)
 
+    def test_vllm_s_figures_of_each_answer_go_before_its_counters(self) -> None:
+        """Its counters have other clients' rounds, too."""
+        with serving(FakeServer()) as fake:
+            fake.count(100, 100, 1000)
+            figures = {"num_spec_steps": 10, "num_accepted_draft_tokens": 25, "mean_acceptance_length": 3.5}
+            fake.refuses["/v1/completions"] = 200, {"metrics": {"speculative_decoding": figures}}
+            assert served("vllm", Client(fake.url), "name", [[1], [2]]) == 3.5
+
+    def test_vllm_s_counters_say_nothing_under_other_traffic(self) -> None:
+        with serving(FakeServer()) as fake:
+            fake.count(100, 100, 1000)
+
+            def answer(method: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
+                if path == "/v1/completions":
+                    fake.count(110, 125, 1000 + 4 * 48)
+                    return 200, json.dumps({"usage": {"completion_tokens": 48}})
+                return FakeServer.answer(fake, method, path, body)
+
+            fake.answer = answer  # type: ignore[method-assign]
+            with pytest.raises(DownloadError, match="other traffic meanwhile.*--per-request-spec-decode-metrics"):
+                served("vllm", Client(fake.url), "name", [[1]])
+
     def test_sglang_tells_the_rounds_of_each_answer(self) -> None:
         with serving(FakeServer()) as fake:
             told = {"completion_tokens": 49, "spec_verify_ct": 16}

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 from adapt_requests import HOUR
-from fake_servers import FakeServer
+from fake_servers import RESTART, FakeServer, Vllm
 from fake_servers import serving as fake_serving
 from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
 
@@ -40,31 +40,6 @@ from paceline.loop.adapt.servers.vllm_sglang import restart as restarted
 from paceline.loop.adapt.watch import Watcher
 
 DAY_S = 86400.0
-
-
-class Vllm(FakeServer):
-    """One whose counters begin anew when it is restarted; `paceline_restart` of the test calls `restart`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drafters: list[str] = []
-        self.is_empty_at_first = False
-        """Has no counters after a restart."""
-
-    def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
-        if path == "/restart":
-            self.drafters.append(body["drafter"])
-            self.count(0, 0, 0, 0, 0)
-            self.metrics = "# nothing yet\n" if self.is_empty_at_first else self.metrics
-            return 200, "{}"
-        return super().answer(method, path, body)
-
-
-RESTART = """
-import json, os, urllib.request
-told = json.dumps({"drafter": os.environ["PACELINE_DRAFTER"]}).encode()
-urllib.request.urlopen(urllib.request.Request(os.environ["PACELINE_SERVER"] + "/restart", told))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -229,7 +204,7 @@ class TestNothingToGoBackTo:
         again._next = HOUR + 1
         for minute in range(4):
             again.tick(NOW + 3600 + 60 * minute)
-        assert again.stage is not None and again.stage.undo == [[kept]]
+        assert again.stage is not None and again.stage.undo == [["server", vllm.url, kept]]
 
 
 @pytest.mark.slow

@@ -27,7 +27,8 @@ MOST_READINGS = 120
 @dataclass(slots=True)
 class Canary:
     """Puts a new drafter on trial (probation) on a running deployment, judges it by the server's counters, and keeps it
-    or rolls it back. A deployment is one paceline server, or several vLLM or SGLang servers with one drafter each."""
+    or rolls it back. A deployment is one paceline server, or several vLLM or SGLang servers with one drafter each: then
+    the first one gets the drafter before the others, and is compared with them."""
 
     deployment: Deployment
     traces: Path
@@ -110,7 +111,20 @@ class Canary:
             stage.undo = self.deployment.undo
         if self.known is not None and stage.served:
             self.known[stage.member] = stage.served
-        stage.begin_counting(counts, now + time.monotonic() - began_s)
+        stage.begin_counting(counts, now + time.monotonic() - began_s, self.deployment.counts_apart())
+
+    def spread(self, stage: Stage, save: Callable[[], None]) -> None:
+        """Load the drafter of a canary on the other servers, too; `save` as in `swap_in`, for every server. Raises
+        DownloadError if a server refuses it or cannot get it."""
+
+        def save_undo() -> None:
+            stage.undo = self.deployment.undo
+            save()
+
+        try:
+            self.deployment.load_others(stage.member, Path(stage.drafter), save_undo)
+        finally:
+            stage.undo = self.deployment.undo
 
     def judge(self, stage: Stage, now: float, config: WatchConfig) -> tuple[str, str] | None:
         """Judge a probation at `now` (seconds since 1970). Returns (result, reason), or None while it continues;
@@ -123,8 +137,13 @@ class Canary:
         if stage.kind in ("route", "propose") and route_of(self.deployment, stage.clusters[0]) != stage.member:
             return "unproven", f"{stage.clusters[0]} is not sent to {stage.member} any more"
         drafts = self.deployment.drafts(stage.member)
-        stage.look(counts, drafts)
-        if fault := stage.fault(self.traces, counts, now, config):
+        if stage.others and (apart := self.deployment.counts_apart()):
+            stage.look_apart(apart)
+            fault = stage.fault_of_canary(config)
+        else:
+            stage.look(counts, drafts)
+            fault = stage.fault(self.traces, counts, now, config)
+        if fault:
             return "rolled back", fault
         ending, rounds = stage.is_over(now, config, drafts), stage.rounds(drafts)
         if ending == "unproven":
@@ -133,7 +152,7 @@ class Canary:
             if rounds >= LEAST_ROUNDS:
                 why = "the clock was set back, so traces do not tell when it served, and no metrics of before are known"
             return ("kept" if stage.kind == "found" or config.unproven == "keep" else "unproven"), why
-        return ("kept", f"nothing fell in {rounds:g} rounds") if ending else None
+        return ("kept", stage.kept_why(drafts)) if ending else None
 
     def keep(self) -> None:
         self.deployment.keep()

@@ -33,12 +33,14 @@ class Failures:
         return self.failed / self.requests if self.requests > 0 else 0.0
 
 
-def fall(now: float, before: float, log_variance: float, most: float, source: str = "") -> str | None:
+def fall(
+    now: float, before: float, log_variance: float, most: float, source: str = "", where: str = "before"
+) -> str | None:
     """Returns a text with both values if acceptance length `now` is lower than `before` by more than the share `most`,
-    and by more than chance; else None. `log_variance`: squared standard error of log(now / before); `source`: words to
-    put after `now` in the text."""
+    and by more than chance; else None. `log_variance`: squared standard error of log(now / before); `source`, `where`:
+    words to put after `now` and after `before` in the text."""
     is_less = now < (1 - most) * before and math.log(before / now) > FALL_ERRORS * math.sqrt(log_variance)
-    return f"{now:.2f} tokens a round{source}, {before:.2f} before" if is_less else None
+    return f"{now:.2f} tokens a round{source}, {before:.2f} {where}" if is_less else None
 
 
 def variance_of_rounds(rate: float, rounds: float) -> float:
@@ -47,14 +49,14 @@ def variance_of_rounds(rate: float, rounds: float) -> float:
     return (rate - 1) / (rate * rounds)
 
 
-def more_failures(before: Failures, now: Failures, most: float) -> str | None:
+def more_failures(before: Failures, now: Failures, most: float, where: str = "before") -> str | None:
     """Returns a text with the numbers of failures if the share of failed requests (0 to 1) rose by more than `most`,
-    and by more than chance explains; else None."""
+    and by more than chance explains; else None. `where`: words on where `before` comes from, for the text."""
     if now.requests < LEAST_REQUESTS or now.failed < LEAST_FAILED or now.share - before.share <= most:
         return None
     if chance_of(before, now) >= LEVEL:
         return None
-    known = f"{before.share:.2%} before" if before.requests else "nothing is known of before"
+    known = f"{before.share:.2%} {where}" if before.requests else f"nothing is known of {where}"
     return f"{now.failed:g} of {now.requests:g} requests ended in an error, {known}"
 
 

@@ -10,8 +10,10 @@ A stage is saved (`state.json`) before it begins. `kind` is its purpose, `name` 
     found      probation                                  judge a drafter that a user loaded by hand
 
 A cluster is a group of similar requests, the gate a test of drafters on stored requests, a probation the trial period
-of a new drafter. `undo` follows a swap that was refused or given up, and a failed probation. Every step can be repeated
-after a server that did not answer, a full disk, or a restart of the daemon."""
+of a new drafter. Of several servers only the first one, the canary, is on probation, compared with the others over the
+same time; a step `spread` then loads the drafter on these. `undo` follows a swap that was refused or given up, and a
+failed probation. Every step can be repeated after a server that did not answer, a full disk, or a restart of the
+daemon."""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 60.0, 3600.0
 """Pauses in seconds between retries while a server does not answer; each is twice the previous one."""
 AWAY_S = 600.0
 """Seconds without an answer after which a drafter on probation is rolled back: it may be the cause."""
-ON_SERVER = ("swap", "probation", "undo")
+ON_SERVER = ("swap", "probation", "spread", "undo")
 """Steps that change or watch the server."""
 WHOLE = ""
 """Key used instead of a cluster for the whole server's counters."""
@@ -85,6 +87,10 @@ class Stage:
     """Failed and finished requests before the swap."""
     seen: list[float] = field(default_factory=list)
     """Values of the server's counters at the latest reading, in the order of the fields of Counts."""
+    others: list[float] = field(default_factory=list)
+    others_seen: list[float] = field(default_factory=list)
+    """Counter values of the other servers at the start of a canary's probation, and at the latest reading; `counted`
+    and `seen` are then the canary's. Empty if there is one server."""
     served: str = ""
     """Name under which the server lists the drafter on probation."""
     drafts: float | None = None
@@ -108,7 +114,7 @@ class Stage:
 
     @property
     def trains(self) -> bool:
-        return self.kind in ("retrain", "propose") and self.name not in ("probation", "undo")
+        return self.kind in ("retrain", "propose") and self.name not in ("probation", "spread", "undo")
 
     def lasted(self, now: float) -> float:
         """Seconds from `began` to `now`, corrected for changes of the system clock."""
@@ -148,10 +154,12 @@ class Stage:
         self.failures = [counts.errors - first.errors, counts.requests - first.requests]
         self.begin_counting(counts, now)
 
-    def begin_counting(self, counts: Counts, now: float) -> None:
-        """Begin the probation at `now`: later counter values are compared with `counts`. The baseline is unchanged."""
+    def begin_counting(self, counts: Counts, now: float, apart: tuple[Counts, Counts] | None = None) -> None:
+        """Begin the probation at `now`: later counter values are compared with `counts`, or with those `apart`, of the
+        canary and of the other servers. The baseline is unchanged."""
         self.name, self.began, self.skew = "probation", now, 0.0
-        self.counted = self.seen = list(astuple(counts))
+        self.counted = self.seen = list(astuple(apart[0] if apart else counts))
+        self.others = self.others_seen = list(astuple(apart[1])) if apart else []
 
     def look(self, counts: Counts, drafts: float | None) -> None:
         """Store a reading of the server's counters during a probation. `drafts`: rounds drafted so far by this stage's
@@ -168,7 +176,38 @@ class Stage:
         this stage's drafter; None if it does not count by drafter: then rounds of all drafters."""
         if drafts is not None and self.drafts is not None:
             return drafts - self.drafts
-        return Counts(*self.seen).rounds - Counts(*self.counted).rounds
+        gains = self._gains()
+        return min(each.rounds for each in gains)
+
+    def _gains(self) -> list[Counts]:
+        """Counts since the start of the probation: of the server, or of the canary and of the others."""
+        pairs = [(self.seen, self.counted), *([(self.others_seen, self.others)] if self.others else [])]
+        return [Counts(*(now - then for now, then in zip(*pair, strict=True))) for pair in pairs]
+
+    def look_apart(self, apart: tuple[Counts, Counts]) -> None:
+        """Store a reading of the counters of the canary and of the other servers."""
+        self.seen, self.others_seen = (list(astuple(counts)) for counts in apart)
+
+    def fault_of_canary(self, config: WatchConfig) -> str | None:
+        """Returns a text on how the canary is worse than the other servers over the same time; None if it is not."""
+        canary, others = self._gains()
+        where = "on the other servers"
+        failures = (Failures(each.errors, each.requests) for each in (others, canary))
+        if failing := more_failures(*failures, config.most_errors, where):
+            return failing
+        if min(canary.rounds, others.rounds) < LEAST_ROUNDS:
+            return None
+        lengths = [1 + each.accepted / each.rounds for each in (canary, others)]
+        variances = map(variance_of_rounds, lengths, (canary.rounds, others.rounds))
+        return fall(lengths[0], lengths[1], sum(variances), config.most_drop, " on the canary", where)
+
+    def kept_why(self, drafts: float | None) -> str:
+        """Returns the figures with which a probation ends well."""
+        if not self.others:
+            return f"nothing fell in {self.rounds(drafts):g} rounds"
+        canary, others = self._gains()
+        figures = [f"{1 + each.accepted / max(each.rounds, 1):.2f} tokens a round" for each in (canary, others)]
+        return f"{figures[0]} in {canary.rounds:g} rounds of the canary, {figures[1]} on the other servers"
 
     def is_over(self, now: float, config: WatchConfig, drafts: float | None) -> str | None:
         """Returns, at `now` (seconds since 1970), "proven" if a probation without a `fault` has had enough time and
@@ -222,7 +261,7 @@ def word_of(clusters: Sequence[str]) -> str:
 
 
 KINDS = ("retrain", "propose", "score", "route", "found")
-NAMES = ("training", "gate", "choose", "swap", "probation", "undo")
+NAMES = ("training", "gate", "choose", "swap", "probation", "spread", "undo")
 NUM_COUNTS = len(astuple(Counts()))
 
 
@@ -251,12 +290,14 @@ def read_stage(fields: dict[str, Any]) -> Stage:
         "folder": stage.name != "training" or type(stage.window["folder"]) is str,
         "before": _all(stage.before, str) and _are_numbers(stage.before.values()),
         "counts": all(
-            _are_numbers(counts) and len(counts) in (0, NUM_COUNTS) for counts in (stage.counted, stage.seen)
+            _are_numbers(counts) and len(counts) in (0, NUM_COUNTS)
+            for counts in (stage.counted, stage.seen, stage.others, stage.others_seen)
         ),
+        "counts of a canary": len(stage.others) == len(stage.others_seen),
         "counts of a probation": stage.name != "probation" or len(stage.counted) == len(stage.seen) == NUM_COUNTS,
         "pace": all(_are_numbers(pair) and len(pair) in (0, 2) for pair in (stage.pace, stage.failures)),
         "drafts": stage.drafts is None or _are_numbers([stage.drafts]),
-        "undo": all(_all(change, str, NoneType) and len(change) in (1, 3) for change in stage.undo),
+        "undo": all(_all(change, str, NoneType) and len(change) == 3 for change in stage.undo),
         "pending": _all(stage.pending, dict)
         and all(_all((entry["drafter"], entry["state"]), str) for entry in stage.pending),
     }

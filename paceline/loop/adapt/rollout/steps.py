@@ -199,7 +199,8 @@ class Steps:
         if 0 < stage.wait_until - now <= LONGEST_WAIT_S:  # if the clock went back, the wait would never end
             return
         try:
-            {"swap": self._swap, "probation": self._probation, "undo": self._undo}[stage.name](stage, now)
+            steps = {"swap": self._swap, "probation": self._probation, "spread": self._spread, "undo": self._undo}
+            steps[stage.name](stage, now)
         except DownloadError as error:
             self._wait(stage, now, error)
             return
@@ -220,9 +221,9 @@ class Steps:
         if is_first:
             why = f"{stage.name} waits for the server: {error}"
             self._event(hour_of(now), "waiting", clusters=stage.clusters, drafter=stage.drafter, why=why)
-        if stage.name == "swap" and away_s >= self.watch.most_wait_hours * HOUR_S:
+        if stage.name in ("swap", "spread") and away_s >= self.watch.most_wait_hours * HOUR_S:
             why = f"given up after {away_s / HOUR_S:.3g} hours: {error}; {stage.drafter} is ready"
-            self._to_undo(stage, "failed", why)
+            self._to_undo(stage, "failed" if stage.name == "swap" else "unproven", why)
         elif stage.name == "probation" and away_s >= AWAY_S:
             self._to_undo(stage, "unproven", f"the server has not answered for {away_s:.0f} s: {error}")
 
@@ -279,14 +280,32 @@ class Steps:
         if ended is None:
             return
         ending, why = ended
-        if ending == "kept":
+        if ending == "kept" and stage.others:
+            stage.name, stage.why = "spread", why
+            self._event(hour_of(now), "spread", clusters=stage.clusters, drafter=stage.drafter, why=why)
+            self._spread(stage, now)
+        elif ending == "kept":
             self._accept(stage, now, why)
         elif ending == "gone":
             self._canary.forget(stage)
+            self._canary.deployment.serves(self.incumbent)
             self._rolled_back(stage, now, "unproven", why)
         else:
             self._to_undo(stage, ending, why)
             self._undo(stage, now)
+
+    def _spread(self, stage: Stage, now: float) -> None:
+        """Load the drafter of a canary on the other servers, one by one; if one cannot get it, take it from all."""
+        assert self._canary is not None
+        try:
+            self._canary.spread(stage, self._save_now)
+        except UnreachableError:
+            raise
+        except DownloadError as error:
+            self._to_undo(stage, "unproven", f"not put on all servers: {error}; {stage.drafter} is ready")
+            self._undo(stage, now)
+            return
+        self._accept(stage, now, stage.why)
 
     def _accept(self, stage: Stage, now: float, why: str) -> None:
         assert self._canary is not None

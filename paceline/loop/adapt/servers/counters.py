@@ -136,6 +136,10 @@ class Meters:
                 self.of[server].setdefault(engine, Meter(missed, raw)).read(raw, length)
         return sum((meter.total for meter in self.all()), Counts())
 
+    def total(self, server: str) -> Counts:
+        """Returns the sum of one server's counts at the latest reading."""
+        return sum((meter.total for meter in self.of[server].values()), Counts())
+
     def all(self) -> list[Meter]:
         return [meter for engines in self.of.values() for meter in engines.values()]
 

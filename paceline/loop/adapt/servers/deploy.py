@@ -12,7 +12,8 @@ they tried the drafter, so it may be good or bad.
 
 paceline   admin API (docs/reference/http-api.md): POST /admin/drafters/NAME loads and checks a drafter while the server
            answers requests; POST /admin/clusters/CLUSTER routes a cluster (group of similar requests) to a drafter
-vllm       if supported, POST /start_draft_weight_update, then `publish` sends the tensors, then POST
+vllm       with `hot_swap` POST /paceline/draft-weights, a route that `paceline.interop.draft_weights` adds; if
+           supported, POST /start_draft_weight_update, then `publish` sends the tensors, then POST
            /finish_weight_update; else `restart` for one server after the other, each healthy before the next
 sglang     POST /update_weights_from_disk with the field that this build has for draft weights (`draft_field`; no
            default, because a build without one would replace the target's own weights); else `restart`
@@ -33,6 +34,7 @@ from urllib.parse import quote
 from paceline.errors import DeployError, DownloadError, PacelineError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.servers.counters import Counts, Meters, ask, drafts_of, is_well
+from paceline.loop.adapt.servers.vllm_sglang.engine_folders import EngineFolders
 from paceline.loop.adapt.servers.vllm_sglang.restart import SglangServers, VllmServers
 from paceline.net.streaming import Client
 from paceline.report.tables import ignore
@@ -69,11 +71,16 @@ class Deployment(Protocol):
         route. Raises DownloadError if the server cannot route it."""
 
     def load(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
-        """Load the drafter in `folder` under a name, in place of any drafter with this name.
+        """Load the drafter in `folder` under a name, in place of any drafter with this name. Of several servers only
+        the first one, the canary, gets it.
 
         The data that `roll_back` needs are first put into the field `undo`; then `save_undo` is called, and only then
         does a server get the request. An exception of `save_undo` stops the load. On an error the servers are
         unchanged. After an UnreachableError they may have changed; `roll_back` undoes that, too."""
+
+    def load_others(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
+        """Load the drafter on all other servers, one after the other, after `load` has loaded it on the first. Like
+        `load`, but an error leaves the servers before the failed one changed, as recorded in `undo`."""
 
     def route(self, cluster: str, name: str, save_undo: Callable[[], None] = ignore) -> None:
         """Route requests of a cluster to the drafter `name`. The data that `roll_back` needs are first put into the
@@ -91,6 +98,9 @@ class Deployment(Protocol):
 
     def counts(self) -> Counts: ...
 
+    def counts_apart(self) -> tuple[Counts, Counts] | None:
+        """Returns the counts of the first server and those of the others at the latest reading; None for one server."""
+
     def drafts(self, name: str) -> float | None:
         """Returns the number of rounds drafted by the drafter `name`; None if the server does not count by drafter."""
 
@@ -102,16 +112,21 @@ class Deployment(Protocol):
         """True if all servers report that they are healthy."""
         ...
 
+    def check_start(self) -> None:
+        """Raise ConfigError if a server that answers cannot get a drafter in the configured way."""
+
     def close(self) -> None:
         """Close the connections."""
 
 
-def open_deployment(config: DeployConfig, incumbent: Path | None = None) -> Deployment:
-    """Opens the servers of `config`. `incumbent`: folder of the drafter that vLLM or SGLang serves now, for
-    rollbacks."""
+def open_deployment(
+    config: DeployConfig, incumbent: Path | None = None, folders: EngineFolders | None = None
+) -> Deployment:
+    """Opens the servers of `config`. `incumbent`: folder of the drafter that vLLM or SGLang serves now, for rollbacks.
+    `folders` converts drafters for vLLM or SGLang; None: they get the folders as they are."""
     if config.engine == "paceline":
         return PacelineServer(config)
-    return VllmServers(config, incumbent) if config.engine == "vllm" else SglangServers(config, incumbent)
+    return (VllmServers if config.engine == "vllm" else SglangServers)(config, incumbent, folders)
 
 
 class PacelineServer:
@@ -159,6 +174,9 @@ class PacelineServer:
 
     def load(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
         self._change("drafter", name, self.members().get(name), str(folder.absolute()), save_undo)
+
+    def load_others(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
+        pass  # there is one server
 
     def route(self, cluster: str, name: str, save_undo: Callable[[], None] = ignore) -> None:
         self._change("cluster", cluster, self.pinned(cluster), name, save_undo)
@@ -233,6 +251,9 @@ class PacelineServer:
     def counts(self) -> Counts:
         return self.meters.read([self._client], self._served_name)
 
+    def counts_apart(self) -> None:
+        return None
+
     def drafts(self, name: str) -> float | None:
         return drafts_of(self._client, name)
 
@@ -241,6 +262,9 @@ class PacelineServer:
 
     def is_well(self) -> bool:
         return is_well(self._client)
+
+    def check_start(self) -> None:
+        pass
 
     def close(self) -> None:
         self._client.close()

@@ -30,6 +30,8 @@ from paceline.model.text.tokenizer import Tokenizer
 from paceline.net.streaming import Client
 
 NUM_PROMPTS, MAX_TOKENS = 20, 48
+MOST_OTHERS = 1.1
+"""Tokens that a server may generate during the check, as a multiple of those of the check."""
 LEAST_SHARE, LEAST_LOSS = 0.85, 0.15
 """An engine's acceptance length is clearly lower if it is below this share of paceline's, and lower by at least this
 difference."""
@@ -90,16 +92,27 @@ def served(engine: str, client: Client, name: str, prompts: list[list[int]]) -> 
 
 
 def _on_vllm(client: Client, name: str, prompts: list[list[int]]) -> float | None:
+    """Read the rounds that vLLM reports with each answer (--per-request-spec-decode-metrics), else those of its
+    counters, which include other traffic."""
     meters = Meters({client.url: {}})
     before = meters.read([client], None)
+    tokens = rounds = accepted = 0
     for prompt in prompts:
-        ask(
-            client,
-            "POST",
-            "/v1/completions",
-            {"model": name, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0},
+        body = {"model": name, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
+        answer = ask(client, "POST", "/v1/completions", body)
+        tokens += (answer.get("usage") or {}).get("completion_tokens") or 0
+        figures = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+        rounds += figures.get("num_spec_steps") or 0
+        accepted += figures.get("num_accepted_draft_tokens") or 0
+    if rounds:
+        return 1 + accepted / rounds
+    after = meters.read([client], None)
+    if tokens and after.tokens - before.tokens > MOST_OTHERS * tokens:
+        raise DownloadError(
+            f"{client.url} had other traffic meanwhile, and counts all together: start it with "
+            "--per-request-spec-decode-metrics summary"
         )
-    return tokens_per_round(before, meters.read([client], None))
+    return tokens_per_round(before, after)
 
 
 def _on_sglang(client: Client, prompts: list[list[int]]) -> float | None:

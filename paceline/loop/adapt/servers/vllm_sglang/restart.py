@@ -1,5 +1,5 @@
 """Deploys drafters to vLLM or SGLang servers. Each has one drafter and does not report it; it is replaced on one server
-after the other.
+(the canary), and later on the others, one after the other.
 
 Implements `deploy.Deployment`. Weights are replaced in the running server if possible, else by a restart command.
 """
@@ -7,6 +7,7 @@ Implements `deploy.Deployment`. Weights are replaced in the running server if po
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import subprocess
@@ -14,38 +15,49 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.errors import DeployError, DownloadError, PacelineError, UnreachableError
+from paceline.errors import ConfigError, DeployError, DownloadError, PacelineError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.servers.counters import Counts, Meters, answer_of, ask, is_up, is_well
+from paceline.loop.adapt.servers.vllm_sglang.engine_folders import EngineFolders, check_length
 from paceline.net.streaming import Client
 from paceline.report.tables import ignore
 
+log = logging.getLogger("paceline.loop.adapt")
 POLL_S = 0.5
+WEIGHTS_PATH = "/paceline/draft-weights"
+"""Route that `paceline.interop.draft_weights` adds to vLLM."""
+HOT_SWAP = (
+    "start vLLM with --worker-extension-cls paceline.interop.draft_weights.DraftWeights and --middleware "
+    "paceline.interop.draft_weights.DraftWeightsRoute, or give --restart in place of --hot-swap"
+)
 NO_INCUMBENT = "give --incumbent the folder of the drafter that these servers have now"
 ONLY = "drafter"
 """Name used for the drafter of a server that has only one."""
 
 
 class _Restarted:
-    """Servers with one drafter each; replaces it server by server."""
+    """Servers with one drafter each; replaces it server by server, on the first one before the others."""
 
     traces_rounds = False
 
-    def __init__(self, config: DeployConfig, incumbent: Path | None) -> None:
-        self.config, self._serving = config, incumbent
+    def __init__(self, config: DeployConfig, incumbent: Path | None, folders: EngineFolders | None = None) -> None:
+        self.config, self._incumbent, self._folders = config, incumbent, folders
+        self._loaded: Path | None = None
+        """Drafter that was loaded after the incumbent and is not accepted yet."""
         self.undo = list[list[str | None]]()
-        """[folder of the earlier drafter], if known."""
+        """["server", address, folder that this server read before]."""
         self._clients = [Client(url, config.admin_key, config.patience_s) for url in config.servers]
         self.meters = Meters({client.url: {} for client in self._clients})
 
     def serves(self, drafter: str) -> None:
-        self._serving = Path(drafter) if Path(drafter).is_dir() else self._serving
+        self._incumbent = Path(drafter) if Path(drafter).is_dir() else self._incumbent
 
     def members(self) -> dict[str, str]:
-        return {} if self._serving is None else {ONLY: str(self._serving)}
+        serving = self._loaded or self._incumbent
+        return {} if serving is None else {ONLY: str(serving)}
 
     def place_of(self, drafter: str) -> str:
-        self._serving = self._serving or (Path(drafter) if Path(drafter).is_dir() else None)
+        self._incumbent = self._incumbent or (Path(drafter) if Path(drafter).is_dir() else None)
         return ONLY
 
     def pinned(self, cluster: str) -> str | None:
@@ -55,46 +67,67 @@ class _Restarted:
         self.pinned(cluster)
 
     def load(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
-        """Record the change in `undo` before the first server gets it: a request whose response was lost may have been
-        executed."""
-        if self._serving is None:
+        self._load(self._clients[:1], folder, save_undo)
+
+    def load_others(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
+        self._load(self._clients[1:], folder, save_undo)
+
+    def _load(self, clients: list[Client], folder: Path, save_undo: Callable[[], None]) -> None:
+        """Load the drafter on these servers, one after the other. Records each change in `undo` before the server gets
+        it: a request whose response was lost may have been executed. Servers that have it from an earlier call are left
+        alone, except the last one, which that call may not have finished."""
+        if self._incumbent is None:
             raise DeployError(f"nothing is known to go back to: {NO_INCUMBENT}")
-        before = str(self._serving)
-        is_noted = [before] in self.undo  # a retry
-        if not is_noted:
-            self.undo.append([before])
-        done = list[Client]()
-        try:
-            save_undo()
-            for client in self._clients:
-                done.append(client)
-                self._replace(client, folder)
-        except UnreachableError:
-            raise
-        except PacelineError:
-            if not is_noted:
-                for client in done:
-                    self._replace(client, self._serving)
-                self.undo.pop()
-            raise
-        self._serving = folder
+        old, new, expected = self._incumbent, folder, None
+        if self._folders:
+            old, given = self._folders.given(old).folder, self._folders.given(new)
+            new, expected = given.folder, self._folders.expected(given) if self.config.check_length else None
+        changed = [url for _, url, _ in self.undo]
+        for client in clients:
+            if client.url in changed[:-1]:
+                continue
+            if client.url not in changed:
+                self.undo.append(["server", client.url, str(old)])
+            try:
+                save_undo()
+                self._replace(client, new)
+                if expected is not None:
+                    check_length(self.config.engine, client, expected)
+            except UnreachableError:
+                raise
+            except PacelineError:
+                if client.url not in changed:
+                    self._replace(client, old)
+                    self.undo.pop()
+                raise
+        self._loaded = folder
 
     def loaded_by_hand(self, name: str, before: str | None) -> None:
-        if before is not None:
-            self.undo.append([before])
+        pass  # these servers do not report their drafter
 
     def keep(self) -> None:
+        self._incumbent, self._loaded = self._loaded or self._incumbent, None
         self.undo = []
 
     def roll_back(self) -> None:
-        for (before,) in self.undo[:1]:
+        clients = {client.url: client for client in self._clients}
+        while self.undo:
+            _, url, before = self.undo[-1]
+            assert url is not None
             assert before is not None
-            for client in self._clients:
-                self._replace(client, Path(before))
-            self._serving, self.undo = Path(before), []
+            if url in clients:
+                self._replace(clients[url], Path(before))
+            self.undo.pop()
+        self._loaded = None
 
     def counts(self) -> Counts:
         return self.meters.read(self._clients, self.config.served_name)
+
+    def counts_apart(self) -> tuple[Counts, Counts] | None:
+        if len(self._clients) < 2:
+            return None
+        first, *others = (self.meters.total(client.url) for client in self._clients)
+        return first, sum(others, Counts())
 
     def drafts(self, name: str) -> float | None:
         return None
@@ -104,6 +137,9 @@ class _Restarted:
 
     def is_well(self) -> bool:
         return all(is_well(client) for client in self._clients)
+
+    def check_start(self) -> None:
+        pass
 
     def close(self) -> None:
         for client in self._clients:
@@ -122,11 +158,8 @@ class _Restarted:
             time.sleep(POLL_S)
 
     def _command(self, command: str, client: Client, folder: Path) -> None:
-        speculative = {
-            "method": self.config.method,
-            "model": str(folder),
-            "num_speculative_tokens": self.config.num_drafted,
-        }
+        method = self._folders.method if self._folders else self.config.method
+        speculative = {"method": method, "model": str(folder), "num_speculative_tokens": self.config.num_drafted}
         added = {"PACELINE_SERVER": client.url, "PACELINE_DRAFTER": str(folder)}
         added["PACELINE_SPECULATIVE_CONFIG"] = json.dumps(speculative)
         try:
@@ -142,10 +175,25 @@ class _Restarted:
 
 
 class VllmServers(_Restarted):
-    """vLLM servers, one drafter each: replaces the weights in the running server if the option `publish` gives a
-    command that sends them and the server accepts them; otherwise restarts one server after the other."""
+    """vLLM servers, one drafter each: replaces the weights in the running server if the options allow it and the server
+    accepts them; otherwise restarts one server after the other."""
+
+    def check_start(self) -> None:
+        """Check that the servers that answer can replace draft weights, with the option `hot_swap`."""
+        for client in self._clients if self.config.hot_swap else ():
+            try:
+                state = ask(client, "GET", WEIGHTS_PATH)
+            except UnreachableError as error:
+                log.warning("%s: not checked yet", error)
+                continue
+            except DownloadError as error:
+                raise ConfigError(f"{error}: {HOT_SWAP}") from error
+            if problem := state.get("problem", HOT_SWAP):
+                raise ConfigError(f"{client.url} cannot load draft weights: {problem}")
 
     def _replace(self, client: Client, folder: Path) -> None:
+        if self.config.hot_swap and self._hot_swap(client, folder):
+            return
         if self.config.publish is not None and _takes_weights(client):
             self._command(self.config.publish, client, folder)
             ask(client, "POST", "/finish_weight_update", {})
@@ -155,6 +203,28 @@ class VllmServers(_Restarted):
             super()._replace(client, folder)
         else:
             raise DeployError(f"{client.url} takes no draft weights while it runs: give --restart")
+
+    def holds(self, name: str, drafter: str) -> bool:
+        if not self.config.hot_swap:
+            return super().holds(name, drafter)
+        folder = str((self._folders.given(Path(drafter)).folder if self._folders else Path(drafter)).absolute())
+        changed = [client for client in self._clients if client.url in [url for _, url, _ in self.undo]]
+        return all(ask(client, "GET", WEIGHTS_PATH).get("folder") == folder for client in changed)
+
+    def _hot_swap(self, client: Client, folder: Path) -> bool:
+        """Load the weights into the running server. Returns False if it refuses and another way is known."""
+        try:
+            ask(client, "POST", WEIGHTS_PATH, {"folder": str(folder.absolute())})
+        except UnreachableError:
+            raise
+        except DownloadError as error:  # the server has compared shapes, not judged the drafter
+            if self.config.restart is None and self.config.publish is None:
+                raise DeployError(f"{error}; {HOT_SWAP}") from error
+            log.warning("%s: it is restarted", error)
+            return False
+        if not is_well(client):
+            raise DeployError(f"{client.url} is not well with the weights of {folder}")
+        return True
 
 
 class SglangServers(_Restarted):
