@@ -218,7 +218,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _loaded(worker: Any, folder: str) -> nn.Module:
     """Loads a second drafter from `folder` into host memory, with vLLM's loader; it is never run."""
     from vllm.compilation.backends import set_model_tag
-    from vllm.config import CompilationMode
+    from vllm.config import CompilationMode, set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
     config = copy(worker.vllm_config)
@@ -231,7 +231,7 @@ def _loaded(worker: Any, folder: str) -> nn.Module:
     draft = copy(config.speculative_config.draft_model_config)
     draft.model, draft.revision = folder, None
     config.speculative_config.draft_model_config = draft
-    with set_model_tag("eagle_head"):
+    with set_current_vllm_config(config), set_model_tag("eagle_head"):  # a loader without the first one raises
         return get_model(vllm_config=config, model_config=draft, load_config=config.load_config)
 
 

@@ -118,7 +118,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module.__version__ = "0.32.1rc1+cpu"
     parts = {
         "vllm": module,
-        "vllm.config": SimpleNamespace(CompilationMode=SimpleNamespace(NONE=0)),
+        "vllm.config": SimpleNamespace(CompilationMode=SimpleNamespace(NONE=0), set_current_vllm_config=nullcontext),
         "vllm.model_executor": ModuleType("vllm.model_executor"),
         "vllm.model_executor.model_loader": SimpleNamespace(get_model=get_model),
         "vllm.compilation": ModuleType("vllm.compilation"),
