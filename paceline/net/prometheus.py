@@ -19,7 +19,10 @@ from statistics import fmean
 from paceline.errors import ConfigError
 
 PREFIXES = ("vllm:", "sglang:", "llamacpp:")
-METRIC = re.compile(r"([A-Za-z_][\w:]*)(?:\{(.*)\})? +(\S+)(?: +\d+)?")
+METRIC = re.compile(
+    r"""([A-Za-z_][\w:]*)\s*(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?"""  # name, labels
+    r"""\s+([^\s\#]\S*)(?:\s+[-+.\deE]+)?(?:\s+\#\s.*)?"""  # value, time stamp, exemplar
+)
 LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 LLAMACPP = {
     "llamacpp:tokens_predicted_total": "vllm:generation_tokens_total",
@@ -36,7 +39,9 @@ RANKS = frozenset(
 ROLES = ("engine", "engine_type", "engine_role", "role", "worker", "worker_type")
 """Labels whose value may mark a draft engine."""
 MEANS = ("sglang:spec_accept_length", "sglang:spec_accept_rate")
-"""Gauges that are averaged over the engines that have drafted, not summed."""
+"""Gauges that are averaged over the engines, and over other series, that have drafted, not summed."""
+QUEUES = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
+"""Gauges that SGLang reports as a total (label `priority` empty) and once more for each priority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +76,33 @@ def _name(name: str) -> str:
 def engines_of(text: str, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
     """Return engine -> metric name -> value, from the text of a /metrics page; {} for a page without known metrics.
 
-    A value is the sum of all the engine's series of that metric, whatever their labels; of series that differ only in
-    the worker's rank, the largest counts. For each value of a label in `by`, such as "position", the result also has
-    the sum of the series with that value, as NAME{VALUE}. Raises ConfigError if the page has metrics of several models
-    and no `model` is given, or only of other models.
+    A value is the sum of all the engine's series of that metric, whatever their labels, or for MEANS their mean; of
+    series that differ only in the worker's rank, the largest counts. For each value of a label in `by`, such as
+    "position", the result also has the sum of the series with that value, as NAME{VALUE}. Raises ConfigError if the
+    page has metrics of several models and no `model` is given, or only of other models.
     """
-    series = [one for one in read_series(text) if not _is_draft(one)]
+    series = [one for one in read_series(text) if not (_is_draft(one) or _is_part(one))]
     if not any(one.name.startswith((*PREFIXES, "paceline:")) for one in series):
         return {}
     series = _of_model(series, model)
-    values = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
+    values = defaultdict[str, defaultdict[str, list[float]]](lambda: defaultdict(list))
     for one in _without_ranks(series):
         engine = "/".join(one.labels[label] for label in ENGINES if label in one.labels)
         for name in (one.name, *(f"{one.name}{{{one.labels[label]}}}" for label in by if label in one.labels)):
-            values[engine][name] += one.value
-    return {engine: dict(by_name) for engine, by_name in values.items()}
+            values[engine][name].append(one.value)
+    return {
+        engine: {name: _combined(name, found) for name, found in by_name.items()} for engine, by_name in values.items()
+    }
 
 
 def _is_draft(series: Series) -> bool:
     """Return True for a series of an engine that only drafts."""
     return any("draft" in series.labels.get(label, "").lower() for label in ROLES)
+
+
+def _is_part(series: Series) -> bool:
+    """Return True for the share of one priority in a gauge whose total is a series of its own."""
+    return series.name in QUEUES and bool(series.labels.get("priority"))
 
 
 def _of_model(series: list[Series], model: str | None) -> list[Series]:
@@ -124,8 +136,9 @@ def totals(engines: dict[str, dict[str, float]]) -> dict[str, float]:
     for values in engines.values():
         for name, value in values.items():
             by_name[name].append(value)
-    return {name: _mean_of(values) if name in MEANS else sum(values) for name, values in by_name.items()}
+    return {name: _combined(name, values) for name, values in by_name.items()}
 
 
-def _mean_of(values: list[float]) -> float:
-    return fmean([value for value in values if value > 0] or [0.0])
+def _combined(name: str, values: list[float]) -> float:
+    """Return the sum of one metric's values; for MEANS the mean of those above 0: an idle engine reports 0."""
+    return fmean([value for value in values if value > 0] or [0.0]) if name in MEANS else sum(values)

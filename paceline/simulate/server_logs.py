@@ -220,13 +220,14 @@ def _metrics(text: str, name: str, model: str | None) -> Seen:
     owner = "sglang:" if any(metric.startswith("sglang:") for metric in values) else "vllm:"
     is_vllm = owner == "vllm:"
     server = "SGLang" if not is_vllm else _vllm_like(text, values)
+    tokens = values.get(owner + "generation_tokens_total", 0.0)
+    answers = values.get(owner + ("request_success_total" if is_vllm else "num_requests_total"), 0.0)
     rounds = values.get("vllm:spec_decode_num_drafts_total", 0.0)
     survival = tuple(min(by_place[place] / rounds, 1.0) for place in sorted(by_place)) if rounds else ()
     while survival and survival[-1] == 0:
         survival = survival[:-1]
     mean = 1 + values.get("vllm:spec_decode_num_accepted_tokens_total", 0.0) / rounds if rounds else None
-    if not is_vllm and values.get("sglang:spec_accept_length", 0.0) > 1:
-        mean = values.get("sglang:spec_accept_length", 0.0)
+    mean = mean if is_vllm else _sglang_length(values, tokens - answers)
     running = values.get("vllm:num_requests_running" if is_vllm else "sglang:num_running_reqs", 0.0)
     drafted = values.get("vllm:spec_decode_num_draft_tokens_total", 0.0) / rounds if rounds else 0.0
     gap_s = _mean(values, owner + "inter_token_latency_seconds") or _mean(
@@ -237,11 +238,18 @@ def _metrics(text: str, name: str, model: str | None) -> Seen:
         tokens_per_round = mean or 1.0
         round_s = gap_s if is_vllm else gap_s * tokens_per_round  # vLLM observes once a step, SGLang once a token
         samples.append(Sample(int(running), running * tokens_per_round / round_s, tokens_per_round, round(drafted)))
-    tokens = values.get(owner + "generation_tokens_total", 0.0)
-    answers = values.get(owner + ("request_success_total" if is_vllm else "num_requests_total"), 0.0)
     if not (samples or mean or tokens):
         raise ConfigError(f"{name}: the metrics tell of no token yet: take them after some requests")
     return Seen(server, samples, mean, survival, tokens, answers, round(drafted))
+
+
+def _sglang_length(values: dict[str, float], tokens: float) -> float | None:
+    """Returns SGLang's acceptance length since the start, or from its gauge the recent one if it counts no rounds; None
+    without drafts. `tokens`: generated tokens less each answer's first one, which needs no round."""
+    if rounds := values.get("sglang:spec_verify_calls_total", 0.0):
+        return max(tokens / rounds, 1.0)
+    length = values.get("sglang:spec_accept_length", 0.0)
+    return length if length > 1 else None
 
 
 def _vllm_like(text: str, values: dict[str, float]) -> str:

@@ -161,6 +161,21 @@ sglang:inter_token_latency_seconds_count{model_name="m"} 1000.0
     assert seen.samples[0].round_s == pytest.approx(0.015)
 
 
+def test_sglang_s_counter_of_rounds_comes_before_its_gauge() -> None:
+    """The gauge tells of the last seconds, and of nothing while the server is idle."""
+    text = """sglang:generation_tokens_total{is_streaming="true",model_name="m"} 2010.0
+sglang:generation_tokens_total{is_streaming="false",model_name="m"} 1020.0
+sglang:num_requests_total{is_streaming="true",model_name="m"} 10.0
+sglang:num_requests_total{is_streaming="false",model_name="m"} 20.0
+sglang:spec_accept_length{model_name="m",tp_rank="0"} 9.1
+"""
+    assert parse_server(text).tokens_per_round == 9.1
+    counted = text + 'sglang:spec_verify_calls_total{model_name="m"} 1000.0\n'
+    seen = parse_server(counted)
+    assert (seen.tokens_per_round, seen.tokens, seen.answers) == (3.0, 3030, 30), "each answer's first token needs none"
+    assert parse_server(counted.replace(" 9.1", " 0.0")).tokens_per_round == 3.0
+
+
 def test_an_overhead_is_fitted_to_the_rounds(tmp_path: Path) -> None:
     on = {"model": "Qwen3.5-27B", "hardware": "B200"}
     load = PredictConfig(acceptance="0.8,0.75", max_draft=2, batch=(8,))
