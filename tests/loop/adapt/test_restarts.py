@@ -35,7 +35,7 @@ from paceline.loop.adapt.gate.retrain import Job
 from paceline.loop.adapt.log import AdaptLog, event_line, rebuilt
 from paceline.loop.adapt.run import Clock
 from paceline.loop.adapt.servers.counted_hours import ALL
-from paceline.loop.adapt.servers.counters import Counts, Meter
+from paceline.loop.adapt.servers.counters import Counts, Meter, Reading
 from paceline.loop.adapt.servers.vllm_sglang import restart as restarted
 from paceline.loop.adapt.watch import Watcher
 
@@ -166,9 +166,9 @@ class TestRestartedServers:
 def test_a_meter_sums_over_restarts() -> None:
     meter = Meter()
     readings = [Counts(10, 5), Counts(30, 9), Counts(2, 1), Counts(8, 4), Counts(1, 0)]
-    assert [meter.read(each).tokens for each in readings] == [10, 30, 32, 38, 39]
+    assert [meter.read(Reading(each)).tokens for each in readings] == [10, 30, 32, 38, 39]
     again = Meter.of(json.loads(json.dumps(meter.saved())))
-    assert again.read(Counts(3, 1)) == Counts(41, 14)
+    assert again.read(Reading(Counts(3, 1))) == Counts(41, 14)
 
 
 class TestNothingToGoBackTo:

@@ -11,7 +11,7 @@ import logging
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from paceline.errors import ConfigError, DeployError, DownloadError, UnreachableError
@@ -29,7 +29,14 @@ COUNTERS = {
 }
 """Field of Counts -> metric name in vLLM and paceline. `errors`: failed requests; `steps`: rounds of the whole batch
 (paceline only)."""
-SGLANG_LENGTH, SGLANG_TOKENS = "sglang:spec_accept_length", "sglang:generation_tokens_total"
+SGLANG = {
+    "tokens": "sglang:generation_tokens_total",
+    "rounds": "sglang:spec_verify_calls_total",
+    "requests": "sglang:num_requests_total",
+}
+"""Field of Counts -> metric name in SGLang, which adds a request's figures when the request ends."""
+SGLANG_LENGTH = "sglang:spec_accept_length"
+"""SGLang's gauge of recent acceptance length, used where its counter of rounds is missing."""
 REQUESTS = "vllm:request_success_total"
 BUSY = ("paceline:draft_seconds_total", "paceline:verify_seconds_total", "paceline:host_seconds_total")
 DRAFTS = "paceline:drafter_drafts_total"
@@ -57,12 +64,29 @@ class Counts:
     """Finished requests, including failed ones."""
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*map(operator.add, astuple(self), astuple(other)))
+        return Counts(*map(operator.add, _values(self), _values(other)))
+
+
+_values = operator.attrgetter(*Counts.__slots__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Counters of one engine at one time."""
+
+    counts: Counts
+    counts_accepted: bool = True
+    """False for SGLang, which counts tokens, requests and rounds but not accepted drafts."""
+    length: float = 0.0
+    """SGLang's gauge of recent acceptance length; 0 if it is missing or nothing was drafted."""
 
 
 @dataclass(slots=True)
 class Meter:
-    """Sums the counters of one engine over its restarts, each of which resets them to 0."""
+    """Sums the counters of one engine over its restarts, each of which resets them to 0.
+
+    Lost at a restart is what the engine counted after the last reading before it. A restart is not noticed if every
+    counter has passed its last value by the next reading; then the smaller counts from before it are lost, too."""
 
     earlier: Counts = field(default_factory=Counts)
     """Counts before the latest restart."""
@@ -73,25 +97,25 @@ class Meter:
     def total(self) -> Counts:
         return self.earlier + self.last
 
-    def read(self, raw: Counts, length: float | None = None) -> Counts:
-        """Add a reading `raw` of the counters; returns the counts summed over all restarts.
+    def read(self, reading: Reading) -> Counts:
+        """Add a reading; returns the counts summed over all restarts.
 
-        `length`: recent mean acceptance length, for engines that report it instead of their rounds. The number of
-        rounds is then computed from it and the tokens since the last reading."""
+        SGLang's accepted drafts are the tokens since the last reading, less the first token of each request, which
+        needs no round, and less one token per round. If SGLang counts no rounds, they are computed from its gauge."""
+        raw = reading.counts
         if _is_partial(self.last, raw):
             return self.total
-        before = self.total.tokens
+        before = self.total
         if is_restarted(self.last, raw):
             self.earlier += self.last
         self.last = raw
-        if length is not None and length >= 1:
-            gained = self.total.tokens - before
-            self.earlier += Counts(rounds=gained / length, accepted=gained - gained / length)
+        if not reading.counts_accepted:
+            self.earlier += _accepted(before, self.total, reading.length)
         return self.total
 
     def saved(self) -> list[list[float]]:
         """The meter as JSON lists, which `Meter.of` reads."""
-        return [list(astuple(self.earlier)), list(astuple(self.last))]
+        return [list(_values(self.earlier)), list(_values(self.last))]
 
     @classmethod
     def of(cls, saved: list[list[float]]) -> Meter:
@@ -115,25 +139,26 @@ class Meters:
         """Read the metrics of all servers; returns the sum of their counts. `model`: name of the served model to count.
 
         A server whose page has no known metric now, or an engine that does not report its tokens now, keeps its last
-        counts. Raises DownloadError if a server does not answer, or if no page has a known metric."""
+        counts. Raises DownloadError if a server does not answer, after the others have been read, or if no page has a
+        known metric."""
         pages, errors = dict[str, dict[str, dict[str, float]]](), list[DownloadError]()
         for client in clients:
             try:
                 pages[client.url] = metrics_of(client, model)
-            except (UnreachableError, DeployError):
+            except DeployError:
                 raise
             except DownloadError as error:
-                log.warning("%s: left out of this reading", error)
+                if not isinstance(error, UnreachableError):
+                    log.warning("%s: left out of this reading", error)
                 errors.append(error)
-        if not pages:
-            raise errors[0]
         is_begun = any(self.of.values())
         for server, engines in pages.items():
-            for engine, (raw, length) in _readings(engines).items():
-                # An engine first seen later than others starts at 0: its earlier counts are not a gain since the last
-                # reading.
-                missed = Counts(*(-value for value in astuple(raw))) if is_begun else Counts()
-                self.of[server].setdefault(engine, Meter(missed, raw)).read(raw, length)
+            for engine, reading in _readings(engines).items():
+                if engine not in self.of[server]:
+                    self.of[server][engine] = _begun(reading, is_begun)
+                self.of[server][engine].read(reading)
+        if away := [error for error in errors if isinstance(error, UnreachableError)] or (not pages and errors):
+            raise away[0]
         return sum((meter.total for meter in self.all()), Counts())
 
     def total(self, server: str) -> Counts:
@@ -156,13 +181,13 @@ class Meters:
 
 
 def is_restarted(before: Counts, after: Counts) -> bool:
-    """True if the server was restarted between two readings: the token count fell, or all counters that were above 0
-    fell.
+    """True if the server was restarted between two readings: the token count fell, rounds or accepted drafts are on the
+    page and fell, or all counters that were above 0 fell.
 
-    Without a restart, single counters may fall because a part of the metrics page is missing, such as one finish
-    reason."""
+    Without a restart, counters may be missing from a page (0), and requests may fall because one finish reason is."""
     pairs = _counters(before, after)
-    return after.tokens < before.tokens or (bool(pairs) and all(value < then for then, value in pairs))
+    fell = any(0 < getattr(after, name) < getattr(before, name) for name in ("rounds", "accepted"))
+    return after.tokens < before.tokens or fell or (bool(pairs) and all(value < then for then, value in pairs))
 
 
 def tokens_per_round(before: Counts, after: Counts) -> float | None:
@@ -179,19 +204,36 @@ def pace(before: Counts, after: Counts) -> tuple[float, float] | None:
     return ((after.rounds - before.rounds) / steps, busy_s / steps) if steps >= LEAST_STEPS and busy_s > 0 else None
 
 
-def _readings(engines: dict[str, dict[str, float]]) -> dict[str, tuple[Counts, float | None]]:
-    """Returns each engine's counts and, for SGLang, its mean acceptance length; skips engines that report no tokens.
+def _begun(reading: Reading, is_late: bool) -> Meter:
+    """A meter whose first reading is no gain. An engine first seen later than others starts at 0."""
+    raw = reading.counts
+    if is_late:
+        return Meter(Counts(*(-value for value in _values(raw))), raw)
+    return Meter(Counts() if reading.counts_accepted else _accepted(Counts(), raw, length=0.0), raw)
 
-    With data parallelism SGLang labels the length with `dp_rank` but not the tokens: these get the mean of all
-    lengths."""
-    mean_length, readings = totals(engines).get(SGLANG_LENGTH, 0.0), dict[str, tuple[Counts, float | None]]()
+
+def _accepted(before: Counts, after: Counts, length: float) -> Counts:
+    """Returns SGLang's accepted drafts between two readings, and its rounds if it does not count them."""
+    tokens = max(after.tokens - before.tokens - (after.requests - before.requests), 0.0)
+    counted = after.rounds - before.rounds
+    rounds = counted or (tokens / length if length >= 1 else 0.0)
+    return Counts(rounds=rounds - counted, accepted=max(tokens - rounds, 0.0) if rounds else 0.0)
+
+
+def _readings(engines: dict[str, dict[str, float]]) -> dict[str, Reading]:
+    """Returns the reading of each engine that reports its tokens; skips the others.
+
+    With data parallelism SGLang labels its gauge with `dp_rank` but not its counters: these get the mean of all
+    ranks."""
+    mean_length, readings = totals(engines).get(SGLANG_LENGTH, 0.0), dict[str, Reading]()
     for engine, values in engines.items():
-        if SGLANG_TOKENS in values:
-            readings[engine] = Counts(values[SGLANG_TOKENS]), values.get(SGLANG_LENGTH, mean_length)
+        if SGLANG["tokens"] in values:
+            counts = Counts(**{name: values.get(metric, 0.0) for name, metric in SGLANG.items()})
+            readings[engine] = Reading(counts, False, values.get(SGLANG_LENGTH, mean_length))
         elif COUNTERS["tokens"] in values:  # without it other counters may be missing, too
             counts = {name: values.get(metric, 0.0) for name, metric in COUNTERS.items()}
             busy_s = sum(values.get(name, 0.0) for name in BUSY)
-            readings[engine] = Counts(**counts, busy_s=busy_s, requests=values.get(REQUESTS, 0.0)), None
+            readings[engine] = Reading(Counts(**counts, busy_s=busy_s, requests=values.get(REQUESTS, 0.0)))
     return readings
 
 
