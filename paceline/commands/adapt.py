@@ -55,28 +55,25 @@ def adapt_replay(
 
 @options
 def adapt_check(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig, as_json: Json = False) -> None:
-    """Decide once, from the latest hour of stored traces.
+    """Decide once, from the latest hour of stored traffic.
 
-    Prints the action that is due, such as retraining a drafter. Exit status 0: nothing to do, or too little traffic to
-    decide, 3: something to do, 2: an error.
+    Prints the action that is due, such as retraining a drafter. Acceptance comes from the traces, or if these have no
+    rounds, from counted.jsonl in --state, which paceline adapt watch writes. Exit status 0: nothing to do, or too
+    little traffic to decide, 3: something to do, 2: an error.
 
     Examples:
       paceline adapt check --traces traces
     """
     from paceline.loop.adapt.decide.policy import SeasonalPolicy
     from paceline.loop.adapt.log import AdaptLog, rebuilt, told
-    from paceline.loop.adapt.traffic.stored import read_hours
+    from paceline.loop.adapt.servers.counted_hours import missing, stored_hours
 
-    hours, left_out = read_hours(store.traces)
+    hours, left_out, source = stored_hours(store)
     lines = rebuilt(SeasonalPolicy(policy, prices), hours, AdaptLog(store.state), max(hours, default=-1) + 1)
     if left_out:
         say(f"left out: {', '.join(f'{count} {reason}' for reason, count in left_out.items())}")
     if not lines:
-        number, unknown = sum(left_out.values()), left_out["no rounds"]
-        why = f"{number} requests, none that can be judged" if number else "there is no traffic yet"
-        if unknown:
-            why = f"{number} requests, {'none' if unknown == number else f'{number - unknown}'} with rounds: "
-            why += "adapt watch --server reads them from the server's metrics"
+        why = missing(store, left_out)
         say(f"too little: {why}")
         finish({"decision": {"action": "too little", "why": why}, "hours": 0, "left_out": dict(left_out)}, as_json)
         return
@@ -84,7 +81,8 @@ def adapt_check(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig, a
     say(f"{decision.action} {', '.join(decision.clusters)}: {decision.why}".replace(" :", ":"))
     for action, why in decision.declined.items():
         say(f"no {action}: {why}")
-    line = {**told(lines[-1]), "hours": len(lines), "left_out": dict(left_out)}
+    say(f"acceptance of {len(hours)} hours with traffic, from {source}")
+    line = {**told(lines[-1]), "hours": len(lines), "source": source, "left_out": dict(left_out)}
     finish(line, as_json, 0 if decision.is_idle else TO_DO)
 
 

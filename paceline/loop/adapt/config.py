@@ -94,7 +94,7 @@ class StoreConfig:
     traces: Path
     """Folder of traces, written by paceline serve --traces or paceline record."""
     state: Path = Path("runs/adapt")
-    """Folder for the log, lineage.json, windows and trainings."""
+    """Folder for the log, counted.jsonl, lineage.json, windows and trainings."""
 
 
 @dataclass(frozen=True, slots=True)

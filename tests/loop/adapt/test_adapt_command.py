@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
-from adapt_requests import NOON, keyed, store
+from adapt_requests import HOUR, NOON, keyed, store
 
 from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.loop.adapt.config import PolicyConfig, ReplayConfig
+from paceline.loop.adapt.servers.counted_hours import ALL, CountedHours
+from paceline.loop.adapt.servers.counters import Counts
 
 pytestmark = pytest.mark.slow
 
@@ -89,10 +91,54 @@ def test_check_of_requests_without_rounds_is_not_told_that_there_is_no_traffic(
 ) -> None:
     """As `record` writes them for another server: its metrics know the rounds."""
     store(tmp_path / "traces", [keyed(number, drafted=None, accepted=None, temperature=None) for number in range(40)])
-    assert paceline("check", "--traces", tmp_path / "traces", "--json") is None
+    state = tmp_path / "state"
+    assert paceline("check", "--traces", tmp_path / "traces", "--state", state, "--json") is None
+    why = last_line(capsys)["decision"]["why"]
+    assert f"40 of 40 requests have no rounds, and {state}/counted.jsonl is missing" in why
+    assert f"paceline adapt watch --server URL --engine vllm|sglang --state {state} writes it" in why
+    state.mkdir()
+    (tmp_path / "state" / "counted.jsonl").write_text('{"hour": "x"}\n')
+    assert paceline("check", "--traces", tmp_path / "traces", "--state", tmp_path / "state", "--json") is None
     line = last_line(capsys)
-    assert line["decision"]["why"].startswith("40 requests, none with rounds: adapt watch --server")
-    assert line["left_out"] == {"no rounds": 40}
+    assert "state/counted.jsonl has no hour yet" in line["decision"]["why"]
+    assert line["left_out"] == {"no rounds": 40, "damaged hour": 1}
+
+
+def test_check_of_requests_without_rounds_reads_the_hours_that_watch_counted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Eleven days of a server's counters, the last two and a half of them at half of the acceptance."""
+    store(tmp_path / "traces", [keyed(number, drafted=None, accepted=None) for number in range(40)])
+    counted = CountedHours(tmp_path / "state")
+    (tmp_path / "state").mkdir()
+    rounds = accepted = 0
+    for at in range(11 * 24 * 12 + 1):
+        counted.read((HOUR + at / 12) * 3600.0, Counts(rounds=rounds, accepted=accepted))
+        rounds, accepted = rounds + 400, accepted + (800 if at < 204 * 12 else 100)
+    counted.hours(HOUR + 11 * 24)
+    asked = ("check", "--traces", tmp_path / "traces", "--state", tmp_path / "state", "--json")
+    assert paceline(*asked, "--training-price", "0.0001") == 3
+    line = last_line(capsys)
+    assert (line["source"], line["hours"], line["left_out"]) == ("counted.jsonl", 11 * 24, {"no rounds": 40})
+    assert line["decision"]["action"] == "retrain" and line["decision"]["clusters"] == [ALL]
+
+
+def test_check_prefers_rounds_of_the_traces(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    store(tmp_path / "traces", [keyed(0), keyed(1, drafted=None, accepted=None)])
+    counted = CountedHours(tmp_path / "state")
+    (tmp_path / "state").mkdir()
+    counted.read(HOUR * 3600.0, Counts())
+    counted.read(HOUR * 3600.0 + 60, Counts(rounds=400, accepted=800))
+    counted.hours(HOUR + 1)
+    assert paceline("check", "--traces", tmp_path / "traces", "--state", tmp_path / "state", "--json") is None
+    line = last_line(capsys)
+    assert line["source"] == "traces" and set(line["seen"]) == {"tickets"} and line["left_out"] == {"no rounds": 1}
+
+
+def test_replay_of_requests_without_rounds_is_refused(tmp_path: Path) -> None:
+    store(tmp_path / "traces", [keyed(number, drafted=None, accepted=None) for number in range(40)])
+    with pytest.raises(ConfigError, match="no request in .*traces has rounds"):
+        paceline("replay", "--traces", tmp_path / "traces")
 
 
 def test_settings_are_checked() -> None:

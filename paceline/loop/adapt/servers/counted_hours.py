@@ -6,18 +6,23 @@ hour is appended to `counted.jsonl`, where a restarted daemon reads it."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import CacheError, reraised
+from paceline.loop.adapt.config import StoreConfig
 from paceline.loop.adapt.servers.counters import Counts
 from paceline.loop.adapt.traffic.hours import HOUR_S, Sums
+from paceline.loop.adapt.traffic.stored import read_hours
 from paceline.runs.folder import RunFolder, append_lines
 
 ALL = "all"
 """Cluster of all traffic, for servers that do not distinguish clusters."""
+FILE = "counted.jsonl"
+"""Name of the file of completed hours in the state folder."""
 
 
 @dataclass(slots=True)
@@ -43,7 +48,7 @@ class CountedHours:
         """Write the hours before `until` to counted.jsonl, and return {hour: {"all": sums of tokens and rounds}} of
         hours [since, until), counted from 1970; "all" is the one cluster of all traffic. Raises CacheError if they
         cannot be written."""
-        file, self.left_out = self.folder / "counted.jsonl", Counter()
+        file, self.left_out = self.folder / FILE, Counter()
         with reraised(CacheError, f"cannot write {file}", "free space, or choose another --state", OSError):
             for hour in sorted(number for number in self._pairs if number < until):
                 append_lines(file, [{"hour": hour, "sums": astuple(Sums.of(self._pairs[hour]))}])
@@ -55,6 +60,35 @@ class CountedHours:
                 elif since <= line["hour"] < until:
                     hours[line["hour"]] = {ALL: hours.get(line["hour"], {}).get(ALL, Sums()) + Sums(*line["sums"])}
             return hours
+
+
+def stored_hours(store: StoreConfig) -> tuple[dict[int, dict[str, Sums]], Counter[str], str]:
+    """Returns ({hour: {cluster: sums of tokens and rounds}}, {reason: number left out}, source of the hours).
+
+    The source is "traces" if any trace has rounds; else counted.jsonl in the state folder, if it has hours; else "".
+    Raises ConfigError if there is no folder of traces."""
+    hours, left_out = read_hours(store.traces)
+    if hours:
+        return hours, left_out, "traces"
+    counted = CountedHours(store.state)
+    hours = counted.hours(sys.maxsize)
+    return hours, left_out + counted.left_out, FILE if hours else ""
+
+
+def missing(store: StoreConfig, left_out: Counter[str]) -> str:
+    """Returns why `stored_hours` found no hour, with what to do. `left_out`: the counts that it returned."""
+    number, unknown = left_out.total() - left_out["damaged hour"], left_out["no rounds"]
+    if not number:
+        return f"there is no traffic yet in {store.traces}"
+    if not unknown:
+        return f"{number} requests, none that can be judged"
+    file = store.state / FILE
+    state = "has no hour yet" if file.exists() else "is missing"
+    return (
+        f"{unknown} of {number} requests have no rounds, and {file} {state}: "
+        f"paceline adapt watch --server URL --engine vllm|sglang --state {store.state} writes it from the server's "
+        "metrics; if it is in another folder, name that with --state"
+    )
 
 
 def _is_hour(line: dict[str, Any]) -> bool:
