@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.loop.adapt.config import SCENARIOS, ReplayConfig
+from paceline.loop.adapt.config import SCENARIOS, PriceConfig, ReplayConfig
 from paceline.loop.adapt.decide.policy import Line, SeasonalPolicy
 from paceline.loop.adapt.traffic.hours import DAY, Sums, total
 from paceline.loop.adapt.traffic.replay import Outcome, fortnight, run, summary
@@ -86,12 +87,39 @@ class TestWorld:
         assert world.chance(source, 3) == pytest.approx(LEAST_CHANCE)
 
 
-def test_trainings_are_not_free() -> None:
-    """A naive policy that trains every night has more tokens a round, and fewer for each hour of a machine."""
+class TestNetTokensPerS:
+    """The cost of trainings, in tokens/s."""
+
     outcome = Outcome(27, 0, 0, 0, hours=14 * DAY, tokens_per_round=3.0, trainings=27)
-    assert outcome.net_tokens_per_round == pytest.approx(3.0 * 336 / (336 + 54))
-    ours, naive = replayed("two-bases"), replayed("two-bases", "naive")
-    assert ours["second_member_proposed"] and ours["net_tokens_per_round"] > naive["net_tokens_per_round"]
+
+    @pytest.mark.parametrize(
+        ("prices", "expected"),
+        [
+            ({}, 150 * 336 / (336 + 54)),
+            ({"round_ms": 40.0}, 75 * 336 / (336 + 54)),
+            ({"training_price": 0.2}, 150 * 336 / (336 + 10.8)),
+            ({"serving_price": 2.0}, 150 * 672 / (672 + 54)),
+            ({"training_price": 0.0}, 150),
+            ({"training_price": 0.0, "serving_price": 0.0}, 150),
+            ({"serving_price": 0.0}, 0),
+            ({"units": 8.0}, 150 * 336 / (336 + 54)),
+        ],
+    )
+    def test_the_price_of_training_hours_against_serving_hours(self, prices: dict[str, float], expected: float) -> None:
+        assert replace(self.outcome, prices=PriceConfig(**prices)).net_tokens_per_s == pytest.approx(expected)
+
+    def test_a_training_for_one_cluster_costs_as_much_as_another(self) -> None:
+        """The member is trained and served, so its training is charged."""
+        outcome = fortnight(make_world("two-bases", FIRST_SEED, 14), SeasonalPolicy())
+        assert (outcome.retrains, outcome.proposed, outcome.trainings) == (0, 1, 1)
+        tokens_per_s = 50 * outcome.tokens_per_round
+        assert outcome.net_tokens_per_s == pytest.approx(tokens_per_s * 336 / 338)
+
+    def test_the_seasonal_policy_is_no_slower_than_the_naive_one(self) -> None:
+        """A naive policy that trains every night has more tokens a round, and fewer for each hour that is paid."""
+        ours, naive = replayed("two-bases"), replayed("two-bases", "naive")
+        assert ours["second_member_proposed"] == 1 and naive["trainings"] > 20
+        assert ours["net_tokens_per_s"] >= naive["net_tokens_per_s"]
 
 
 MIXED = ("weekend", "empty-day", "two-bases-drift")

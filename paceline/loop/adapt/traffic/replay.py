@@ -5,19 +5,28 @@ on stored traces. Nothing is trained.
     paceline adapt replay --traces traces --policy seasonal
 
 A training takes `world.TRAINING_HOURS` and raises the acceptance of later synthetic traffic; a drafter proposed for one
-cluster is trained and serves it. Stored traffic does not change. The seasonal policy trains on the traffic since an
-alarm (a lasting drop of acceptance) fired, the naive one on the traffic during the training. `net_tokens_per_round`
-charges trainings: their hours, on a machine like the server's, are spread over the tokens served."""
+cluster is trained and then serves it. Stored traffic does not change. The seasonal policy trains on the traffic since
+an alarm (a lasting drop of acceptance) fired, the naive one on the traffic during the training.
+
+`net_tokens_per_s` charges trainings. Serving costs `serving_price` for every hour of the replay, whatever the load; a
+training costs `training_price` for TRAINING_HOURS on a machine like the server's (fields of PriceConfig):
+
+    tokens/s      = tokens_per_round / (round_ms / 1000)
+    net tokens/s  = tokens/s x serving cost / (serving cost + cost of all trainings)
+
+This is the speed of a server that spends its training money on serving hours instead. Trainings of drafters proposed
+for one cluster count like all others."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from paceline.errors import ConfigError
 from paceline.loop.adapt.config import PolicyConfig, PriceConfig, ReplayConfig
 from paceline.loop.adapt.decide.policy import Line, NaivePolicy, SeasonalPolicy
 from paceline.loop.adapt.log import told
@@ -53,12 +62,15 @@ class Outcome:
     tokens_per_round: float = 0.0
     trainings: int = 0
     """All trainings: of the serving drafter, and of drafters proposed for one cluster."""
+    prices: PriceConfig = field(default_factory=PriceConfig)
 
     @property
-    def net_tokens_per_round(self) -> float:
-        """Acceptance length reduced for the machine time of trainings: `tokens_per_round` x hours / (hours + hours of
-        all trainings), where a training takes 2 hours (TRAINING_HOURS) of a machine like the server's."""
-        return self.tokens_per_round * self.hours / (self.hours + TRAINING_HOURS * self.trainings)
+    def net_tokens_per_s(self) -> float:
+        """Tokens/s of one request, reduced by the share of all costs that trainings take; see the module."""
+        tokens_per_s = 1000 * self.tokens_per_round / self.prices.round_ms
+        serving = self.hours * self.prices.serving_price
+        cost = serving + TRAINING_HOURS * self.trainings * self.prices.training_price
+        return tokens_per_s * serving / cost if cost else tokens_per_s
 
 
 def run(
@@ -80,17 +92,24 @@ def run(
     with progress.bar(config.scenario, config.seeds) as advance:
         for seed in range(config.first_seed, config.first_seed + config.seeds):
             lines: list[Line] = []
-            outcomes.append(fortnight(make_world(config.scenario, seed, config.days), make(), lines.append))
+            world = make_world(config.scenario, seed, config.days)
+            outcomes.append(fortnight(world, make(), lines.append, prices))
             advance(config.scenario)
             if seed == config.first_seed:
                 _write(config.out, lines)
     return {"scenario": config.scenario, "policy": config.policy, "seeds": config.seeds, **summary(outcomes)}
 
 
-def fortnight(world: World, policy: Policy, report: Callable[[Line], Any] = lambda line: None) -> Outcome:
+def fortnight(
+    world: World,
+    policy: Policy,
+    report: Callable[[Line], Any] = lambda line: None,
+    prices: PriceConfig | None = None,
+) -> Outcome:
     """Replays a policy hour by hour on all `world.num_hours` of synthetic traffic, with simulated trainings that change
-    the acceptance of later hours. `report` receives the policy's line of every hour."""
-    is_seasonal = isinstance(policy, SeasonalPolicy)
+    the acceptance of later hours. `report` receives the policy's line of every hour. `prices`: for the net tokens/s of
+    the result."""
+    is_seasonal, prices = isinstance(policy, SeasonalPolicy), prices or PriceConfig()
     window: tuple[int, int] | None = None  # hours that the training in progress uses
     ends, is_member, clusters = 0, False, tuple[str, ...]()
     trainings, alarms, proposed = list[int](), list[int](), 0
@@ -101,7 +120,7 @@ def fortnight(world: World, policy: Policy, report: Callable[[Line], Any] = lamb
             else:
                 world.knowledge = world.train(*window, with_replay=is_seasonal)
             window = None
-            policy.trained(world.first + at - 1, clusters, float(TRAINING_HOURS))
+            policy.trained(world.first + at - 1, clusters, TRAINING_HOURS * prices.units)
         line = policy.hour(world.first + at, world.traffic(at))
         report(line)
         alarms += [raised - world.first for _, raised in line.raised]
@@ -114,7 +133,7 @@ def fortnight(world: World, policy: Policy, report: Callable[[Line], Any] = lamb
                 (max(begin, 0), at + 1) if is_seasonal else (at, ends)
             )  # the naive one trains on the traffic during the training
             policy.training(world.first + at)
-    return _outcome(world, policy, trainings, alarms, proposed)
+    return replace(_outcome(world, policy, trainings, alarms, proposed), prices=prices)
 
 
 def _outcome(world: World, policy: Policy, trainings: list[int], alarms: list[int], proposed: int) -> Outcome:
@@ -156,7 +175,8 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
         "missed": fmean(outcome.is_missed for outcome in outcomes),
         "second_member_proposed": fmean(outcome.proposed for outcome in outcomes),
         "tokens_per_round": fmean(outcome.tokens_per_round for outcome in outcomes),
-        "net_tokens_per_round": fmean(outcome.net_tokens_per_round for outcome in outcomes),
+        "trainings": fmean(outcome.trainings for outcome in outcomes),
+        "net_tokens_per_s": fmean(outcome.net_tokens_per_s for outcome in outcomes),
     }
 
 
@@ -170,9 +190,11 @@ def _stored(config: ReplayConfig, traces: Path, policy: Policy) -> dict[str, Any
             ends = None
         line = policy.hour(number, seen)
         lines.append(line)
-        if line.decision.action == "retrain":
+        if line.decision.action in ("retrain", "propose"):
             policy.training(number)
             ends = number + 1 + TRAINING_HOURS
+    if not lines:
+        raise ConfigError(f"no request in {traces} has rounds: replay a scenario, or traces of paceline serve --traces")
     _write(config.out, lines)
     actions = [line.decision.action for line in lines]
     return {
