@@ -91,7 +91,8 @@ def engines_of(text: str, model: str | None = None, by: tuple[str, ...] = ()) ->
         for name in (one.name, *(f"{one.name}{{{one.labels[label]}}}" for label in by if label in one.labels)):
             values[engine][name].append(one.value)
     return {
-        engine: {name: _combined(name, found) for name, found in by_name.items()} for engine, by_name in values.items()
+        engine: {name: _combined(name, series_values) for name, series_values in by_name.items()}
+        for engine, by_name in values.items()
     }
 
 
