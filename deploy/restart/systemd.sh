@@ -7,7 +7,7 @@
 # The unit vllm@.service reads the file that is written here:
 #
 #     EnvironmentFile=/etc/vllm/%i.env
-#     ExecStart=/opt/vllm/bin/vllm serve Qwen/Qwen3-8B --port %i --speculative-config ${PACELINE_SPECULATIVE_CONFIG}
+#     ExecStart=/srv/vllm/bin/vllm serve Qwen/Qwen3-8B --port %i --speculative-config ${PACELINE_SPECULATIVE_CONFIG}
 set -eu
 port=${PACELINE_SERVER##*:}
 file=${VLLM_ENVIRONMENT:-/etc/vllm}/$port.env
