@@ -87,7 +87,7 @@ class Difference:
 
 @dataclass(slots=True, kw_only=True)
 class Drafting:
-    """Acceptance statistics of a set of answers; None and empty for Transformers' answers, which report no rounds."""
+    """Acceptance length, rate and survival of some answers; None or empty for Transformers (it reports no rounds)."""
 
     tokens_per_round: float | None = None
     tokens_per_round_interval: Interval = (None, None)
@@ -337,12 +337,12 @@ def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
 
 
 def set_figures(bench: Bench) -> dict[str, Any]:
-    """Return the figures of one prompt set as a dict: "results" of all settings; "num_requests"; "num_skipped", the
-    turns that exceed the context; and figures of the last drafter at the smallest batch size:
+    """Return the figures of one prompt set as a dict: "results" of all settings; the numbers "num_requests" and
+    "num_skipped" (turns that exceed the context); and figures of the last drafter at the smallest batch size:
 
-    "looping": for each temperature a dict on looping answers (those that end in a repetition), whose "without_loops" is
-    the acceptance length of all other answers (None if all loop). "texts": some answers. "looping_share" and
-    "by_context" (acceptance length by context length): at the lowest temperature."""
+    "looping": one dict per temperature on looping answers (those that end in a repetition); its "without_loops" is the
+    acceptance length of all other answers (None if all loop). "texts": some answers. "looping_share" and "by_context"
+    (acceptance length by context length): at the lowest temperature."""
     config = bench.config
     drafter, batch = config.drafters[-1], min(config.batches)
     passes = {heat: bench.passes[Setting(drafter, batch, heat)][0] for heat in config.temperatures}

@@ -73,8 +73,9 @@ def bench_decode(
 def bench_mock(
     engine: EngineConfig, config: MockConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
-    """Measure decoding speed at each mocked acceptance length, and compare it with the roofline's prediction. Writes
-    the report and returns the figures, in which "run" is the run folder."""
+    """Measure decoding speed with mocked acceptance (a set number of drafts is accepted, whatever their tokens), for
+    each acceptance length, and compare it with the roofline's prediction. Writes the report and returns the figures, in
+    which "run" is the run folder."""
     run = RunFolder.create("bench-decode", {"llm": engine, "mock": config}, out)
     engine = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
     llm, machine = loaded(engine, progress)

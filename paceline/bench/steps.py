@@ -165,9 +165,9 @@ class StepBench:
         self._engine.planner = FixedPlanner(width, self.llm.config.prefill_chunk, whole_blocks=False)
 
     def as_json(self, machine: Machine, model_config: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the content of steps.json: median times over the repetitions. Drafting times are given for up to
-        `num_drafted` drafts, the most that the drafter itself makes. `model_config`: the model's config.json, included
-        as it is."""
+        """Return the content of steps.json: median seconds by stage and size (rows, positions per row) over the
+        repetitions. Drafting times of more drafts per row than the drafter's `num_drafted` are left out.
+        `model_config`: the model's config.json, included as it is."""
         llm, times = self.llm, self.times
         own = {size: spent for size, spent in times["draft"].items() if size[1] <= self.drafter.num_drafted}
         return {
@@ -219,7 +219,8 @@ def spread(times: dict[Size, list[float]]) -> float:
 
 
 class MockBench:
-    """Measures decoding speed with mocked acceptance on a loaded model. Call `run()`, then `results()`."""
+    """Measures decoding speed with mocked acceptance (a set number of drafts is accepted, whatever their tokens) on a
+    loaded model. Call `run()`, then `results()`."""
 
     def __init__(self, llm: LLM, config: MockConfig, shape: ModelShape, machine: Machine) -> None:
         self.llm, self.config = llm, config

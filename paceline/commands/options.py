@@ -255,7 +255,7 @@ def _note_threads(threads: int) -> None:
 
 
 def given(context: typer.Context, *sources: str) -> list[str]:
-    """Return the parameters that were set by one of `sources`: COMMANDLINE, or DEFAULT_MAP (a --config file)."""
+    """Return names of parameters set by one of click's `sources`: COMMANDLINE, or DEFAULT_MAP (a --config file)."""
     origins = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, origin in origins.items() if origin is not None and origin.name in sources]
 

@@ -177,7 +177,8 @@ def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
     """Load the model for one request at a time, and print what was loaded. `word` is the model's name as an argument,
     used unless --model is given. `more`: further arguments of `LLM.of`.
 
-    Raises ConfigError if more tokens per round are mocked than the drafter drafts.
+    Raises ConfigError if acceptance is mocked (a set number of drafts is accepted, whatever their tokens) and would
+    need more drafts per round than the drafter makes.
     """
     named = replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1)
     starting(named.model)

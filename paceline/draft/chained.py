@@ -48,8 +48,8 @@ class ChainPath(Protocol):
     def extend(
         self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
     ) -> Tensor:
-        """Append cache entries for newly verified positions: row `rows[i]` gets `counts[i]` entries after its first
-        `starts[i]`. `tokens`: the token after each of these positions, row by row. `taps_TF`: the target's hidden
+        """Append cache entries for newly verified positions: `counts[i]` entries to row `rows[i]`, from its cache index
+        `starts[i]` on. `tokens`: the token after each of these positions, row by row. `taps_TF`: the target's hidden
         states at these positions, F = tapped layers * hidden size; rows beyond the number of tokens are ignored.
         Returns the drafting state [B, D] after the last entry of each of the B rows."""
         ...

@@ -26,8 +26,8 @@ from paceline.errors import ModelFileError
 @dataclass(frozen=True, slots=True)
 class Foresight:
     """Noise-aware drafting: predicts the token that the target will sample, from the random numbers that the target
-    will use. `scale` and `spread` correct for the drafter's errors; they are read from the key `paceline.foresight` of
-    config.json."""
+    will use. `scale` and `spread`, read from the key `paceline.foresight` of config.json, correct the drafter's
+    log-probabilities: `scale` its overconfidence, `spread` the size of its errors."""
 
     scale: float = 0.8
     """Factor on the drafter's log-probabilities; below 1 for a drafter that is more confident than its target."""
@@ -36,9 +36,9 @@ class Foresight:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], path: Path) -> Foresight:
-        """Reads `scale` (factor on the drafter's log-probabilities) and `spread` (of their errors) from the object
-        `paceline.foresight` of a config.json (`raw`); a missing one gets its default. Raises ModelFileError for other
-        keys, or unless they are numbers above 0."""
+        """Reads `scale` (factor on the drafter's log-probabilities) and `spread` (size of the errors in them; the
+        larger, the less the random numbers count) from the object `paceline.foresight` of a config.json (`raw`); a
+        missing one gets its default. Raises ModelFileError for other keys, or unless both are numbers above 0."""
         own = raw.get("paceline") or {}
         values = own.get("foresight") or {} if isinstance(own, Mapping) else None
         if not isinstance(values, Mapping) or not values.keys() <= {"scale", "spread"}:

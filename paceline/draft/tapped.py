@@ -196,8 +196,8 @@ class PendingFeatures:
 
 def features_of(observed: list[Observed]) -> Tensor:
     """Returns the features (target's hidden states) of all T observed positions, in order: [T, F], F = tapped layers *
-    hidden size. A single observation that begins its pass is not copied: then the result may have more than T rows; use
-    the first T."""
+    hidden size. The result may have more than T rows; use the first T. (A single observation is not copied if its
+    positions are the first of the target's pass: then it is followed by the pass's other rows.)"""
     if len(observed) == 1 and observed[0].begin == 0 and observed[0].taps_TF is not None:
         return observed[0].taps_TF
     return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])

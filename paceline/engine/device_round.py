@@ -46,7 +46,7 @@ ROUNDS = "device"
 
 
 class Form(NamedTuple):
-    """Type of a round captured as a CUDA graph: with sampled rows or not, mocked acceptance or not, and the drafter."""
+    """Type of a round's CUDA graph: sampled rows or not, accepted drafts set by a table or not, and the drafter."""
 
     is_drawn: bool
     """True if some rows are sampled; then all positions are sampled by the exponential race (see `race`)."""

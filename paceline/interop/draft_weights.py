@@ -60,7 +60,8 @@ Rpc = Callable[..., Awaitable[list[Any]]]
 
 
 class DraftWeights:
-    """Extension of vLLM's worker: reads other weights for its drafter, and copies them into the running one."""
+    """Extension of vLLM's worker: reads new weights of the drafter from a folder (`stage_draft_weights`), and copies
+    them into the running drafter (`commit_draft_weights`)."""
 
     _draft_folder: str | None = None
     """Folder that was loaded last; None: the one of the start."""
@@ -69,7 +70,8 @@ class DraftWeights:
     _draft_staged: tuple[str, list[tuple[Tensor, Tensor]], list[tuple[nn.Module, nn.Module]]] | None = None
 
     def draft_weights_state(self) -> dict[str, Any]:
-        """Returns the folder loaded last, and why no other can be loaded ("problem"; None if one can)."""
+        """Returns {"folder": the drafter's folder that was loaded last, "problem": why the weights of another folder
+        cannot be loaded; None if they can}."""
         worker: Any = self
         try:
             problem = obstacle(worker)
@@ -83,7 +85,8 @@ class DraftWeights:
     def stage_draft_weights(self, folder: str) -> str | None:
         """Read the weights in `folder` and compare them with the running drafter. Returns why they do not fit, or None.
 
-        Steps of the engine may follow before `commit_draft_weights`."""
+        The weights are in use only after `commit_draft_weights`; until then the engine may run steps with the earlier
+        ones."""
         worker: Any = self
         self._draft_staged = None
         if problem := self.draft_weights_state()["problem"]:
@@ -148,8 +151,8 @@ def obstacle(worker: Any) -> str | None:
 
 
 def described(folder: Path) -> tuple[dict[str, Any], Shapes]:
-    """Reads a drafter's folder: its settings, and the shapes of its tensors by name. Raises OSError, ValueError or
-    SafetensorError if it is damaged."""
+    """Reads a drafter's folder; returns (its config.json without keys that vLLM does not compute with, {tensor name:
+    shape}). Raises OSError, ValueError or SafetensorError if the folder is damaged."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     index = folder / "model.safetensors.index.json"
     files = {file.name for file in folder.glob("*.safetensors")}
@@ -165,7 +168,8 @@ def described(folder: Path) -> tuple[dict[str, Any], Shapes]:
 
 
 def check_same(running: tuple[dict[str, Any], Shapes], new: tuple[dict[str, Any], Shapes]) -> None:
-    """Raises ValueError if two folders, as `described` returns them, differ in anything but weights."""
+    """Raises ValueError if the folders of the running and the new drafter, each given as (config.json, {tensor name:
+    shape}), differ in anything but weights."""
     for what, before, now in zip(("setting", "tensor"), running, new, strict=True):
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
@@ -178,11 +182,11 @@ def check_same(running: tuple[dict[str, Any], Shapes], new: tuple[dict[str, Any]
 def paired(
     running: nn.Module, loaded: nn.Module, target: nn.Module
 ) -> Iterator[tuple[nn.Module, nn.Module, list[tuple[Tensor, Tensor]]]]:
-    """Yields the modules of two copies of a drafter in pairs, each with the pairs of its tensors. Modules that the
-    running drafter shares with `target` are left out.
+    """Yields (module of the drafter `running`, same module of its copy `loaded`, [(running tensor, loaded tensor)]) for
+    each module. Modules that `running` shares with `target` are left out.
 
-    Raises ValueError if the copies differ in anything but values, or if a shared tensor has another value in
-    `loaded`."""
+    Raises ValueError if the two drafters differ in anything but the tensors' values, or if `loaded` has its own weight
+    for a shared module, which differs from the target's."""
     of_target = {id(module) for module in target.modules()}
     modules = dict(loaded.named_modules())
     if modules.keys() != dict(running.named_modules()).keys():
@@ -245,7 +249,8 @@ def _text(error: BaseException) -> str:
 
 
 class DraftWeightsRoute:
-    """ASGI middleware for vLLM's HTTP server: answers PATH, and passes all other requests on."""
+    """ASGI middleware for vLLM's HTTP server. On /paceline/draft-weights, GET reports which drafter weights are loaded,
+    POST loads those of another folder. All other requests are passed on."""
 
     def __init__(self, app: Any) -> None:
         self.app, self.key = app, os.environ.get(KEY, "")

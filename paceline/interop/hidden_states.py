@@ -46,8 +46,9 @@ with reraised(
 
 
 def check_version(version: str, numbers: tuple[Any, ...], connector: type) -> None:
-    """Raises ConfigError if this vLLM is too old, or its example connector lacks a method that is replaced here.
-    `numbers`: vLLM's `__version_tuple__`; (0, 0, ...) for builds from source, which are checked by methods alone."""
+    """Raises ConfigError if this vLLM is too old, or its example connector lacks a method that `HiddenStatesConnector`
+    replaces or calls. `numbers`: vLLM's `__version_tuple__`; (0, 0, ...) for builds from source, which are checked by
+    methods alone."""
     missing = [name for name in NEEDED if not hasattr(connector, name)]
     if (0, 0) != numbers[:2] < LEAST_VERSION or missing:
         least = ".".join(map(str, LEAST_VERSION))
@@ -62,7 +63,8 @@ check_version(vllm.__version__, vllm.__version_tuple__, example.ExampleHiddenSta
 
 
 class Copied:
-    """A finished copy, in place of a CUDA event."""
+    """Has the methods of a CUDA event that has occurred. On a CPU it replaces the event that ends the copy of hidden
+    states."""
 
     def query(self) -> bool:
         return True
@@ -71,7 +73,8 @@ class Copied:
 
 
 class HiddenStatesConnector(example.ExampleHiddenStatesConnector):
-    """vLLM's example connector with complete files only, and copies that need no CUDA streams on a CPU."""
+    """KV connector that writes each request's hidden states to a file. It extends vLLM's example connector: a file gets
+    its name only when it is complete, and copies on a CPU need no CUDA streams."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises ConfigError if `shared_storage_path` is missing or cannot be written."""
@@ -113,12 +116,14 @@ class HiddenStatesConnector(example.ExampleHiddenStatesConnector):
 
 
 def slots_of(block_ids: list[int], block_size: int) -> Tensor:
-    """Returns the cache slots of a request's positions, [blocks * block size]."""
+    """Returns the indices in the paged KV cache of all positions in a request's blocks (`block_ids`), in order: [number
+    of blocks * block size], int64."""
     return (torch.tensor(block_ids, dtype=torch.long)[:, None] * block_size + torch.arange(block_size)).flatten()
 
 
 def check_folder(folder: Any) -> None:
-    """Raises ConfigError if the folder is not given, or no file can be written there."""
+    """Raises ConfigError if `folder`, to which hidden states are written, is not a path or no file can be written
+    there."""
     if not isinstance(folder, str) or not folder:
         raise ConfigError(
             'no folder for hidden states: give {"shared_storage_path": "/a/folder"} in kv_connector_extra_config, the '

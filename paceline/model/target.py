@@ -120,8 +120,8 @@ class EndScales:
     """Soft cap of logits, cap * tanh(logit / cap), applied after the factor `logits`; 0 is off."""
 
     def of_logits(self, product_TV: Tensor) -> Tensor:
-        """Compute logits [T, V] from the product of hidden states and head matrix: multiply by `logits`, then apply
-        `cap`."""
+        """Compute logits [T, V] from the product [T, V] of hidden states and head matrix: multiply it by the model's
+        logit scale, then apply the soft cap if there is one."""
         if self.logits != 1.0:
             product_TV = product_TV * self.logits
         return torch.tanh(product_TV / self.cap) * self.cap if self.cap else product_TV

@@ -74,12 +74,13 @@ def _name(name: str) -> str:
 
 
 def engines_of(text: str, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """Return engine -> metric name -> value, from the text of a /metrics page; {} for a page without known metrics.
+    """Return engine -> metric name -> value, from the text of a /metrics page; {} for a page without known metrics. An
+    engine's key is the value of its label `engine` or `dp_rank`, "" without one.
 
-    A value is the sum of all the engine's series of that metric, whatever their labels, or for MEANS their mean; of
-    series that differ only in the worker's rank, the largest counts. For each value of a label in `by`, such as
-    "position", the result also has the sum of the series with that value, as NAME{VALUE}. Raises ConfigError if the
-    page has metrics of several models and no `model` is given, or only of other models.
+    A value is the sum over the engine's series of that metric, or for SGLang's acceptance length and rate the mean of
+    those above 0. Of series that differ only in a process's rank, only the largest counts. For each value of a label in
+    `by`, such as "position", the result also has the sum of the series with that value, as NAME{VALUE}. Raises
+    ConfigError if the page has metrics of several models and no `model` is given, or only of other models.
     """
     series = [one for one in read_series(text) if not (_is_draft(one) or _is_part(one))]
     if not any(one.name.startswith((*PREFIXES, "paceline:")) for one in series):

@@ -64,7 +64,7 @@ def digest(text: str) -> str:
 
 
 def label(cluster: str) -> str:
-    """Returns the cluster's public name. A tag, which a client chose, is replaced by its digest."""
+    """Returns a cluster's name for metrics and traces: a tag, which a client chose, is replaced by a hash of it."""
     return f"tag-{digest(cluster[4:])}" if cluster.startswith("tag:") else cluster
 
 

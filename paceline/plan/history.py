@@ -61,8 +61,8 @@ class Trials:
         return self.wanted_s <= self.budget_s
 
     def begin(self, keys: set[int]) -> None:
-        """Start a round of the rows with these keys (`Row.key`). If a row was not in the round before, adds to
-        `budget_s` a small share of the seconds of all rounds since the last such row."""
+        """Start a round of the rows with these keys (`Row.key`). If one of them was not in the round before, first adds
+        to `budget_s` a small share of the seconds of all rounds since this last happened."""
         if keys - self._keys:
             self.budget_s, self._new_s = self.budget_s + self._new_s, 0.0
         self._keys = keys

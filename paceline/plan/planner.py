@@ -183,7 +183,7 @@ class FixedPlanner(Planner):
 
 
 def fixed_planner(plan: str, most_chunk: int = 256) -> FixedPlanner:
-    """Planner `fixed`, `fixed:K` (K drafts), `tree:N` (N nodes). `most_chunk`: prefill tokens. Raises ConfigError."""
+    """Make planner "fixed" (all drafts), "fixed:K" (K), "tree:N" (N nodes); else ConfigError. `most_chunk`: tokens."""
     name, _, digits = plan.partition(":")
     number = int(digits) if digits.isascii() and digits.isdecimal() else None
     if plan == "fixed" or (name == "fixed" and number is not None):

@@ -107,7 +107,7 @@ class Arm:
             self.squares.add(weight * (num_tokens / price / self.gain - 1.0) ** 2, weight, 1.0)
 
     def fade(self) -> None:
-        """Reduce the weight of older requests by one step (the factor KEEP)."""
+        """Multiply the weight of all requests so far by 0.98 (KEEP)."""
         self.weight *= KEEP
         self.reward.add(0.0, 0.0, KEEP)
         self.squares.add(0.0, 0.0, KEEP)

@@ -56,9 +56,9 @@ def gains_of(chances: Sequence[float]) -> list[float]:
 
 def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[float], each_s: float = 0.0) -> float:
     """Returns the largest surplus, in tokens, that drafts of one row can have; at least 0. The surplus of its first n
-    drafts is their expected tokens minus `rate` (tokens per second) times the seconds that they add to the round.
-    `num_rows`: rows in the round; the others do not draft. `gains`: expected tokens of each draft (see `gains_of`).
-    `each_s`: seconds to make one draft."""
+    drafts is their expected tokens minus the tokens lost by a longer round: its additional seconds times `rate`, the
+    tokens per second that rounds reach anyway. `num_rows`: rows in the round; the others do not draft. `gains`:
+    expected tokens of each draft (see `gains_of`). `each_s`: seconds to make one draft."""
     best, expected, plain_s = 0.0, 0.0, costs.pass_s(num_rows)
     for count, gain in enumerate(gains, start=1):
         expected += gain
@@ -197,12 +197,12 @@ def share_out(
     tokens minus `rate` * its extra seconds. The surplus must exceed `margin` * `num_rows` tokens; otherwise no drafts
     are verified.
 
-    With `sooner` (the objective "latency") the best round has the least mean time per token over the rows. That time
-    must be shorter than without drafts by the share `margin`. A row that expects E tokens per round has one every
-    (round time / E) seconds, so the product round time * sum of 1 / E is minimised. Each further draft of a row reduces
-    its 1 / E by less, independently of other rows. Rows without drafts, and those about to join the batch, count with E
-    = 1; `spared` is the sum of 1 - 1 / E over rows that are not among the wants. If that product is smaller than for
-    plain decoding, the round also has more tokens per second, because the mean of E is at least its harmonic mean.
+    With `sooner` (the objective "latency") the best round has the least mean time per token over the rows; that time
+    must be shorter than without drafts by more than the share `margin`. A row that expects E tokens per round takes
+    (round time / E) seconds for each, so the product round time * sum of 1 / E is minimised. Each further draft of a
+    row reduces its 1 / E by less, independently of other rows. Rows without drafts, and those about to join the batch,
+    count with E = 1; `spared` is the sum of 1 - 1 / E over rows that are not among the wants. A round with a smaller
+    product than plain decoding also has more tokens per second, because the mean of E is at least its harmonic mean.
     """
     steps, drafting, base = _steps(wants, sooner), _Drafting(costs, wants), num_rows + num_fixed
     base_s, total = costs.pass_s(base), 0.0

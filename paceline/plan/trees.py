@@ -214,7 +214,7 @@ class Outcome:
 
 class Said(NamedTuple):
     """Agreement of the target's tokens in one round with a drafter's candidates: how many leading tokens were the top
-    candidates, and the rank of the next token."""
+    candidates of their slots (draft positions), and the next token's rank among its slot's candidates."""
 
     num_first: int
     """Number of leading slots at which the target's token was the top candidate."""
@@ -225,7 +225,8 @@ class Said(NamedTuple):
 
 def target_ranks(candidates: Candidates, tokens: Sequence[int]) -> Said:
     """Compares `tokens`, which the target generated after the anchor (the last committed token), with the candidates:
-    returns how many leading ones are top candidates, and the rank of the next."""
+    returns how many leading ones are their slots' top candidates, and the next one's rank among its slot's candidates
+    (see `Said`)."""
     for slot, token in enumerate(tokens[: len(candidates.tokens_KM)]):
         likely = candidates.at(tokens[:slot])[0]
         if likely[0] != token:

@@ -117,7 +117,7 @@ def write_report(
     """Write report.md and report.html into the run folder. Returns a notice if report.html could not be written.
 
     `draw`: returns the plots. `verdict`: text below the title. `sections`: heading -> blocks. `values`, for the page
-    only: `tone` (see `tone_of`); `explained`, glossary keys in `words.html.j2`; `settings`, (name, value) pairs.
+    only: `tone`, the verdict's colour; `explained`, glossary keys in `words.html.j2`; `settings`, (name, value) pairs.
     """
     blocks = [part for heading, parts in sections.items() if parts for part in (f"## {heading}", *parts)]
     run.write("report.md", markdown(title, verdict, *blocks))

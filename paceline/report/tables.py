@@ -143,7 +143,8 @@ def ignore(*_: object) -> None:
 
 
 class Advance(Protocol):
-    """Progress callback: function (text, share), called when one more item is done."""
+    """Progress callback, called when one more item is done, with a description and, optionally, the completed share of
+    all work (0 to 1)."""
 
     def __call__(self, text: str, share: float | None = None, /) -> None:
         """`text`: description of the current item. `share`: completed share of all work (0 to 1), if it differs from

@@ -157,7 +157,8 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that drains the worker on the first signal."""
+    """A uvicorn server that drains the worker (finishes running requests) at the first SIGINT or SIGTERM; a second
+    signal ends it at once."""
 
     def __init__(self, config: uvicorn.Config, worker: EngineWorker) -> None:
         super().__init__(config)

@@ -150,9 +150,9 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
 def deployment_of(
     config: CostsConfig, known: Precisions, measured: Machine | None = None, locality: float = 0.0
 ) -> Deployment:
-    """Returns the Deployment (machine, number formats, number of GPUs, expert locality) that `config` sets; if it does
-    not, `known` are the number formats, `measured` is the machine (None: measure this one), and `locality` the expert
-    locality, from 0 (every position selects its experts independently) to 1 (positions of a sequence share them)."""
+    """Returns the Deployment for a prediction: machine, number formats, number of GPUs, expert locality, as set in
+    `config`. Defaults: the number formats `known`, the machine `measured` (None: measure this one), and `locality`,
+    from 0 (every position selects its experts independently) to 1 (positions of a sequence share them)."""
     number, name = counted(config.hardware)
     if number > 1 and config.gpus not in (1, number):
         raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")

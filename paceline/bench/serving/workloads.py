@@ -60,8 +60,8 @@ def named_workload(name: str, limit: int | None = None) -> Workload:
 
 
 def workload_of(source: str | Path, limit: int | None = None, schema: dict[str, Any] | None = None) -> Workload:
-    """Return the prompts of a file as a workload whose requests are sent one after the other. `read_prompts` has the
-    file formats and errors. `schema`: JSON schema of the answers."""
+    """Return the first `limit` prompts (None: all) of a JSON lines or Parquet file as a workload whose requests are
+    sent one after the other. `schema`: JSON schema of the answers. Raises PromptError if the prompts cannot be read."""
     prompts = read_prompts(source, limit)
     requests = [WorkloadRequest(prompt, schema) for prompt in prompts]
     return Workload(

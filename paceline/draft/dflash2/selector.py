@@ -55,10 +55,10 @@ class Selector(nn.Module):
         return F.linear(F.embedding(tokens, embedding_VD).to(factor.dtype), factor)
 
     def linked(self, before_BKPR: Tensor, tokens_BKM: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Returns what the selector adds to the candidates' logits, [B, K, P, M]: for each of P previous tokens and M
-        candidates the dot product of two vectors. `before_BKPR`: the vectors of the previous tokens, their rows of
-        codebook A times the projected hidden state. `tokens_BKM`: candidates, whose vectors are their rows of codebook
-        B; for a factored codebook (embedding E, factor F) the product is (before F) E^T."""
+        """Returns what the selector adds to the candidates' logits, [B, K, P, M]: the dot product of one vector for
+        each of P previous tokens (`before_BKPR`: the token's row of codebook A, multiplied element by element by the
+        projected hidden state) and one for each of M candidates (`tokens_BKM`: its row of codebook B). `embedding_VD`:
+        the target's embedding, from which a factored codebook B is computed."""
         if not self.is_factored:
             return before_BKPR @ self.rows(BOOKS[1], tokens_BKM).float().transpose(-1, -2)
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"

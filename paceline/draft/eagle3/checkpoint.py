@@ -118,8 +118,8 @@ def is_eagle3(raw: Mapping[str, Any]) -> bool:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Returns the target layers that SGLang and vLLM read by default: the inputs of layers 2, n/2 and n - 3. For a
-    target with fewer than seven layers, returns an early, a middle and a late one."""
+    """Returns the target layers, counted from 0, whose outputs are tapped by default, as in SGLang and vLLM: layers 1,
+    n/2 - 1 and n - 4 of n. For a target with fewer than seven layers, returns an early, a middle and a late one."""
     ids = (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else (1, num_layers // 2, num_layers - 1)
     return tuple(sorted({max(layer, 1) - 1 for layer in ids}))
 

@@ -136,8 +136,9 @@ def one_layer(config: DecoderConfig) -> DecoderConfig:
 
 
 def layer_of(raw: dict[str, Any], tensors: dict[str, Tensor]) -> MtpLayer:
-    """Creates a layer from the config.json of a folder that holds only an MTP layer (as `MtpLayer.marked` returns it),
-    and from tensors with the names of `MtpLayer.tensors`."""
+    """Creates a layer from `raw`, the config.json of a folder that holds only an MTP layer (with the key
+    `paceline_mtp`), and from its tensors: fc, embedding_norm, hidden_norm, final_norm, and those of the decoder layer
+    under their names in a layer."""
     config = decoder_config(raw, Path("config.json"))
     return MtpLayer(one_layer(config), tensors, raw[MARK]["layout"] == "qwen", raw)
 

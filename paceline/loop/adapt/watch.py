@@ -57,8 +57,9 @@ class Watcher(Steps):
         self.policy.scores = self._scores
 
     def tick(self, now: float) -> None:
-        """Do all work that is due at `now` (seconds since 1970): decide for completed hours, continue the stages, read
-        the counters. Logs every PacelineError instead of raising it."""
+        """Do all work that is due at `now` (seconds since 1970): decide for completed hours, continue work in progress
+        (such as a training or a trial of a drafter), read the counters. Logs every PacelineError instead of raising
+        it."""
         for part in (self._hours, self._look, self._save, self._advance, self._save):
             try:
                 part(now)

@@ -223,7 +223,7 @@ def stops(tried: Sequence[Stop]) -> Finding:
 
 def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
     """Checks the token counts reported by the server. `is_rendered_there`: True if the server itself encoded the
-    prompts."""
+    prompts; then other prompt counts are no fault, since its template may differ from the model's."""
     reported = [usage for usage in counted if usage.prompt_reported is not None and usage.answer_reported is not None]
     figures = {"answers": len(reported)}
     if not reported:

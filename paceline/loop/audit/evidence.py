@@ -72,7 +72,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """An answer of the server, with its scores."""
+    """An answer that the audited server sampled, with the probabilities of its tokens under the local model."""
 
     prompt: int
     """Index of the prompt that it answers."""
@@ -218,8 +218,9 @@ def tests_of(group: Group, tolerance: float) -> list[Trial]:
 
 
 def detectable(test: Trial, num_tests: int, tolerance: float, false_alarms: float) -> float:
-    """Returns the smallest shift of the mean surprisal, in nats, that a test as precise as `test` is likely to detect
-    if it is one of `num_tests` tests, by a normal approximation.
+    """Returns the smallest shift of the mean surprisal (-log p of a token), in nats, that one of `num_tests` tests is
+    likely to detect, by a normal approximation. `test`: a test of the same precision; only the width of its interval is
+    used.
 
     `tolerance`: rounding error of the mean surprisal, in nats; `false_alarms`: probability of a false alarm in any
     test. The result grows with the number of alternatives that each test considers: other temperatures (SLOPES), and a

@@ -82,8 +82,8 @@ def check_layers(config: StudentConfig, teacher: Path) -> None:
 def write_start(
     config: StudentConfig, teacher: Path, folder: Path, influence: Callable[[], Sequence[float]] | None = None
 ) -> tuple[int, ...]:
-    """Writes the untrained student in float32; returns the indices of the teacher's layers copied into it. They are ()
-    if `config` names a smaller model as the student.
+    """Writes the untrained student in float32 to `folder`; returns the indices of the teacher's layers copied into it,
+    or () if `config` names a smaller model as the student.
 
     `influence` computes the layers' influence, and is called only if needed. A complete folder is not written again.
     Raises ConfigError if the student does not fit the teacher, and the errors of loading models.

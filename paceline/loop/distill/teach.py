@@ -233,7 +233,7 @@ class AnswerTrainer(SFTTrainer):
 
 
 class Collator:
-    """Pads documents to a batch; prompt tokens have the label IGNORED. For the method gkd it adds padded prompts."""
+    """Pads tokenised documents to a batch; prompt tokens have the label -100 (no loss). Adds prompts for method gkd."""
 
     def __init__(self, pad: int, with_prompts: bool) -> None:
         self._pad, self._with_prompts = pad, with_prompts

@@ -117,8 +117,9 @@ def record(turn: Turn) -> StageResult:
 
 def store(turn: Turn) -> StageResult:
     """Builds a dataset store of the answers of this iteration (turn), or uses the one that `record` in flywheel.yaml
-    names. Returns its folder "store", its "version", the answers' token limit "max_tokens" and the fields of
-    `checks.Contents`. Raises PromptError if it has too few answers or too many bad ones."""
+    names. Returns its folder "store", its "version", the answers' token limit "max_tokens", and its size: number of
+    training "rows", "longest_prompt", "longest_answer" and "longest" row in tokens. Raises PromptError if it has too
+    few answers or too many bad ones."""
     sources = [Path(source) for source in turn.of("record")["sources"]]
     stores = [source for source in sources if (source / "store.json").is_file()]
     refuse(
@@ -202,9 +203,9 @@ def drafter(turn: Turn) -> StageResult:
 
 
 def student(turn: Turn) -> StageResult:
-    """Distils the student from the served model's answers. Returns the path of the "student" and its "layers",
-    "weights" and "steps" (see `DistillResult`). Raises Refused if the student fails a gate (a minimum quality), and
-    TrainingError."""
+    """Distils the student from the served model's answers. Returns the "student" (path of its folder or GGUF file), the
+    copied teacher "layers", the numbers of "weights" of both models, the training "steps", and the gates' "reason".
+    Raises Refused if the student fails a gate (a minimum quality), and TrainingError."""
     config, teaching = turn.config, turn.config.student_teaching
     if not config.is_given("teaching.max_len"):
         teaching = replace(teaching, max_len=turn.max_len)

@@ -17,11 +17,12 @@ FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def defaults_of(given: str, model: Path) -> dict[str, float] | None:
-    """Returns the settings that differ from the neutral ones; None if the server's are unknown.
+    """Returns the sampling settings that the recorded server applies to fields that a request leaves out, by name;
+    those not named are neutral (temperature 1, no filter). None if they are unknown.
 
-    `given`: `RecordConfig.sampling_defaults`. `model`: the model's folder or GGUF file; a GGUF file, or a folder
-    without config.json, does not show whether the served model has defaults. Raises ConfigError for invalid values,
-    ModelFileError for a damaged file.
+    `given`: `RecordConfig.sampling_defaults`. `model`: the model's folder or GGUF file; for "model" its
+    generation_config.json is read, and a GGUF file, or a folder with neither this file nor config.json, gives None.
+    Raises ConfigError for invalid values, ModelFileError for a damaged file.
     """
     if given == "none":
         return None
@@ -37,7 +38,8 @@ def defaults_of(given: str, model: Path) -> dict[str, float] | None:
 
 
 def described(defaults: dict[str, float] | None) -> str:
-    """Returns the defaults as text for the line at the start."""
+    """Returns the server's default sampling settings by name (None: unknown) as text, such as "temperature 0.6, top_p
+    0.95", to print when the recorder starts."""
     if defaults is None:
         return "unknown sampling, as the server's defaults are (--sampling-defaults)"
     return ", ".join(f"{name} {value:g}" for name, value in ({"temperature": 1.0} | defaults).items())

@@ -146,8 +146,8 @@ class Observed:
         self._ended, self._ended_s = time.time(), time.perf_counter()
 
     def exchange(self) -> Exchange:
-        """Parses the recorded bytes, which takes milliseconds. Raises Lost (the exchange cannot be recorded) if they
-        are not a complete completion."""
+        """Parses the recorded bytes, which takes milliseconds. Raises Lost (the exchange cannot be recorded) if request
+        or answer is too large, incomplete or invalid JSON."""
         request, answer = _object(self.request.decoded()), self.answer.decoded()
         first_token_s = self._first_s - self._began_s if self._first_s and self._is_stream else None
         return Exchange(

@@ -38,8 +38,9 @@ RawHeaders = list[tuple[bytes, bytes]]
 
 
 class Proxy:
-    """The proxy as an ASGI application. `keep` is called with each complete exchange (request and answer); it must not
-    block. `add_fields`: a key of ADDED."""
+    """The recording proxy as an ASGI application: forwards requests to the server with the URL `upstream`. `keep` is
+    called with each chat or completion request and its whole answer, if its status is 200; it must not block.
+    `add_fields`: engine whose request fields for token ids are added: "vllm", "sglang" or "none"."""
 
     def __init__(
         self, upstream: str, config: ServeConfig, keep: Callable[[Observed], None], add_fields: str = "none"

@@ -18,7 +18,7 @@ RENDERED = frozenset({"tool_calls", "reasoning", "reasoning_content"})
 
 @dataclass(slots=True)
 class Choice:
-    """One answer, assembled from its chunks."""
+    """One answer in a response, assembled from the chunks of a stream, or from the single body of other responses."""
 
     text: str = ""
     token_ids: list[int] | None = None
@@ -51,7 +51,8 @@ class Choice:
         return message | ({"tool_calls": calls} if calls else {})
 
     def add(self, part: dict[str, Any]) -> None:
-        """Adds one chunk's part of the answer. Raises TypeError and ValueError on malformed parts."""
+        """Adds one chunk's part of the answer: an element of the chunk's `choices`, in OpenAI's format. Raises
+        TypeError and ValueError on malformed parts."""
         message = part.get("delta") or part.get("message") or {}
         self.text += part.get("text") or message.get("content") or ""
         parsed = {name for name in PARSED if message.get(name)}
@@ -94,8 +95,8 @@ class Response:
 
     @classmethod
     def of(cls, chunks: Iterable[dict[str, Any]]) -> Response:
-        """Raises Lost (the exchange cannot be recorded) if the server reports an error or a lossy answer, or if the
-        chunks are malformed."""
+        """Assembles the response from its chunks (parsed JSON objects). Raises Lost (the exchange cannot be recorded)
+        if the server reports an error or a lossy answer, or if the chunks are malformed."""
         response, acceptance = cls(), list[Any]()
         for chunk in chunks:
             if chunk.get("error"):

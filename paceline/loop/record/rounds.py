@@ -62,7 +62,8 @@ class _Report:
 
 
 def rounds_of(report: Any, num_tokens: int | None) -> list[Round]:
-    """Returns the rounds of an answer of `num_tokens` tokens (None if unknown).
+    """Converts `report`, the speculation metrics of vLLM or SGLang for one answer, to rounds with their numbers of
+    drafted and accepted tokens. `num_tokens`: tokens of the answer, to check the report; None if unknown.
 
     Raises ValueError, TypeError or KeyError for a report that is contradictory, incomplete or malformed.
     """

@@ -44,9 +44,10 @@ class Access:
     api_key: str = "none"
 
     def chat(self, messages: Sequence[Any], **more: Any) -> dict[str, Any]:
-        """Returns the policy's next message. `more`: fields of the chat request, such as tools, stop, max_tokens.
+        """Sends the messages to the policy; returns its next message. `more`: fields of the chat request, such as
+        tools, stop, max_tokens.
 
-        Raises RolloutError with the server's error message."""
+        Raises RolloutError with the server's error message, ConnectionError if the request fails without a response."""
         body = json.dumps({"model": self.model, "messages": list(messages), **more}).encode()
         client = Client(self.base_url, timeout_s=REQUEST_SECONDS, keeps=False)
         stream = client.post("/v1/chat/completions", body)

@@ -95,8 +95,8 @@ class Incoming:
         return f"left out: {counts}" if counts else "nothing left out"
 
     def rows(self, sources: Iterable[Path]) -> Iterator[Row]:
-        """Yield the usable rows of these files, with prompt text and identifier added; the others are counted in
-        `left_out`."""
+        """Yield the usable rows of these files, with prompt text and identifier added; the others are counted by reason
+        in `left_out`."""
         vocab = self.tokenizer.vocab_size
         for file in (file for source in sources for file in shards_of(source)):
             for row in read_shard(file):

@@ -151,8 +151,8 @@ def tensor_bytes(tensors: list[Any]) -> int:
 
 
 def cache_bytes(cache: Any, num_tokens: int) -> tuple[int, int]:
-    """Measure a cache that holds `num_tokens` tokens: (bytes of keys and values per token, bytes of recurrent
-    state)."""
+    """Measure a Transformers cache that holds `num_tokens` tokens: (bytes of keys and values per token, bytes of
+    recurrent state)."""
     per_token = state = 0
     for layer in cache.layers:
         per_token += tensor_bytes([getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")])

@@ -300,7 +300,7 @@ class Matrix:
 
 
 class Model:
-    """A decoder model of the native library, from a filled CConfig. `keep`: owners of the memory behind CConfig."""
+    """A decoder model of the native library, built from its C config struct. `keep`: owners of the struct's memory."""
 
     def __init__(self, config: CConfig, keep: list[object]) -> None:
         library = require()
@@ -315,7 +315,7 @@ class Model:
         check(self._forward(self.handle, byref(cache), byref(work)))
 
     def keep(self, cache: CCache, row: int, start: int, slots: list[int]) -> None:
-        """Keep some of a row's newest tokens: move keys and values from start + slots[i] to start + i, all layers."""
+        """Move keys and values of a row from positions start + slots[i] to start + i in all layers; `slots` ascends."""
         check(
             require().pn_keep(
                 self.handle, byref(cache), 1, int32s([row]), int32s([start]), int32s([len(slots)]), int32s(slots)
@@ -349,7 +349,7 @@ class Buffers:
             self.room(name, len(numbers))[: len(numbers)] = numbers
 
     def fill_parents(self, parents: list[int] | None) -> None:
-        """Set the parents of tree tokens (see ForwardBatch); None means that each row's tokens form a chain."""
+        """Set each token's parent in a tree, an index within its row's tokens (-1: none); None: all rows are chains."""
         self.work.parents = None
         if parents is not None:
             self.fill(parents=parents)
@@ -395,7 +395,7 @@ class Picker:
         per position.
 
         columns, tokens: the M most probable logits columns and their token ids, int32 [B, K, M]. scores [B, K, M, M]:
-        at [b, k, i, j] of candidate j after candidate i of position k - 1; for k = 0, after the token in `anchors`.
+        at [b, k, i, j]: candidate j after candidate i of position k - 1 (k = 0: after anchors[b], row b's last token).
         logits_BKV: float32, contiguous; hidden_BKD: in the gate's dtype, contiguous within a row.
         """
         num_rows, slots, size = logits_BKV.shape

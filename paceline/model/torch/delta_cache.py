@@ -67,8 +67,8 @@ class Stage:
 
 @dataclass(eq=False)
 class FixedStage:
-    """A stage of fixed shape for CUDA graphs: J tokens of each of the rows 0..B-1. Row lengths are known only on the
-    device."""
+    """A stage (group of rows that every delta net layer computes at once) of fixed shape for CUDA graphs: J tokens of
+    each of the rows 0..B-1. Row lengths are known only on the device."""
 
     counts_B: Tensor
     """Number of valid tokens of each row; the rest of the J tokens are padding."""
@@ -227,9 +227,8 @@ class DeltaCache(StaticKVCache):
             memory.windows_BWX[row] = 0.0
 
     def lost(self, rows: list[int]) -> Iterator[ForwardBatch]:
-        """Yield passes that recompute recurrent states from a row's tokens: a rollback to before the last committed
-        position has cleared the row's state. Run them one by one before a pass with `rows`; rows with a valid state are
-        left out."""
+        """Yield passes that recompute the recurrent states of those `rows` whose state was cleared, by a rollback to
+        before its last committed position. Run them one by one before a pass with `rows`."""
         for row in sorted(self._unread.intersection(rows)):
             tokens = self._tokens[row]
             self._forget(row)

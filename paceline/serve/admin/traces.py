@@ -163,7 +163,7 @@ class TraceWriter:
         self._thread: threading.Thread | None = None
 
     def begin(self, tokenizer: Tokenizer) -> None:
-        """Start the background thread; later calls do nothing. Raises ConfigError for invalid redaction patterns."""
+        """Start the thread once, with the model's tokenizer. Raises ConfigError for invalid redaction patterns."""
         if self._thread is None:
             self._tokenizer = tokenizer
             self._redactor = Redactor(self._config.redact, tokenizer) if self._config.redact else None

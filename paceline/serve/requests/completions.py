@@ -154,8 +154,8 @@ def jobs_of(
 
 def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar: GrammarSpec | None) -> SamplingParams:
     """Return the request's sampling parameters. `logprobs`: number of most probable tokens whose log-probabilities are
-    returned at each position, None for no log-probabilities; `grammar`: that of the answer, or None. Raises
-    RequestRefused for invalid values."""
+    returned at each position, None for no log-probabilities; limited to `vocab_size` (tokens in the vocabulary), as is
+    top_k. `grammar`: that of the answer, or None. Raises RequestRefused for invalid values."""
     temperature = 1.0 if request.temperature is None else request.temperature
     is_greedy = temperature < MIN_TEMPERATURE or request.top_p == 0  # top_p always keeps the most likely token
     try:

@@ -59,9 +59,9 @@ class Drafters:
         return [row | self._figures(row["name"]) for row in shown]
 
     async def clusters(self) -> list[dict[str, Any]]:
-        """Return a list with an object per request class: cluster, label, pinned (drafter or None), requests (number),
-        gains (drafter -> estimated tokens/s relative to plain decoding) and given (drafter -> requests routed to it).
-        Empty without a router."""
+        """Return a list with an object per request class: cluster (its name), label (the name, with a client's tag
+        replaced by a hash), pinned (drafter or None), requests (number), gains (drafter -> estimated tokens/s relative
+        to plain decoding) and given (drafter -> requests routed to it). Empty without a router."""
         return await self._call(_clusters)
 
     async def load(self, name: str, drafter: str) -> dict[str, Any]:

@@ -197,9 +197,10 @@ def machine_of(steps: dict[str, Any]) -> Machine | None:
 
 
 def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
-    """Returns the number formats of the measured model. Weights have the stored format (of a GGUF file with several,
-    the first one listed), attention and cache the run's dtype. `known`: the model's own formats, used where `steps` has
-    no known format."""
+    """Returns the number formats of the model measured in `steps`, the content of a steps.json: weights and experts in
+    the stored weight format (the first one, if a GGUF file has several), attention and cache in the run's dtype. An
+    unknown stored format is replaced by the dtype, an unknown dtype by the cache format of `known`, the model's own
+    formats."""
     dtype, stored = str(steps.get("dtype", "")), str(steps.get("weight_format", "")).partition("+")[0].lower()
     rest = dtype if dtype in FORMATS else known.kv
     weights = stored if stored in FORMATS else rest
@@ -223,8 +224,9 @@ def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
 
 
 def fit_pass(times: list[Observation], shape: ModelShape, deployment: Deployment) -> PassFit:
-    """Fits the two factors (on reading and on computing time) and the overheads of a target pass to measured times:
-    searches the ratio of the factors, and solves for the other values by non-negative least squares."""
+    """Fits the roofline estimate of a target pass to measured times: a factor on the seconds of reading weights and
+    caches from memory, a factor on the seconds of arithmetic, and added seconds per pass, position and cached token.
+    Searches the ratio of the two factors, and solves for the other values by non-negative least squares."""
     parts = [_part_seconds(each, shape, deployment) for each in times]
     others = np.array([[1.0, each.batch * each.width, each.batch * each.context] for each in times])
 

@@ -54,9 +54,9 @@ class FractionDrafter:
 
 @dataclass(frozen=True, slots=True)
 class ShapeDrafter:
-    """Drafter cost from its own roofline: a pass takes max(2*P*B*D/R, b*P/BW) seconds, the longer of arithmetic and
-    reading of weights. P: parameters of b bytes; B: sequences; D: drafts of a pass for each of them (`block`; if None,
-    1); R: FLOP/s; BW: bytes/s. A round takes as many passes as its drafts need."""
+    """Drafter cost from its own roofline. A pass takes max(2*P*B*D/R, b*P/BW) seconds, the longer of arithmetic and
+    reading of weights. P: parameters of b bytes each; B: sequences; D: drafts per sequence and pass (`block`, 1 for
+    None); R: FLOP/s; BW: bytes/s. A round takes as many passes as its drafts need."""
 
     dense: float
     """Parameters that every pass reads (P), including the head."""
@@ -68,7 +68,7 @@ class ShapeDrafter:
     """Number of drafts from one drafter pass; None: one token per pass."""
 
     def draft_s(self, num_drafted: int, batch: float, plain_s: float = 0.0) -> float:
-        """Returns the seconds of drafting for `batch` sequences; `plain_s` is ignored."""
+        """Returns the seconds of drafting `num_drafted` tokens for each of `batch` sequences; `plain_s` is ignored."""
         computing = 2.0 * self.dense * batch * (self.block or 1) / self.flops_per_s
         return _passes(num_drafted, self.block) * max(computing, self.num_bytes * self.dense / self.bytes_per_s)
 
@@ -94,7 +94,7 @@ class DraftFit:
     """True: one pass makes all drafts of a row; False: one pass for each draft."""
 
     def draft_s(self, num_drafted: int, batch: float, plain_s: float = 0.0) -> float:
-        """Returns the seconds of drafting for `batch` sequences; `plain_s` is ignored."""
+        """Returns the seconds of drafting `num_drafted` tokens for each of `batch` sequences; `plain_s` is ignored."""
         if num_drafted == 0:
             return 0.0
         passes, positions = (1, batch * (num_drafted + 1)) if self.is_block else (num_drafted, batch)
@@ -103,7 +103,7 @@ class DraftFit:
 
 @dataclass(frozen=True, slots=True)
 class PassFit:
-    """Factors on the roofline's times of a target pass, and seconds per pass and token, fitted to measured times."""
+    """A target pass fitted to measured times: factors on the roofline's reading and arithmetic, and added seconds."""
 
     reading: float = 1.0
     """Factor on the seconds of reading at full bandwidth; its reciprocal is the share of bandwidth reached."""

@@ -242,9 +242,9 @@ def policy_for(speculate: str, most: int) -> str:
 
 
 def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
-    """Returns the costs of each pass, in its measured step times. The time of a verification, prefill or drafting step
-    of n tokens is its mean over all passes. For each pass, the times of each of these three types are multiplied by a
-    factor, so that their sum over the pass equals the measured sum. Raises ConfigError if the run does not record step
+    """Returns a cost model for each pass, built from the run's measured step times. A verification, prefill or drafting
+    step of n tokens takes its mean time over all passes, times a factor for each pass and type of step, with which the
+    times of this type add up to the measured sum in the pass. Raises ConfigError if the run does not record step
     times."""
     if not all(each.steps for each in passes):
         raise ConfigError(

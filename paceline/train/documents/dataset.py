@@ -247,8 +247,8 @@ def num_heldout(num_prompts: int, share: float, most: int, fewest: int = 1) -> i
 
 
 def loop_start(tokens: list[int]) -> int:
-    """Returns the number of tokens to keep. A text that ends in a loop is cut after the loop's first two repetitions,
-    or after its first 12 tokens if these are more. Without a loop, all tokens are kept."""
+    """Returns how many tokens to keep, from the first one. A text that ends in a loop is cut after two passes through
+    the loop, or after 12 tokens of the loop if these are more. Without a loop, all tokens are kept."""
     array = np.array(tokens)
     for period in range(1, min(MAX_PERIOD, len(array) // 3) + 1):
         differs = np.flatnonzero(array[period:] != array[:-period])

@@ -84,7 +84,8 @@ class MeasuredSource(FeatureSource, Protocol):
 
 
 class OnlineFeatures:
-    """Runs the target over one document at a time; a prefix shared with the previous document is not computed again."""
+    """A feature source that computes the target's hidden states on request, one document at a time; a prefix shared
+    with the previous document is not computed again."""
 
     def __init__(
         self, target: Target, documents: Sequence[Document], tap_layers: tuple[int, ...], needs_final: bool
@@ -226,8 +227,8 @@ def cache_features(
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises CacheError if the disk lacks room for `num_bytes` of features, with a margin. Features that are already in
-    `folder` are part of `num_bytes`."""
+    """Raises CacheError if the disk lacks room for `num_bytes` of features, with a margin. `num_bytes` is the size of
+    all features; those that are already in `folder` need no more room."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     disk = shutil.disk_usage(existing)
     num_bytes -= sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -197,11 +197,12 @@ CONTEXT, PADDING = -1, -2
 
 
 def mask_function(slots: Tensor, keys: Tensor, window: int | None, is_causal: bool) -> Callable[..., Tensor]:
-    """Returns a mask function for FlexAttention, True where a query may attend to a key; it ignores its arguments
-    `batch` and `head`. slots [4, T]: position, document, block, and the block's anchor, of each of the T queries. keys
-    [3, S]: position, document and block of each of the S keys. With `is_causal`, a query attends to no later key of its
-    own block. Only `window` (of sliding-window attention) is a constant, so the function compiled for one pack is valid
-    for the next."""
+    """Returns a mask function for FlexAttention, True where a query (position of a block) may attend to a key: to the
+    context of its document before its block's anchor, and to its own block. With `is_causal`, it attends to no later
+    key of its own block; with `window`, only to keys fewer than `window` positions away. The function ignores its
+    arguments `batch` and `head`. slots [4, T]: position, document, block, and the block's anchor, of each of the T
+    queries. keys [3, S]: position, document and block (`CONTEXT` for a context key) of each of the S keys. Only
+    `window` is a constant, so the function compiled for one pack (batch of training blocks) is valid for the next."""
     # Separate tensors: offsets into a common one would become constants of the compiled function.
     position_T, document_T, block_T, anchor_T = (row_T.clone() for row_T in slots)
     position_S, document_S, block_S = (row_S.clone() for row_S in keys)

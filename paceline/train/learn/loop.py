@@ -383,8 +383,8 @@ class Trainer:
 
 
 def unigram_entropy(counts_V: NDArray[np.int64], drafted: NDArray[np.int64] | None = None) -> float:
-    """Returns the entropy of tokens with these counts, in nats per token; tokens outside `drafted` (the draft
-    vocabulary) add nothing."""
+    """Returns the entropy, in nats per token, of tokens with counts counts_V [V]. `drafted`: ids of the draft
+    vocabulary, within which probabilities are taken; other tokens count with 0 nats. None: all tokens."""
     total = counts_V.sum()
     counts = (counts_V if drafted is None else counts_V[drafted]).astype(np.float64)
     counts = counts[counts > 0]

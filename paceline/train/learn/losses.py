@@ -79,8 +79,8 @@ class Head:
         return self.target.of_logits(final_RD.to(self.weight_VD.dtype) @ self.weight_VD.T)
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns, for each token id in `labels`, its row in `weight_VD`, and whether the head has this token
-        (bool)."""
+        """Returns, for each token id in `labels`, its row in `weight_VD` (an arbitrary one if the head lacks the
+        token), and True if the head has this token."""
         if self.columns is None:
             return labels, torch.ones_like(labels, dtype=torch.bool)
         rows = torch.searchsorted(self.columns, labels).clamp_(max=len(self.columns) - 1)

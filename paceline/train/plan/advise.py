@@ -62,7 +62,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Customer:
-    """Expected gain of a drafter that is trained on the answers of one tag, for that tag's traffic."""
+    """Expected gain of a drafter trained on the answers to one customer's requests (those with one x-paceline-tag), for
+    the same customer's traffic."""
 
     tag: str
     answers: int
@@ -107,7 +108,8 @@ class Advice:
 
 
 def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
-    """Returns the advice whether to train a drafter, for a server (`costs`) and its traffic (`seen`). Raises
+    """Returns the advice whether to train a drafter for a server. `costs` selects the server's round times; `config`:
+    traffic, training machine and prices; `seen`: measurements of the traffic, used where `config` sets no value. Raises
     PacelineError."""
     streams = config.streams or seen.streams or 1
     load = Load(streams, config.context)

@@ -191,7 +191,7 @@ def draft_seconds(sizes: Sizes, deployment: Deployment, value_bytes: float) -> f
 
 
 def share_of_pass(sizes: Sizes, target: TargetFacts, machine: MachineFacts) -> float:
-    """Returns the drafter's share of a round: its time to draft a block for one request, divided by the time of the
+    """Returns the relative cost of drafting: the time to draft a block for one request, divided by the time of the
     target's pass that verifies the block."""
     deployment = deployment_of(target, machine)
     value_bytes = BLOCK_BYTES if target.is_quantised else FORMATS[deployment.precisions.weights].num_bytes
@@ -237,7 +237,8 @@ def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> 
 
 
 def machine_choices(machine: MachineFacts) -> Iterator[Choice]:
-    """Yields the values that depend only on the machine; they also apply if training continues an existing drafter."""
+    """Yields the choices (field, value, reason) that depend only on the machine: no autocast to bfloat16 on a processor
+    that computes float32 faster. They also apply if training continues an existing drafter."""
     if machine.is_slow_in_bfloat16:
         rates = machine.machine.flops_per_s
         reason = (

@@ -57,8 +57,8 @@ def seen_in_server(seen: ServerSeen, url: str) -> Seen:
 
 
 def with_server(traces: Seen, server: Seen) -> Seen:
-    """Adds a server's measurements to those of its traces: the number of running requests, and the acceptance of
-    traffic whose traces have no rounds, which is every customer's then."""
+    """Adds a server's measurements to those of its traces, in total and for each tag: the number of running requests,
+    and the server's acceptance where the traces record no drafts (`acceptance` is None)."""
     added = replace(traces, streams=server.streams, source=f"{traces.source}; {server.source}")
     if traces.acceptance is None:
         added = replace(

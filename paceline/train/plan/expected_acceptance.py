@@ -72,11 +72,12 @@ def interpolated(points: Sequence[Sequence[float]], at: float) -> float:
 
 
 def expected_of(target: str, learned: Learned) -> dict[str, Any]:
-    """Returns the expected result of training a drafter for the model named `target` on this amount of data. Keys:
-    "tokens_per_round" (acceptance length in serving), "is_beyond_the_curve" (more data than measured), "source" and
-    "data" of the value, "is_own" (False for a target without a curve: then "interval" has the ends that published
-    trainings give), "advised" (advised number of answers), and of `learned`: "answers" and "places" (blocks per answer
-    and epoch)."""
+    """Returns the expected result of training a drafter for the model named `target` on this amount of data: by the
+    target's learning curve, or by published trainings if it has none. Keys: "tokens_per_round" (acceptance length in
+    serving), "is_beyond_the_curve" (more data than measured), "source" and "data" (texts: where the curve or trainings
+    are recorded, on which data), "is_own" (True with a curve), "interval" (lowest and highest acceptance length; only
+    without a curve), "advised" (advised number of answers), "answers" (number in `learned`) and "places" (blocks per
+    answer and epoch)."""
     expected = expected_tokens(target, learned.counted)
     is_own = expected is not None
     if expected is None:
@@ -111,9 +112,9 @@ def expected_lines(target: str, expected: dict[str, Any]) -> Iterator[str]:
 
 
 def advised_answers(target: str, places: float) -> int:
-    """Returns the advised number of answers: the smallest of `NUMBERS` (300 to 100,000) whose expected gain in
-    acceptance length is almost (`ENOUGH`) the last one's, by the target's curve or by published trainings. `places`:
-    blocks per answer and epoch."""
+    """Returns the advised number of answers: the smallest of `NUMBERS` (300 to 100,000) for which the expected accepted
+    drafts per round are at least 85% (`ENOUGH`) of those for 100,000, by the target's learning curve or else by
+    published trainings. `places`: blocks per answer and epoch."""
     gains = []
     for number in NUMBERS:
         own = expected_tokens(target, EPOCHS * places * number)

@@ -53,8 +53,9 @@ def limits_of(config: TrainConfig, target: TargetFacts, machine: MachineFacts, s
 
 
 def position_bytes(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
-    """Returns the memory of one position of a document: keys and values of a target that runs here, hidden states of
-    the tapped layers in both precisions, and the drafter's keys and values with their gradients."""
+    """Returns the bytes of memory for one position of a document: keys and values of a target that runs here, hidden
+    states of the tapped layers (one 16-bit and two float32 copies), and the drafter's keys and values with their
+    gradients."""
     taps = sizes.num_taps * sizes.hidden_size * (2.0 + 2 * 4)
     own = 2.0 * 4 * sizes.num_layers * 2 * sizes.num_kv_heads * sizes.head_dim
     value = num_bytes(target.shape.precisions.kv)
@@ -63,8 +64,9 @@ def position_bytes(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> fl
 
 
 def memory_of(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
-    """Returns the largest memory use of the training stage without documents: target, embedding and head as matrices,
-    weights with their optimiser, one pack. Of a remote target, only the two matrices are here."""
+    """Returns the bytes of memory that the training stage needs at most, without documents: the target's weights (0 for
+    a remote target), float32 copies of its embedding and head (if it is quantised or remote), the drafter's weights
+    with their optimiser, and activations and logits of one pack (batch of training blocks)."""
     is_elsewhere = config.elsewhere.features_at is not None
     matrix = 2.0 * 4 * target.shape.vocab_size * sizes.hidden_size if target.is_quantised or is_elsewhere else 0.0
     rows = config.loop.blocks_per_pack * sizes.block_size
@@ -75,8 +77,9 @@ def memory_of(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
 
 
 def fit_lengths(config: TrainConfig, limits: Sequence[Limit] = ()) -> tuple[TrainConfig, dict[str, str]]:
-    """Returns the config with a `max_len`, and the reason of each change. A given `max_len` stays; prompts may then
-    have to be shorter. Raises ConfigError if the given `max_len` and `max_prompt_tokens` leave no room for an answer,
+    """Returns the config with a `max_len` (most tokens of a document), and field -> reason of each change. A given
+    `max_len` stays; prompts may then have to be shorter. `limits`: upper limits of a chosen `max_len`, from
+    `limits_of`. Raises ConfigError if the given `max_len` and `max_prompt_tokens` leave no room for an answer,
     PromptError for unreadable answers."""
     if config.max_len is not None:
         return _prompts_fitted(config, config.max_len)
@@ -97,7 +100,8 @@ def fit_lengths(config: TrainConfig, limits: Sequence[Limit] = ()) -> tuple[Trai
 
 
 def with_length(config: TrainConfig) -> TrainConfig:
-    """Returns the config with a `max_len`, chosen without limits if no plan has chosen one."""
+    """Returns the config with a `max_len`. If it has none, this is the length that its prompts and answers need; the
+    target's context and the memory are not considered."""
     return config if config.max_len is not None else fit_lengths(config)[0]
 
 

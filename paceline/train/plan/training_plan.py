@@ -383,7 +383,7 @@ def _short(number: float) -> str:
 
 
 def apply_stored(config: TrainConfig, plan: dict[str, Any]) -> TrainConfig:
-    """Applies the choices of an earlier start (plan.json), except for fields that are given now or no longer exist."""
+    """Sets the values stored in `plan` (the run's plan.json), except fields that are given now or no longer exist."""
     for name, value in (plan.get("values") or {}).items():
         try:
             before = value_of(config, name)

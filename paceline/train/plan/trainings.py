@@ -37,7 +37,7 @@ TIMES_MORE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The measured result of one training."""
+    """One published training of a drafter: its target, number of answers and measured acceptance length."""
 
     workload: str
     traffic: str
@@ -57,7 +57,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """An expected acceptance length with its interval (`LEVEL`)."""
+    """An expected acceptance length in tokens per round, with the ends of its 90% interval (`LEVEL`)."""
 
     tokens_per_round: float
     low: float
@@ -66,7 +66,7 @@ class Expected:
     """True if no training with as many answers was measured."""
 
     def at_most(self, most: float) -> Expected:
-        """Returns the same, limited to `most` tokens: a whole block."""
+        """Returns a copy with value and interval limited to `most` tokens per round, the drafter's block size."""
         return Expected(min(self.tokens_per_round, most), min(self.low, most), min(self.high, most), self.is_beyond)
 
 
@@ -82,7 +82,8 @@ TRAININGS, HELDOUT_DEVIATION = _read()
 
 def published(answers: float, traffic: str | None = None) -> Expected:
     """Returns the expected acceptance length of a drafter trained on this many answers of a workload that was not
-    measured. `traffic`: the workload's kind, if known; else each kind is as likely: the value is their mean, and the
+    measured, by published trainings. `traffic`: the workload's kind, "mixed" or "application" (requests of one
+    application). With None, both kinds are equally probable: accepted drafts are the geometric mean of both, and the
     interval is that of the mixture."""
     kinds = (traffic,) if traffic else KINDS
     level = 1 - (1 - LEVEL) * len(kinds)  # of a mixture, hardly more than one kind lies beyond each end
@@ -141,16 +142,16 @@ class _Group:
 
 
 def student(freedom: int, level: float = LEVEL) -> float:
-    """Returns the quantile of Student's t distribution of a central interval (Hill's expansion; 1% off at 3 degrees of
-    freedom)."""
+    """Returns half the width of the central interval with probability `level` of Student's t distribution with
+    `freedom` degrees of freedom (by Hill's expansion; 1% off at 3 degrees of freedom)."""
     z = statistics.NormalDist().inv_cdf(0.5 + level / 2)
     terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + sum(term / max(freedom, 1) ** power for power, term in enumerate(terms, start=1))
 
 
 def growth() -> tuple[float, float, float]:
-    """Returns the least, median and largest exponent with which accepted drafts grew with the number of answers, over
-    the workloads that were trained with several numbers of answers."""
+    """Returns the least, median and largest growth exponent e of the published workloads that were trained with several
+    numbers of answers: accepted drafts per round grew as answers ** e."""
     exponents = []
     for _, group in groupby(sorted(TRAININGS, key=_workload), _workload):
         rows = sorted(group, key=lambda row: row.answers)
@@ -166,7 +167,8 @@ def _workload(row: Training) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class OwnRun:
-    """The result of a training of one's own."""
+    """A finished training by the user: its folder, number of answers and measured acceptance length, from which `at`
+    predicts those of other trainings."""
 
     folder: Path
     answers: int
@@ -186,8 +188,9 @@ class OwnRun:
 
 
 def find_run(run: str | None, target: str) -> OwnRun | None:
-    """Returns the training `run`, or by default the newest one in runs/ that has a measured acceptance length of this
-    target; None for the name none, or if there is no such run. Raises ConfigError for a given folder without one."""
+    """Returns the result of the user's training in the folder `run`; by default, of the newest one in runs/ that has a
+    measured acceptance length of this target. Returns None if there is no such run, or if `run` is "none". Raises
+    ConfigError for a given folder without one."""
     if run == "none":
         return None
     if run is not None:

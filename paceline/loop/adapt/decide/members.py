@@ -31,9 +31,9 @@ def serving(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, 
 
 
 def others(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, dict[str, str]]:
-    """Returns (drafter that serves the cluster, {name on the server: drafter} of the other drafters there); drafters as
-    the folder or id they were loaded from. Raises DownloadError if the server cannot route the cluster or does not
-    answer."""
+    """Returns (drafter that serves the cluster, {name on the server: drafter} of the server's other drafters). Each
+    drafter is given as the folder or id that it was loaded from. Raises DownloadError if the server cannot route the
+    cluster or does not answer."""
     deployment.pinned(cluster)
     name, drafter = serving(deployment, cluster, incumbent)
     return drafter, {member: made_from for member, made_from in deployment.members().items() if member != name}
@@ -47,16 +47,16 @@ def scores(
     fired_at: int,
     current: float,
 ) -> dict[str, float] | None:
-    """Predicts the acceptance length, on this cluster (group of similar requests), of each drafter on the server that
-    does not serve it now. Returns {drafter's name on the server: acceptance length}.
+    """Predicts acceptance lengths on this cluster (group of similar requests) of the drafters on the server that do not
+    serve it now. Returns {drafter's name on the server: acceptance length}.
 
-    `incumbent`: folder or id of the drafter that serves clusters without a route. `scored`: latest results of the gate,
-    which compares other drafters with the serving one: {"hour": hour of the comparison, "members": {name: verdict as
-    JSON}}, with the drafters that passed. `current`: present acceptance length of the serving drafter; a prediction is
-    `current` times the gate's ratio of the other drafter's acceptance length to the serving drafter's.
+    Each is `current`, the present acceptance length of the serving drafter, times the ratio of acceptance lengths,
+    other to serving drafter, that the gate measured. `scored`: the gate's latest results, {"hour": hour of the
+    comparison, "members": {name of a drafter that passed: verdict as JSON}}. `incumbent`: folder or id of the drafter
+    that serves clusters without a route.
 
-    Returns None if there are no results from `fired_at` (hour in which the alarm, a lasting drop of acceptance, fired)
-    or later, or if the server does not answer; {} if it has no other drafter or cannot route the cluster."""
+    Returns {} if the server has no other drafter or cannot route the cluster; None if it does not answer, or if
+    `scored` is missing or older than `fired_at`, the hour in which the alarm (a lasting drop of acceptance) fired."""
     try:
         names = others(deployment, cluster, incumbent)[1]
     except UnreachableError:

@@ -117,7 +117,8 @@ class SeasonalPolicy:
         self._period: int | None = None
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
-        """Observe the traffic of hour `number` (since 1970) and decide; returns both as a line of the log.
+        """Observe the traffic of hour `number` (since 1970) and decide on an action, such as "retrain", "route" or
+        "none". Returns figures and decision as a line of the log.
 
         `seen`: cluster -> sums of tokens and rounds. An hour that is not after the previous one is ignored, with a note
         in the line."""

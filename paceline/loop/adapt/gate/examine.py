@@ -55,8 +55,9 @@ def examine(
     candidate: Path, engine: EngineConfig, traces: Path, config: CandidateConfig, progress: Progress = SILENT
 ) -> Verdict:
     """Compares the drafter in the folder `candidate` with the incumbent (the drafter that serves now) on the requests
-    in the folder `traces`; returns whether the candidate may replace the incumbent. Raises ConfigError if there are no
-    such requests, and the errors of loading the target `engine.model`."""
+    in the folder `traces`; returns whether the candidate may replace the incumbent. If it loses too much on other
+    traffic, blends of the two (averaged weights, shares from `config`) are written next to it and judged instead.
+    Raises ConfigError if there are no such requests, and the errors of loading the target `engine.model`."""
     usual, source = usual_settings(engine.model, config.temperature)
     requests, left_out = read_requests(traces, since=config.since, usual=usual)
     if config.held_out_only:

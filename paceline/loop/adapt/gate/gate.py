@@ -67,7 +67,8 @@ class Gain:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Result of the gate, which compares a candidate with the serving drafter: whether it passed, the reason as text,
-    and its gains by request set. Sets: "drifted" (the cluster whose acceptance fell), one per other cluster, "ood"."""
+    and its gains by request set: "drifted" (the cluster whose acceptance fell), each other cluster, "ood" (out of
+    domain)."""
 
     passed: bool
     reason: str
@@ -86,7 +87,8 @@ class Verdict:
 
 
 def too_few(num_prompts: int, config: CandidateConfig) -> Verdict | None:
-    """Returns a verdict with `is_judged=False` if there are too few prompts, else None."""
+    """Returns a verdict with `is_judged=False` if `num_prompts`, the number of the drifted cluster's prompts to compare
+    drafters on, is below `config.least_requests`; else None."""
     if num_prompts >= config.least_requests:
         return None
     why = f"{num_prompts} prompts are too few to judge by, {config.least_requests} are needed"

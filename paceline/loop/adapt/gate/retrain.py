@@ -93,8 +93,8 @@ def _temperature(request: Request) -> float:
 def command_of(
     stage: Stage, store: StoreConfig, engine: EngineConfig, candidate: CandidateConfig, retrain: RetrainConfig
 ) -> list[str]:
-    """Builds the command for the current step of a stage (the daemon's work in progress): `paceline train` to train the
-    stage's current candidate, or `paceline adapt gate` to judge it."""
+    """Builds the command that does the current step of a stage (the daemon's work in progress): in the step "training"
+    the training of the stage's current candidate, otherwise `paceline adapt gate`, which judges it."""
     drafter = Path(stage.candidates[stage.at])
     if stage.name == "training":
         # The daemon may have been restarted with other rates.
@@ -159,7 +159,8 @@ def train_command(
 def hook_environment(
     window: Path, out: Path, incumbent: str, learning_rate: float, engine: EngineConfig, config: RetrainConfig
 ) -> dict[str, str]:
-    """Returns the environment variables of a user's training command."""
+    """Returns the environment variables of a user's training command, PACELINE_WINDOW (folder of the training data),
+    PACELINE_OUT and others: the arguments as text, and minutes and general answers from `config`."""
     return {
         "PACELINE_WINDOW": str(window.absolute()),
         "PACELINE_OUT": str(out.absolute()),

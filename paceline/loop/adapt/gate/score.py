@@ -88,7 +88,8 @@ class _Answer:
 
 
 class Scorer:
-    """Scores requests for one drafter and one target, a batch at a time."""
+    """Computes for stored answers the rounds (drafted and accepted tokens) that one drafter would have needed, with one
+    target. Batches have as many requests as the cache has rows."""
 
     def __init__(self, llm: LLM, drafter: Drafter, rule: str = "auto") -> None:
         """Bind the drafter to the target of `llm`, whose cache must be free while the scorer is used. `rule`:

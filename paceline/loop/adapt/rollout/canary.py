@@ -114,8 +114,8 @@ class Canary:
         stage.begin_counting(counts, now + time.monotonic() - began_s, self.deployment.counts_apart())
 
     def spread(self, stage: Stage, save: Callable[[], None]) -> None:
-        """Load the drafter of a canary on the other servers, too; `save` as in `swap_in`, for every server. Raises
-        DownloadError if a server refuses it or cannot get it."""
+        """Load the drafter of a canary (the first server) on the other servers, too. `save`: called before each server
+        gets the drafter, to store how to undo it. Raises DownloadError if a server refuses it or cannot get it."""
 
         def save_undo() -> None:
             stage.undo = self.deployment.undo

@@ -117,7 +117,8 @@ class Stage:
         return self.kind in ("retrain", "propose") and self.name not in ("probation", "spread", "undo")
 
     def lasted(self, now: float) -> float:
-        """Seconds from `began` to `now`, corrected for changes of the system clock."""
+        """Seconds that the current step has lasted at `now` (seconds since 1970), corrected for changes of the system
+        clock."""
         return now - self.began - self.skew
 
     def clock_moved(self, by: float) -> None:
@@ -155,8 +156,9 @@ class Stage:
         self.begin_counting(counts, now)
 
     def begin_counting(self, counts: Counts, now: float, apart: tuple[Counts, Counts] | None = None) -> None:
-        """Begin the probation at `now`: later counter values are compared with `counts`, or with those `apart`, of the
-        canary and of the other servers. The baseline is unchanged."""
+        """Begin the probation at `now`: stores the counter values from which it counts: `counts`, or if given
+        `apart`, which is (counters of the canary, sum of the other servers' counters). The figures from before the swap
+        are unchanged."""
         self.name, self.began, self.skew = "probation", now, 0.0
         self.counted = self.seen = list(astuple(apart[0] if apart else counts))
         self.others = self.others_seen = list(astuple(apart[1])) if apart else []
@@ -185,11 +187,12 @@ class Stage:
         return [Counts(*(now - then for now, then in zip(*pair, strict=True))) for pair in pairs]
 
     def look_apart(self, apart: tuple[Counts, Counts]) -> None:
-        """Store a reading of the counters of the canary and of the other servers."""
+        """Store a reading of the counters, `apart`: (counters of the canary, sum of the other servers' counters)."""
         self.seen, self.others_seen = (list(astuple(counts)) for counts in apart)
 
     def fault_of_canary(self, config: WatchConfig) -> str | None:
-        """Returns a text on how the canary is worse than the other servers over the same time; None if it is not."""
+        """Returns a text on how the canary (the first server, with the new drafter) is worse than the other servers
+        over the same time, in failures or acceptance length; None if it is not."""
         canary, others = self._gains()
         where = "on the other servers"
         failures = (Failures(each.errors, each.requests) for each in (others, canary))
@@ -202,7 +205,8 @@ class Stage:
         return fall(lengths[0], lengths[1], sum(variances), config.most_drop, " on the canary", where)
 
     def kept_why(self, drafts: float | None) -> str:
-        """Returns the figures with which a probation ends well."""
+        """Returns a text on why the new drafter is kept after a probation: acceptance length and rounds of the canary
+        and acceptance length of the other servers, or for a single server the number of rounds."""
         if not self.others:
             return f"nothing fell in {self.rounds(drafts):g} rounds"
         canary, others = self._gains()

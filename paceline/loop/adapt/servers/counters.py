@@ -72,7 +72,8 @@ _values = operator.attrgetter(*Counts.__slots__)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Counters of one engine at one time."""
+    """One reading of one engine's counters (tokens, rounds, ...). SGLang does not count accepted drafts; `Meter`
+    computes them from this reading and the last."""
 
     counts: Counts
     counts_accepted: bool = True
@@ -181,10 +182,11 @@ class Meters:
 
 
 def is_restarted(before: Counts, after: Counts) -> bool:
-    """True if the server was restarted between two readings: the token count fell, rounds or accepted drafts are on the
-    page and fell, or all counters that were above 0 fell.
+    """True if the server was restarted between two readings: the token count fell; or the count of rounds or of
+    accepted drafts fell, but not to 0; or all counters that were above 0 fell.
 
-    Without a restart, counters may be missing from a page (0), and requests may fall because one finish reason is."""
+    Without a restart, a counter may be missing from the page (read as 0), and the number of requests may fall if the
+    count of one finish reason is missing."""
     pairs = _counters(before, after)
     fell = any(0 < getattr(after, name) < getattr(before, name) for name in ("rounds", "accepted"))
     return after.tokens < before.tokens or fell or (bool(pairs) and all(value < then for then, value in pairs))

@@ -66,7 +66,8 @@ class Outcome:
 
     @property
     def net_tokens_per_s(self) -> float:
-        """Tokens/s of one request, reduced by the share of all costs that trainings take; see the module."""
+        """Tokens/s of one request, times serving cost / (serving cost + cost of all trainings). The serving cost is
+        that of all hours of the replay, whatever the load."""
         tokens_per_s = 1000 * self.tokens_per_round / self.prices.round_ms
         serving = self.hours * self.prices.serving_price
         cost = serving + TRAINING_HOURS * self.trainings * self.prices.training_price

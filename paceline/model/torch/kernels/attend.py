@@ -126,8 +126,8 @@ class Tiles:
     def splits(self, pairs: int, stacked: int, positions: int) -> int:
         """Return the number of parts (splits) into which a row's positions are divided, each with its own programs.
 
-        pairs: number of (row, key head) pairs; stacked: queries of one pair, query heads per key head times tokens;
-        positions: maximum positions of a row.
+        pairs: number of (row, key head) pairs; stacked: number of queries per pair, which is query heads per key head
+        times tokens per row; positions: maximum positions of a row.
         """
         programs = pairs * -(-stacked // self.members)
         # Rows differ in length and may be idle: a single program must not walk a long row alone.

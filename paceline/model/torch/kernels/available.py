@@ -28,8 +28,8 @@ def can_use(device: torch.device | str) -> bool:
 
 @cache
 def overlap_options(device: torch.device) -> dict[str, bool]:
-    """Return Triton's launch options for `device`: whether a kernel may overlap with the previous one
-    (`triton/overlap.py`)."""
+    """Return Triton's launch options for `device`: {"OVERLAPS": True, "launch_pdl": True} if it lets a kernel start
+    before the previous one ends (`triton/overlap.py`), else {"OVERLAPS": False}."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < OVERLAPPING_CAPABILITY:
         return {"OVERLAPS": False}
     return {"OVERLAPS": True, "launch_pdl": True}

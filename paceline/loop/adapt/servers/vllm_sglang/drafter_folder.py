@@ -117,7 +117,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Drafter ready for the engine: `folder` in a format that the engine can load, and its start options."""
+    """A drafter ready for vLLM or SGLang: its `folder`, in a format that the engine can load, its method, and drafts
+    per round."""
 
     folder: Path
     method: str

@@ -44,7 +44,8 @@ class Expected:
 
 @dataclass(slots=True)
 class EngineFolders:
-    """Drafters in the format of one engine, kept in `folder`; `engine` names the target and its data type."""
+    """Converts drafters to the format of vLLM or SGLang (`config.engine`), and keeps the results in `folder`. `engine`:
+    settings of paceline's engine, of which the target model and its dtype are used."""
 
     config: DeployConfig
     engine: EngineConfig
@@ -60,7 +61,8 @@ class EngineFolders:
             shutil.rmtree(unfinished)
 
     def given(self, drafter: Path) -> Given:
-        """Returns the drafter as the engine reads it; writes that folder if the drafter's own cannot be read.
+        """Returns the drafter in a folder that vLLM or SGLang can read: its own, or a converted copy, which is written
+        at the first call and reused.
 
         Raises DeployError if the drafter cannot be converted, CacheError if the folder cannot be written."""
         folder = self.folder / f"{self.config.engine}-{_hash_of(drafter)}"
@@ -82,7 +84,8 @@ class EngineFolders:
         return given
 
     def expected(self, given: Given) -> Expected:
-        """Measures the acceptance length of this folder with paceline, in another process; later calls return the same.
+        """Measures the acceptance length of the drafter `given` with paceline, in another process; later calls return
+        the first result.
 
         Raises DeployError if it cannot be measured."""
         if given.folder not in self._expected:

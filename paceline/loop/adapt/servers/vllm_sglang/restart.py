@@ -179,7 +179,8 @@ class VllmServers(_Restarted):
     accepts them; otherwise restarts one server after the other."""
 
     def check_start(self) -> None:
-        """Check that the servers that answer can replace draft weights, with the option `hot_swap`."""
+        """With the option `hot_swap`, raise ConfigError if a server that answers cannot replace draft weights; without
+        it, do nothing."""
         for client in self._clients if self.config.hot_swap else ():
             try:
                 state = ask(client, "GET", WEIGHTS_PATH)

@@ -32,7 +32,8 @@ def attend_split(
     fields of `Sight`. Outputs, float32, for P (row, key head) pairs with M = count * GROUP queries each: sums [P,
     splits, M, HEAD], weights and maxima [P, M, splits]. count: tokens per row; GROUP: query heads per key head. scale,
     cap, window: factor, soft cap and sliding window of the scores. A tile has BLOCK_M queries, and reads BLOCK_N
-    positions at a time; BLOCK_D: HEAD rounded up to a power of two."""
+    positions at a time; BLOCK_D: HEAD rounded up to a power of two. PRECISION: input precision of the products; STAGES:
+    pipeline stages of the loop; OVERLAPS: see `overlap`."""
     overlap(OVERLAPS)
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     pair = tl.program_id(2)
@@ -118,7 +119,7 @@ def combine_splits(
     key.
 
     sums, weights, maxima: outputs of `attend_split`, with its other constants; CHUNK splits are read at a time.
-    sinks_H: logit of each head's attention sink, read if HAS_SINKS."""
+    sinks_H: logit of each head's attention sink, read if HAS_SINKS. OVERLAPS: see `overlap`."""
     overlap(OVERLAPS)
     member, pair = tl.program_id(0), tl.program_id(1)
     row, kv_head = pair // kv_heads, pair % kv_heads

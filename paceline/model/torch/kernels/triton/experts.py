@@ -100,7 +100,8 @@ def multiply(
     PER_TOKEN]: each token's experts. HAS_LISTS: pairs come from lists and counts of `list_pairs`; otherwise all tokens
     fit in one block, BLOCK_T. IS_BY_PAIR: a program is started for each pair, not for each expert; that of an expert's
     first pair computes all of its pairs, the others do nothing. BLOCK_P, BLOCK_S: PER_TOKEN and number of pairs,
-    rounded up to powers of two. A step computes BLOCK_N outputs from BLOCK_K inputs.
+    rounded up to powers of two. A step computes BLOCK_N outputs from BLOCK_K inputs; STAGES: pipeline stages of the
+    loop.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = out_ptr.dtype.element_ty

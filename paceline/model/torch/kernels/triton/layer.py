@@ -30,7 +30,8 @@ def add_norm(
     """One program per row: hidden += scale * norm(update) in place, out = norm(hidden); all are [rows, SIZE].
 
     HAS_UPDATE: there is an update; HAS_UPDATE_NORM: it is normed; HAS_NORM: `out` is written. IS_UPDATE_WIDE, IS_WIDE:
-    norm and multiply by its weight [SIZE] in float32, then round; otherwise round before that product, too."""
+    norm and multiply by its weight [SIZE] in float32, then round; otherwise round before that product, too. BLOCK: SIZE
+    rounded up to a power of two; OVERLAPS: see `overlap`."""
     overlap(OVERLAPS)
     begin = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, BLOCK)
@@ -64,9 +65,11 @@ def heads(
     cache.
 
     fused: for each token (token_stride apart) the heads of queries, keys and values; query [T, NUM_HEADS, SIZE]:
-    output. keys, values: one layer of the cache; rows, slots [T]: cache row of each token, and position in it. cos, sin
-    [T, ROTARY]: of `Rope.tables`. ROTARY: number of rotated channels of each head, 0 for none. weight: SIZE numbers for
-    each head of queries and keys. IS_WHOLE: one norm over all queries, one over all keys. IS_WIDE: as in `add_norm`.
+    output. keys, values: one layer of the cache, with row_stride, head_stride and slot_stride; rows, slots [T]: cache
+    row of each token, and position in it. cos, sin [T, ROTARY]: of `Rope.tables`. ROTARY: number of rotated channels of
+    each head, 0 for none. weight: SIZE numbers for each head of queries and keys. IS_WHOLE: one norm over all queries,
+    one over all keys. IS_WIDE, OVERLAPS: as in `add_norm`. BLOCK, WHOLE_BLOCK: SIZE, and all channels of such a norm,
+    rounded up to powers of two.
     """
     overlap(OVERLAPS)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -115,7 +118,7 @@ def heads(
 @triton.jit
 def gated(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr, OVERLAPS: tl.constexpr):
     """One program per row and BLOCK of columns: out [rows, SIZE] = activation(gate) * up, for gate_up [rows, 2 * SIZE],
-    gate first. The activation is GELU by tanh if IS_GELU, else SiLU."""
+    gate first. The activation is GELU by tanh if IS_GELU, else SiLU. OVERLAPS: see `overlap`."""
     overlap(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -45,7 +45,8 @@ def skinny(
 
     TOKENS: 1, or the smallest power of two, at least 16, that holds the tokens. COLUMNS divides INNER, ROWS divides
     size. GATE: 0: no gate. Otherwise the matrix has `size` rows of gate, then `size` rows of up, and out =
-    activation(gate) * up: 1 is SiLU, 2 is GELU by tanh.
+    activation(gate) * up: 1 is SiLU, 2 is GELU by tanh. PRECISION: input precision of the products; STAGES: pipeline
+    stages of the loop; OVERLAPS: see `overlap`.
     """
     IS_ONE: tl.constexpr = TOKENS == 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
