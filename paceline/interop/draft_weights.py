@@ -24,6 +24,7 @@ Needs vLLM 0.32 or later. In a worker no exception may escape: vLLM would leave 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import json
@@ -51,7 +52,7 @@ FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip")
 """Headers that a proxy adds: the client is then on another machine."""
 FAULTS = (
     *(RuntimeError, ValueError, OSError, LookupError, TypeError, AttributeError, AssertionError, ImportError),
-    SafetensorError,
+    *(MemoryError, SafetensorError),
 )
 """Exceptions that reading a folder, or vLLM's loader, may raise."""
 
@@ -128,8 +129,8 @@ class DraftWeights:
 
 def obstacle(worker: Any) -> str | None:
     """Returns why this worker cannot replace the weights of its drafter, with the remedy; None if it can."""
-    import vllm
-    from vllm.config import CompilationMode
+    import vllm  # pyright: ignore[reportMissingImports]
+    from vllm.config import CompilationMode  # pyright: ignore[reportMissingImports]
 
     numbers = [int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit()]
     if tuple(numbers) < LEAST_VERSION or not hasattr(worker, "get_draft_model"):
@@ -221,9 +222,9 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _loaded(worker: Any, folder: str) -> nn.Module:
     """Loads a second drafter from `folder` into host memory, with vLLM's loader; it is never run."""
-    from vllm.compilation.backends import set_model_tag
-    from vllm.config import CompilationMode, set_current_vllm_config
-    from vllm.model_executor.model_loader import get_model
+    from vllm.compilation.backends import set_model_tag  # pyright: ignore[reportMissingImports]
+    from vllm.config import CompilationMode, set_current_vllm_config  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.model_loader import get_model  # pyright: ignore[reportMissingImports]
 
     config = copy(worker.vllm_config)
     config.compilation_config = copy(config.compilation_config)
@@ -301,13 +302,24 @@ class DraftWeightsRoute:
 async def _replace(engine: Any, folder: str) -> tuple[int, dict[str, Any]]:
     """Load the weights in `folder` in all workers, or in none."""
     rpc: Rpc = engine.collective_rpc
-    if problem := _first(await rpc("stage_draft_weights", args=(folder,))):
+    try:
+        problem = _first(await rpc("stage_draft_weights", args=(folder,)))
+    except Exception:
+        with contextlib.suppress(Exception):  # the first error says more
+            await rpc("drop_draft_weights")
+        raise
+    if problem:
         await rpc("drop_draft_weights")
         return 422, {"error": f"{folder} is not loaded: {problem}"}
     seconds = await rpc("commit_draft_weights")
     if problem := _first(each if isinstance(each, str) else None for each in seconds):
         return 500, {"error": f"the drafter may be damaged, restart vLLM: {problem}"}
-    await engine.reset_prefix_cache(reset_running_requests=True)
+    try:
+        problem = None if await engine.reset_prefix_cache(reset_running_requests=True) else "vLLM did not empty it"
+    except Exception as error:  # noqa: BLE001 (vLLM raises RuntimeError while blocks wait for a KV transfer)
+        problem = _text(error)
+    if problem:
+        return 503, {"error": f"the prefix cache has keys and values of the earlier weights, try again: {problem}"}
     return 200, {"folder": folder, "seconds": round(max(seconds), 4)}
 
 

@@ -14,6 +14,7 @@ reads the files.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import tempfile
 from functools import partial
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from paceline.errors import ConfigError, reraised
 
+log = logging.getLogger("paceline.interop")
 LEAST_VERSION = (0, 32)
 """Oldest vLLM whose example connector has the methods that are replaced here."""
 NEEDED = ("_submit_async_write", "_write_tensors", "_on_write_done")
@@ -74,19 +76,30 @@ class Copied:
 
 class HiddenStatesConnector(example.ExampleHiddenStatesConnector):
     """KV connector that writes each request's hidden states to a file. It extends vLLM's example connector: a file gets
-    its name only when it is complete, and copies on a CPU need no CUDA streams."""
+    its name only when it is complete, files are written into `shared_storage_path` only, and copies on a CPU need no
+    CUDA streams."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises ConfigError if `shared_storage_path` is missing or cannot be written."""
         super().__init__(vllm_config, role, kv_cache_config)
         folder = self._kv_transfer_config.get_from_extra_config("shared_storage_path", None)
         check_folder(folder)
-        self.use_lock = False
+        self.use_lock = self.allow_custom_save_path = False
+        self._has_warned = False
 
     def _submit_async_write(self, pending: Any) -> None:
         """Copies the hidden states of a finished request out of the KV cache, before its blocks are freed, and lets a
-        thread write them. `pending`: the request's id, token_ids [tokens], block_ids and filename."""
+        thread write them. `pending`: the request's id, token_ids [tokens], block_ids and filename.
+
+        vLLM names the file after the request's id, which clients choose (X-Request-Id). A file that would lie outside
+        `shared_storage_path`, or in a folder below it, is not written; the first one is logged."""
         if not self._is_tp_rank_zero:
+            return
+        if os.path.dirname(os.path.realpath(pending.filename)) != os.path.realpath(self._storage_path):
+            self._req_copy_events[pending.req_id] = Copied()  # vLLM then frees the request's blocks
+            if not self._has_warned:
+                log.warning("the request id %r is not a file name: its hidden states are not written", pending.req_id)
+            self._has_warned = True
             return
         cache, num_tokens = self._kv_cache, len(pending.token_ids)  # cache: [blocks, layers, block size, hidden size]
         if cache.device.type != "cpu":

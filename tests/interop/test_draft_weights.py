@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -226,6 +227,7 @@ class Engine:
 
     def __init__(self, *workers: Worker) -> None:
         self.workers, self.resets = workers, 0
+        self.reset: Callable[[], bool] = lambda: True
         self.vllm_config = workers[0].vllm_config
         self.gate: asyncio.Event | None = None
 
@@ -237,7 +239,7 @@ class Engine:
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         assert reset_running_requests, "blocks of running requests would stay"
         self.resets += 1
-        return True
+        return self.reset()
 
 
 KEYED = [(b"authorization", b"Bearer secret")]
@@ -295,6 +297,41 @@ class TestRoute:
         status, answer = asked.post(written(tmp_path / "new", 2.0))
         assert status == 422 and "model.fused" in answer["error"] and engine.resets == 0
         assert worker.values == other.values == {1.0} and worker._draft_staged is None
+
+    @pytest.mark.parametrize("error", [MemoryError("host memory"), NotImplementedError("of the engine")])
+    def test_a_worker_that_fails_leaves_no_second_drafter(
+        self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    ) -> None:
+        """The other worker has read the weights: it frees them."""
+        other, loaded = Worker(tmp_path / "old"), draft_weights._loaded
+
+        def fails(worker: Any, folder: str) -> nn.Module:
+            if worker is other:
+                raise error
+            return loaded(worker, folder)
+
+        monkeypatch.setattr(draft_weights, "_loaded", fails)
+        if not isinstance(error, MemoryError):  # the engine raises what a worker did not catch
+            monkeypatch.setattr(draft_weights, "FAULTS", (ValueError,))
+        asked = Asked(engine := Engine(worker, other), monkeypatch)
+        status, answer = asked.post(written(tmp_path / "new", 2.0))
+        assert status == (422 if isinstance(error, MemoryError) else 500) and str(error) in answer["error"]
+        assert worker._draft_staged is None and worker.values == {1.0} and engine.resets == 0
+
+    def test_a_cache_that_is_not_emptied_is_tried_again(
+        self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It has keys and values of the earlier weights; the new ones are in use."""
+        asked, new = Asked(engine := Engine(worker), monkeypatch), written(tmp_path / "new", 2.0)
+
+        def raises() -> bool:
+            raise RuntimeError("Failed to reset KV cache")
+
+        for engine.reset in (lambda: False, raises):
+            status, answer = asked.post(new)
+            assert status == 503 and "prefix cache has keys and values of the earlier weights" in answer["error"]
+        engine.reset = lambda: True
+        assert asked.post(new)[0] == 200 and worker.values == {2.0}
 
     def test_without_the_key_nothing_is_answered(
         self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

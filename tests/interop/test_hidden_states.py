@@ -29,6 +29,8 @@ class ExampleHiddenStatesConnector:
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self._kv_transfer_config = vllm_config
+        self._storage_path = vllm_config.get_from_extra_config("shared_storage_path", "/tmp")
+        self.allow_custom_save_path = vllm_config.get_from_extra_config("allow_custom_save_path", False)
         self._block_size, self._is_tp_rank_zero, self.use_lock = BLOCK, True, True
         self._kv_cache = torch.randn(16, LAYERS, BLOCK, SIZE)
         self._executor = ThreadPoolExecutor(2)
@@ -73,7 +75,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def connector(module: Any, folder: Any) -> Any:
-    given = {} if folder is None else {"shared_storage_path": folder}
+    given = {} if folder is None else {"shared_storage_path": folder, "allow_custom_save_path": True}
     return module.HiddenStatesConnector(SimpleNamespace(get_from_extra_config=given.get), "worker", None)
 
 
@@ -124,6 +126,26 @@ def test_only_the_first_rank_writes_and_a_gpu_copies_in_its_own_way(module: Any,
     one._is_tp_rank_zero = False
     one._submit_async_write(given)
     assert one.on_gpu == [given] and not one._req_futures
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_request_id_that_leaves_the_folder_writes_nothing(
+    module: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, device: str
+) -> None:
+    """Clients choose it (X-Request-Id). The request is over all the same, so that its blocks are freed."""
+    states = tmp_path / "states"
+    one = connector(module, str(states))
+    one._kv_cache = one._kv_cache.to(device)
+    names = ("cmpl-x/../../elsewhere", "cmpl-x/below", str(tmp_path / "absolute"))
+    for name in names:
+        one._submit_async_write(pending(states, name, 3, 0))
+        assert one._req_copy_events[name].query() and name not in one._req_futures
+    one._executor.shutdown()
+    assert [*tmp_path.iterdir()] == [states] and [*states.iterdir()] == [] and one.on_gpu == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "the request id 'cmpl-x/../../elsewhere' is not a file name: its hidden states are not written"
+    ]
+    assert not one.allow_custom_save_path, "no request names a path"
 
 
 def test_a_lock_of_the_engine_is_released(module: Any, tmp_path: Path) -> None:
