@@ -11,6 +11,15 @@
 set -eu
 host=${PACELINE_SERVER#*://}
 name=${host%%[.:/]*}
+case $name in
+    localhost | "["*) name= ;;
+    *[!0-9]*) ;;
+    *) name= ;;
+esac
+if [ -z "$name" ]; then
+    echo "$PACELINE_SERVER names no Deployment: give --server http://DEPLOYMENT:PORT, also for a forwarded port" >&2
+    exit 2
+fi
 # shellcheck disable=SC2059
 deployment=deployment/$(printf "${DEPLOYMENT:-%s}" "$name")
 links=${DRAFTER_LINKS:-/data/serving}

@@ -52,6 +52,13 @@ def test_kubernetes(folder: Path) -> None:
     assert run("kubectl.sh", folder, "http://vllm-0:8000", DRAFTER_LINKS=str(links), STATUS="1")[0] == 1
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_an_address_without_a_deployments_name_is_refused(folder: Path, host: str) -> None:
+    (folder / "calls").touch()
+    assert run("kubectl.sh", folder, f"http://{host}:8001", DRAFTER_LINKS=str(folder / "links")) == (2, [])
+    assert not (folder / "links").exists()
+
+
 def test_the_production_stack(folder: Path) -> None:
     names = {"DRAFTER_LINKS": str(folder), "DEPLOYMENT": "vllm-%s-deployment-vllm"}
     _, calls = run("kubectl.sh", folder, "http://qwen-1:80", **names)

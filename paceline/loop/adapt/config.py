@@ -230,7 +230,7 @@ class DeployConfig:
     draft_field: str | None = None
     """Field of SGLang's /update_weights_from_disk that marks weights as the drafter's."""
     method: str = "dflash"
-    """Method in vLLM's speculative config."""
+    """Method in vLLM's speculative config; eagle3 for EAGLE-3 drafters."""
     num_drafted: int = 7
     """Draft tokens per round in vLLM's speculative config."""
     patience_s: Positive = 600.0
@@ -250,6 +250,10 @@ class DeployConfig:
                 "vllm needs --restart or --publish, a command, or --hot-swap",
             ),
             (self.hot_swap and self.engine != "vllm", f"--hot-swap is for vllm: {self.engine} has no such extension"),
+            (
+                self.hot_swap and self.publish is not None,
+                "--hot-swap and --publish both replace weights in a running vLLM: give one of them",
+            ),
             (
                 bool(self.servers) and self.engine == "sglang" and not (self.restart or self.draft_field),
                 "sglang needs --restart or --draft-field",

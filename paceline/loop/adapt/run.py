@@ -85,7 +85,7 @@ def run(
                 watcher.clock_moved(by)
             watcher.tick(time.time())
             ended.wait(watch.every_s)
-        watcher.stop()
+        watcher.stop(time.time())
 
 
 def _deployment(deploy: DeployConfig, engine: EngineConfig, state: Path, incumbent: Path | None) -> Deployment:

@@ -240,7 +240,8 @@ class Watcher(Steps):
             ):
                 raise ValueError("impossible scored")
             stages = (state["stage"], state.get("by_hand"))
-            self.stage, self.by_hand = (None if stage is None else read_stage(stage) for stage in stages)
+            servers = () if self._canary is None or self._canary.deployment.traces_rounds else tuple(self._meters().of)
+            self.stage, self.by_hand = (None if stage is None else read_stage(stage, servers) for stage in stages)
             known = state.get("known")
             if self._canary is not None and self._canary.deployment.traces_rounds and known is not None:
                 self._canary.known = dict(known)  # other servers do not list what they draft with
@@ -249,10 +250,17 @@ class Watcher(Steps):
         if self.deployment is not None and stage is not None:
             self.deployment.undo = stage.undo
 
-    def stop(self) -> None:
-        """Stop the running training or gate (comparison of a candidate with the serving drafter); a restarted daemon
-        resumes it."""
+    def stop(self, now: float) -> None:
+        """Stop the running training or gate (comparison of a candidate with the serving drafter) at `now`, in seconds
+        since 1970; a restarted daemon resumes it."""
         if self._job is not None:
+            if self.stage is not None:
+                self.stage.pause(now)
+                self._is_unsaved = True
+            try:
+                self._save(now)
+            except CacheError as error:
+                self.say(f"adapt: {error}; the time that the training has run is not saved")
             self._job.stop()
         if self.deployment is not None:
             self.deployment.close()

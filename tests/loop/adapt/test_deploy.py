@@ -146,6 +146,28 @@ def test_vllm_restarts_one_server_after_the_other(server: FakeServer, tmp_path: 
 
 
 @pytest.mark.slow
+def test_each_drafter_is_restarted_with_its_own_method(server: FakeServer, tmp_path: Path) -> None:
+    for name, kind in (("old", "DFlashDraftModel"), ("new", "LlamaForCausalLMEagle3")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [kind]}))
+    how = {"restart": restart_command(tmp_path), "method": "dflash2"}
+    deployment = opened(server, tmp_path / "old", engine="vllm", **how)
+    deployment.load("tickets", tmp_path / "new")
+    deployment.roll_back()
+    methods = [json.loads(one["PACELINE_SPECULATIVE_CONFIG"])["method"] for one in told(tmp_path)]
+    assert methods == ["eagle3", "dflash2"]
+
+
+@pytest.mark.parametrize("engine", ["paceline", "vllm", "sglang"])
+def test_the_key_is_read_from_the_environment(server: FakeServer, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_ADMIN_KEY", "secret")
+    how = {} if engine == "paceline" else {"restart": "true"}
+    assert opened(server, engine=engine, **how).is_well()
+    assert opened(server, engine=engine, admin_key="other", **how).is_well()
+    assert server.keys == ["Bearer secret", "Bearer other"]
+
+
+@pytest.mark.slow
 def test_a_restart_that_fails_gives_the_old_drafter_back(server: FakeServer, tmp_path: Path) -> None:
     deployment = opened(server, tmp_path / "old", engine="vllm", restart=restart_command(tmp_path, status=1))
     with pytest.raises(DeployError, match="no such service"):
@@ -249,6 +271,17 @@ class TestHotSwap:
         for name, holds in (("new", True), ("old", False)):
             server.refuses[self.PATH] = 200, {"folder": str(tmp_path / name), "problem": None}
             assert deployment.holds("drafter", str(tmp_path / "new")) is holds
+
+    def test_one_restarted_with_a_link_or_without_the_route_has_the_new_drafter(
+        self, server: FakeServer, tmp_path: Path
+    ) -> None:
+        deployment = self.swapping(server, tmp_path, restart="true")
+        deployment.load("tickets", tmp_path / "new")
+        (tmp_path / "link").symlink_to(tmp_path / "new")
+        server.refuses[self.PATH] = 200, {"folder": str(tmp_path / "link"), "problem": None}
+        assert deployment.holds("drafter", str(tmp_path / "new"))
+        server.refuses[self.PATH] = 404, {}
+        assert deployment.holds("drafter", str(tmp_path / "new"))
 
 
 def test_sglang_takes_a_drafter_s_weights_only_by_the_field_it_has_for_them(server: FakeServer, tmp_path: Path) -> None:
@@ -401,6 +434,7 @@ def test_settings_that_cannot_work() -> None:
     for changes, words in (
         ({"engine": "vllm"}, "--restart or --publish, a command, or --hot-swap"),
         ({"engine": "sglang", "restart": "true", "hot_swap": True}, "--hot-swap is for vllm"),
+        ({"engine": "vllm", "publish": "true", "hot_swap": True}, "give one of them"),
         ({"engine": "sglang"}, "--draft-field"),
         ({"engine": "paceline", "servers": ("a", "b")}, "one paceline server"),
     ):

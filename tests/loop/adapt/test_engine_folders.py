@@ -15,11 +15,11 @@ from test_checkpoints_command import made
 
 from paceline.config import EngineConfig
 from paceline.draft.dflash.checkpoint import read_stored
-from paceline.errors import ConfigError, DeployError, UnreachableError
+from paceline.errors import CacheError, ConfigError, DeployError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.servers.deploy import open_deployment
 from paceline.loop.adapt.servers.vllm_sglang import engine_folders
-from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Start, given_to
+from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Given, Start, given_to
 from paceline.loop.adapt.servers.vllm_sglang.engine_folders import EngineFolders, Expected, check_length
 from paceline.model.checkpoint import load_tensors
 from paceline.net.streaming import Client
@@ -93,6 +93,46 @@ class TestFolders:
         given = folders_of(target, tmp_path).given(drafter)
         assert not unfinished.exists() and read_stored(given.folder).form == "speculators"
 
+    def test_other_settings_get_another_folder(self, target: Path, drafter: Path, tmp_path: Path) -> None:
+        first = folders_of(target, tmp_path).given(drafter)
+        fewer = folders_of(target, tmp_path)
+        fewer.config = DeployConfig("vllm", num_drafted=2, restart="true")
+        assert fewer.given(drafter).num_drafted == 2 and first.num_drafted == 3
+        other = folders_of(target, tmp_path)
+        other.engine = EngineConfig(model=str(shutil.copytree(target, tmp_path / "target")), dtype="float32")
+        assert other.given(drafter).folder not in (first.folder, fewer.given(drafter).folder)
+
+    def test_a_damaged_folder_is_written_again(self, target: Path, drafter: Path, tmp_path: Path) -> None:
+        folders = folders_of(target, tmp_path)
+        given = folders.given(drafter)
+        record = given.folder.parent / engine_folders.RECORD
+        for damaged in ("", "3", "{}", json.dumps(json.loads(record.read_text()) | {"extra": 1})):
+            record.write_text(damaged)
+            assert folders.given(drafter) == given and json.loads(record.read_text())["method"] == "dflash"
+        shutil.rmtree(given.folder)
+        assert folders.given(drafter) == given and given.folder.is_dir()
+        assert [*(tmp_path / "engine").iterdir()] == [record.parent]
+
+    def test_a_drafter_that_was_moved_is_found_again(self, target: Path, drafter: Path, tmp_path: Path) -> None:
+        plain = Path(shutil.copytree(drafter, tmp_path / "plain"))
+        (plain / "draft_ids.safetensors").unlink()
+        folders = folders_of(target, tmp_path)
+        assert folders.given(plain).folder == plain
+        moved = plain.rename(tmp_path / "moved")
+        assert folders.given(moved).folder == moved
+
+    def test_a_full_disk_leaves_nothing_behind(
+        self, target: Path, drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(start: Start, scratch: Path) -> None:
+            (scratch / "drafter").mkdir()
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(engine_folders, "given_to", full)
+        with pytest.raises(CacheError, match="free space"):
+            folders_of(target, tmp_path).given(drafter)
+        assert [*(tmp_path / "engine").iterdir()] == []
+
     def test_another_targets_drafter_reaches_no_server(self, target: Path, drafter: Path, tmp_path: Path) -> None:
         other = made(tmp_path / "other", hidden=64)
         with serving(FakeServer()) as fake:
@@ -163,6 +203,22 @@ class TestLength:
             fake.is_away = True
             with pytest.raises(UnreachableError):
                 check_length("vllm", Client(fake.url), Expected(3.0, [[1]]))
+
+    def test_it_is_measured_on_the_same_device_and_may_fail_there(
+        self, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        devices = list[str]()
+
+        def brings(*settings: Any) -> float:
+            devices.append(settings[-1])
+            raise RuntimeError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+        monkeypatch.setattr(engine_folders, "brings", brings)
+        folders = folders_of(target, tmp_path)
+        folders.engine = EngineConfig(model=str(target), device="cpu")
+        with pytest.raises(DeployError, match="--no-check-length.*: CUDA out of memory. Tried"):
+            folders.expected(Given(tmp_path, "dflash", 3))
+        assert devices == ["cpu"]
 
     @pytest.mark.slow
     def test_the_old_drafter_is_given_back(

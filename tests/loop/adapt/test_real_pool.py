@@ -125,4 +125,4 @@ def test_the_daemon_adds_a_member(live: Live, drafters: list[Path], tmp_path: Pa
     assert events(one)[-1] == "rolled back" and drafter_of(live) == "general"
     one.tick(NOW + 460)
     assert list(live.llm.members) == ["general"] and live.seen.num_crashes == 0
-    one.stop()
+    one.stop(NOW + 460)

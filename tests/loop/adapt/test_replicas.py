@@ -15,7 +15,7 @@ from fake_servers import RESTART, Vllm
 from fake_servers import serving as fake_serving
 from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
 
-from paceline.errors import DeployError, UnreachableError
+from paceline.errors import CacheError, DeployError, UnreachableError
 from paceline.loop.adapt.config import CandidateConfig, DeployConfig, WatchConfig
 from paceline.loop.adapt.decide.decide import Decision
 from paceline.loop.adapt.rollout.stage import Stage
@@ -110,6 +110,37 @@ class TestDeployment:
         deployment._replace = replace_one  # type: ignore[attr-defined]
         deployment.load_others("drafter", tmp_path / "new")
         assert drafters(three) == [["new"], ["new"], ["new", "new"]]
+
+    @pytest.mark.slow
+    def test_a_full_disk_restarts_no_server(self, tmp_path: Path, three: list[Vllm]) -> None:
+        def full() -> None:
+            raise CacheError("no space left")
+
+        deployment = opened(tmp_path, three)
+        with pytest.raises(CacheError):
+            deployment.load("drafter", tmp_path / "new", full)
+        assert drafters(three) == [[], [], []] and deployment.undo == []
+        deployment.load("drafter", tmp_path / "new")
+        with pytest.raises(CacheError):
+            deployment.load_others("drafter", tmp_path / "new", full)
+        assert drafters(three) == [["new"], [], []] and len(deployment.undo) == 1
+
+    def test_another_server_that_is_down_is_not_the_canarys_fault(self, tmp_path: Path, three: list[Vllm]) -> None:
+        deployment = opened(tmp_path, three)
+        before = deployment.counts()
+        deployment.undo = [["server", three[0].url, str(tmp_path / "old")]]  # the canary alone has the new drafter
+        three[1].is_away = three[2].is_away = True
+        three[0].count(rounds=40_100, accepted=80_300, tokens=120_400, ended=9401)
+        assert deployment.is_well() and deployment.counts().rounds - before.rounds == 100
+        three[0].is_away, three[1].is_away = True, False
+        for call in (deployment.is_well, deployment.counts):
+            with pytest.raises(UnreachableError, match=three[0].url):
+                call()
+        three[0].is_away = False
+        deployment.undo = []
+        for call in (deployment.is_well, deployment.counts):
+            with pytest.raises(UnreachableError, match=three[2].url):
+                call()
 
     def test_counts_of_the_first_and_of_the_others(self, tmp_path: Path, three: list[Vllm]) -> None:
         deployment = opened(tmp_path, three)

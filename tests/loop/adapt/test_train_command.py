@@ -101,6 +101,28 @@ def test_a_training_that_used_its_budget_is_stopped(tmp_path: Path, server: Fake
     assert "stopped after 16 hours" in line["why"] and line["cost_hours"] == pytest.approx(16, abs=0.2)
 
 
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_the_budget_of_a_training_outlasts_the_daemon(tmp_path: Path, server: FakeServer, is_stopped: bool) -> None:
+    """A stopped daemon stops the training, and the hours until the next one are not counted; the training of a killed
+    one goes on, and they are."""
+    traffic(tmp_path)
+    retrain = RetrainConfig(train_command="sleep 600", train_units=8.0, train_hours_budget=16.0)
+    one = watcher(tmp_path, server, cast(Any, Job), retrain=retrain)
+    one.tick(NOW)
+    if is_stopped:
+        one.stop(NOW + 3600)
+    two = watcher(tmp_path, server, cast(Any, Job), retrain=retrain)
+    begun = NOW + (10 * 3600 if is_stopped else 3600)
+    two.tick(begun)
+    two.tick(begun + 3000)
+    assert events(two) == ["training"]
+    two.tick(begun + 3600)
+    assert events(two) == ["training", "refused"]
+    assert two.log.lines()[-1]["cost_hours"] == pytest.approx(16, abs=0.2)
+    if one._job is not None:
+        one._job.stop()
+
+
 def test_a_stopped_command_leaves_no_child_behind(tmp_path: Path) -> None:
     """A child that goes on holds the lock, and the next daemon would wait for it."""
     job = Job(["sh", "-c", f'sleep 600 & echo > "{tmp_path}/begun"; wait'], tmp_path / "job")

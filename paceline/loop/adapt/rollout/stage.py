@@ -76,7 +76,9 @@ class Stage:
     skew: float = 0.0
     """Seconds by which the system clock was set forward, less those set back, since `began`."""
     seconds: float = 0.0
-    """Seconds of training so far."""
+    """Seconds of the trainings that have ended."""
+    used: float = 0.0
+    """Seconds that the current training has run under earlier daemons."""
     before: dict[str, float] = field(default_factory=dict)
     """Acceptance length before the swap, by cluster, and of the whole server ("")."""
     counted: list[float] = field(default_factory=list)
@@ -120,6 +122,13 @@ class Stage:
         """Seconds that the current step has lasted at `now` (seconds since 1970), corrected for changes of the system
         clock."""
         return now - self.began - self.skew
+
+    def pause(self, now: float) -> None:
+        """Add the time that the current training has run until `now` (seconds since 1970) to `used`; no effect in other
+        steps."""
+        if self.name == "training":
+            self.used += max(self.lasted(now), 0.0)
+            self.began, self.skew = now, 0.0
 
     def clock_moved(self, by: float) -> None:
         """Correct all times by `by` seconds, by which the system clock was set forward (negative: back)."""
@@ -195,8 +204,8 @@ class Stage:
         over the same time, in failures or acceptance length; None if it is not."""
         canary, others = self._gains()
         where = "on the other servers"
-        failures = (Failures(each.errors, each.requests) for each in (others, canary))
-        if failing := more_failures(*failures, config.most_errors, where):
+        before, now = (Failures(each.errors, each.requests) for each in (others, canary))
+        if failing := more_failures(before, now, config.most_errors, where):
             return failing
         if min(canary.rounds, others.rounds) < LEAST_ROUNDS:
             return None
@@ -269,12 +278,19 @@ NAMES = ("training", "gate", "choose", "swap", "probation", "spread", "undo")
 NUM_COUNTS = len(astuple(Counts()))
 
 
-def read_stage(fields: dict[str, Any]) -> Stage:
-    """Rebuilds a stage from its JSON fields. Raises ValueError, TypeError or KeyError if they are invalid."""
+def read_stage(fields: dict[str, Any], servers: Sequence[str] = ()) -> Stage:
+    """Rebuilds a stage from its JSON fields. `servers`: addresses of the vLLM or SGLang servers; earlier versions wrote
+    one change [folder before] for all of them. Raises ValueError, TypeError or KeyError if the fields are invalid."""
     stage = Stage(**{**fields, "clusters": tuple(fields["clusters"])})
+    stage.undo = [
+        entry
+        for change in stage.undo
+        for entry in ([["server", url, *change] for url in servers] if servers and len(change) == 1 else [change])
+    ]
     is_job = stage.name in ("training", "gate")
     texts = (stage.member, stage.incumbent, stage.drafter, stage.served, stage.why, stage.ending)
-    numbers = (stage.began, stage.skew, stage.seconds, stage.wait_until, stage.away_since, stage.at, stage.num_tries)
+    times = (stage.began, stage.skew, stage.seconds, stage.used, stage.wait_until, stage.away_since)
+    numbers = (*times, stage.at, stage.num_tries)
     sound = {
         "kind": stage.kind in KINDS,
         "name": stage.name in NAMES,

@@ -92,9 +92,10 @@ class Steps:
         elif self._job is None:
             out = self.store.state / "jobs" / f"{stage.kind}-{stage.name}-{stage.hour}-{stage.at}"
             self._job = self.start(command_of(stage, self.store, self.engine, self.candidate, self.retrain), out)
-            stage.began, stage.skew = now, 0.0
             if isinstance(self._job, Job) and self._job.is_waiting:
+                stage.pause(now)  # the job has run since `began`
                 self.say(f"adapt: a {stage.name} of an earlier daemon goes on here: it is waited for, then taken up")
+            stage.began, stage.skew, self._is_unsaved = now, 0.0, True
         elif (status := self._status(stage, self._job, now)) is not None:
             job, self._job, self._is_unsaved = self._job, None, True
             (self._trained if stage.name == "training" else self._judged)(stage, job, status, now)
@@ -103,7 +104,7 @@ class Steps:
         """Exit status of a job; None while it runs. A training that has used its budget is stopped."""
         status, budget = job.poll(), self.retrain.train_hours_budget
         if status is None and stage.name == "training" and budget is not None:
-            if stage.lasted(now) / HOUR_S * self._units() < budget:
+            if (stage.used + stage.lasted(now)) / HOUR_S * self._units() < budget:
                 return None
             self.say(f"adapt: candidate {stage.at} has used its {budget:g} hours: its training is stopped")
             job.stop()
@@ -111,7 +112,8 @@ class Steps:
         return status
 
     def _trained(self, stage: Stage, job: Job, status: int, now: float) -> None:
-        stage.seconds += stage.lasted(now)
+        stage.pause(now)
+        stage.seconds, stage.used = stage.seconds + stage.used, 0.0
         why = not_trained(status, job, Path(stage.candidates[stage.at]), self.retrain)
         if status == STOPPED:
             why = f"its training was stopped after {self.retrain.train_hours_budget:g} hours: raise train_hours_budget"

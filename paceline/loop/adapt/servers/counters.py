@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -109,6 +109,10 @@ class Meter:
         before = self.total
         if is_restarted(self.last, raw):
             self.earlier += self.last
+        elif not reading.counts_accepted and self.last.rounds == 0 and raw.rounds > raw.tokens - self.last.tokens:
+            # More rounds than new tokens: rounds from before the last reading, which had none, as in meters that
+            # earlier versions saved. Those rounds are in `earlier`, computed from the gauge.
+            self.earlier += Counts(rounds=-raw.rounds)
         self.last = raw
         if not reading.counts_accepted:
             self.earlier += _accepted(before, self.total, reading.length)
@@ -136,30 +140,34 @@ class Meters:
 
     of: dict[str, dict[str, Meter]]
 
-    def read(self, clients: Iterable[Client], model: str | None) -> Counts:
-        """Read the metrics of all servers; returns the sum of their counts. `model`: name of the served model to count.
+    def read(self, clients: Iterable[Client], model: str | None, needed: Container[str] | None = None) -> Counts:
+        """Read the metrics of all servers; returns the sum of their counts. `model`: name of the served model to count;
+        `needed`: addresses of the servers that must answer [default: all].
 
-        A server whose page has no known metric now, or an engine that does not report its tokens now, keeps its last
-        counts. Raises DownloadError if a server does not answer, after the others have been read, or if no page has a
-        known metric."""
-        pages, errors = dict[str, dict[str, dict[str, float]]](), list[DownloadError]()
+        A server whose page has no known metric now, one that is not needed and does not answer, or an engine that does
+        not report its tokens now, keeps its last counts. Raises DownloadError if a needed server does not answer, after
+        the others have been read, or if no page has a known metric."""
+        pages, errors, away = dict[str, dict[str, dict[str, float]]](), list[DownloadError](), list[DownloadError]()
         for client in clients:
+            is_needed = needed is None or client.url in needed
             try:
                 pages[client.url] = metrics_of(client, model)
-            except DeployError:
-                raise
             except DownloadError as error:
-                if not isinstance(error, UnreachableError):
-                    log.warning("%s: left out of this reading", error)
+                if isinstance(error, DeployError) and is_needed:
+                    raise
                 errors.append(error)
+                if isinstance(error, UnreachableError) and is_needed:
+                    away.append(error)
+                else:
+                    log.warning("%s: left out of this reading", error)
         is_begun = any(self.of.values())
         for server, engines in pages.items():
             for engine, reading in _readings(engines).items():
                 if engine not in self.of[server]:
                     self.of[server][engine] = _begun(reading, is_begun)
                 self.of[server][engine].read(reading)
-        if away := [error for error in errors if isinstance(error, UnreachableError)] or (not pages and errors):
-            raise away[0]
+        if away or (errors and not pages):
+            raise (away or errors)[0]
         return sum((meter.total for meter in self.all()), Counts())
 
     def total(self, server: str) -> Counts:

@@ -58,20 +58,25 @@ def prompt_ids(model: str) -> list[list[int]]:
     return [encode(tokenizer, prompt) for prompt in PROMPTS[:NUM_PROMPTS]]
 
 
-def brings(model: str, folder: Path, num_drafted: int, prompts: list[list[int]], dtype: str = "auto") -> float:
+def brings(
+    model: str, folder: Path, num_drafted: int, prompts: list[list[int]], dtype: str = "auto", device: str = "auto"
+) -> float:
     """Measures the acceptance length of the drafter in `folder` for the target `model` with paceline, in another
-    process. `num_drafted`: drafts per round; `prompts`: token ids of each prompt; `dtype`: that of the target.
+    process. `num_drafted`: drafts per round; `prompts`: token ids of each prompt; `dtype`, `device`: those of the
+    target.
 
     Raises the errors of loading the models, and ConfigError if the process dies or the target's answers are empty."""
     with (
         reraised(ConfigError, "measuring here was killed", "give --expected, or --no-check", BrokenProcessPool),
         ProcessPoolExecutor(1, get_context("spawn")) as other,
     ):
-        return other.submit(_measured, model, str(folder), num_drafted, prompts, dtype).result()
+        return other.submit(_measured, model, str(folder), num_drafted, prompts, dtype, device).result()
 
 
-def _measured(model: str, folder: str, num_drafted: int, prompts: list[list[int]], dtype: str) -> float:
-    llm = LLM.of(EngineConfig(model=model, drafter="none", dtype=dtype))
+def _measured(
+    model: str, folder: str, num_drafted: int, prompts: list[list[int]], dtype: str, device: str = "auto"
+) -> float:
+    llm = LLM.of(EngineConfig(model=model, drafter="none", dtype=dtype, device=device))
     requests = ask_target(llm, prompts, MAX_TOKENS)
     if not requests:
         raise ConfigError("the target's answers are empty, so nothing can be compared: give --no-check")

@@ -5,7 +5,8 @@ acceptance length with them.
     given = folders.given(Path("runs/adapt/trainings/tickets/drafter"))
     check_length("vllm", client, folders.expected(given))
 
-A converted folder gets a name made of the drafter's files, so it is never written again while a server reads it.
+A converted folder gets a name made of the drafter's files and of the settings that it was converted with, so it is not
+written again while a server reads it, unless it is damaged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from paceline.config import EngineConfig
@@ -50,12 +51,9 @@ class EngineFolders:
     config: DeployConfig
     engine: EngineConfig
     folder: Path
-    method: str = field(init=False)
-    """Method of the drafter converted last, for vLLM's speculative config."""
     _expected: dict[Path, Expected] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.method = self.config.method
         self._start("")  # refuses a target that the engine cannot read
         for unfinished in self.folder.glob("unfinished-*"):
             shutil.rmtree(unfinished)
@@ -65,22 +63,32 @@ class EngineFolders:
         at the first call and reused.
 
         Raises DeployError if the drafter cannot be converted, CacheError if the folder cannot be written."""
-        folder = self.folder / f"{self.config.engine}-{_hash_of(drafter)}"
-        if not (folder / RECORD).is_file():
-            with reraised(CacheError, f"cannot write {folder}", "free space, or choose another --state", OSError):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=self.folder))
-                with _says_nothing_of_the_drafter(f"{drafter} cannot be given to {self.config.engine}"):
-                    given = given_to(self._start(str(drafter)), scratch)
-                is_converted = given.folder.is_relative_to(scratch)
-                where = given.folder.relative_to(scratch) if is_converted else given.folder.absolute()
-                (scratch / RECORD).write_text(json.dumps(asdict(given) | {"folder": str(where)}), encoding="utf-8")
+        settings = (self.engine.model, self.engine.dtype, self.config.num_drafted)
+        folder = self.folder / f"{self.config.engine}-{_hash_of(drafter, settings)}"
+        if given := _recorded(folder):
+            return given
+        with reraised(CacheError, f"cannot write {folder}", "free space, or choose another --state", OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=self.folder))
+            try:
+                given = self._converted(drafter, scratch)
+                shutil.rmtree(folder, ignore_errors=True)  # damaged, if it exists
                 os.rename(scratch, folder)
-            for note in given.notes:
-                log.warning("%s: %s", folder, note)
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        given = Given(**record | {"folder": folder.absolute() / record["folder"]})
-        self.method = given.method
+            except Exception:
+                shutil.rmtree(scratch, ignore_errors=True)
+                raise
+        for note in given.notes:
+            log.warning("%s: %s", folder, note)
+        return replace(given, folder=folder.absolute() / given.folder)
+
+    def _converted(self, drafter: Path, scratch: Path) -> Given:
+        """Writes the drafter and its record to `scratch`. The folder in the result, and in the record, is relative to
+        `scratch` if the drafter was converted, else absolute."""
+        with _says_nothing_of_the_drafter(f"{drafter} cannot be given to {self.config.engine}"):
+            given = given_to(self._start(str(drafter)), scratch)
+        is_converted = given.folder.is_relative_to(scratch)
+        given = replace(given, folder=given.folder.relative_to(scratch) if is_converted else given.folder.absolute())
+        (scratch / RECORD).write_text(json.dumps(asdict(given) | {"folder": str(given.folder)}), encoding="utf-8")
         return given
 
     def expected(self, given: Given) -> Expected:
@@ -89,9 +97,10 @@ class EngineFolders:
 
         Raises DeployError if it cannot be measured."""
         if given.folder not in self._expected:
-            with _says_nothing_of_the_drafter("what it should bring cannot be measured (--no-check-length)"):
-                prompts = prompt_ids(self.engine.model)
-                length = brings(self.engine.model, given.folder, given.num_drafted, prompts, self.engine.dtype)
+            engine = self.engine
+            with _says_nothing_of_the_drafter("what it should bring cannot be measured (--no-check-length)", OSError):
+                prompts = prompt_ids(engine.model)
+                length = brings(engine.model, given.folder, given.num_drafted, prompts, engine.dtype, engine.device)
             self._expected[given.folder] = Expected(length, prompts)
         return self._expected[given.folder]
 
@@ -108,7 +117,7 @@ def check_length(engine: str, client: Client, expected: Expected) -> None:
         compared = Comparison(expected.length, served(engine, client, name, expected.prompts))
     except UnreachableError:
         raise
-    except (DownloadError, LookupError, TypeError) as error:
+    except (DownloadError, LookupError, TypeError, ValueError, AttributeError) as error:
         log.warning("%s: its acceptance length was not checked: %s", client.url, error)
         return
     if compared.is_low:
@@ -117,19 +126,32 @@ def check_length(engine: str, client: Client, expected: Expected) -> None:
 
 
 @contextlib.contextmanager
-def _says_nothing_of_the_drafter(what: str) -> Iterator[None]:
-    """Convert errors to DeployError, except those of a full disk: these servers cannot get it, but it may be good."""
+def _says_nothing_of_the_drafter(what: str, *also: type[Exception]) -> Iterator[None]:
+    """Convert errors to DeployError, except those of a full disk: these servers cannot get it, but it may be good.
+    RuntimeError: a device out of memory, for one. `also`: further types to convert."""
     try:
         yield
     except CacheError:
         raise
-    except PacelineError as error:
-        raise DeployError(f"{what}: {error}") from error
+    except (PacelineError, RuntimeError, ValueError, *also) as error:
+        raise DeployError(f"{what}: {' '.join(str(error).split())}") from error
 
 
-def _hash_of(drafter: Path) -> str:
-    """Twelve hexadecimal digits made of the files in a drafter's folder, names and contents."""
-    digest = hashlib.sha256()
+def _recorded(folder: Path) -> Given | None:
+    """Returns the drafter that was converted to `folder`; None if it is missing or damaged, or if it was read
+    from a folder that is gone."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        given = Given(**record | {"folder": folder.absolute() / record["folder"]})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return given if given.folder.exists() else None
+
+
+def _hash_of(drafter: Path, settings: tuple[object, ...]) -> str:
+    """Twelve hexadecimal digits made of the files in a drafter's folder, names and contents, and of the settings of its
+    conversion."""
+    digest = hashlib.sha256(repr(settings).encode())
     for file in sorted(drafter.glob("*")):
         if file.suffix in (".json", ".safetensors", ".gguf"):
             digest.update(file.name.encode())

@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.errors import ConfigError, DeployError, DownloadError, PacelineError, UnreachableError
+from paceline.draft.eagle3.checkpoint import is_eagle3
+from paceline.errors import ConfigError, DeployError, DownloadError, ModelFileError, PacelineError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.servers.counters import Counts, Meters, answer_of, ask, is_up, is_well
 from paceline.loop.adapt.servers.vllm_sglang.engine_folders import EngineFolders, check_length
+from paceline.model.checkpoint import read_json
 from paceline.net.streaming import Client
 from paceline.report.tables import ignore
 
@@ -46,7 +48,8 @@ class _Restarted:
         """Drafter that was loaded after the incumbent and is not accepted yet."""
         self.undo = list[list[str | None]]()
         """["server", address, folder that this server read before]."""
-        self._clients = [Client(url, config.admin_key, config.patience_s) for url in config.servers]
+        key = config.admin_key or os.environ.get("PACELINE_ADMIN_KEY")
+        self._clients = [Client(url, key, config.patience_s) for url in config.servers]
         self.meters = Meters({client.url: {} for client in self._clients})
 
     def serves(self, drafter: str) -> None:
@@ -86,17 +89,23 @@ class _Restarted:
         for client in clients:
             if client.url in changed[:-1]:
                 continue
-            if client.url not in changed:
+            is_first_try = client.url not in changed
+            if is_first_try:
                 self.undo.append(["server", client.url, str(old)])
             try:
                 save_undo()
+            except PacelineError:  # a full disk: the server is unchanged
+                if is_first_try:
+                    self.undo.pop()
+                raise
+            try:
                 self._replace(client, new)
                 if expected is not None:
                     check_length(self.config.engine, client, expected)
             except UnreachableError:
                 raise
             except PacelineError:
-                if client.url not in changed:
+                if is_first_try:
                     self._replace(client, old)
                     self.undo.pop()
                 raise
@@ -121,7 +130,7 @@ class _Restarted:
         self._loaded = None
 
     def counts(self) -> Counts:
-        return self.meters.read(self._clients, self.config.served_name)
+        return self.meters.read(self._clients, self.config.served_name, {client.url for client in self._needed()})
 
     def counts_apart(self) -> tuple[Counts, Counts] | None:
         if len(self._clients) < 2:
@@ -136,7 +145,13 @@ class _Restarted:
         return True  # these servers do not report their drafter
 
     def is_well(self) -> bool:
-        return all(is_well(client) for client in self._clients)
+        return all(is_well(client) for client in self._needed())
+
+    def _needed(self) -> list[Client]:
+        """Servers that must answer: the canary while it alone has the new drafter, which another server's failure says
+        nothing about; else all."""
+        canary = self._clients[:1]
+        return canary if [url for _, url, _ in self.undo] == [client.url for client in canary] else self._clients
 
     def check_start(self) -> None:
         pass
@@ -158,8 +173,8 @@ class _Restarted:
             time.sleep(POLL_S)
 
     def _command(self, command: str, client: Client, folder: Path) -> None:
-        method = self._folders.method if self._folders else self.config.method
-        speculative = {"method": method, "model": str(folder), "num_speculative_tokens": self.config.num_drafted}
+        speculative = {"method": self._method_of(folder), "model": str(folder)}
+        speculative |= {"num_speculative_tokens": self.config.num_drafted}
         added = {"PACELINE_SERVER": client.url, "PACELINE_DRAFTER": str(folder)}
         added["PACELINE_SPECULATIVE_CONFIG"] = json.dumps(speculative)
         try:
@@ -172,6 +187,13 @@ class _Restarted:
         if done.returncode:
             output = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
             raise DeployError(f"{command!r} failed for {client.url} ({output[0]}): correct it")
+
+    def _method_of(self, folder: Path) -> str:
+        """Method for vLLM's speculative config: after a rollback it may differ from that of the drafter before."""
+        try:
+            return "eagle3" if is_eagle3(read_json(folder / "config.json")) else self.config.method
+        except ModelFileError:  # the engine reports a folder that it cannot read
+            return self.config.method
 
 
 class VllmServers(_Restarted):
@@ -208,9 +230,9 @@ class VllmServers(_Restarted):
     def holds(self, name: str, drafter: str) -> bool:
         if not self.config.hot_swap:
             return super().holds(name, drafter)
-        folder = str((self._folders.given(Path(drafter)).folder if self._folders else Path(drafter)).absolute())
+        folder = self._folders.given(Path(drafter)).folder if self._folders else Path(drafter)
         changed = [client for client in self._clients if client.url in [url for _, url, _ in self.undo]]
-        return all(ask(client, "GET", WEIGHTS_PATH).get("folder") == folder for client in changed)
+        return all(_has(client, folder) for client in changed)
 
     def _hot_swap(self, client: Client, folder: Path) -> bool:
         """Load the weights into the running server. Returns False if it refuses and another way is known."""
@@ -219,7 +241,7 @@ class VllmServers(_Restarted):
         except UnreachableError:
             raise
         except DownloadError as error:  # the server has compared shapes, not judged the drafter
-            if self.config.restart is None and self.config.publish is None:
+            if self.config.restart is None:
                 raise DeployError(f"{error}; {HOT_SWAP}") from error
             log.warning("%s: it is restarted", error)
             return False
@@ -240,6 +262,16 @@ class SglangServers(_Restarted):
         if not response.get("success", False):
             raise DownloadError(f"{client.url} refused the weights ({response.get('message', 'no reason given')})")
         return None
+
+
+def _has(client: Client, folder: Path) -> bool:
+    """False if vLLM reports that it drafts with another folder. After a restart it reports the path in its command
+    line, which may be a link; one that was started without paceline's route reports nothing."""
+    try:
+        reported = ask(client, "GET", WEIGHTS_PATH).get("folder")
+    except DeployError:
+        return True
+    return isinstance(reported, str) and os.path.realpath(reported) == os.path.realpath(folder)
 
 
 def _takes_weights(client: Client) -> bool:
