@@ -47,7 +47,7 @@ from paceline.train.methods.kinds import draft_ids_of, initial_drafter, use_scal
 from paceline.train.methods.mtp import check_mtp
 from paceline.train.plan.choices import for_chains
 from paceline.train.plan.expected_acceptance import Learned, expected_lines, expected_of
-from paceline.train.plan.lengths import longest_of, with_length
+from paceline.train.plan.lengths import longest_of, stored_length, with_length
 from paceline.train.plan.target_facts import MachineFacts
 from paceline.train.plan.training_plan import apply_stored, make_plan, stored_plan
 from paceline.train.processes.group import process_group
@@ -107,7 +107,7 @@ def _planned(config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progre
             write_run_file(config)
         wait()  # the first process writes the target
         return config
-    before = stored_plan(config.out)
+    before, length = stored_plan(config.out), stored_length(config.out)
     wait()
     if before is None and ranks.is_first:
         try:
@@ -118,7 +118,7 @@ def _planned(config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progre
             progress.say(f"note: no plan, so defaults hold: {error}")
     wait()
     stored = before or stored_plan(config.out) or {}
-    planned = with_length(apply_stored(config, stored))
+    planned = with_length(apply_stored(config, stored), length)
     if config.minutes is not None and stored.get("minutes") and not config.is_given("loop.max_minutes"):
         more = config.minutes - float(stored["minutes"])
         planned = with_value(planned, "loop.max_minutes", max(0.1, (planned.loop.max_minutes or config.minutes) + more))

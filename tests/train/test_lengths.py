@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,17 @@ import pytest
 
 from paceline.config import EngineConfig
 from paceline.data.answers import Answer, AnswerShards
+from paceline.errors import ConfigError, ModelNotFoundError
 from paceline.hardware import Machine
+from paceline.report.tables import Progress
+from paceline.runs.ranks import Ranks
+from paceline.train import run as train_run
 from paceline.train.config import PromptsConfig, TrainConfig
 from paceline.train.documents.dataset import read_corpus
 from paceline.train.plan import target_facts as facts
 from paceline.train.plan.lengths import LEAST_LIMIT, STEP, Limit, fit_lengths, longest_of, with_length
 from paceline.train.plan.training_plan import make_plan
+from paceline.train.run_file import RUN_FILE, write_run_file
 
 LAPTOP = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 2, 16 * 2**30)
 
@@ -94,3 +100,30 @@ def test_a_run_without_a_plan_has_a_length_too(tmp_path: Path) -> None:
     assert make_plan(config).config.max_len == 1568 == with_length(config).max_len
     missing = TrainConfig(tmp_path / "run", answers=(tmp_path / "later",))
     assert with_length(missing).max_len == 512 + 256, "answers that do not exist yet"
+
+
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_a_run_that_an_earlier_version_began_keeps_its_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_plan: bool
+) -> None:
+    """Its plan has no max_len where the default, then 1,024, was used; its run file has one."""
+
+    def fails(config: TrainConfig) -> Any:
+        raise ModelNotFoundError("a target without known sizes")
+
+    config = asked(tmp_path, *[(1500, 60)] * 30)
+    config.out.mkdir()
+    if has_plan:
+        (config.out / "plan.json").write_text(json.dumps({"values": {}}))
+    monkeypatch.setattr(train_run, "make_plan", fails)
+    assert planned(config).max_len == 1568
+    write_run_file(replace(config, max_len=1024))
+    assert planned(config).max_len == 1024
+    assert planned(replace(config, max_len=512)).max_len == 512, "given now"
+    (config.out / RUN_FILE).write_text("[")
+    with pytest.raises(ConfigError, match="run.yaml cannot be read .*: remove it"):
+        planned(config)
+
+
+def planned(config: TrainConfig) -> TrainConfig:
+    return train_run._planned(config, Ranks(), lambda: None, Progress())

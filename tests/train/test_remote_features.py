@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from elsewhere_server import Elsewhere, served
-from live_server import Live, serving
+from live_server import Live, serving, wait_until
 from safetensors.torch import load, load_file, save, save_file
 from small_llm import tiny_model
 
@@ -236,7 +236,8 @@ def test_our_server_gives_the_same_drafter(
     loop = replace(LOOP, loss=LossConfig("kl"))
     there = trained(tmp_path / "there", engine, answers, elsewhere, loop=loop)
     assert same(there, trained(tmp_path / "here", engine, answers, loop=loop)), "the final states too"
-    assert live.is_idle() and live.llm.target.tap_layers == ()
+    wait_until(live.is_idle)
+    assert live.llm.target.tap_layers == ()
 
 
 def test_the_contract_of_our_server(engine: EngineConfig, live: Live) -> None:
@@ -273,7 +274,7 @@ def test_the_contract_of_our_server(engine: EngineConfig, live: Live) -> None:
         status, told = ask(body)
         assert status == expected and said in told, told
     assert ask({"token_ids": [1], "layers": [0]}, key="wrong")[0] == 401
-    assert live.is_idle()
+    wait_until(live.is_idle)
 
 
 @pytest.mark.slow

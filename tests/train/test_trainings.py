@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,30 @@ def test_the_newest_run_of_the_target_is_found(tmp_path: Path, monkeypatch: pyte
     (run / "heldout.json").write_text('{"tokens_per_round": "three"}')
     with pytest.raises(ConfigError, match="runs/mine is damaged .*: choose another --run"):
         find_run("runs/mine", "smollm2-135m")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("plan.json", "{"),
+        ("heldout.json", '{"tokens_per_round": "three"}'),
+        ("evaluation.json", '{"results": [1]}'),
+        ("plan.json", '{"target": "smollm2-135m", "expected": [1]}'),
+    ],
+)
+def test_a_damaged_run_is_left_out_of_the_search_and_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = run_of(Path("runs/mine"), tokens_per_round=3.0, answers=900)
+    os.utime(run / "plan.json", (1, 1))
+    damaged = run_of(Path("runs/damaged"), tokens_per_round=3.0)
+    (damaged / name).write_text(text)
+    found = find_run(None, "smollm2-135m")
+    assert found is not None and found.folder == run
+    assert "left out of the search for a training of smollm2-135m: runs/damaged" in caplog.text
+    with pytest.raises(ConfigError, match="choose another --run"):
+        find_run("runs/damaged", "smollm2-135m")
 
 
 def test_published_trainings_are_whole_rows() -> None:

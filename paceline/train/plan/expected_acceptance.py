@@ -73,7 +73,7 @@ def interpolated(points: Sequence[Sequence[float]], at: float) -> float:
 
 def expected_of(target: str, learned: Learned) -> dict[str, Any]:
     """Returns the expected result of training a drafter for the model named `target` on this amount of data: by the
-    target's learning curve, or by published trainings if it has none. Keys: "tokens_per_round" (acceptance length in
+    target's learning curve, or by published trainings if it lacks one. Keys: "tokens_per_round" (acceptance length in
     serving), "is_beyond_the_curve" (more data than measured), "source" and "data" (texts: where the curve or trainings
     are recorded, on which data), "is_own" (True with a curve), "interval" (lowest and highest acceptance length; only
     without a curve), "advised" (advised number of answers), "answers" (number in `learned`) and "places" (blocks per

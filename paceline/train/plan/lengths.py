@@ -13,12 +13,13 @@ from pathlib import Path
 
 from paceline.data.rows import Dropped
 from paceline.errors import ConfigError
+from paceline.runs.settings_file import read_settings_file
 from paceline.simulate.costs.shapes import num_bytes
 from paceline.train.config import TrainConfig
 from paceline.train.documents.dataset import answers_of
 from paceline.train.plan.choices import Sizes
 from paceline.train.plan.target_facts import MachineFacts, TargetFacts
-from paceline.train.run_file import with_value
+from paceline.train.run_file import RUN_FILE, with_value
 
 SHARE = 0.99
 """Share of the documents that fit whole."""
@@ -99,10 +100,22 @@ def fit_lengths(config: TrainConfig, limits: Sequence[Limit] = ()) -> tuple[Trai
     return with_value(config, "max_len", needed), {"max_len": why}
 
 
-def with_length(config: TrainConfig) -> TrainConfig:
-    """Returns the config with a `max_len`. If it has none, this is the length that its prompts and answers need; the
-    target's context and the memory are not considered."""
-    return config if config.max_len is not None else fit_lengths(config)[0]
+def with_length(config: TrainConfig, stored: int | None = None) -> TrainConfig:
+    """Returns the config with a `max_len`. Without its own, it is `stored`, the resumed run's length, else
+    the length that its prompts and answers need; the target's context and the memory are not considered."""
+    if config.max_len is not None:
+        return config
+    return with_value(config, "max_len", stored) if stored is not None else fit_lengths(config)[0]
+
+
+def stored_length(out: Path) -> int | None:
+    """Returns the `max_len` of the run in the folder `out`; None if it has not begun. Plans of earlier versions do not
+    store it where the default, then 1,024 tokens, was used; their run files do. Raises ConfigError for a damaged run
+    file."""
+    file = out / RUN_FILE
+    settings = read_settings_file(file, "remove it, the run writes it again") if file.exists() else {}
+    length = settings.get("max_len")
+    return length if type(length) is int else None
 
 
 def longest_of(config: TrainConfig) -> int:

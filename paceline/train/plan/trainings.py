@@ -12,6 +12,7 @@ one's own: its measured acceptance length, and for other numbers of answers the 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import statistics
 from collections import Counter
@@ -25,6 +26,7 @@ from paceline.errors import ConfigError, reraised
 from paceline.simulate.files import read_json
 from paceline.train.run_file import TRAINED
 
+log = logging.getLogger("paceline.train")
 LEVEL = 0.9
 """Coverage of all intervals: nine of ten new workloads lie inside."""
 KINDS = ("mixed", "application")
@@ -189,8 +191,8 @@ class OwnRun:
 
 def find_run(run: str | None, target: str) -> OwnRun | None:
     """Returns the result of the user's training in the folder `run`; by default, of the newest one in runs/ that has a
-    measured acceptance length of this target. Returns None if there is no such run, or if `run` is "none". Raises
-    ConfigError for a given folder without one."""
+    measured acceptance length of this target; damaged ones are left out, and logged. Returns None if there is no such
+    run, or if `run` is "none". Raises ConfigError for a given folder without one."""
     if run == "none":
         return None
     if run is not None:
@@ -202,7 +204,13 @@ def find_run(run: str | None, target: str) -> OwnRun | None:
             )
         return given
     folders = sorted(RUNS.glob("*/plan.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    return next((own for file in folders if (own := own_run(file.parent, target))), None)
+    for file in folders:
+        try:
+            if own := own_run(file.parent, target):
+                return own
+        except (ConfigError, OSError) as error:
+            log.warning("left out of the search for a training of %s: %s", target, error)
+    return None
 
 
 def own_run(folder: Path, target: str) -> OwnRun | None:
@@ -212,8 +220,9 @@ def own_run(folder: Path, target: str) -> OwnRun | None:
     if plan.get("target") != target:
         return None
     evaluation, heldout = _content(folder / "evaluation.json"), _content(folder / "heldout.json")
-    answers = _content(folder / TRAINED).get("prompts") or (plan.get("expected") or {}).get("answers")
-    with reraised(ConfigError, f"{folder} is damaged", "choose another --run", KeyError, TypeError, ValueError):
+    trained, damaged = _content(folder / TRAINED), (KeyError, TypeError, ValueError, AttributeError)
+    with reraised(ConfigError, f"{folder} is damaged", "choose another --run", *damaged):
+        answers = trained.get("prompts") or (plan.get("expected") or {}).get("answers")
         measured = _evaluated(evaluation) or _served(heldout)
         if measured is None or not answers:
             return None
