@@ -31,7 +31,7 @@ ABSENT = {
 }
 NEED_EXTRAS = {
     "loop.distill": "teach",
-    "loop.record": "proxy, reader, run",
+    "loop.record": "metrics, proxy, reader, rendered, run",
     "loop.rl": "agents, endpoint, judge",
     "model.torch.kernels.triton": "attend, delta, experts, layer, overlap, probe, skinny",
     "serve": "run",

@@ -73,7 +73,7 @@ SECTIONS: dict[str, dict[str, Entry]] = {
             "adapt",
             "Detect drift, retrain, gate, roll out and roll back.",
             watch="Run the daemon that keeps a server's drafters fitted.",
-            check="Decide once, from the latest hour of stored traces.",
+            check="Decide once, from the latest hour of stored traffic.",
             replay="Replay a policy on a virtual clock, without training.",
             log="Show observations, decisions and actions by hour.",
             gate="Judge whether a drafter may replace the serving one.",

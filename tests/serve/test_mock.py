@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_server import Live, asked, idle_collector, quick_end, serving
+from live_server import Live, asked, idle_collector, quick_end, serving, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from small_llm import tiny_model
 from typer.testing import CliRunner
@@ -197,7 +197,7 @@ def test_a_grammar_is_refused_and_nothing_is_harmed(live: Live) -> None:
         assert (status, told["error"]["code"]) == (400, "mocked_acceptance"), more
         assert "4 tokens a round" in told["error"]["message"]
     assert live.post("/v1/chat/completions", asked(tools=[tool], max_tokens=3))[0] == 200, "the model need not call"
-    assert live.is_idle()
+    wait_until(live.is_idle)
 
 
 def labels(metrics: Metrics) -> list[tuple[str, dict[str, str]]]:

@@ -21,7 +21,7 @@ from paceline.loop.record.run import MAX_WAITING_BYTES, Recorder
 from paceline.net.streaming import Stream
 from paceline.serve.admin.traces import Lost, Trace, TraceWriter
 from paceline.serve.settings import TraceConfig
-from paceline.train.plan.advise import seen_in_traces
+from paceline.train.plan.current_traffic import seen_in_traces
 
 BOM = b"\xef\xbb\xbf"
 PIECES = [
