@@ -118,7 +118,7 @@ def test_stop_strings_leave_a_prompt(tokenizer: Tokenizer) -> None:
 
 
 def test_arguments_in_another_form_are_not_taken(tokenizer: Tokenizer) -> None:
-    """As many tokens, but other ones: the model wrote its arguments without the template's spaces."""
+    """The same number of other tokens: the model wrote its arguments without the template's spaces."""
     given = {"content": "", "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": '{"place":"Ærø!"}'}}]}
     text = '\n<tool_call id=call_7>\n{"name": "weather", "arguments": {"place": "Ærø!"}}\n</tool_call>'
     num_tokens = len(tokens(tokenizer, text))
@@ -126,7 +126,7 @@ def test_arguments_in_another_form_are_not_taken(tokenizer: Tokenizer) -> None:
 
 
 def test_a_template_that_drops_reasoning(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DeepSeek-R1's: the count may agree by chance, the reasoning is still missing."""
+    """A template like DeepSeek-R1's: the count may agree by chance, the reasoning is still missing."""
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE.replace("m.reasoning_content %}", "false %}"))
     monkeypatch.setattr(tokenizer, "_compiled", None)
     trace = read(tokenizer, answer({"content": "Rainy.", "reasoning_content": "Is it?"}, len("Rainy.") + 1))

@@ -44,7 +44,7 @@ SGLANG = {
     "spec_verify_ct": 4,
     "spec_correct_drafts_histogram": [1, 2, 0, 1],
 }
-"""As `_calculate_spec_decoding_metrics` of SGLang 0.5.23: the mean length is that of the answer's 10 tokens."""
+"""Metrics as `_calculate_spec_decoding_metrics` of SGLang 0.5.23: the mean length is that of the answer's 10 tokens."""
 
 
 def test_each_engine_s_report() -> None:
@@ -164,7 +164,7 @@ def test_a_wrong_report_is_counted_and_the_answer_stays(tokenizer: Tokenizer, od
 
 
 def test_customers_are_seen_by_their_tags(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """What `adapt check` reads: acceptance length by customer, from two customers' answers of vLLM."""
+    """The input of `adapt check`: acceptance length by customer, from two customers' answers of vLLM."""
     writer = TraceWriter(TraceConfig(tmp_path), "tiny")
     reader = Reader(tokenizer, lose=writer.lose)
     writer.begin(tokenizer)
