@@ -102,7 +102,7 @@ def is_up(url: str) -> bool:
 
 
 def documents(model: Path) -> list[Document]:
-    """Of 5 to 620 tokens: some begin alike, so that vLLM has cached blocks, and the longest takes it several passes."""
+    """Documents of 5 to 620 tokens: some share a beginning, for cached blocks, and the longest takes several passes."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     ids = Tokenizer.from_path(model).encode(text)
     lengths = (5, 16, 130, 130, 300, 620)

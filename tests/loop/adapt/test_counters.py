@@ -170,7 +170,7 @@ class TestMeter:
         assert gained(sglang(1010, 500, 10), sglang(301, 100, 1)) == Counts(301, 100, 200, requests=1)
 
     def test_sglang_s_requests_without_a_round_count_as_no_draft(self) -> None:
-        """Of one token each; and aborted ones, of none."""
+        """Requests of one token each, and aborted ones without a token."""
         assert gained(sglang(1010, 500, 10), sglang(1015, 500, 15)) == Counts(5, requests=5)
         assert gained(sglang(1010, 500, 10), sglang(1010, 500, 11)) == Counts(requests=1)
 

@@ -265,7 +265,7 @@ class TestHotSwap:
         self.swapping(server, tmp_path).check_start()
 
     def test_a_server_that_was_started_again_has_its_first_drafter(self, server: FakeServer, tmp_path: Path) -> None:
-        """What it counts from then on says nothing of the new one."""
+        """Its later counts are no evidence on the new one."""
         deployment = self.swapping(server, tmp_path)
         deployment.load("tickets", tmp_path / "new")
         for name, holds in (("new", True), ("old", False)):

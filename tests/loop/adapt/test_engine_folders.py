@@ -1,4 +1,4 @@
-"""What is rolled out to vLLM and SGLang: the folder that the engine reads, kept for a rollback, and checked there."""
+"""Rollouts to vLLM and SGLang: the folder that the engine reads, kept for a rollback, and checked there."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class TestDeployment:
 
 
 class TestEvidence:
-    """What a canary's figures say beside those of the others."""
+    """A canary's figures compared with those of the others."""
 
     def stage(self, canary: Counts, others: Counts) -> Stage:
         stage = Stage("retrain", "probation", HOUR, (ALL,))

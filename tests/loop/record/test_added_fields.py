@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_ids(model: Path) -> Any:
-    """As vLLM: the answer's tokens if the request has the field, and reasoning apart from the text."""
+    """An answer like vLLM's: its tokens if the request has the field, and reasoning apart from the text."""
     tokenizer = Tokenizer.from_path(model)
     ids = [*tokenizer.encode("Hm.Hello."), *tokenizer.eos_token_ids]
 
