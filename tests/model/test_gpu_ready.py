@@ -21,6 +21,7 @@ from paceline.model import backends, checkpoint
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.target import ForwardBatch
 from paceline.model.torch import decoder, delta_net, sdpa
+from paceline.model.torch.attention import attend_rows
 from paceline.model.torch.decoder import Decoder
 from paceline.model.torch.delta_net import MOST_INVERTED, unit_lower_inverse
 from paceline.model.torch.experts import Experts
@@ -43,7 +44,8 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 class TestKernels:
-    def test_attention_leaves_cudnn_out_on_cuda_alone(self) -> None:
+    def test_attention_leaves_cudnn_out_on_cuda_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sdpa, "_is_flash_broken", lambda: False)
         flags = torch.backends.cuda
         assert flags.cudnn_sdp_enabled()
         with sdpa.chosen_kernels(CUDA):
@@ -55,6 +57,28 @@ class TestKernels:
         assert flags.cudnn_sdp_enabled()
         with sdpa.chosen_kernels(torch.device("cpu")):
             assert flags.cudnn_sdp_enabled()
+
+    def test_a_cpu_whose_flash_kernel_fails_uses_the_math_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As on a processor with AMX under ATEN_CPU_CAPABILITY=avx2."""
+        real, flags, cpu = F.scaled_dot_product_attention, torch.backends.cuda, torch.device("cpu")
+
+        def fails(*tensors: Tensor, **settings: Any) -> Tensor:
+            if tensors[0].dtype is torch.bfloat16 and flags.flash_sdp_enabled():
+                raise RuntimeError("pack_vnni2 is only supported when avx512 is supported")
+            return real(*tensors, **settings)
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", fails)
+        monkeypatch.setattr(sdpa, "_is_flash_broken", sdpa._is_flash_broken.__wrapped__)
+        keys = draw(1, 2, 70, 16).bfloat16()
+        query = draw(64, 4, 16, seed=1).bfloat16()
+        out = attend_rows(query, keys, keys, None)
+        expected = attend_rows(query.float(), keys.float(), keys.float(), None)
+        assert (out.float() - expected).abs().max() < 0.02
+        with sdpa.working_kernels(CUDA):
+            assert flags.flash_sdp_enabled()
+        with sdpa.working_kernels(cpu), sdpa.chosen_kernels(cpu):  # a layer within a pass
+            assert not flags.flash_sdp_enabled()
+        assert flags.flash_sdp_enabled() and flags.cudnn_sdp_enabled()
 
     def test_a_pass_chooses_once_for_all_its_layers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real, devices = sdpa.chosen_kernels, list[torch.device]()

@@ -28,6 +28,7 @@ from paceline.model.hf.cache import (
     tensor_bytes,
 )
 from paceline.model.target import DEFAULT_MAX_LEN, EndScales, ForwardBatch, ForwardOutput, Target
+from paceline.model.torch.sdpa import working_kernels
 
 _MAX_PENDING = 32
 """Pending tokens that a pass recomputes before new ones; more get a separate pass first."""
@@ -214,7 +215,8 @@ class HFTarget(Target):
             kwargs["logits_to_keep"] = max(num_logits, 1)  # 0 would mean all
         if self._takes_positions:  # most models would count from the cache's length, but Bamba from 0
             kwargs["position_ids"] = torch.arange(start, start + len(tokens), device=self.device)[None]
-        logits_NV = self.model(input_ids=torch.tensor([tokens], device=self.device), **kwargs).logits[0]
+        with working_kernels(self.device):
+            logits_NV = self.model(input_ids=torch.tensor([tokens], device=self.device), **kwargs).logits[0]
         taps = [self._captured[layer][0] for layer in self.tap_layers]
         self._captured.clear()
         return logits_NV[len(logits_NV) - num_logits :], torch.cat(taps, dim=-1) if taps else None

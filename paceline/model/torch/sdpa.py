@@ -1,4 +1,5 @@
-"""Selects PyTorch's attention kernels on GPUs, for passes outside CUDA graphs and without Triton.
+"""Selects PyTorch's attention kernels: on GPUs, for passes outside CUDA graphs and without Triton, and on CPUs whose
+flash kernel fails.
 
 Masks are floating-point numbers, which the flash kernel does not support. The memory-efficient kernel does; cases that
 it does not support (head sizes, strides) fall back to the math kernel, which stores the whole score matrix. cuDNN is
@@ -8,8 +9,10 @@ excluded: it builds a plan for every shape, and prefill chunks vary in length.
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _UNCHANGED = contextlib.nullcontext()
@@ -18,9 +21,33 @@ KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacken
 
 def chosen_kernels(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context manager in which PyTorch's attention on CUDA uses its memory-efficient, flash or math kernel,
-    never cuDNN; no effect on other devices.
+    never cuDNN, and on a CPU a kernel that works (`working_kernels`); no effect on other devices.
 
     Entering takes some 30 us, so a pass enters it once; nested uses, or with cuDNN already off, only read a flag.
     """
-    is_needed = device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
-    return sdpa_kernel(KERNELS) if is_needed else _UNCHANGED
+    if device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled():
+        return sdpa_kernel(KERNELS)
+    return working_kernels(device)
+
+
+def working_kernels(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context manager in which PyTorch's attention on a CPU uses the math kernel if the flash kernel fails;
+    no effect on other devices, or where the flash kernel works."""
+    is_broken = device.type == "cpu" and torch.backends.cuda.flash_sdp_enabled() and _is_flash_broken()
+    return sdpa_kernel(SDPBackend.MATH) if is_broken else _UNCHANGED
+
+
+@functools.cache
+def _is_flash_broken() -> bool:
+    """True if PyTorch's flash kernel for CPUs refuses bfloat16.
+
+    With ATEN_CPU_CAPABILITY below avx512 on a processor that multiplies bfloat16, torch 2.13 arranges keys, from 64
+    queries on, for instructions that the kernel was compiled without ("pack_vnni2 is only supported when avx512 is
+    supported").
+    """
+    query = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
+    try:
+        F.scaled_dot_product_attention(query, query, query)
+    except RuntimeError:
+        return True
+    return False

@@ -27,6 +27,7 @@ from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import Attend, visible
 from paceline.model.torch.attention import Rope, rope_tables
 from paceline.model.torch.fused import rotate
+from paceline.model.torch.sdpa import working_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,8 @@ class SdpaAttention(_PackedAttention):
         return self._product(query, key.to(value.dtype), value, plan)[0].transpose(0, 1).flatten(1)
 
     def _product(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=plan, enable_gqa=True)
+        with working_kernels(query.device):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=plan, enable_gqa=True)
 
     def _places(self) -> tuple[Tensor, Tensor]:
         """Returns the places of the block positions [4, T] and of the keys [3, N + T], contexts first, for
