@@ -41,8 +41,9 @@ TAPS = (2, 0)
 DTYPES = [torch.float32, torch.bfloat16]
 NEAR_TIE = 0.02
 """Tolerance in bfloat16 at these sizes, as a share of the largest logit; the two best are close."""
-MOST_FLIPS = 0.05
-"""Share of positions whose best token may be another near-tie."""
+MOST_FLIPS = 0.1
+"""Share of positions whose best token may be another near-tie: 0 to 4 of 55 here, by how PyTorch rounds on a processor.
+Every flip must be a near-tie, and the errors smaller than PyTorch's, so this only limits their number."""
 
 
 @pytest.fixture(autouse=True)
