@@ -210,10 +210,10 @@ def config_differences(spec: Path, own: Path, target: Path, out: Path) -> dict[s
     except RuntimeError as error:
         return {"their converter fails": str(error).splitlines()[-1].strip()}
     ours, theirs = (flat(SpeculatorModelConfig.from_pretrained(str(each)).to_dict()) for each in (spec, out))
-    found = {
+    differing = {
         key for key in ours | theirs if ours.get(key) != theirs.get(key) and not key.startswith(("z_lab", "auto_map"))
     }
-    return {key: [ours.get(key), theirs.get(key)] for key in sorted(found)}
+    return {key: [ours.get(key), theirs.get(key)] for key in sorted(differing)}
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
