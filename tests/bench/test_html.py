@@ -162,11 +162,11 @@ def whole(whole_run: Path) -> str:
 
 
 def test_a_whole_run(whole: str) -> None:
-    text, found = whole, Checker(whole)
-    assert found.open == []
-    assert len(found.ids) == len(set(found.ids))
-    assert found.referred <= set(found.ids)
-    assert "script" not in found.tags and "link" not in found.tags and "img" not in found.tags
+    text, checker = whole, Checker(whole)
+    assert checker.open == []
+    assert len(checker.ids) == len(set(checker.ids))
+    assert checker.referred <= set(checker.ids)
+    assert "script" not in checker.tags and "link" not in checker.tags and "img" not in checker.tags
     assert captions(text) == [
         "Loss",
         "Expected tokens per round",
@@ -179,7 +179,7 @@ def test_a_whole_run(whole: str) -> None:
         "Accepted drafts a round, T=1",
         "Speed-up, with 95% intervals over prompts",
     ]
-    assert found.tags.count("svg") == 1 + 10, "the mark in the header, and the plots"
+    assert checker.tags.count("svg") == 1 + 10, "the mark in the header, and the plots"
     for shown in ("1.85x [1.60, 2.05]", "2.50 [2.25, 2.75]", "25% of 4", "paceline train --target m", "versions.torch"):
         assert shown in text
     assert "held out" in text and "out of domain" in text
@@ -197,9 +197,9 @@ def test_the_page_fits_a_phone_and_both_schemes(whole: str) -> None:
 
 def last_setting(name: str) -> dict[str, Any]:
     """An evaluation on the prompts `name` at one temperature and batch: three figures to draw."""
-    found = evaluation(name)
-    del found["sets"][name]["results"][:-2]
-    return found
+    figures = evaluation(name)
+    del figures["sets"][name]["results"][:-2]
+    return figures
 
 
 def test_what_a_model_wrote_is_escaped(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def verdict_of(run: Path) -> str:
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "sentence"),
     [
         (
             {},
@@ -313,18 +313,18 @@ def verdict_of(run: Path) -> str:
         ({"lossless": False}, "NOT LOSSLESS: acceptance was mocked"),
     ],
 )
-def test_a_report_opens_with_a_verdict(tmp_path: Path, values: dict[str, Any], said: str) -> None:
-    found = evaluation(**values)
-    for each in found["sets"]["gsm8k"]["results"]:
+def test_a_report_opens_with_a_verdict(tmp_path: Path, values: dict[str, Any], sentence: str) -> None:
+    figures = evaluation(**values)
+    for each in figures["sets"]["gsm8k"]["results"]:
         each["identical"] = each["identical"] if each["temperature"] == 0 else None
-    verdict = verdict_of(folder(tmp_path / "run", None, found))
-    assert said in verdict and "\n" not in verdict
+    verdict = verdict_of(folder(tmp_path / "run", None, figures))
+    assert sentence in verdict and "\n" not in verdict
     assert ("Its interval" in verdict) == ("speedup_interval" in values)
 
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
-    ("values", "said", "tone"),
+    ("values", "sentence", "tone"),
     [
         ({"speedup": 9.37, "tokens_per_round": 3.0}, "the machine was busy: repeat", ""),
         ({"speedup": 2.0, "num_output_tokens": 4}, "4 tokens are too few for a verdict", ""),
@@ -332,44 +332,46 @@ def test_a_report_opens_with_a_verdict(tmp_path: Path, values: dict[str, Any], s
         ({}, "1.85x as fast", " good"),
     ],
 )
-def test_a_page_shows_no_speedup_that_cannot_be(tmp_path: Path, values: dict[str, Any], said: str, tone: str) -> None:
-    found = evaluation()
-    for each in found["sets"]["gsm8k"]["results"]:
+def test_a_page_shows_no_speedup_that_cannot_be(
+    tmp_path: Path, values: dict[str, Any], sentence: str, tone: str
+) -> None:
+    figures = evaluation()
+    for each in figures["sets"]["gsm8k"]["results"]:
         each.update(values if each["drafter"] == "d" else {})
-    run = folder(tmp_path / "run", None, found)
-    assert said in verdict_of(run)
+    run = folder(tmp_path / "run", None, figures)
+    assert sentence in verdict_of(run)
     text = page(read_run(run))
     assert f'<p class="verdict{tone}">' in text and "9.37x" not in text
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_verdict_judges_by_the_settings_that_can_be(tmp_path: Path) -> None:
-    found = evaluation()
-    found["sets"]["gsm8k"]["results"].append(row("busy", 1, 0.0, speedup=4.0))
-    verdict = verdict_of(folder(tmp_path / "run", None, found))
+    figures = evaluation()
+    figures["sets"]["gsm8k"]["results"].append(row("busy", 1, 0.0, speedup=4.0))
+    verdict = verdict_of(folder(tmp_path / "run", None, figures))
     assert "d makes answers 1.85x as fast" in verdict
     assert "No verdict on busy (one request at a time, greedy): the machine was busy: repeat." in verdict
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_verdict_names_the_worst_setting(tmp_path: Path) -> None:
-    found = evaluation()
-    found["sets"]["gsm8k"]["results"][3]["speedup"] = 0.9
+    figures = evaluation()
+    figures["sets"]["gsm8k"]["results"][3]["speedup"] = 0.9
     assert "The worst setting is 0.90x (d, 8 requests together, greedy)." in verdict_of(
-        folder(tmp_path / "run", None, found)
+        folder(tmp_path / "run", None, figures)
     )
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_verdict_on_plain_decoding_alone(tmp_path: Path) -> None:
-    found = evaluation()
-    found["sets"]["gsm8k"]["results"] = [row("none", 1, 0.0)]
-    assert "Only plain decoding was measured" in verdict_of(folder(tmp_path / "run", None, found))
+    figures = evaluation()
+    figures["sets"]["gsm8k"]["results"] = [row("none", 1, 0.0)]
+    assert "Only plain decoding was measured" in verdict_of(folder(tmp_path / "run", None, figures))
 
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "sentence"),
     [
         ([step(1)], "Nothing was held out"),
         ([step(1), check(1)], "is expected to bring 1.70 tokens a round; only served figures count."),
@@ -378,10 +380,10 @@ def test_a_verdict_on_plain_decoding_alone(tmp_path: Path) -> None:
         ([step(1), check(1), check(2)], "It has stopped getting better"),
     ],
 )
-def test_a_verdict_on_training(tmp_path: Path, lines: list[Line], said: str) -> None:
+def test_a_verdict_on_training(tmp_path: Path, lines: list[Line], sentence: str) -> None:
     run = folder(tmp_path / "run", lines)
     verdict = verdict_of(run)
-    assert said in verdict and f"Next: paceline evaluate {run}/drafter" in verdict
+    assert sentence in verdict and f"Next: paceline evaluate {run}/drafter" in verdict
     (run / "heldout.json").write_text(json.dumps({"tokens_per_round": 2.6, "num_rounds": 3, "num_prompts": 1}))
     assert "brings 2.60 tokens a round on prompts that it was not trained on: good." in verdict_of(run)
 
@@ -389,10 +391,10 @@ def test_a_verdict_on_training(tmp_path: Path, lines: list[Line], said: str) -> 
 def trained(path: Path, default: float | None, **served: Any) -> Path:
     """A run whose plan expected 1.10 tokens a round from 44 answers where 3,000 are advised."""
     run = folder(path, [{**step(1), "unigram_entropy": 5.55}, check(1)])
-    told = {"tokens_per_round": 1.06, "num_rounds": 300, "num_prompts": 16, "speedup": 1.17, **served}
-    told |= {"plain_tokens_per_s": 10.0, "drafted_tokens_per_s": 11.7}
-    told |= {"default_drafter": {"tokens_per_round": default}} if default else {}
-    (run / "heldout.json").write_text(json.dumps(told))
+    heldout = {"tokens_per_round": 1.06, "num_rounds": 300, "num_prompts": 16, "speedup": 1.17, **served}
+    heldout |= {"plain_tokens_per_s": 10.0, "drafted_tokens_per_s": 11.7}
+    heldout |= {"default_drafter": {"tokens_per_round": default}} if default else {}
+    (run / "heldout.json").write_text(json.dumps(heldout))
     expected = {"tokens_per_round": 1.1, "is_beyond_the_curve": False, "answers": 44, "advised": 3000}
     (run / "plan.json").write_text(json.dumps({"expected": expected}))
     (run / "config.json").write_text(json.dumps({"what": "train", "shape": {"start": "copied"}}))
@@ -421,10 +423,10 @@ def test_the_command_ends_with_the_verdict(
     monkeypatch.setattr("paceline.commands.train.run_train", lambda config, progress: result)
     for more in ([], ["--json"]):
         app(["train", "--prompts", "none.jsonl", "--out", str(run), *more], prog_name="paceline", standalone_mode=False)
-        told = capsys.readouterr()
+        output = capsys.readouterr()
         verdict = training_verdict(read_run(run))
-        assert told.err.rstrip().endswith(verdict) and "keep that" in verdict
-    assert json.loads(told.out)["verdict"] == verdict
+        assert output.err.rstrip().endswith(verdict) and "keep that" in verdict
+    assert json.loads(output.out)["verdict"] == verdict
 
 
 def test_the_advice_of_a_training_is_not_what_the_run_had(tmp_path: Path) -> None:

@@ -124,8 +124,8 @@ def test_a_long_call_is_not_read_again_with_every_piece(
     for piece in ["\\", '"', "{", "text"] * 500:
         assert parser.push(piece) == ("", [])
     assert len(reads) <= 2
-    found = [*parser.push('"}}')[1], *parser.finish()[1]]
-    assert [call.name for call in found] == ([] if is_whole and before.startswith("Sure") else ["f"])
+    calls = [*parser.push('"}}')[1], *parser.finish()[1]]
+    assert [call.name for call in calls] == ([] if is_whole and before.startswith("Sure") else ["f"])
 
 
 def test_arguments_keep_their_own_text() -> None:

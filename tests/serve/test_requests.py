@@ -176,7 +176,7 @@ def test_equal_prompts_with_a_seed_have_equal_answers(live: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "said"),
+    ("fields", "param", "message"),
     [
         ({"stop": ["x"] * 20}, "stop", "at most 16 items"),
         ({"stop": 5}, "stop", "a valid string, or a valid list"),
@@ -208,10 +208,10 @@ def test_equal_prompts_with_a_seed_have_equal_answers(live: Live) -> None:
     ],
 )
 def test_a_refusal_names_the_field_as_the_client_wrote_it(
-    live: Live, fields: dict[str, Any], param: str, said: str
+    live: Live, fields: dict[str, Any], param: str, message: str
 ) -> None:
     error = refused(live, **fields)
-    assert (error["param"], said in error["message"]) == (param, True), error
+    assert (error["param"], message in error["message"]) == (param, True), error
 
 
 @pytest.mark.parametrize(
@@ -318,9 +318,9 @@ def test_logprobs_of_a_completion_keep_pieces_of_characters_apart(live: Live, fo
 def test_echo_with_logprobs_scores_the_prompt(live: Live, offline: LLM, speculate: str) -> None:
     prompt = "abcabcabcabc. Once upon a time there was a model, abcabc"
     ids = offline.tokenizer.encode(prompt)
-    asked = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0, "speculate": speculate}
+    request = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0, "speculate": speculate}
     for _ in range(2):  # the second time the prompt is in the cache
-        body = ask(live, TEXT, **asked)
+        body = ask(live, TEXT, **request)
         logprobs = body["choices"][0]["logprobs"]
         assert text_of(body).startswith(prompt)
         assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(ids) + 3
@@ -338,12 +338,12 @@ def test_echo_with_logprobs_scores_the_prompt(live: Live, offline: LLM, speculat
 
 
 def test_prompt_scores_are_the_same_with_and_without_drafts_streamed_or_not(live: Live) -> None:
-    asked = {"prompt": "abcabcabcabcabc", "echo": True, "logprobs": 1, "max_tokens": 6, "temperature": 0}
+    request = {"prompt": "abcabcabcabcabc", "echo": True, "logprobs": 1, "max_tokens": 6, "temperature": 0}
     bodies = [
-        ask(live, TEXT, **asked, speculate=speculate)["choices"][0]["logprobs"] for speculate in ("off", "full", 2)
+        ask(live, TEXT, **request, speculate=speculate)["choices"][0]["logprobs"] for speculate in ("off", "full", 2)
     ]
     assert bodies[0] == bodies[1] == bodies[2]
-    status, body, _ = live.post(TEXT, asked | {"stream": True})
+    status, body, _ = live.post(TEXT, request | {"stream": True})
     chunks = [json.loads(line[6:]) for line in body.decode().split("\n\n") if line[6:7] == "{"]
     streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert status == 200
@@ -357,9 +357,15 @@ def test_min_tokens_holds_back_ends_and_stop_strings(
     live: Live, folder: Path, temperature: float, speculate: str
 ) -> None:
     end = str(Tokenizer.from_path(folder).eos_token_ids[0])
-    asked = {"logit_bias": {end: 100}, "max_tokens": 20, "temperature": temperature, "seed": 1, "speculate": speculate}
-    assert ask(live, **asked)["usage"]["completion_tokens"] == 1
-    body = ask(live, **asked, min_tokens=7)
+    request = {
+        "logit_bias": {end: 100},
+        "max_tokens": 20,
+        "temperature": temperature,
+        "seed": 1,
+        "speculate": speculate,
+    }
+    assert ask(live, **request)["usage"]["completion_tokens"] == 1
+    body = ask(live, **request, min_tokens=7)
     assert body["usage"]["completion_tokens"] == 8 and body["choices"][0]["finish_reason"] == "stop"
     plain = text_of(ask(live, TEXT, max_tokens=20, temperature=0, speculate=speculate))
     stopped = text_of(ask(live, TEXT, max_tokens=20, temperature=0, speculate=speculate, stop=plain[0], min_tokens=5))
@@ -369,22 +375,22 @@ def test_min_tokens_holds_back_ends_and_stop_strings(
 
 @pytest.mark.parametrize("speculate", ["off", "full"])
 def test_bad_words_are_not_said(live: Live, speculate: str) -> None:
-    asked = {"prompt": "ababababab", "max_tokens": 40, "temperature": 0, "speculate": speculate}
-    plain = text_of(ask(live, TEXT, **asked))
+    request = {"prompt": "ababababab", "max_tokens": 40, "temperature": 0, "speculate": speculate}
+    plain = text_of(ask(live, TEXT, **request))
     word = plain[3:5]
-    without = text_of(ask(live, TEXT, **asked, bad_words=[word, plain[10]]))
+    without = text_of(ask(live, TEXT, **request, bad_words=[word, plain[10]]))
     assert word in plain and word not in without and plain[10] not in without
-    assert without == text_of(ask(live, TEXT, **(asked | {"speculate": 2}), bad_words=[word, plain[10]]))
+    assert without == text_of(ask(live, TEXT, **(request | {"speculate": 2}), bad_words=[word, plain[10]]))
 
 
 def test_a_final_message_is_continued_and_tokenize_says_the_same(live: Live) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "Hello, B"}]
-    asked = {"messages": messages, "continue_final_message": True}
-    ids = ask(live, **asked, max_tokens=1, return_token_ids=True)["choices"][0]["prompt_token_ids"]
+    request = {"messages": messages, "continue_final_message": True}
+    ids = ask(live, **request, max_tokens=1, return_token_ids=True)["choices"][0]["prompt_token_ids"]
     text = live.post("/detokenize", {"tokens": ids})[1]["prompt"]
     assert text.endswith("<|im_start|>assistant\nHello, B")
-    assert live.post("/tokenize", asked)[1]["tokens"] == ids
-    assert refused(live, **asked, add_generation_prompt=True)["param"] == "continue_final_message"
+    assert live.post("/tokenize", request)[1]["tokens"] == ids
+    assert refused(live, **request, add_generation_prompt=True)["param"] == "continue_final_message"
     closed = {"messages": messages, "add_generation_prompt": False}
     ids = ask(live, **closed, max_tokens=1, return_token_ids=True)["choices"][0]["prompt_token_ids"]
     assert live.post("/tokenize", closed)[1]["tokens"] == ids
@@ -408,17 +414,17 @@ def test_a_template_that_refuses_is_told_in_words_of_http(template: str | None, 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
 def test_template_variables_cannot_replace_the_conversation(live: Live, name: str) -> None:
     values = {"messages": [{"role": "user", "content": "Other."}], "tools": [], "add_generation_prompt": False}
-    asked = {"messages": MESSAGES, "chat_template_kwargs": {name: values[name]}}
+    request = {"messages": MESSAGES, "chat_template_kwargs": {name: values[name]}}
     for path in (CHAT, "/tokenize"):
-        status, body, _ = live.post(path, asked)
+        status, body, _ = live.post(path, request)
         assert (status, body["error"]["param"]) == (400, f"chat_template_kwargs.{name}")
 
 
 def test_tokenize_renders_as_the_chat_does(live: Live) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
-    asked = {"messages": MESSAGES, "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
-    count = ask(live, **asked, max_tokens=1)["usage"]["prompt_tokens"]
-    status, body, _ = live.post("/tokenize", asked | {"return_token_strs": True})
+    request = {"messages": MESSAGES, "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+    count = ask(live, **request, max_tokens=1)["usage"]["prompt_tokens"]
+    status, body, _ = live.post("/tokenize", request | {"return_token_strs": True})
     assert (status, body["count"], len(body["token_strs"])) == (200, count, count)
     assert count > live.post("/tokenize", {"messages": MESSAGES})[1]["count"]
     assert live.post("/tokenize", {"prompt": "x", "tools": tools})[1]["error"]["param"] == "tools"
@@ -429,10 +435,14 @@ def test_tokenize_renders_as_the_chat_does(live: Live) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 def test_continuous_usage_counts_the_tokens_so_far(live: Live, path: str, include_usage: bool, n: int) -> None:
     options = {"include_usage": include_usage, "continuous_usage_stats": True}
-    asked = ({"messages": MESSAGES} if path == CHAT else {"prompt": "x"}) | {"temperature": 0, "max_tokens": 20, "n": n}
-    whole = live.post(path, asked)[1]["usage"]
-    asked |= {"stream": True, "stream_options": options, "return_token_ids": True}
-    status, body, _ = live.post(path, asked)
+    request = ({"messages": MESSAGES} if path == CHAT else {"prompt": "x"}) | {
+        "temperature": 0,
+        "max_tokens": 20,
+        "n": n,
+    }
+    whole = live.post(path, request)[1]["usage"]
+    request |= {"stream": True, "stream_options": options, "return_token_ids": True}
+    status, body, _ = live.post(path, request)
     *chunks, last = [json.loads(line[6:]) for line in body.decode().split("\n\n") if line[6:7] == "{"]
     if not include_usage:
         chunks.append(last)
@@ -464,10 +474,10 @@ def test_tokenize_gives_the_tokens_of_the_chat(fields: dict[str, Any]) -> None:
     tokenizer.chat_template = f"{{{{ reasoning_effort }}}} {{{{ documents }}}} {{{{ tools }}}}{tokenizer.chat_template}"
     answer = [ByteTokenizer.eos_token_id]
     with serving(lambda: fake_llm(Parrot("assistant: ", answer), tokenizer=tokenizer)) as live:
-        asked: dict[str, Any] = {"messages": MESSAGES} | fields
-        status, body, _ = live.post("/tokenize", asked)
+        request: dict[str, Any] = {"messages": MESSAGES} | fields
+        status, body, _ = live.post("/tokenize", request)
         plain = live.post("/tokenize", {"messages": MESSAGES})[1]["tokens"]
-        chat: dict[str, Any] = asked if fields.get("tool_choice") != "required" else asked | {"tool_choice": "auto"}
+        chat: dict[str, Any] = request if fields.get("tool_choice") != "required" else request | {"tool_choice": "auto"}
         ids = ask(live, **chat, max_tokens=1, return_token_ids=True)["choices"][0]["prompt_token_ids"]
     assert status == 200, body
     assert body["tokens"] == ids
@@ -475,8 +485,8 @@ def test_tokenize_gives_the_tokens_of_the_chat(fields: dict[str, Any]) -> None:
 
 
 def test_metrics_have_all_keys_of_vllm(live: Live) -> None:
-    asked = {"temperature": 0, "max_tokens": 60, "return_metrics": True}
-    figures = ask(live, **asked)["metrics"]["speculative_decoding"]
+    request = {"temperature": 0, "max_tokens": 60, "return_metrics": True}
+    figures = ask(live, **request)["metrics"]["speculative_decoding"]
     histogram = figures["acceptance_histogram"]
     assert figures["num_accepted_draft_tokens"] == sum(place * count for place, count in enumerate(histogram))
     drafted = [each for source, each in figures["rounds_by_source"].items() if source != "none"]
@@ -505,22 +515,22 @@ def test_histories_with_arguments_of_either_shape_are_one_prompt(live: Live, arg
 @pytest.mark.parametrize("parallel", [True, False])
 def test_calls_of_a_stream_are_those_of_the_whole_answer(parallel: bool) -> None:
     call = '<tool_call>{"name": "f", "arguments": {"a": 1.10}}</tool_call>'
-    said = [*f"Sure.\n{call}\n{call}".encode(), ByteTokenizer.eos_token_id]
+    answer_ids = [*f"Sure.\n{call}\n{call}".encode(), ByteTokenizer.eos_token_id]
     tools = [{"type": "function", "function": {"name": "f"}}]
-    asked = {
+    request = {
         "messages": [{"role": "user", "content": "hi"}],
         "max_tokens": 180,
         "temperature": 0,
         "tool_choice": "auto",
     }
-    asked |= {"tools": tools, "parallel_tool_calls": parallel}
+    request |= {"tools": tools, "parallel_tool_calls": parallel}
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = (
         f"{tokenizer.chat_template}{{# knows tools #}}"  # so that none are described in the prompt
     )
-    with serving(lambda: fake_llm(Parrot("assistant: ", said), tokenizer=tokenizer)) as live:
-        body = ask(live, **asked)
-        status, streamed, _ = live.post(CHAT, asked | {"stream": True})
+    with serving(lambda: fake_llm(Parrot("assistant: ", answer_ids), tokenizer=tokenizer)) as live:
+        body = ask(live, **request)
+        status, streamed, _ = live.post(CHAT, request | {"stream": True})
     message = body["choices"][0]["message"]
     chunks = [json.loads(line[6:])["choices"][0] for line in streamed.decode().split("\n\n") if line[6:7] == "{"]
     assert (status, message["content"], body["choices"][0]["finish_reason"]) == (200, "Sure.", "tool_calls")

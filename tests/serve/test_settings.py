@@ -68,5 +68,5 @@ def test_a_request_names_its_drafter_or_is_of_a_kind() -> None:
         CompletionRequest.model_validate({"prompt": "x" * 100_000}),
         CompletionRequest.model_validate({"prompt": [1, 2, 3]}),
     ]
-    found = [route_of("auto", body, headers, None) for body in kinds]
-    assert len({route.clusters for route in found if route}) == len(kinds)
+    routes = [route_of("auto", body, headers, None) for body in kinds]
+    assert len({route.clusters for route in routes if route}) == len(kinds)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_servers import FakeServer, restart_command, serving, told
+from fake_servers import FakeServer, recorded_environments, restart_command, serving
 
 from paceline.errors import ConfigError, DeployError, DownloadError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
@@ -137,12 +137,12 @@ def test_vllm_restarts_one_server_after_the_other(server: FakeServer, tmp_path: 
         config = DeployConfig("vllm", (server.url, second.url), restart=restart_command(tmp_path), num_drafted=5)
         deployment = open_deployment(config, tmp_path / "old")
         deployment.load("tickets", tmp_path / "new")
-        assert [one["PACELINE_SERVER"] for one in told(tmp_path)] == [server.url]
+        assert [one["PACELINE_SERVER"] for one in recorded_environments(tmp_path)] == [server.url]
         deployment.load_others("tickets", tmp_path / "new")
-        assert [one["PACELINE_SERVER"] for one in told(tmp_path)] == [server.url, second.url]
-        speculative = json.loads(told(tmp_path)[0]["PACELINE_SPECULATIVE_CONFIG"])
+        assert [one["PACELINE_SERVER"] for one in recorded_environments(tmp_path)] == [server.url, second.url]
+        speculative = json.loads(recorded_environments(tmp_path)[0]["PACELINE_SPECULATIVE_CONFIG"])
         assert speculative == {"method": "dflash", "model": str(tmp_path / "new"), "num_speculative_tokens": 5}
-        assert told(tmp_path)[0]["PACELINE_DRAFTER"] == str(tmp_path / "new")
+        assert recorded_environments(tmp_path)[0]["PACELINE_DRAFTER"] == str(tmp_path / "new")
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_each_drafter_is_restarted_with_its_own_method(server: FakeServer, tmp_p
     deployment = opened(server, tmp_path / "old", engine="vllm", **how)
     deployment.load("tickets", tmp_path / "new")
     deployment.roll_back()
-    methods = [json.loads(one["PACELINE_SPECULATIVE_CONFIG"])["method"] for one in told(tmp_path)]
+    methods = [json.loads(one["PACELINE_SPECULATIVE_CONFIG"])["method"] for one in recorded_environments(tmp_path)]
     assert methods == ["eagle3", "dflash2"]
 
 
@@ -172,7 +172,7 @@ def test_a_restart_that_fails_gives_the_old_drafter_back(server: FakeServer, tmp
     deployment = opened(server, tmp_path / "old", engine="vllm", restart=restart_command(tmp_path, status=1))
     with pytest.raises(DeployError, match="no such service"):
         deployment.load("tickets", tmp_path / "new")
-    assert [Path(one["PACELINE_DRAFTER"]).name for one in told(tmp_path)] == ["new", "old"]
+    assert [Path(one["PACELINE_DRAFTER"]).name for one in recorded_environments(tmp_path)] == ["new", "old"]
 
 
 def test_a_server_that_does_not_come_back(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,10 +189,12 @@ def test_vllm_takes_weights_where_it_can_and_restarts_where_not(server: FakeServ
     deployment = opened(server, tmp_path / "old", engine="vllm", **how)
     deployment.load("tickets", tmp_path / "new")
     posted = [path for method, path, _ in server.calls if method == "POST"]
-    assert posted == ["/start_draft_weight_update", "/finish_weight_update"] and len(told(tmp_path)) == 1
+    assert (
+        posted == ["/start_draft_weight_update", "/finish_weight_update"] and len(recorded_environments(tmp_path)) == 1
+    )
     server.refuses["/start_draft_weight_update"] = 404, {}
     deployment.load("more", tmp_path / "newer")
-    assert server.calls[-1][1] == "/health" and len(told(tmp_path)) == 2
+    assert server.calls[-1][1] == "/health" and len(recorded_environments(tmp_path)) == 2
     with pytest.raises(DownloadError, match="give --restart"):
         opened(server, tmp_path / "old", engine="vllm", publish=restart_command(tmp_path)).load("x", tmp_path / "new")
 
@@ -218,7 +220,7 @@ class TestHotSwap:
     def test_a_refusal_is_a_restart_where_that_is_known(self, server: FakeServer, tmp_path: Path) -> None:
         server.refuses[self.PATH] = 422, {"error": "tensor fc.weight has another shape: only a restart loads it"}
         self.swapping(server, tmp_path, restart=restart_command(tmp_path)).load("x", tmp_path / "new")
-        assert [Path(one["PACELINE_DRAFTER"]).name for one in told(tmp_path)] == ["new"]
+        assert [Path(one["PACELINE_DRAFTER"]).name for one in recorded_environments(tmp_path)] == ["new"]
 
     def test_a_refusal_says_nothing_of_the_drafter(self, server: FakeServer, tmp_path: Path) -> None:
         deployment = self.swapping(server, tmp_path)

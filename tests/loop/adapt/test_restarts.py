@@ -262,11 +262,11 @@ class TestClocks:
         one = watcher(tmp_path, server, Played(), policy=SeasonalPolicy())
         one.tick(NOW)
         one.tick(NOW + 30 * DAY_S)
-        said: list[str] = []
-        one.say = said.append
+        messages: list[str] = []
+        one.say = messages.append
         for hour in range(1, 4):
             one.tick(NOW + 3600 * hour)
-        assert any("the clock went back" in each for each in said)
+        assert any("the clock went back" in each for each in messages)
         assert [line["hour"] for line in one.log.lines()][-2:] == [HOUR + 2, HOUR + 3]
 
     @pytest.mark.slow
@@ -360,12 +360,12 @@ class Training:
     def __init__(self, folder: Path) -> None:
         self.folder, self.rates, self.gates = folder, list[str](), Played((0, PASSED), (0, PASSED))
 
-    def __call__(self, command: list[str], said: Path) -> Job:
+    def __call__(self, command: list[str], log: Path) -> Job:
         if "train" not in command:
-            return self.gates(command, said)
+            return self.gates(command, log)
         rate = command[command.index("--lr") + 1]
         self.rates.append(rate)
-        return Job([sys.executable, "-c", LASTING, str(self.folder / rate), str(self.folder / "begun")], said)
+        return Job([sys.executable, "-c", LASTING, str(self.folder / rate), str(self.folder / "begun")], log)
 
     @property
     def begun(self) -> list[str]:
@@ -419,13 +419,13 @@ class TestOrphansOfAWatcher:
     def test_it_is_waited_for_and_taken_up(self, tmp_path: Path, rates: tuple[float, ...]) -> None:
         """Nothing is refused for it, and no second rate is trained while it goes on."""
         training, names = self.killed(tmp_path, rates), [f"{each:g}" for each in rates]
-        one, said = self.begun_again(tmp_path, training, rates), list[str]()
-        one.say = said.append
+        one, messages = self.begun_again(tmp_path, training, rates), list[str]()
+        one.say = messages.append
         for minute in range(1, 6):
             one.tick(NOW + 60 * minute)
         assert one.stage is not None and (one.stage.name, one.stage.at, one.stage.verdicts) == ("training", 0, [])
         assert events(one) == ["training"] and training.rates == ["0.0001"]
-        assert [each for each in said if "of an earlier daemon goes on here" in each]
+        assert [each for each in messages if "of an earlier daemon goes on here" in each]
         training.let_go("0.0001")
         self.ticked_until(one, lambda: one._job is not None and not one._job.is_waiting)
         assert events(one) == ["training"] and one.stage.at == 0, "the same training is run once more"

@@ -194,5 +194,5 @@ class TestPropose:
 
 def test_the_policy_asks_before_it_routes() -> None:
     policy, alarm = SeasonalPolicy(), Alarm("tickets", 0.3, 2.1, 60_000, None)
-    found = decide(View(1, [alarm]), policy.config, policy.prices)
-    assert (found.action, found.clusters) == ("score", ("tickets",))
+    decision = decide(View(1, [alarm]), policy.config, policy.prices)
+    assert (decision.action, decision.clusters) == ("score", ("tickets",))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_llm import tiny_model
 from trace_files import rows
-from upstream import said
+from upstream import completion
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.loop.record import RecordConfig, read, vllm_log
@@ -82,14 +82,14 @@ def test_a_damaged_generation_config(tmp_path: Path, wrong: dict[str, Any]) -> N
 
 
 def test_each_field_that_is_left_out(tokenizer: Tokenizer) -> None:
-    trace = one(tokenizer, QWEN, said("Hi."))
+    trace = one(tokenizer, QWEN, completion("Hi."))
     assert trace.temperature == 0.6 and trace.sampling == QWEN
-    trace = one(tokenizer, QWEN, said("Hi."), temperature=0.2, top_k=-1)
+    trace = one(tokenizer, QWEN, completion("Hi."), temperature=0.2, top_k=-1)
     assert trace.temperature == 0.2 and trace.sampling == {"temperature": 0.2, "top_p": 0.95}
-    assert one(tokenizer, QWEN, said("Hi."), temperature=0).temperature == 0.0
-    trace = one(tokenizer, {}, said("Hi."))
+    assert one(tokenizer, QWEN, completion("Hi."), temperature=0).temperature == 0.0
+    trace = one(tokenizer, {}, completion("Hi."))
     assert trace.temperature == 1.0 and trace.sampling == {"temperature": 1.0}
-    trace = one(tokenizer, None, said("Hi."), top_p=0.5)
+    trace = one(tokenizer, None, completion("Hi."), top_p=0.5)
     assert trace.temperature is None and trace.sampling == {"top_p": 0.5}
 
 
@@ -100,12 +100,12 @@ def test_completions_of_sglang_have_defaults_of_their_own(tokenizer: Tokenizer) 
     assert one(tokenizer, QWEN, {"choices": [{**text, "matched_stop": 257}]}, prompt="a").sampling == {
         "temperature": 1.0
     }
-    assert one(tokenizer, QWEN, said("Hi.", choice={"matched_stop": 257})).sampling == QWEN
+    assert one(tokenizer, QWEN, completion("Hi.", choice={"matched_stop": 257})).sampling == QWEN
 
 
 def test_beam_search_is_no_sampling(tokenizer: Tokenizer) -> None:
     with pytest.raises(Lost, match="unsupported"):
-        one(tokenizer, QWEN, said("Hi."), use_beam_search=True)
+        one(tokenizer, QWEN, completion("Hi."), use_beam_search=True)
 
 
 @pytest.mark.parametrize(("given", "expected"), [("model", 0.6), ("engine", 1.0), ("none", None)])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from small_llm import tiny_model
-from upstream import said
+from upstream import completion
 
 from paceline.loop.record.exchange import Exchange
 from paceline.loop.record.reader import Reader
@@ -49,7 +49,7 @@ def read(tokenizer: Tokenizer, *chunks: dict[str, Any], **more: Any) -> Trace:
 
 
 def answer(message: dict[str, Any], num_tokens: int | None, reason: str = "stop", **more: Any) -> dict[str, Any]:
-    reply = said("", reason, **more)
+    reply = completion("", reason, **more)
     reply["choices"][0]["message"] = {"role": "assistant", **message}
     return reply | ({} if num_tokens is None else {"usage": {"completion_tokens": num_tokens}})
 
