@@ -75,10 +75,10 @@ class TestStore:
         for fault in every_fault(home, lambda: command(home), copied(template, home)):
             Store.open(home / "store").versions()
             command(home)
-            found = self.seen(home)
+            contents = self.seen(home)
             if name == "label":  # it was written before the kill, and again: the same score twice
-                found["labels"] = [*{json.dumps(each): each for each in found["labels"]}.values()]
-            assert found == wanted, str(fault)
+                contents["labels"] = [*{json.dumps(each): each for each in contents["labels"]}.values()]
+            assert contents == wanted, str(fault)
             # One more where it was killed behind its end: the same again changes nothing but the version.
             assert Store.open(home / "store").version in (version, version + 1), str(fault)
 
@@ -87,8 +87,8 @@ class TestStore:
 
         def command() -> None:
             store = home / "store"
-            made = Store.open(store) if (store / "store.json").is_file() else Store.create(store, "tiny")
-            made.add([source], BYTES)
+            opened = Store.open(store) if (store / "store.json").is_file() else Store.create(store, "tiny")
+            opened.add([source], BYTES)
 
         def prepare() -> None:
             shutil.rmtree(home, ignore_errors=True)
