@@ -70,9 +70,9 @@ def through_rows(tokenizer: Tokenizer, messages: list[Any], tools: list[Any]) ->
 
 
 def through_the_proxy(tokenizer: Tokenizer, messages: list[Any], tools: list[Any]) -> list[int]:
-    asked = {"messages": messages} | ({"tools": tools} if tools else {})
-    said = [{"choices": [{"index": 0, "message": {"content": "ok"}, "finish_reason": "stop"}]}]
-    (trace,) = Reader(tokenizer).traces(Exchange(True, asked, said, ended=1.0))
+    request = {"messages": messages} | ({"tools": tools} if tools else {})
+    chunks = [{"choices": [{"index": 0, "message": {"content": "ok"}, "finish_reason": "stop"}]}]
+    (trace,) = Reader(tokenizer).traces(Exchange(True, request, chunks, ended=1.0))
     return list(trace.prompt_ids)
 
 

@@ -40,7 +40,7 @@ def tiny(**changes: Any) -> tuple[DecoderConfig, NativeDecoder]:
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
+    ("batch", "message"),
     [
         (ForwardBatch([0], [0], [1], [97]), "outside the vocabulary"),
         (ForwardBatch([0], [0], [2], [3, -1]), "outside the vocabulary"),
@@ -52,10 +52,10 @@ def tiny(**changes: Any) -> tuple[DecoderConfig, NativeDecoder]:
         (ForwardBatch([], [], [], []), "at least one token"),
     ],
 )
-def test_passes_refuse(batch: ForwardBatch, said: str) -> None:
+def test_passes_refuse(batch: ForwardBatch, message: str) -> None:
     """In words, before anything is written; and the next pass runs."""
     _, native = tiny()
-    with pytest.raises(NativeError, match=said):
+    with pytest.raises(NativeError, match=message):
         native.forward(batch)
     assert native.cache.lengths == [0, 0] and not native.kv.keys.any() and not native.kv.values.any()
     assert native.forward(ForwardBatch([1], [0], [1], [5])).argmax_T is not None
