@@ -186,8 +186,8 @@ def test_contexts_may_begin_where_the_window_does(way: str, kind: str) -> None:
     query, own_key, own_value, context_key, context_value = tensors = [each.detach() for each in inputs()]
     short = Layout(lens, tuple(torch.tensor(each) for each in anchors), SIZE, starts)
     attend = make_attention(way, config_of(kind), short, torch.float32)
-    found = attend(0, query[rows], (own_key[rows], own_value[rows]), (context_key[kept], context_value[kept]))
-    torch.testing.assert_close(found, attended(way, kind, tensors)[rows], atol=2e-6, rtol=1e-5)
+    actual = attend(0, query[rows], (own_key[rows], own_value[rows]), (context_key[kept], context_value[kept]))
+    torch.testing.assert_close(actual, attended(way, kind, tensors)[rows], atol=2e-6, rtol=1e-5)
     assert layout.starts == (0, 0, 0)
 
 
@@ -210,9 +210,9 @@ def test_packs_of_every_size_share_what_is_compiled() -> None:
         layout = Layout(contexts, tuple(torch.tensor(each) for each in anchors), SIZE)
         tensors = inputs_of(layout, seed)
         with mock.patch.object(FlexAttention, "_functions", return_value=functions):
-            found = attend_with("flex", layout, tensors)
+            actual = attend_with("flex", layout, tensors)
         counts.append(tuple(each.frame_count for each in counters))
-        torch.testing.assert_close(found, attend_with("split", layout, tensors), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(actual, attend_with("split", layout, tensors), atol=2e-6, rtol=1e-5)
     assert counts[:2] == [(1, 1)] * 2 and counts[2:] == [(2, 1)] * (len(packs) - 2)
 
 
@@ -253,11 +253,11 @@ def assert_way_equals_split(way: str, number: int, head_dim: int, dtype: torch.d
     rounded = [each.to(device, dtype) for each in inputs_of(layout, number, head_dim)]
     wanted_inputs = [each.float().requires_grad_() for each in rounded]
     found_inputs = [each.requires_grad_() for each in rounded]
-    wanted, found = attend_with("split", layout, wanted_inputs), attend_with(way, layout, found_inputs)
+    wanted, actual = attend_with("split", layout, wanted_inputs), attend_with(way, layout, found_inputs)
     upstream = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    pairs = [(found, wanted)]
+    pairs = [(actual, wanted)]
     pairs += zip(
-        torch.autograd.grad(found, found_inputs, upstream),
+        torch.autograd.grad(actual, found_inputs, upstream),
         torch.autograd.grad(wanted, wanted_inputs, upstream.float()),
         strict=True,
     )

@@ -79,8 +79,8 @@ class TestCorpus:
             read_corpus([tmp_path / "nowhere"], max_len=8)
 
     def test_all_temperatures_and_turns_of_a_prompt_are_held_out_together(self, tmp_path: Path) -> None:
-        said = [answer(f"p{n}@{heat}", [4, 5, 6], turn) for n in range(40) for heat in ("0", "0.7") for turn in (0, 1)]
-        corpus = read_corpus([answers(tmp_path, *said)], max_len=20, heldout_share=0.1)
+        rows = [answer(f"p{n}@{heat}", [4, 5, 6], turn) for n in range(40) for heat in ("0", "0.7") for turn in (0, 1)]
+        corpus = read_corpus([answers(tmp_path, *rows)], max_len=20, heldout_share=0.1)
         out = {prompt_of(each.key) for each in corpus.heldout}
         assert len(out) == 4 and len(corpus.heldout) == 16
         assert not out & {prompt_of(each.key) for each in corpus.train}

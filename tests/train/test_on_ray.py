@@ -95,16 +95,16 @@ class Dying:
     def begin(self, num_threads: int | None) -> Work:
         work = self.job.begin(num_threads)
 
-        def made(batch: list[Any]) -> list[Any]:
-            found = work(batch)
+        def work_or_die(batch: list[Any]) -> list[Any]:
+            results = work(batch)
             try:
                 self.died.touch(exist_ok=False)
             except FileExistsError:
-                return found
+                return results
             os.kill(os.getpid(), signal.SIGKILL)
-            return found
+            return results
 
-        return made
+        return work_or_die
 
 
 def answers_of(folder: Path) -> str:
@@ -115,15 +115,15 @@ def answers_of(folder: Path) -> str:
 
 
 def files_of(run: Path, kind: str) -> dict[str, str]:
-    found = sorted(run.glob(f"{kind}-*/*.safetensors"))
-    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+    files = sorted(run.glob(f"{kind}-*/*.safetensors"))
+    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 QUESTIONS = [("Hi.", "And then?"), ("Name a colour.",), ("Sing!", "Louder.", "Stop."), ("Count to ten.",), ("Why?",)]
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> RegenerateConfig:
+def regenerate_config(tmp_path_factory: pytest.TempPathFactory) -> RegenerateConfig:
     """Conversations of several turns, two of each at a temperature; one prompt is too long."""
     folder = tmp_path_factory.mktemp("asked")
     lines = [{"turns": turns} for turns in [*QUESTIONS, ("too long " * 40,)]]
@@ -134,15 +134,15 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> RegenerateConfig:
 
 
 @pytest.fixture(scope="module")
-def one(asked: RegenerateConfig) -> Regenerated:
+def one(regenerate_config: RegenerateConfig) -> Regenerated:
     """Answers of one process."""
-    return regenerate(asked)
+    return regenerate(regenerate_config)
 
 
-def going_on(asked: RegenerateConfig, one: Regenerated, folder: Path, before: Callable[[], None]) -> None:
+def going_on(regenerate_config: RegenerateConfig, one: Regenerated, folder: Path, before: Callable[[], None]) -> None:
     """The first prompts answered here, then, with `before` called, the others on the cluster: the answers of one
     process."""
-    first = replace(asked, out=folder, asked=replace(asked.asked, limit=2))
+    first = replace(regenerate_config, out=folder, asked=replace(regenerate_config.asked, limit=2))
     assert regenerate(first).num_answers
     lines: list[str] = []
 
@@ -151,7 +151,7 @@ def going_on(asked: RegenerateConfig, one: Regenerated, folder: Path, before: Ca
             lines.append(text)
 
     before()
-    two = regenerate(replace(asked, out=folder, elsewhere=RAY), progress=Saying())
+    two = regenerate(replace(regenerate_config, out=folder, elsewhere=RAY), progress=Saying())
     assert answers_of(one.answers) == answers_of(two.answers)
     assert any(answer.turn for answer in AnswerShards(one.answers)), "some conversations went on"
     begun = sum(each.key.split("/")[1].startswith(("0", "1")) for each in AnswerShards(one.answers))
@@ -161,15 +161,15 @@ def going_on(asked: RegenerateConfig, one: Regenerated, folder: Path, before: Ca
         one.num_tokens_too_long,
     ) and two.num_too_long
     assert any("the workers of Ray at local answer" in each for each in lines)
-    again = regenerate(replace(asked, out=folder, elsewhere=RAY))
+    again = regenerate(replace(regenerate_config, out=folder, elsewhere=RAY))
     assert (again.num_found, again.num_answers) == (15, 0)
 
 
-def training(asked: RegenerateConfig, answers: Path, folder: Path) -> TrainConfig:
+def training(regenerate_config: RegenerateConfig, answers: Path, folder: Path) -> TrainConfig:
     shape = DrafterShape(num_layers=1, block_size=4, num_taps=2)
     loop = LoopConfig(max_steps=2, blocks_per_step=8, anchors=4, autocast=False, serve_share=0.0)
     options: dict[str, Any] = {"plan": "off", "max_len": 256, "shape": shape, "loop": loop, "features": "cached"}
-    return TrainConfig(folder, asked.target, answers=(answers,), **options)
+    return TrainConfig(folder, regenerate_config.target, answers=(answers,), **options)
 
 
 def dying(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, died: Path) -> None:
@@ -181,18 +181,23 @@ def dying(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, died: Path) -
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_that_goes_on_with_answers_of_two_workers_of_which_one_is_killed(
-    cluster: Any, asked: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, regenerate_config: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    going_on(asked, one, tmp_path / "two", lambda: dying(monkeypatch, ray_answers, "Answering", tmp_path / "died"))
+    going_on(
+        regenerate_config,
+        one,
+        tmp_path / "two",
+        lambda: dying(monkeypatch, ray_answers, "Answering", tmp_path / "died"),
+    )
     assert (tmp_path / "died").exists()
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_hidden_states_of_a_worker_that_is_killed_and_the_drafter_they_train(
-    cluster: Any, asked: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, regenerate_config: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = training(asked, one.answers, tmp_path / "here")
+    config = training(regenerate_config, one.answers, tmp_path / "here")
     here = train(config)
     dying(monkeypatch, ray_features, "Reading", tmp_path / "died")
     there = train(replace(config, out=tmp_path / "there", elsewhere=replace(RAY, ray_workers=1)))
@@ -222,8 +227,8 @@ class Doubling:
 @pytest.mark.slow
 def test_a_real_cluster_works_and_what_its_worker_refuses_is_raised_here(cluster: Any) -> None:
     with connected(RAY) as ray:
-        found = list(distributed(ray, replace(RAY, ray_workers=1), Doubling(), range(6), 4))
-        assert sorted(found) == [0, 2, 4, 6, 8, 10]
+        results = list(distributed(ray, replace(RAY, ray_workers=1), Doubling(), range(6), 4))
+        assert sorted(results) == [0, 2, 4, 6, 8, 10]
         with pytest.raises(PromptError, match="no template for -1 with 2 threads"):
             list(distributed(ray, replace(RAY, ray_workers=1), Doubling(), [-1], 4))
 
@@ -247,19 +252,24 @@ class TestOnADouble:
 
     @pytest.mark.slow
     def test_a_run_goes_on_with_answers_of_workers(
-        self, fake: FakeRay, asked: RegenerateConfig, one: Regenerated, tmp_path: Path
+        self, fake: FakeRay, regenerate_config: RegenerateConfig, one: Regenerated, tmp_path: Path
     ) -> None:
-        going_on(asked, one, tmp_path, lambda: None)
+        going_on(regenerate_config, one, tmp_path, lambda: None)
         assert [len(rows.asked) for rows in fake.rows] == [4, 1], (
             "only prompts that lack an answer are sent: one is too long"
         )
 
     @pytest.mark.slow
     def test_hidden_states_are_those_of_one_process(
-        self, fake: FakeRay, asked: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        fake: FakeRay,
+        regenerate_config: RegenerateConfig,
+        one: Regenerated,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(train_run, "Trainer", ended)
-        config = training(asked, one.answers, tmp_path / "here")
+        config = training(regenerate_config, one.answers, tmp_path / "here")
         for each in (config, replace(config, out=tmp_path / "there", elsewhere=RAY)):
             with pytest.raises(Seen):
                 train(each)
@@ -267,8 +277,8 @@ class TestOnADouble:
         assert here and here == there and sum(len(rows.asked) for rows in fake.rows) == len(here)
 
     def test_each_worker_has_its_share_and_restarts(self, fake: FakeRay) -> None:
-        found = list(distributed(cast(Any, fake), RAY, Doubling(), range(20), 64))
-        assert sorted(found) == list(range(0, 40, 2))
+        results = list(distributed(cast(Any, fake), RAY, Doubling(), range(20), 64))
+        assert sorted(results) == list(range(0, 40, 2))
         (rows,) = fake.rows
         options = rows.options
         assert (options["batch_size"], options["num_cpus"], options["num_gpus"], options["compute"].size) == (
@@ -325,16 +335,17 @@ class TestWithoutACluster:
         assert Share.of(machines, given) == share
 
     @pytest.mark.parametrize(
-        ("machines", "said"), [([{"CPU": 4.0, "GPU": 2.0}], "the cluster has 2 GPUs"), ([{"CPU": 0.0}], "no machine")]
+        ("machines", "message"),
+        [([{"CPU": 4.0, "GPU": 2.0}], "the cluster has 2 GPUs"), ([{"CPU": 0.0}], "no machine")],
     )
-    def test_too_little(self, machines: list[dict[str, float]], said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
+    def test_too_little(self, machines: list[dict[str, float]], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             Share.of(machines, 3)
 
     def test_an_error_of_ours_is_a_result(self) -> None:
         job: Job = Doubling()
-        (made,) = Worker(job, 3)({"asked": [-1]})["made"]
-        assert made.error == ("PromptError", "no template for -1 with 3 threads")
+        (result,) = Worker(job, 3)({"asked": [-1]})["made"]
+        assert result.error == ("PromptError", "no template for -1 with 3 threads")
 
     @pytest.mark.slow  # it imports Ray
     def test_no_cluster_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,15 +365,15 @@ class TestWithoutACluster:
             pass
 
     @pytest.mark.parametrize(
-        ("given", "said"),
+        ("given", "message"),
         [
             ({"ray": "auto", "answers_from": "http://a:1"}, "ray and answers_from"),
             ({"ray": "auto", "features_from": "http://a:1"}, "ray and features_from"),
             ({"ray_workers": 2}, "ray_workers needs ray"),
         ],
     )
-    def test_what_does_not_go_together(self, given: dict[str, Any], said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
+    def test_what_does_not_go_together(self, given: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             ElsewhereConfig(**given)
 
     @pytest.mark.parametrize("changes", [{"features": "streamed"}, {"features": "online"}, {"feature_dtype": "int8"}])
@@ -371,7 +382,7 @@ class TestWithoutACluster:
             TrainConfig(elsewhere=RAY, **changes)
 
     def test_a_training_has_its_answers_from_the_cluster(
-        self, asked: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, regenerate_config: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def shared(config: RegenerateConfig, *given: Any) -> None:
             assert config.elsewhere == RAY
@@ -380,18 +391,18 @@ class TestWithoutACluster:
         monkeypatch.setattr(ray_answers, "_shared", shared)
         options: dict[str, Any] = {"plan": "off", "features": "cached", "elsewhere": RAY}
         with pytest.raises(Seen):
-            train(TrainConfig(tmp_path / "run", asked.target, asked=asked.asked, **options))
+            train(TrainConfig(tmp_path / "run", regenerate_config.target, asked=regenerate_config.asked, **options))
 
-    def test_prompts_are_given(self, asked: RegenerateConfig, tmp_path: Path) -> None:
+    def test_prompts_are_given(self, regenerate_config: RegenerateConfig, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="give prompts"):
-            regenerate(replace(asked, out=tmp_path / "x", asked=PromptsConfig(), elsewhere=RAY))
+            regenerate(replace(regenerate_config, out=tmp_path / "x", asked=PromptsConfig(), elsewhere=RAY))
 
     @pytest.mark.slow
     def test_others_of_torchrun_ask_nobody(
-        self, asked: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, regenerate_config: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setattr(on_ray, "connected", None)
-        done = regenerate(replace(asked, out=tmp_path / "x", elsewhere=RAY))
+        done = regenerate(replace(regenerate_config, out=tmp_path / "x", elsewhere=RAY))
         assert done.num_answers == 0 and not (tmp_path / "x").exists()

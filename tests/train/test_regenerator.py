@@ -65,14 +65,14 @@ def chatted(
     params = SamplingParams(
         temperature=temperature, max_tokens=config.max_tokens, seed=config.seed ^ crc32(key.encode())
     )
-    messages, said = list(prompt.messages), []
+    messages, turns = list(prompt.messages), []
     for turn in (*prompt.turns[1:], ""):
         (answer,) = llm.chat([messages], params)
-        said.append((answer.prompt_token_ids, answer.token_ids, answer.text))
+        turns.append((answer.prompt_token_ids, answer.token_ids, answer.text))
         if answer.finish_reason != "stop":
             break
         messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": turn}]
-    return said
+    return turns
 
 
 @pytest.mark.slow
@@ -85,18 +85,18 @@ def test_answers_are_those_of_chat_one_by_one(kind: str, tmp_path: Path) -> None
     config = AnswerConfig(max_tokens=12, max_prompt_tokens=200, temperatures=(0.0, 0.9), seed=3)
     shards = AnswerShards(tmp_path / "answers")
     done = Regenerator(llm, shards, config).run(prompts())
-    found: dict[str, list[Answer]] = {}
+    by_key: dict[str, list[Answer]] = {}
     for answer in shards:
-        found.setdefault(answer.key, []).append(answer)
-    assert len(found) == 8 and done.num_answers == sum(map(len, found.values()))
+        by_key.setdefault(answer.key, []).append(answer)
+    assert len(by_key) == 8 and done.num_answers == sum(map(len, by_key.values()))
     assert done.num_tokens == sum(len(answer.answer_ids) for answer in shards)
     for prompt in prompts():
         for temperature in config.temperatures:
             (key,) = [
-                key for key in found if key.startswith(f"test/{prompt.id}#") and key.endswith(f"@{temperature:g}")
+                key for key in by_key if key.startswith(f"test/{prompt.id}#") and key.endswith(f"@{temperature:g}")
             ]
-            assert [answer.turn for answer in found[key]] == list(range(len(found[key])))
-            answers = [(answer.prompt_ids, answer.answer_ids, answer.text) for answer in found[key]]
+            assert [answer.turn for answer in by_key[key]] == list(range(len(by_key[key])))
+            answers = [(answer.prompt_ids, answer.answer_ids, answer.text) for answer in by_key[key]]
             assert answers == chatted(llm, prompt, temperature, config)
     assert llm.target.cache.num_free == llm.target.cache.num_rows
     if kind == "fake":
@@ -224,20 +224,20 @@ def test_a_process_killed_at_any_moment_loses_one_answer_a_row(tmp_path: Path, m
 
 
 def test_several_samples_of_a_prompt(tmp_path: Path) -> None:
-    shards, asked = AnswerShards(tmp_path), prompts(("Hi.",), ("Sing!",))
+    shards, questions = AnswerShards(tmp_path), prompts(("Hi.",), ("Sing!",))
     one = AnswerConfig(max_tokens=12, max_prompt_tokens=150, temperatures=(0.0, 0.9))
-    Regenerator(fake_llm(), shards, one).run(asked)
+    Regenerator(fake_llm(), shards, one).run(questions)
     first = by_place(shards)
-    done = Regenerator(fake_llm(), AnswerShards(tmp_path), replace(one, samples=3)).run(asked)
-    found = by_place(AnswerShards(tmp_path))
-    assert done.num_found == 4 and done.num_answers == 4 and first.items() <= found.items(), (
+    done = Regenerator(fake_llm(), AnswerShards(tmp_path), replace(one, samples=3)).run(questions)
+    answers = by_place(AnswerShards(tmp_path))
+    assert done.num_found == 4 and done.num_answers == 4 and first.items() <= answers.items(), (
         "greedy answers have one sample"
     )
     texts = {
         answer.text for answer in AnswerShards(tmp_path) if answer.key.startswith("test/0#") and answer.temperature
     }
     assert len(texts) == 3
-    assert {key.rsplit("@")[1] for key, _ in found} == {"0", "0.9", "0.9~1", "0.9~2"}
+    assert {key.rsplit("@")[1] for key, _ in answers} == {"0", "0.9", "0.9~1", "0.9~2"}
 
 
 @pytest.mark.slow
@@ -357,14 +357,14 @@ def tiny_tokenizer(folder: Path, template: str | None) -> Tokenizer:
 
 
 def test_impossible_values() -> None:
-    for values, error, said in [
+    for values, error, message in [
         ({"max_tokens": 0}, ConfigError, "at least 1"),
         ({"temperatures": ()}, ConfigError, "at least one temperature"),
         ({"temperatures": (0.5, -1.0)}, SamplingError, "temperature must be 0"),
         ({"temperatures": (0.5, 0.5)}, ConfigError, "differ from each other"),
         ({"seed": -1}, SamplingError, "seed must be"),
     ]:
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             AnswerConfig(**values)  # pyright: ignore[reportArgumentType]
 
 
@@ -395,17 +395,17 @@ def test_an_application_s_own_form(tmp_path: Path) -> None:
     letters = replace(prompts(("Three?",))[0], grammar=GrammarSpec("regex", "[a-z]{2}"), id="letters")
     shards = AnswerShards(tmp_path / "answers")
     Regenerator(llm, shards, config).run([*prompts(("Two?",)), own, letters])
-    found = {answer.key.split("#")[0]: answer for answer in shards}
-    texts = {name: llm.tokenizer.decode(answer.prompt_ids, False) for name, answer in found.items()}
+    answers = {answer.key.split("#")[0]: answer for answer in shards}
+    texts = {name: llm.tokenizer.decode(answer.prompt_ids, False) for name, answer in answers.items()}
     opening = "count grave\n<|im_start|>system\nBe exact.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n"
     assert texts["test/0"].startswith(opening + "<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\nTwo?")
     assert texts["test/own"].startswith("count grave\n<|im_start|>system\nMy own.<|im_end|>\n<|im_start|>user\nTwo?")
-    assert found["test/0"].text.isdecimal() and found["test/letters"].text.isalpha()
+    assert answers["test/0"].text.isdecimal() and answers["test/letters"].text.isalpha()
 
 
 def test_a_conversation_with_calls_is_answered_once(tmp_path: Path) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "count", "arguments": '{"to": 3}'}}
-    said = [
+    messages = [
         {"role": "user", "content": "Count."},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "1 2 3", "tool_call_id": "1"},
@@ -413,8 +413,8 @@ def test_a_conversation_with_calls_is_answered_once(tmp_path: Path) -> None:
     llm, shards = fake_llm(), AnswerShards(tmp_path)
     Regenerator(llm, shards, AnswerConfig(max_tokens=8)).run(
         [
-            Prompt("a", said, ("Count.",), "test"),
-            Prompt("a", [*said[:2], {**said[2], "content": "4"}], ("Count.",), "test"),
+            Prompt("a", messages, ("Count.",), "test"),
+            Prompt("a", [*messages[:2], {**messages[2], "content": "4"}], ("Count.",), "test"),
         ]
     )
     first, second = sorted((answer for answer in shards), key=lambda answer: len(answer.prompt_ids))

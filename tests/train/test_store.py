@@ -23,14 +23,14 @@ def answers(folder: Path, number: int, length: int = 20) -> Path:
 
 def one(index: int, length: int = 20) -> Answer:
     """Every third is a conversation's second turn; keys have umlauts."""
-    said = [int(each) for each in np.random.default_rng(index).integers(0, 90, length)]
+    answer = [int(each) for each in np.random.default_rng(index).integers(0, 90, length)]
     return Answer(
         f"frägen/{index - (index % 3 == 2)}#x@0",
         "here",
         int(index % 3 == 2),
         0.0,
         [1, 2, 3 + index % 7],
-        said,
+        answer,
         "stop",
         "",
     )
@@ -41,16 +41,16 @@ def test_the_same_corpus(tmp_path: Path, share: float, fewest: int) -> None:
     given = [answers(tmp_path / "a", 60), answers(tmp_path / "b", 45)]
     AnswerShards(tmp_path / "b").write([Answer("short@0", "here", 0, 0.0, [1], [2], "stop", "")])
     expected = read_corpus(given, 18, share, 5, fewest)
-    found = stored_corpus(tmp_path / "documents", given, 18, share, 5, fewest)
-    for own, theirs in ((found.train, expected.train), (found.heldout, expected.heldout)):
+    corpus = stored_corpus(tmp_path / "documents", given, 18, share, 5, fewest)
+    for own, theirs in ((corpus.train, expected.train), (corpus.heldout, expected.heldout)):
         assert [each.key for each in own] == [each.key for each in theirs]
         for mine, other in zip(own, theirs, strict=True):
             assert mine.tokens.tolist() == other.tokens.tolist() and mine.tokens.dtype == np.int32
             assert mine.answer_start == other.answer_start
-    assert found.told() == expected.told() and found.num_repeated == 45 and found.num_too_short == 1
-    assert len(found.heldout) == len(expected.heldout) and bool(found.heldout) == (share > 0)
-    assert found.token_counts(100).tolist() == expected.token_counts(100).tolist()
-    assert [each.key for each in found.train[3:5]] == [found.train[3].key, found.train[4].key]
+    assert corpus.told() == expected.told() and corpus.num_repeated == 45 and corpus.num_too_short == 1
+    assert len(corpus.heldout) == len(expected.heldout) and bool(corpus.heldout) == (share > 0)
+    assert corpus.token_counts(100).tolist() == expected.token_counts(100).tolist()
+    assert [each.key for each in corpus.train[3:5]] == [corpus.train[3].key, corpus.train[4].key]
 
 
 def test_documents_that_are_tested_on_are_left_out(tmp_path: Path) -> None:

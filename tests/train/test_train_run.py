@@ -126,11 +126,11 @@ def test_killed_and_run_again_it_follows_the_same_losses(finished: Finished, tmp
     answers = finished[0] / "regenerate" / "answers"
     paceline(*TINY, *FORWARD, "--answers", answers, "--checkpoint-minutes", 0, "--out", tmp_path / "run", "--json")
     line = json.loads(capsys.readouterr().out)
-    expected, found = figures(finished[0]), figures(tmp_path / "run")
-    assert list(found) == list(expected)
+    expected, actual = figures(finished[0]), figures(tmp_path / "run")
+    assert list(actual) == list(expected)
     for step, each in expected.items():
         for name in ("loss", "objective", "eal", "grad_norm", "lr"):
-            assert found[step][name] == pytest.approx(each[name], rel=1e-5), (step, name)
+            assert actual[step][name] == pytest.approx(each[name], rel=1e-5), (step, name)
     for name in ("steps", "blocks", "eal", "loss"):
         assert line[name] == pytest.approx(finished[1][name], rel=1e-5)
     assert line["heldout"] == pytest.approx(finished[1]["heldout"], rel=1e-5)
@@ -158,8 +158,8 @@ def test_sigterm_finishes_the_step_and_the_same_command_goes_on(
     message = f"stopped by SIGTERM, the checkpoint of step {step} is written: the same command goes on from there"
     assert capsys.readouterr().err.splitlines()[-1] == message and max(figures(tmp_path / "run")) == step < STEPS
     paceline(*words)
-    expected, found = figures(finished[0]), figures(tmp_path / "run")
-    assert [found[number]["objective"] for number in expected] == pytest.approx(
+    expected, actual = figures(finished[0]), figures(tmp_path / "run")
+    assert [actual[number]["objective"] for number in expected] == pytest.approx(
         [each["objective"] for each in expected.values()], rel=1e-5
     )
 
@@ -184,10 +184,10 @@ def test_streamed_features_give_the_same_curve(finished: Finished, tmp_path: Pat
     """Within what int8 rounds away; that streaming itself changes no bit stands in test_stream.py."""
     answers = finished[0] / "regenerate" / "answers"
     paceline(*TINY, *FORWARD, "--answers", answers, "--features", "streamed", *INT8, "--out", tmp_path / "run")
-    expected, found = figures(finished[0]), figures(tmp_path / "run")
-    assert list(found) == list(expected)
+    expected, actual = figures(finished[0]), figures(tmp_path / "run")
+    assert list(actual) == list(expected)
     for step, each in expected.items():
-        assert found[step]["loss"] == pytest.approx(each["loss"], rel=2e-2), step
+        assert actual[step]["loss"] == pytest.approx(each["loss"], rel=2e-2), step
     assert not list((tmp_path / "run").glob("features-[0-9a-f]*")), "only those of held-out documents are kept"
     assert list((tmp_path / "run").glob("features-heldout-*"))
 
@@ -213,11 +213,11 @@ def test_a_planned_and_streamed_run_goes_on_after_it_was_killed(
     plan = (begun.out / "plan.json").read_text()
     assert max(figures(begun.out)) == 3 and {"shape.start", "loop.blocks_per_step"} <= set(json.loads(plan)["values"])
     assert train(begun).steps == 6 and (begun.out / "plan.json").read_text() == plan
-    expected, found = figures(whole.out), figures(begun.out)
-    assert list(found) == list(expected) == list(range(1, 7))
+    expected, actual = figures(whole.out), figures(begun.out)
+    assert list(actual) == list(expected) == list(range(1, 7))
     for step, each in expected.items():
         for name in ("loss", "grad_norm", "lr", "blocks"):
-            assert found[step][name] == pytest.approx(each[name], rel=1e-5), (step, name)
+            assert actual[step][name] == pytest.approx(each[name], rel=1e-5), (step, name)
 
 
 @pytest.mark.parametrize(
@@ -252,8 +252,8 @@ def test_steps_get_the_minutes_that_are_left(
 def test_a_plan_whose_minutes_shrink_expects_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new expectation, of fewer blocks, stands in plan.json and is shown."""
     planned = expected_of("smollm2-135m", Learned(9e5, 30_000, 150.0))
-    told = {"minutes": 50.0, "values": {"loop.max_minutes": 45.0}, "target": "smollm2-135m", "blocks": 9e5}
-    RunFolder(tmp_path).write_json("plan.json", told | {"expected": planned})
+    plan = {"minutes": 50.0, "values": {"loop.max_minutes": 45.0}, "target": "smollm2-135m", "blocks": 9e5}
+    RunFolder(tmp_path).write_json("plan.json", plan | {"expected": planned})
     clock = iter([0.0, 60 * 45.0])
     monkeypatch.setattr(train_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     config, shown = TrainConfig(tmp_path, loop=LoopConfig(max_minutes=45.0), minutes=50.0, given=("minutes",)), Heard()
