@@ -71,8 +71,8 @@ def test_head_width_of_its_own_and_no_groups() -> None:
     ],
 )
 def test_sliding_windows(extra: dict[str, Any], windows: list[int | None]) -> None:
-    found = {group.window: group.layers for group in shape_of({**SMALL, **extra}).attention}
-    assert found == {window: windows.count(window) for window in windows}
+    layers = {group.window: group.layers for group in shape_of({**SMALL, **extra}).attention}
+    assert layers == {window: windows.count(window) for window in windows}
 
 
 def test_mixture_of_experts() -> None:

@@ -68,9 +68,9 @@ def spoiled(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_every_config_of_the_catalogue_is_read_as_python_reads_it() -> None:
-    found = run_js(READ, {"formats": data()["formats"], "configs": configs()})
-    assert len(found) > 20
-    for ours, config in zip(found, configs(), strict=True):
+    results = run_js(READ, {"formats": data()["formats"], "configs": configs()})
+    assert len(results) > 20
+    for ours, config in zip(results, configs(), strict=True):
         assert comparable(ours["shape"]) == comparable(asdict(shape_of(config))), config
         assert ours["again"] == ours["shape"]
 
@@ -79,9 +79,9 @@ def test_every_config_of_the_catalogue_is_read_as_python_reads_it() -> None:
 def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
     rng = random.Random(1)
     cases = [spoiled(rng, config) for config in configs() for _ in range(9)]
-    found = run_js(READ, {"formats": data()["formats"], "configs": cases})
+    results = run_js(READ, {"formats": data()["formats"], "configs": cases})
     refused = 0
-    for ours, config in zip(found, cases, strict=True):
+    for ours, config in zip(results, cases, strict=True):
         try:
             expected = comparable(asdict(shape_of(config)))
         except (PacelineError, ZeroDivisionError, TypeError):
@@ -105,12 +105,12 @@ def test_a_pasted_shape_is_checked() -> None:
         {**good, "experts": {**good["experts"], "per_token": 0}},
         {**good, "precisions": {"weights": "constructor"}},
     ]
-    found = run_js(
+    results = run_js(
         READ,
         {
             "formats": data()["formats"],
             "configs": [good, *wrong, {"model_type": "mamba"}, {"num_hidden_layers": 10**9}],
         },
     )
-    assert comparable(found[0]["shape"]) == comparable(good)
-    assert all("error" in each for each in found[1:])
+    assert comparable(results[0]["shape"]) == comparable(good)
+    assert all("error" in each for each in results[1:])

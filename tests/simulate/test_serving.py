@@ -118,9 +118,9 @@ def test_littles_law() -> None:
     last = 0.0
     for when, change in events:
         area, now, last = area + now * (when - last), now + change, when
-    made = figures_of(outcome, "off", 1.0, rate=6.0)
-    assert made.mean_queue == pytest.approx(area / outcome.wall_s)
-    assert made.mean_queue > 0.1 and made.max_queue >= 3
+    figures = figures_of(outcome, "off", 1.0, rate=6.0)
+    assert figures.mean_queue == pytest.approx(area / outcome.wall_s)
+    assert figures.mean_queue > 0.1 and figures.max_queue >= 3
 
 
 def test_capacity_is_where_the_queue_begins_to_grow() -> None:
@@ -224,9 +224,9 @@ def test_the_same_seed_gives_the_same_figures(policy: str) -> None:
 def test_acceptance_is_drawn_from_the_survival_curve() -> None:
     survival = (0.9, 0.6, 0.6, 0.1)
     outcome = run(jobs_of(200, answer=200, rate=100.0), "4", survival=survival)
-    made = figures_of(outcome, "4", 1.0)
-    assert made.tokens_per_round == pytest.approx(1 + sum(survival), rel=0.02)
-    assert made.drafted_per_round == pytest.approx(4, rel=0.03)
+    figures = figures_of(outcome, "4", 1.0)
+    assert figures.tokens_per_round == pytest.approx(1 + sum(survival), rel=0.02)
+    assert figures.drafted_per_round == pytest.approx(4, rel=0.03)
     kept = [num_accepted(survival, luck / 1000, 4) for luck in range(1000)]
     assert [sum(each >= place for each in kept) / 1000 for place in range(1, 5)] == pytest.approx(survival, abs=0.002)
     certain = run(jobs_of(1, answer=41), "4", survival=(1.0,) * 4).requests[0]
@@ -280,17 +280,17 @@ def test_the_best_length_for_a_batch() -> None:
 def test_a_drafter_knows_what_it_is_sure_of() -> None:
     """Its drafts come to the survival curve, and what it was sure of stood more often."""
     luck, survival = random.Random(5), (0.8, 0.5, 0.4)
-    made = [drafted(survival, luck, 3, has_confidence=True) for _ in range(6000)]
+    drafts = [drafted(survival, luck, 3, has_confidence=True) for _ in range(6000)]
     for place, share in enumerate(survival):
-        assert statistics.fmean(each.num_right > place for each in made) == pytest.approx(share, abs=0.02)
-    firsts = sorted((each.confidence[0], each.num_right > 0) for each in made if each.confidence)
+        assert statistics.fmean(each.num_right > place for each in drafts) == pytest.approx(share, abs=0.02)
+    firsts = sorted((each.confidence[0], each.num_right > 0) for each in drafts if each.confidence)
     low, high = firsts[:1500], firsts[-1500:]
     assert statistics.fmean(stood for _, stood in low) < 0.6 and statistics.fmean(stood for _, stood in high) > 0.97
 
 
 def test_a_fixed_number_draws_by_the_curve_alone() -> None:
-    made = drafted(HALF, random.Random(1), 7, has_confidence=False)
-    assert made.confidence is None and 0 <= made.num_right <= 7
+    draft = drafted(HALF, random.Random(1), 7, has_confidence=False)
+    assert draft.confidence is None and 0 <= draft.num_right <= 7
 
 
 # Workloads and nonsense
@@ -343,8 +343,8 @@ def test_spreads() -> None:
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
-    made: LoadFigures = figures_of(run(jobs_of(2, answer=1)), "off", 1.0)
-    assert made.inter_token == Spread(None, None, None, None) and made.tokens_per_round == 1.0
+    figures: LoadFigures = figures_of(run(jobs_of(2, answer=1)), "off", 1.0)
+    assert figures.inter_token == Spread(None, None, None, None) and figures.tokens_per_round == 1.0
 
 
 def test_nobody_asks() -> None:
@@ -388,10 +388,10 @@ def test_trees_need_to_know_what_they_are_made_of() -> None:
         make_planner("tree:4", HALF, COSTS, 100, 256)
     with pytest.raises(ConfigError, match="leave one of them out"):
         ServingConfig(marginals="greedy", acceptance="0.8")
-    found = simulate_server(
+    result = simulate_server(
         CostsConfig(toy=True), ServingConfig(marginals="greedy", requests=5, policy=("off",), rate=(1.0,))
     )
-    assert found.survival == read_marginals("greedy").survival
+    assert result.survival == read_marginals("greedy").survival
 
 
 @pytest.mark.parametrize("block", [15, pytest.param(None, marks=pytest.mark.nightly)], ids=["block", "chain"])
