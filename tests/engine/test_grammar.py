@@ -251,7 +251,7 @@ def test_sampled_answers_have_the_constrained_distribution(name: str, rule: str,
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         (GrammarSpec("json_schema", '{"type": "strin"}'), "json schema cannot be used .Invalid type: strin"),
         (GrammarSpec("json_schema", "{"), "json schema cannot be used"),
@@ -268,9 +268,9 @@ def test_sampled_answers_have_the_constrained_distribution(name: str, rule: str,
         (GrammarSpec("yaml"), "kind must be one of"),  # pyright: ignore[reportArgumentType]
     ],
 )
-def test_bad_grammars_are_refused_at_the_door(spec: GrammarSpec, said: str) -> None:
+def test_bad_grammars_are_refused_at_the_door(spec: GrammarSpec, message: str) -> None:
     engine = byte_engine(byte_target())
-    with pytest.raises(SamplingError, match=said):
+    with pytest.raises(SamplingError, match=message):
         engine.add([1], SamplingParams(max_tokens=4, grammar=spec))
     assert not engine.has_work
     engine.check_integrity()

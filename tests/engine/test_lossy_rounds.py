@@ -113,9 +113,9 @@ def test_no_part_of_an_answer_exceeds_the_budget(probs: bool, way: str) -> None:
     spent = max(sums.tv / place for seq in free if seq.ledger for place, sums in enumerate(seq.ledger.sums, 1))
     assert spent > 0.2, "else there is nothing to keep within"
     for own, engines, least in ((None, 0.1, 0.1), (0.5, 0.1, 0.1), (0.1, 0.5, 0.1)):
-        asked = "lenience:0.05" + (f",max_tv={own}" if own else "")
+        rule = "lenience:0.05" + (f",max_tv={own}" if own else "")
         done = answers(
-            engine_of(FixedPlanner(), probs=probs, max_tv=engines), asked, WAYS[way], num_seeds=2, max_tokens=32
+            engine_of(FixedPlanner(), probs=probs, max_tv=engines), rule, WAYS[way], num_seeds=2, max_tokens=32
         )
         for seq in done:
             assert seq.ledger is not None and seq.ledger.max_tv == least and len(seq.ledger.sums) == seq.num_output
@@ -142,11 +142,11 @@ def test_rounds_with_a_lossy_row_say_so_and_planners_learn_apart() -> None:
     planner = AdaptivePlanner(PassCosts([(1, 1e-3), (64, 1.05e-3)]))
     engine = engine_of(planner, accuracy=0.2)
     engine.add([1, 2], SamplingParams(max_tokens=30, lossy=Lossy.of("relaxed:n=24,delta=1")))
-    told = set[bool]()
+    flags = set[bool]()
     while engine.has_work:
         engine.step()
-        told |= {each.lossless for each in engine.rounds}
-    assert told == {False}
+        flags |= {each.lossless for each in engine.rounds}
+    assert flags == {False}
     assert {kind for _, kind in planner._chances} <= {"lossy"}
 
 

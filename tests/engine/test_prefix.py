@@ -53,10 +53,10 @@ def test_a_shared_beginning_is_computed_once(accuracy: float | None) -> None:
 
 def test_a_conversation_goes_on_where_it_was() -> None:
     engine, _ = engine_of()
-    (said,) = sequences(engine, [SYSTEM])
-    turn = [*SYSTEM, *said.output_ids, 9, 9]
+    (first,) = sequences(engine, [SYSTEM])
+    turn = [*SYSTEM, *first.output_ids, 9, 9]
     (again,) = sequences(engine, [turn])
-    assert again.num_reused == len(SYSTEM) + len(said.output_ids) - 1, (
+    assert again.num_reused == len(SYSTEM) + len(first.output_ids) - 1, (
         "all but the last token, which was never a pass's input"
     )
 

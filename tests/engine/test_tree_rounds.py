@@ -105,8 +105,8 @@ def test_an_adaptive_planner_grows_trees_where_passes_are_cheap(way: str) -> Non
     cheap = AdaptivePlanner(PassCosts([(1, 1e-3), (64, 1.05e-3)]), grows_trees=True)
     narrow, siblings = cheap.narrow, list[bool]()
 
-    def watched(*asked: Any) -> list[int | Tree]:
-        chosen = narrow(*asked)
+    def watched(*arguments: Any) -> list[int | Tree]:
+        chosen = narrow(*arguments)
         siblings.extend(any(each.ranks) for each in chosen if isinstance(each, Tree))
         return chosen
 
