@@ -25,8 +25,8 @@ def write(folder: Path, *given: Any, name: str = "rows.jsonl") -> Path:
     return file
 
 
-def chat(*said: tuple[str, Any], **more: Any) -> dict[str, Any]:
-    return {"conversations": [{"from": who, "value": what} for who, what in said], **more}
+def chat(*turns: tuple[str, Any], **more: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": who, "value": what} for who, what in turns], **more}
 
 
 def test_sharegpt(tmp_path: Path) -> None:

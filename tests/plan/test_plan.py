@@ -102,12 +102,12 @@ class TestNeverBelowPlain:
         """A bad drafter, or a table measured while another program ran: from the first round on at least 0.97 of
         plain."""
         true = PassCosts(((1, 3.0), (2, 3.2), (4, 3.9), (8, 6.0), (16, 11.0), (32, 22.0), (64, 44.0)))
-        told = {
+        costs = {
             "right": true,
             "flat": PassCosts(((1, 100.0), (64, 115.0))),
             "steep": PassCosts(((1, 1.0), (64, 64.0))),
         }[table]
-        machine = Machine(AdaptivePlanner(told), true, 1.4, num_rows=num_rows)
+        machine = Machine(AdaptivePlanner(costs), true, 1.4, num_rows=num_rows)
         first = machine.rounds(300, chances)
         later = machine.rounds(2000, chances)
         plain = num_rows / (true.seconds(num_rows) * 1.015)
@@ -119,8 +119,8 @@ class TestNeverBelowPlain:
     def test_lookups_too_are_weighed_against_rounds_without_drafts(self, num_rows: int) -> None:
         """The plain pass was measured while another program ran, so that lookups seem free; they are not."""
         true = PassCosts(((1, 23.0), (2, 27.0), (4, 36.0), (6, 44.0), (8, 52.0), (32, 140.0)))
-        told = PassCosts(((1, 44.0), (4, 44.0), (6, 44.0), (8, 52.0), (32, 140.0)))
-        machine = Machine(AdaptivePlanner(told), true, 0.0, num_rows=num_rows)
+        costs = PassCosts(((1, 44.0), (4, 44.0), (6, 44.0), (8, 52.0), (32, 140.0)))
+        machine = Machine(AdaptivePlanner(costs), true, 0.0, num_rows=num_rows)
         machine.rounds(100, [], lookup=0.1)
         assert machine.rounds(500, [], lookup=0.1) > 0.97 * num_rows / (true.seconds(num_rows) * 1.015)
 
@@ -181,28 +181,28 @@ class TestAsking:
 
     @pytest.mark.parametrize(("num_rows", "most_share"), [(1, 0.35), (4, 0.2), (8, 0.2)])
     def test_computed_drafts_that_do_not_pay_are_seldom_asked_for(self, num_rows: int, most_share: float) -> None:
-        asked: list[set[str]] = []
+        requests: list[set[str]] = []
         planner = AdaptivePlanner(true := PassCosts(((1, 1.0), (8, 1.6), (16, 3.2), (64, 12.8))))
 
         def ask(unwanted: AbstractSet[str]) -> list[Offer]:
-            asked.append({"dflash", "ngram"} - unwanted)
+            requests.append({"dflash", "ngram"} - unwanted)
             return [] if "dflash" in unwanted else [planner.offer("dflash", "greedy", 7)]
 
         for _ in range(900):
             plan = planner.next([Row(key, "greedy", ask=ask) for key in range(num_rows)])
             drafting = any(counts(plan))
             planner.learn(plan, stats(plan, [0] * num_rows, true.seconds(num_rows + sum(counts(plan))), 0.4 * drafting))
-        wanted = sum("dflash" in each for each in asked) / (900 * num_rows)
-        assert 0.05 < wanted <= most_share and all("ngram" in each for each in asked)
+        wanted = sum("dflash" in each for each in requests) / (900 * num_rows)
+        assert 0.05 < wanted <= most_share and all("ngram" in each for each in requests)
 
     def test_what_disappointed_is_not_asked_for_while_it_pauses(self) -> None:
         planner = AdaptivePlanner(FLAT)
         planner._histories["greedy"].pauses._pauses["ngram"] = 3, 64
-        asked = []
+        requests = []
         for _ in range(4):
-            plan = planner.next([Row(0, "greedy", ask=lambda unwanted: asked.append("ngram" not in unwanted) or [])])
+            plan = planner.next([Row(0, "greedy", ask=lambda unwanted: requests.append("ngram" not in unwanted) or [])])
             planner.learn(plan, stats(plan, [0], 1.0))
-        assert asked == [False, False, True, True]
+        assert requests == [False, False, True, True]
 
     def test_a_fixed_plan_without_drafts_asks_for_none(self) -> None:
         def ask(unwanted: AbstractSet[str]) -> list[Offer]:
@@ -238,8 +238,8 @@ class TestSureness:
 
     def test_the_chances_become_what_they_are(self) -> None:
         known = self.taught()._chances["dflash", "greedy"]
-        found = known.of([math.log(0.1), math.log(0.5), math.log(0.95)])
-        assert found[0] < 0.3 and 0.3 < found[1] < 0.7 and found[2] > 0.8
+        chances = known.of([math.log(0.1), math.log(0.5), math.log(0.95)])
+        assert chances[0] < 0.3 and 0.3 < chances[1] < 0.7 and chances[2] > 0.8
 
     def test_where_nothing_is_known_a_place_has_its_average(self) -> None:
         chances = Chances(3, 0.5)
@@ -409,15 +409,18 @@ class TestTrials:
 def test_trees_are_asked_for_where_siblings_stand(sibling: float, pays: bool) -> None:
     planner = AdaptivePlanner(PassCosts(((1, 2.5e-3), (64, 2.5e-3))), grows_trees=True)
     likely = Candidates([[1, 2]] * 7, [[math.log(0.5), math.log(sibling)]] * 7)
-    asked = siblings = 0
+    num_with_trees = siblings = 0
     for _ in range(170):
         plan = planner.next([row(planner)])
         has_trees, count = planner.num_candidates > 0, plan.drafts[0].count
-        asked += has_trees
+        num_with_trees += has_trees
         [chosen] = planner.narrow(plan, [[math.log(0.5)] * count], [likely if has_trees else None])
         siblings += isinstance(chosen, Tree) and any(chosen.ranks)
         done = stats(plan, [1], 2.5e-3)
         done.confidence_B = [[math.log(0.5)] * count]
         planner.learn(plan, done)
-    assert (asked > 160 and siblings > 100) if pays else (asked < 20 and not siblings), (asked, siblings)
+    assert (num_with_trees > 160 and siblings > 100) if pays else (num_with_trees < 20 and not siblings), (
+        num_with_trees,
+        siblings,
+    )
     assert AdaptivePlanner(FLAT).num_candidates == 0

@@ -101,6 +101,6 @@ def test_a_disk_without_locks_is_noted(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(lock.fcntl, "flock", refuse)
-    said: list[str] = []
-    with only_run(tmp_path, "training", Ranks(), said.append):
-        assert len(said) == 1 and "knows no locks" in said[0]
+    notes: list[str] = []
+    with only_run(tmp_path, "training", Ranks(), notes.append):
+        assert len(notes) == 1 and "knows no locks" in notes[0]

@@ -93,7 +93,7 @@ class Given(Uniforms):
 def measures(outcome: Callable[[float], T], pieces: int = 20) -> dict[T, float]:
     """How much of [0, 1) leads to each outcome of a piecewise constant function; pieces must be longer than 1 /
     `pieces`."""
-    found: dict[T, float] = defaultdict(float)
+    measure: dict[T, float] = defaultdict(float)
     edges = [place / pieces for place in range(pieces)]
     begin, now = 0.0, outcome(0.0)
     for low, high in zip(edges, [*edges[1:], 1.0 - 1e-15], strict=True):
@@ -103,10 +103,10 @@ def measures(outcome: Callable[[float], T], pieces: int = 20) -> dict[T, float]:
             for _ in range(34):
                 middle = (left + right) / 2
                 left, right = (middle, right) if outcome(middle) == now else (left, middle)
-            found[now] += right - begin
+            measure[now] += right - begin
             begin, now = right, after
-    found[now] += 1.0 - begin
-    return dict(found)
+    measure[now] += 1.0 - begin
+    return dict(measure)
 
 
 def chance(rule: Lossy, x: int, target: list[float], draft: float) -> float:
@@ -144,8 +144,8 @@ def distance(one: list[float], other: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / 2
 
 
-def divergence(said: list[float], target: list[float]) -> float:
-    return sum(s * math.log(s / p) for s, p in zip(said, target, strict=True) if s > 1e-15)
+def divergence(stated: list[float], target: list[float]) -> float:
+    return sum(s * math.log(s / p) for s, p in zip(stated, target, strict=True) if s > 1e-15)
 
 
 def tensor(row: list[float]) -> Tensor:
@@ -180,17 +180,17 @@ def replaced(rule: Lossy, x: int, rows_JV: Tensor, row_KV: Tensor) -> Callable[[
 def test_drawn_drafts_are_said_as_stated(name: str, drafted: str, aimed: str) -> None:
     rule, target, draft = Lossy.of(name), TARGETS[aimed], DRAFTS[drafted]
     rows_JV, row_KV = tensor(target).repeat(2, 1), tensor(draft).unsqueeze(0)
-    said, ledger, changed = [0.0] * 5, Ledger(), 0.0
+    probs, ledger, changed = [0.0] * 5, Ledger(), 0.0
     for x in (x for x in VOCAB if draft[x]):
         for (stands, is_changed), length in measures(one_draft(rule, x, rows_JV, row_KV, ledger)).items():
             changed += draft[x] * length * is_changed
             if stands:
-                said[x] += draft[x] * length
+                probs[x] += draft[x] * length
                 continue
             for token, part in measures(replaced(rule, x, rows_JV, row_KV)).items():
-                said[token] += draft[x] * length * part
+                probs[token] += draft[x] * length * part
     stated = said_drawn(rule, target, draft)
-    assert said == pytest.approx(stated, abs=1e-9)
+    assert probs == pytest.approx(stated, abs=1e-9)
     assert ledger.sums[0].tv == pytest.approx(distance(stated, target), abs=1e-9)
     assert ledger.sums[0].kl == pytest.approx(divergence(stated, target), abs=1e-9)
     assert changed == pytest.approx(distance(stated, target), abs=1e-9), "no more tokens are changed than must be"
@@ -199,12 +199,12 @@ def test_drawn_drafts_are_said_as_stated(name: str, drafted: str, aimed: str) ->
 def said_beside(rule: Lossy, target: list[float], children: list[int]) -> list[float]:
     """Distribution that the docstring states after a node with these children."""
     outside, before = 1 - sum(target[child] for child in children), 1.0
-    said = [0.0] * 5
+    probs = [0.0] * 5
     for child in children:
         mine = (chance(rule, child, target, 1.0) - target[child]) / (1 - target[child]) if target[child] < 1 else 0.0
-        said[child] = target[child] + outside * mine * before
+        probs[child] = target[child] + outside * mine * before
         before *= 1 - mine
-    return [said[x] if x in children else target[x] * before for x in VOCAB]
+    return [probs[x] if x in children else target[x] * before for x in VOCAB]
 
 
 def behind(
@@ -241,13 +241,13 @@ def beside_own(
 @pytest.mark.parametrize(("name", "aimed", "children"), CERTAIN)
 def test_certain_drafts_and_trees_are_said_as_stated(name: str, children: list[int], aimed: str) -> None:
     rule, target = Lossy.of(name), TARGETS[aimed]
-    said, ledger, changed = [0.0] * 5, Ledger(), 0.0
+    probs, ledger, changed = [0.0] * 5, Ledger(), 0.0
     for own in (own for own in VOCAB if target[own]):
         for (token, is_changed), length in measures(beside_own(rule, children, own, target, ledger)).items():
-            said[token] += target[own] * length
+            probs[token] += target[own] * length
             changed += target[own] * length * is_changed
     stated = said_beside(rule, target, children)
-    assert said == pytest.approx(stated, abs=1e-9)
+    assert probs == pytest.approx(stated, abs=1e-9)
     assert ledger.sums[0].tv == pytest.approx(distance(stated, target), abs=1e-9)
     assert ledger.sums[0].kl == pytest.approx(divergence(stated, target), abs=1e-9)
     assert changed == pytest.approx(distance(stated, target), abs=1e-9)
@@ -370,9 +370,9 @@ def test_the_budget_is_never_exceeded(kind: str, max_tv: float, num_tokens: int)
             children = [b % 5, (b + 1) % 5] if kind == "tree" else [b % 5]
             best, draws = rows[a].index(max(rows[a])), uniforms.sample(0)
             own = best if kind == "greedy" else next(x for x in VOCAB if sum(rows[a][: x + 1]) > draws or x == 4)
-            said = behind(rule, children, own, rows[a], uniforms.accept(0), ledger, kind == "greedy")
+            token = behind(rule, children, own, rows[a], uniforms.accept(0), ledger, kind == "greedy")
             prices = [
-                float(said != best) if kind == "greedy" else distance(said_beside(rule, rows[a], children), rows[a]),
+                float(token != best) if kind == "greedy" else distance(said_beside(rule, rows[a], children), rows[a]),
                 0.0,
             ]
         if number % 5 == 4:
