@@ -170,5 +170,5 @@ def test_a_place_that_is_not_asked_for_is_not_told_of(
 
 def test_more_threads_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.commands.options.processor", lambda: {"name": "x", "num_cores": 2})
-    told = [CliRunner().invoke(app, ["generate", "hi", "--threads", number]).output for number in ("1000", "2")]
-    assert "--threads 1000 is more than the 2 cores here" in told[0] and "cores here" not in told[1]
+    outputs = [CliRunner().invoke(app, ["generate", "hi", "--threads", number]).output for number in ("1000", "2")]
+    assert "--threads 1000 is more than the 2 cores here" in outputs[0] and "cores here" not in outputs[1]
