@@ -48,12 +48,12 @@ class Transformers:
 
     def run(self, way: str, prompts: Prompts, num_tokens: list[int]) -> dict[str, Any]:
         longest, began = max(map(len, prompts)), time.perf_counter()
-        given = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
+        padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
         mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
         clock = _FirstTokens() if len(prompts) == 1 else None
         with torch.inference_mode():
             out = self._model.generate(
-                given,
+                padded,
                 attention_mask=mask,
                 max_new_tokens=max(num_tokens),
                 stopping_criteria=StoppingCriteriaList([_Enough(longest, num_tokens)]),

@@ -235,7 +235,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    given = arguments().parse_args()
-    if not given.tiny and not (given.target and given.drafter and given.answers):
+    options = arguments().parse_args()
+    if not options.tiny and not (options.target and options.drafter and options.answers):
         raise SystemExit("give --target, --drafter and --answers, or --tiny")
-    run(given)
+    run(options)

@@ -179,9 +179,9 @@ class Turns:
             typical = anyone | mean_s(itertools.chain.from_iterable(turns))
             speeds[name] = []
             for steps in turns:
-                known = [step for step in steps if not step.is_disturbed or step.kind in typical]
-                spent_s = sum(typical[step.kind] if step.is_disturbed else step.spent_s for step in known)
-                speeds[name].append(sum(step.num_tokens for step in known) / spent_s)
+                counted = [step for step in steps if not step.is_disturbed or step.kind in typical]
+                spent_s = sum(typical[step.kind] if step.is_disturbed else step.spent_s for step in counted)
+                speeds[name].append(sum(step.num_tokens for step in counted) / spent_s)
         return speeds
 
 

@@ -250,12 +250,12 @@ def measure(peers: list[Peer], prompts: list[Prompt], args: argparse.Namespace) 
     rest = iter(prompts)
     for number in range(-1, args.rounds):
         for streams in args.streams:
-            given = [next(rest) for _ in range(args.requests * (1 if streams == 1 else 2))]
+            batch = [next(rest) for _ in range(args.requests * (1 if streams == 1 else 2))]
             at = max(number, 0) * len(peers) // args.rounds
             for peer in peers[at:] + peers[:at]:
                 peer.signal(signal.SIGCONT)
                 time.sleep(PAUSE_S)
-                turn = ask_all(peer, given, streams, args.max_tokens if number >= 0 else WARM_UP_TOKENS)
+                turn = ask_all(peer, batch, streams, args.max_tokens if number >= 0 else WARM_UP_TOKENS)
                 peer.signal(signal.SIGSTOP)
                 if number >= 0:
                     turns[streams, peer.name].append(turn)
