@@ -157,11 +157,11 @@ def test_record(tmp_path: Path) -> None:
 
     prepare()
     command()
-    wanted = seen()
-    assert len(wanted) == 3
+    expected = seen()
+    assert len(expected) == 3
     for fault in every_fault(home, command, prepare):
         command()
-        assert seen() == wanted, str(fault)
+        assert seen() == expected, str(fault)
 
 
 def span(number: int) -> str:
@@ -200,11 +200,11 @@ def test_regenerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     prepare()
     regenerate(config)
-    wanted = seen()
-    assert len(wanted) == 5
+    expected = seen()
+    assert len(expected) == 5
     for fault in every_fault(home, lambda: regenerate(config), prepare):
         regenerate(config)
-        assert seen() == wanted, str(fault)
+        assert seen() == expected, str(fault)
         assert not list((home / "run" / "answers").glob("journal-*")), str(fault)
 
 
@@ -248,11 +248,11 @@ def test_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     prepare()
     command()
-    wanted = seen()
-    assert wanted[0].turn == 1 and len(wanted[1]) == len(stages.STAGES) + 1
+    expected = seen()
+    assert expected[0].turn == 1 and len(expected[1]) == len(stages.STAGES) + 1
     for fault in every_fault(home, command, prepare):
         ended()
-        assert seen() == wanted, str(fault)
+        assert seen() == expected, str(fault)
 
 
 class NoStore:

@@ -35,12 +35,12 @@ def test_a_device_that_is_none(command: tuple[str, ...], word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"),
+    ("word", "suggestion"),
     [("smollm2-135", "smollm2-135m"), ("smolllm2-135m", "smollm2-135m"), ("qwen2.5-coder-0.5B", "qwen2.5-coder-0.5b")],
 )
 @pytest.mark.parametrize("command", [("generate", "hi"), ("chat",), ("serve",), ("bench", "decode")], ids=str)
-def test_a_model_that_is_nearly_one(command: tuple[str, ...], word: str, meant: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=f"did you mean {meant}"):
+def test_a_model_that_is_nearly_one(command: tuple[str, ...], word: str, suggestion: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=f"did you mean {suggestion}"):
         run(*command, "--model", word)
 
 

@@ -92,13 +92,13 @@ def test_code_runs_within_limits(tmp_path: Path) -> None:
 def test_tasks_and_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"question": "Why?"}\n')
-    for given, message in (
+    for task, message in (
         (f"gsm8k={file}", "its rows need answer"),
         ("chess=x", "NAME=FILE"),
         ("tickets", "NAME=FILE"),
     ):
         with pytest.raises(PromptError, match=message):
-            read_task(given)
+            read_task(task)
     for row, name in (
         ({"question": "Why?", "answer": "two"}, "gsm8k"),
         ({"messages": [{"role": "user", "content": 1}]}, "tickets"),

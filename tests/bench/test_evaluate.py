@@ -95,9 +95,9 @@ class Asked:
     limit: int | None = None
 
     def run(self, progress: Progress = SILENT, **changes: Any) -> Evaluation:
-        given = replace(self, **changes)
-        more: dict[str, Any] = {"engine": EngineConfig(model="fake"), "limit": given.limit, "out": given.out}
-        return evaluate(given.drafter, given.prompts, given.config, progress=progress, **more)
+        merged = replace(self, **changes)
+        more: dict[str, Any] = {"engine": EngineConfig(model="fake"), "limit": merged.limit, "out": merged.out}
+        return evaluate(merged.drafter, merged.prompts, merged.config, progress=progress, **more)
 
 
 class Heard(Progress):

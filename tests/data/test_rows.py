@@ -18,9 +18,9 @@ from paceline.errors import DownloadError, PromptError
 TOOL = {"name": "weather", "parameters": {"type": "object"}}
 
 
-def write(folder: Path, *given: Any, name: str = "rows.jsonl") -> Path:
+def write(folder: Path, *source_rows: Any, name: str = "rows.jsonl") -> Path:
     file = folder / name
-    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in given)
+    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in source_rows)
     file.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     return file
 

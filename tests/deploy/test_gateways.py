@@ -151,8 +151,8 @@ def nginx(render: Any, replicas: list[Replica], tmp_path: Path) -> Iterator[Runn
     if program is None:
         pytest.skip("nginx is not installed")
     port = free_port()
-    given = [f"eu={replicas[0].name},{replicas[1].name}", f"us={replicas[2].name}"]
-    text = render.render("nginx", render.read_regions(given), port).replace(
+    regions = [f"eu={replicas[0].name},{replicas[1].name}", f"us={replicas[2].name}"]
+    text = render.render("nginx", render.read_regions(regions), port).replace(
         "/tmp/paceline-nginx", str(tmp_path / "nginx")
     )
     (tmp_path / "nginx.conf").write_text(text)

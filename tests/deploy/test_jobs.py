@@ -92,9 +92,9 @@ def test_slurms_script(rendered: Any, tmp_path: Path) -> None:
     first, second = parse(paceline_of(ray)), parse(paceline_of(torch))
     assert first["ray"] == "auto" and first["prompts"] == ["/data/prompts.jsonl"]
     assert second["answers"] == [Path(first["out"]) / "answers"], "training takes the answers that Ray had made"
-    known = get_args_parser().format_help()
+    help_text = get_args_parser().format_help()
     for option in [word for word in torch[: torch.index("-m")] if word.startswith("--")]:
-        assert option in known, option
+        assert option in help_text, option
 
 
 @pytest.mark.slow

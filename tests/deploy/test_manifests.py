@@ -107,11 +107,11 @@ def test_a_pod_has_the_time_that_a_drain_takes() -> None:
 @pytest.mark.slow
 def test_options_are_those_of_the_command() -> None:
     compose = documents(DEPLOY / "compose.yaml")[0]["services"]["paceline"]["command"]
-    known = subprocess.run(
+    help_text = subprocess.run(
         [sys.executable, "-m", "paceline", "serve", "--help"], capture_output=True, text=True, check=True
     ).stdout
     for option in [word for word in (*container()["args"], *compose) if word.startswith("--")]:
-        assert f"{option} " in known, option
+        assert f"{option} " in help_text, option
 
 
 def test_nothing_runs_as_root_or_without_limits() -> None:

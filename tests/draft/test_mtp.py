@@ -262,17 +262,19 @@ def test_a_target_without_one_says_so(make: Callable[[str], Made], tmp_path: Pat
 def test_what_is_not_implemented_or_does_not_fit_is_named(make: Callable[[str], Made], tmp_path: Path) -> None:
     qwen, deepseek = make("qwen3.5")[0], make("qwen3")[0]
     second = copied(
-        qwen, tmp_path / "two", lambda given: given | {"mtp.layers.1.input_layernorm.weight": torch.ones(HIDDEN)}
+        qwen, tmp_path / "two", lambda tensors: tensors | {"mtp.layers.1.input_layernorm.weight": torch.ones(HIDDEN)}
     )
     with pytest.raises(UnsupportedModelError, match="mtp of more than one layer is not implemented"):
         read_mtp(second)
     latent = f"{LAST}self_attn.kv_a_proj_with_mqa.weight"
     with pytest.raises(UnsupportedModelError, match="attention is MLA, which is not implemented"):
-        read_mtp(copied(deepseek, tmp_path / "mla", lambda given: given | {latent: torch.ones(4, HIDDEN)}))
+        read_mtp(copied(deepseek, tmp_path / "mla", lambda tensors: tensors | {latent: torch.ones(4, HIDDEN)}))
     with pytest.raises(
         ModelFileError, match=r"'fc.weight' of the mtp layer has shape \(32, 32\), the config asks for \(32, 64\)"
     ):
-        read_mtp(copied(qwen, tmp_path / "narrow", lambda given: given | {"mtp.fc.weight": torch.ones(HIDDEN, HIDDEN)}))
+        read_mtp(
+            copied(qwen, tmp_path / "narrow", lambda tensors: tensors | {"mtp.fc.weight": torch.ones(HIDDEN, HIDDEN)})
+        )
     shutil.copytree(deepseek, tmp_path / "other")
     change_config(tmp_path / "other", architectures=["DeepseekV3ForCausalLM"])
     with pytest.raises(

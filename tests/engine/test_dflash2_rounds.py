@@ -124,14 +124,14 @@ def test_the_text_is_plain_decodings(num_nodes: int, agrees: str, kind: Any, way
         drafter = Agreeing(network())
         drafter.share = {"always": 1.0, "sometimes": 0.6, "never": 0.0}[agrees]
         drafter.texts = {tuple(prompt): seq.tokens for prompt, seq in zip(PROMPTS, plain, strict=True)}
-    given = answers(kind, params, FixedPlanner(num_nodes=num_nodes), drafter)
-    assert [seq.output_ids for seq in given] == [seq.output_ids for seq in plain]
+    sequences = answers(kind, params, FixedPlanner(num_nodes=num_nodes), drafter)
+    assert [seq.output_ids for seq in sequences] == [seq.output_ids for seq in plain]
     accepted, drafted = (
-        sum(getattr(each, name) for seq in given for each in seq.rounds) for name in ("num_accepted", "num_drafted")
+        sum(getattr(each, name) for seq in sequences for each in seq.rounds) for name in ("num_accepted", "num_drafted")
     )
-    assert drafted > 0 and all(seq.lossless for seq in given)
+    assert drafted > 0 and all(seq.lossless for seq in sequences)
     if "shaped" in way:
-        texts = [bytes(seq.output_ids) for seq in given]
+        texts = [bytes(seq.output_ids) for seq in sequences]
         assert not any(word.encode() in answer for word in SHAPED["bad_words"] for answer in texts)
         assert not any({4, 8} & set(answer[: SHAPED["min_tokens"]]) for answer in texts)
     if agrees == "always" and way == "greedy":

@@ -64,10 +64,10 @@ def test_the_text_is_plain_decodings(kind: Any, way: str) -> None:
         FixedPlanner(num_nodes=12),
         AdaptivePlanner(PassCosts([(1, 1e-2), (64, 2e-2)])),
     ):
-        given = answers(kind, params, planner, small())
-        assert [seq.output_ids for seq in given] == [seq.output_ids for seq in plain]
-        assert all(seq.lossless for seq in given)
-        drafted.append(sum(each.num_drafted for seq in given for each in seq.rounds))
+        sequences = answers(kind, params, planner, small())
+        assert [seq.output_ids for seq in sequences] == [seq.output_ids for seq in plain]
+        assert all(seq.lossless for seq in sequences)
+        drafted.append(sum(each.num_drafted for seq in sequences for each in seq.rounds))
     assert drafted[0] > 100
 
 

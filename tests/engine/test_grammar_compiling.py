@@ -48,9 +48,9 @@ def test_grammars_are_compiled_in_any_thread_and_handed_to_the_engine(monkeypatc
     engine.grammars = Grammars(None, 0, ())  # would refuse
     with pytest.raises(SamplingError, match="end token"):
         engine.add([1], WORDS)
-    given = answers(engine, constraints[:4])
-    assert given == answers(byte_engine(), [None] * 4)
-    assert all(tokens[-1] == EOS for tokens in given)
+    answered = answers(engine, constraints[:4])
+    assert answered == answers(byte_engine(), [None] * 4)
+    assert all(tokens[-1] == EOS for tokens in answered)
 
 
 @pytest.mark.parametrize(

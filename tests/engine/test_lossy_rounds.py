@@ -68,12 +68,12 @@ def plain_answers(way: str) -> list[Sequence]:
 )
 def test_lossless_values_give_plain_decodings_text(shape: str, way: str, name: str) -> None:
     plain = plain_answers(way)
-    given = answers(engine_of(SHAPES[shape]), name, WAYS[way], num_seeds=1)
-    assert [seq.output_ids for seq in given] == [seq.output_ids for seq in plain]
-    assert [seq.logprobs for seq in given] == [seq.logprobs for seq in plain]
+    sequences = answers(engine_of(SHAPES[shape]), name, WAYS[way], num_seeds=1)
+    assert [seq.output_ids for seq in sequences] == [seq.output_ids for seq in plain]
+    assert [seq.logprobs for seq in sequences] == [seq.logprobs for seq in plain]
     assert all(seq.lossless for seq in plain)
-    assert not any(seq.lossless for seq in given), "whoever asked for a lossy rule is told so"
-    for seq in given:
+    assert not any(seq.lossless for seq in sequences), "whoever asked for a lossy rule is told so"
+    for seq in sequences:
         assert seq.ledger is not None and len(seq.ledger.sums) == seq.num_output
         assert seq.ledger.spent == (0.0, 0.0, 0)
 
@@ -81,10 +81,10 @@ def test_lossless_values_give_plain_decodings_text(shape: str, way: str, name: s
 @pytest.mark.slow
 def test_lossless_values_give_rejections_text_for_drawn_drafts() -> None:
     """The same rounds: drafts are drawn from distributions, and refused ones replaced from the residual."""
-    given = answers(engine_of(FixedPlanner(), probs=True), "lenience:1", WAYS["sampled"])
+    sequences = answers(engine_of(FixedPlanner(), probs=True), "lenience:1", WAYS["sampled"])
     expected = answers(engine_of(FixedPlanner(), probs=True, rule="rejection"), None, WAYS["sampled"])
-    assert [seq.output_ids for seq in given] == [seq.output_ids for seq in expected]
-    assert [seq.rounds for seq in given] == [seq.rounds for seq in expected]
+    assert [seq.output_ids for seq in sequences] == [seq.output_ids for seq in expected]
+    assert [seq.rounds for seq in sequences] == [seq.rounds for seq in expected]
 
 
 @pytest.mark.slow

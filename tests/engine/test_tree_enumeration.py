@@ -94,10 +94,10 @@ def matches(
     way: str, monkeypatch: pytest.MonkeyPatch, planner: FixedPlanner | None = None, accuracy: float = 0.7
 ) -> list[bool]:
     """Check that the engine gives each answer, with race numbers by which its tokens win narrowly, and clearly."""
-    known = [(answer, shares) for answer, shares in answers_of(way).items() for _ in range(2)]
+    cases = [(answer, shares) for answer, shares in answers_of(way).items() for _ in range(2)]
     numbers = [
         [numbers_for(token, each, EDGE if index % 2 else 1 - EDGE) for token, each in zip(answer, shares, strict=True)]
-        for index, (answer, shares) in enumerate(known)
+        for index, (answer, shares) in enumerate(cases)
     ]
     right = Noise.exponentials
 
@@ -113,11 +113,11 @@ def matches(
     target = target_of()
     drafter = TreeDrafter(target, num_drafted=3, width=3, accuracy=accuracy)
     engine = Engine(target, ByteTokenizer(), drafter, planner=planner or Wide())
-    params = [SamplingParams(**WAYS[way], seed=seed, max_tokens=NUM_TOKENS) for seed in range(len(known))]
-    done = run(engine, [PROMPT] * len(known), params)
+    params = [SamplingParams(**WAYS[way], seed=seed, max_tokens=NUM_TOKENS) for seed in range(len(cases))]
+    done = run(engine, [PROMPT] * len(cases), params)
     accepted = sum(each.num_accepted for seq in done for each in seq.rounds)
     assert accepted > 0, "else nothing was proved"
-    return [tuple(seq.output_ids) == answer for seq, (answer, _) in zip(done, known, strict=True)]
+    return [tuple(seq.output_ids) == answer for seq, (answer, _) in zip(done, cases, strict=True)]
 
 
 @pytest.mark.slow

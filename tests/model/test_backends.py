@@ -148,8 +148,8 @@ def test_larger_weights_can_be_rounded_to_blocks(folder: Path, tmp_path: Path, k
     wide = tiny_model(tmp_path / "wide")
     rounded, exact = load(wide, weight_format=kind), load(wide)
     assert form_of(rounded).weight_format == kind.upper() and rounded.weight_bytes < 0.5 * exact.weight_bytes
-    given = [(name, tensor) for name, tensor in load_tensors(wide) if isinstance(tensor, torch.Tensor)]
-    blocks = [(name, quantise(tensor, backends.KINDS[kind])) for name, tensor in given]
+    tensors = [(name, tensor) for name, tensor in load_tensors(wide) if isinstance(tensor, torch.Tensor)]
+    blocks = [(name, quantise(tensor, backends.KINDS[kind])) for name, tensor in tensors]
     dense = [(name, each.dense() if isinstance(each, Blocks) else each) for name, each in blocks]
     numbers, config = logits(rounded), load_config(wide)
     assert same_bits(numbers, logits(NativeDecoder(config, dense, num_rows=1, max_len=config.max_position)))

@@ -58,14 +58,14 @@ def test_the_kernel_computes_what_its_twin_does() -> None:
 def test_the_kernels_fit_their_cards(tmp_path: Path) -> None:
     """Compiled to machine code: nothing spills in half precision, and shared memory suffices."""
     h100, *others = CARDS.items()
-    wanted = [(*shape, "bfloat16", count, False, *h100) for shape in SHAPES.values() for count in (1, 2, 8, 16)]
-    wanted += [
+    kernels = [(*shape, "bfloat16", count, False, *h100) for shape in SHAPES.values() for count in (1, 2, 8, 16)]
+    kernels += [
         (*SHAPES["8B"], dtype, 16, has_all, *h100) for dtype, has_all in (("bfloat16", True), ("float32", False))
     ]
-    wanted += [(*SHAPES[name], "bfloat16", 16, False, *card) for name in ("27B", "hybrid 27B") for card in others]
+    kernels += [(*SHAPES[name], "bfloat16", 16, False, *card) for name in ("27B", "hybrid 27B") for card in others]
     program = Path(__file__).with_name("compiled_attend.py")
-    usages = json.loads(in_a_process([str(program), json.dumps(wanted)], TRITON_CACHE_DIR=str(tmp_path)))
-    assert len(usages) == 2 * len(wanted)
+    usages = json.loads(in_a_process([str(program), json.dumps(kernels)], TRITON_CACHE_DIR=str(tmp_path)))
+    assert len(usages) == 2 * len(kernels)
     for name, limit, shared, usage in usages:
         assert shared <= limit, f"{name}: {shared} bytes of shared memory"
         is_checked = "float32" not in name and "sm_90" in name  # float32 serves checks and small models

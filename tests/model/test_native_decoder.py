@@ -207,17 +207,17 @@ def chunked(
     native.cache.rollback([0, 1, 2, 3], [0] * 4)
     logits, taps, argmax, done = [], [], [], 0
     for count in split:
-        rows, counts, given = [0], [count], tokens[done : done + count]
+        rows, counts, chunk = [0], [count], tokens[done : done + count]
         begin = 0
         if company:
             rows, counts = [3, 2, 0], [company.randint(1, 2), count, company.randint(1, 2)]
             others = company.choices(range(native.vocab_size), k=4)
-            begin, given = counts[0], others[: counts[0]] + given + others[2 : 2 + counts[2]]
+            begin, chunk = counts[0], others[: counts[0]] + chunk + others[2 : 2 + counts[2]]
         starts = [native.cache.lengths[row] for row in rows]
         if company and max(starts) > 100:
             native.cache.rollback([3, 0], [0, 0])
             starts = [native.cache.lengths[row] for row in rows]
-        out = native.forward(ForwardBatch(rows, starts, counts, given))
+        out = native.forward(ForwardBatch(rows, starts, counts, chunk))
         assert out.logits_TV is not None and out.taps_TF is not None and out.argmax_T is not None
         logits.append(out.logits_TV[begin : begin + count].clone())
         taps.append(out.taps_TF[begin : begin + count])

@@ -191,8 +191,8 @@ class TestAsking:
             plan = planner.next([Row(key, "greedy", ask=ask) for key in range(num_rows)])
             drafting = any(counts(plan))
             planner.learn(plan, stats(plan, [0] * num_rows, true.seconds(num_rows + sum(counts(plan))), 0.4 * drafting))
-        wanted = sum("dflash" in each for each in requests) / (900 * num_rows)
-        assert 0.05 < wanted <= most_share and all("ngram" in each for each in requests)
+        share = sum("dflash" in each for each in requests) / (900 * num_rows)
+        assert 0.05 < share <= most_share and all("ngram" in each for each in requests)
 
     def test_what_disappointed_is_not_asked_for_while_it_pauses(self) -> None:
         planner = AdaptivePlanner(FLAT)
@@ -236,8 +236,8 @@ class TestSureness:
         assert planner.narrow(plan, [[high, high, low, high, high, high, high]]) == [2]
 
     def test_the_chances_become_what_they_are(self) -> None:
-        known = self.taught()._chances["dflash", "greedy"]
-        chances = known.of([math.log(0.1), math.log(0.5), math.log(0.95)])
+        estimate = self.taught()._chances["dflash", "greedy"]
+        chances = estimate.of([math.log(0.1), math.log(0.5), math.log(0.95)])
         assert chances[0] < 0.3 and 0.3 < chances[1] < 0.7 and chances[2] > 0.8
 
     def test_where_nothing_is_known_a_place_has_its_average(self) -> None:

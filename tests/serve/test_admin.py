@@ -286,7 +286,7 @@ def test_an_answer_tells_whose_drafts_it_had(target: Path, drafter: Path) -> Non
 
     for route, header in (("tag", "x-paceline-tag"), ("header:X-Drafter", "x-drafter")):
         with serving(make_llm, route=route) as live:
-            for name, given in (
+            for name, expected in (
                 ("words", "words"),
                 ("none", "none"),
                 ("general", "general"),
@@ -295,7 +295,7 @@ def test_an_answer_tells_whose_drafts_it_had(target: Path, drafter: Path) -> Non
             ):
                 body = chat_body(max_tokens=4, return_metrics=True, paceline_timings=True)
                 _, answer, _ = live.post("/v1/chat/completions", body, {header: name} if name else {})
-                assert answer["metrics"]["speculative_decoding"]["drafter"] == answer["paceline"]["drafter"] == given
+                assert answer["metrics"]["speculative_decoding"]["drafter"] == answer["paceline"]["drafter"] == expected
             _, answer, _ = live.post("/v1/completions", {"prompt": "hello", "return_metrics": True}, {header: "words"})
             assert answer["metrics"]["speculative_decoding"]["drafter"] == "words"
 

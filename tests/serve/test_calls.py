@@ -118,7 +118,9 @@ def test_a_long_call_is_not_read_again_with_every_piece(
 ) -> None:
     reads: list[int] = []
     read = reading._read_objects
-    monkeypatch.setattr(reading, "_read_objects", lambda *given: (reads.append(len(given[0])), read(*given))[1])
+    monkeypatch.setattr(
+        reading, "_read_objects", lambda *arguments: (reads.append(len(arguments[0])), read(*arguments))[1]
+    )
     parser = CallParser(["f"], is_whole=is_whole)
     parser.push(f'{before}{{"name": "f", "arguments": {{"a": "')
     for piece in ["\\", '"', "{", "text"] * 500:

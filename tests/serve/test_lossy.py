@@ -75,8 +75,8 @@ def test_what_is_no_rule_is_refused(live: Live, lossy: Any) -> None:
 @pytest.mark.slow
 def test_every_answer_says_that_it_is_not_lossless_and_what_it_cost(live: Live) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):
-        given = EVERYTHING if "chat" in path else {"rule": "relaxed", "n": 258, "delta": 1}
-        _, body = ask(live, path, lossy=given)
+        rule = EVERYTHING if "chat" in path else {"rule": "relaxed", "n": 258, "delta": 1}
+        _, body = ask(live, path, lossy=rule)
         assert body["lossless"] is False
         price = body["lossy"]
         assert price["rule"] == EVERYTHING and price["max_tv"] == 0.25

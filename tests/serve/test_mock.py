@@ -119,9 +119,9 @@ def test_a_config_alone_gets_random_weights(config_only: Path, tmp_path: Path) -
     assert Path(file.model) == tmp_path / "small" and file.weights == "random", "called as its folder"
     assert (file.mocked, file.mocked_as) == ((0.5, 0.25), "survival 0.5, 0.25")
     assert json.loads((tmp_path / "small" / "config.json").read_text()) == SHAPE
-    known = mocked_engine(EngineConfig(model="Qwen3-0.6B"), "3", tmp_path)
-    config = json.loads((Path(known.model) / "config.json").read_text())
-    assert Path(known.model).name == "Qwen3-0.6B" and known.weights == "random"
+    engine_config = mocked_engine(EngineConfig(model="Qwen3-0.6B"), "3", tmp_path)
+    config = json.loads((Path(engine_config.model) / "config.json").read_text())
+    assert Path(engine_config.model).name == "Qwen3-0.6B" and engine_config.weights == "random"
     assert config["architectures"] == ["Qwen3ForCausalLM"] and config["hidden_size"] == 1024, (
         "or only Transformers knew it"
     )

@@ -79,11 +79,11 @@ def test_whose_drafts_an_answer_had_and_what_it_was_taken_for(tmp_path: Path) ->
 
 
 def test_the_columns_are_those_of_answers_and_nothing_about_the_client(tmp_path: Path) -> None:
-    known = list(answers.SCHEMA)
-    assert list(SCHEMA)[: len(known)] == known
+    columns = list(answers.SCHEMA)
+    assert list(SCHEMA)[: len(columns)] == columns
     more = {"model", "tag", "ended", "sampling", "seed", "drafted", "accepted", "num_reused", "drafter", "cluster"}
     more |= {f"{name}_s" for name in ("queue", "prefill", "first_token", "draft", "verify", "host", "total")}
-    assert {field.name for field in SCHEMA} - {field.name for field in known} == more
+    assert {field.name for field in SCHEMA} - {field.name for field in columns} == more
     written(tmp_path, sequence())
     (path,) = tmp_path.iterdir()
     assert parquet.ParquetFile(path).schema_arrow.remove_metadata() == SCHEMA

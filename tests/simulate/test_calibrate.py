@@ -163,12 +163,12 @@ def test_least_squares_without_negative_terms() -> None:
     draw = np.random.default_rng(0)
     for _ in range(50):
         columns = draw.normal(size=(12, 1)) + draw.normal(size=(12, 8))
-        wanted = columns @ draw.normal(size=8)
+        target = columns @ draw.normal(size=8)
         columns *= 10.0 ** draw.integers(-6, 6, size=8)
-        solution = nnls(columns, wanted)
+        solution = nnls(columns, target)
         assert (solution >= 0).all()
-        assert np.linalg.norm(columns @ solution - wanted) == pytest.approx(
-            optimize.nnls(columns, wanted)[1], rel=1e-6, abs=1e-9
+        assert np.linalg.norm(columns @ solution - target) == pytest.approx(
+            optimize.nnls(columns, target)[1], rel=1e-6, abs=1e-9
         )
     assert list(nnls(np.zeros((3, 2)), np.ones(3))) == [0.0, 0.0]
 

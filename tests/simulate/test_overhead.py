@@ -61,8 +61,8 @@ def test_the_answer_says_it_and_what_would_be_without() -> None:
     assert [speedup for _, speedup in prediction.without] == [each.speedup for each in bare.predictions]
     assert any("Overhead" in sentence for sentence in prediction.setup.limits)
     assert bare.as_json()["overhead"] is None
-    given = predict_all(CostsConfig(**ON, overhead_ms=overhead["ms"]), PredictConfig())
-    assert given.predictions[0].speedup == pytest.approx(prediction.predictions[0].speedup)
+    stated = predict_all(CostsConfig(**ON, overhead_ms=overhead["ms"]), PredictConfig())
+    assert stated.predictions[0].speedup == pytest.approx(prediction.predictions[0].speedup)
 
 
 @pytest.mark.slow

@@ -91,10 +91,10 @@ def test_every_drafter_of_the_page_is_predicted_as_the_command_does() -> None:
         for kind, each in own.items():
             options, acceptance = python_options(each)
             costs = CostsConfig(model=load["model"], hardware=load["hardware"], **over, **options)
-            wanted = PredictConfig(
+            prediction_config = PredictConfig(
                 batch=(load["batch"],), context=load["context"], acceptance=acceptance, max_draft=load["max_draft"]
             )
-            (expected,) = predict_all(costs, wanted).predictions
+            (expected,) = predict_all(costs, prediction_config).predictions
             assert ours["drafters"][kind]["curve"] == [close(speedup) for _, speedup in expected.curve], (kind, each)
             assert ours["drafters"][kind]["plain_tokens_per_s"] == close(expected.plain_tokens_per_s)
 

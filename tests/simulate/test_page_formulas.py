@@ -210,7 +210,7 @@ def landmarks() -> Any:
 @pytest.mark.slow
 def test_the_landmarks_come_out_of_links() -> None:
     """Both tables, through the very code that turns a link into a prediction."""
-    wanted = [
+    expected = [
         (model, batch, chance, kind, *cell)
         for (model, batch), cells in landmarks().TABLE.items()
         for (chance, kind), cell in zip(((0.75, "autoregressive"), (0.89, "block")), cells, strict=True)
@@ -218,11 +218,11 @@ def test_the_landmarks_come_out_of_links() -> None:
     links = [
         f"#model={model}&hardware=B200&batch={batch}&context=4096&max_draft=16&acceptance=constant&chance={chance}"
         f"&drafter={kind}&cost=share&fraction=0.1&block=16"
-        for model, batch, chance, kind, *_ in wanted
+        for model, batch, chance, kind, *_ in expected
     ]
     results = run_js(FROM_LINK, {"data": data(), "links": links})
     assert len(results) == 36
-    for ours, (model, batch, _, kind, speedup, length) in zip(results, wanted, strict=True):
+    for ours, (model, batch, _, kind, speedup, length) in zip(results, expected, strict=True):
         assert abs(ours["speedup"] - speedup) < 0.0101, (model, batch, kind)
         assert length is None or ours["best_draft_length"] == length
     four = [

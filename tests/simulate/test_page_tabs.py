@@ -215,11 +215,11 @@ def test_every_tab_fits_and_is_photographed(visit: Any) -> None:
 
 def test_everything_in_a_tab_is_reached_by_keys(visit: Any) -> None:
     tab = visit(reduced_motion="reduce")
-    for link, wanted in ((MOCKED, {"measured", "runs"}), (WATCH, {"watch-play", "watch-restart", "watch-speed"})):
+    for link, expected in ((MOCKED, {"measured", "runs"}), (WATCH, {"watch-play", "watch-restart", "watch-speed"})):
         tab.follow(link)
         tab.page.locator(f"#tab-{link.rpartition('=')[2]}").focus()
         reached = set()
         for _ in range(6):
             tab.page.keyboard.press("Tab")
             reached.add(tab.page.evaluate("document.activeElement.id"))
-        assert wanted <= reached
+        assert expected <= reached

@@ -211,8 +211,8 @@ def test_what_tells_nothing_is_refused(text: str) -> None:
         parse_server(text)
 
 
-@pytest.mark.parametrize("wanted", [1.0, 1.8, 3.2, 7.9, 8.0])
-def test_a_chance_for_tokens_a_round(wanted: float) -> None:
-    assert tokens_per_round(constant(chance_for(wanted, 7)), 7) == pytest.approx(wanted)
+@pytest.mark.parametrize("expected", [1.0, 1.8, 3.2, 7.9, 8.0])
+def test_a_chance_for_tokens_a_round(expected: float) -> None:
+    assert tokens_per_round(constant(chance_for(expected, 7)), 7) == pytest.approx(expected)
     with pytest.raises(ConfigError, match="between 1 and 8"):
         chance_for(8.1, 7)

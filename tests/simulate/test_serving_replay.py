@@ -340,8 +340,8 @@ def test_usual_rates_reach_from_idle_to_too_much() -> None:
 
 def test_replayed_against_a_run(steps: Path, folder: Path, tmp_path: Path) -> None:
     words = ("--steps", str(steps), "--against", str(folder), "--request-overhead", "0")
-    given = ("--acceptance", "survival:" + ",".join(map(str, SURVIVAL)))
-    line = last_line(run(*words, *given, "--json", "--out", str(tmp_path / "run")))
+    options = ("--acceptance", "survival:" + ",".join(map(str, SURVIVAL)))
+    line = last_line(run(*words, *options, "--json", "--out", str(tmp_path / "run")))
     assert line["num_within"] == len(line["compared"]) == 4
     assert max(abs(each["throughput_error"]) for each in line["compared"]) < 1e-6
     page = (tmp_path / "run" / "report.html").read_text()
@@ -380,6 +380,6 @@ def test_a_policy_that_is_none_is_refused_before_the_work(monkeypatch: pytest.Mo
     ],
 )
 def test_bad_words(words: tuple[str, ...], message: str) -> None:
-    given = words if "--steps" in words or "--model" in words else (*words, "--hardware", "H100")
+    options = words if "--steps" in words or "--model" in words else (*words, "--hardware", "H100")
     with pytest.raises((ConfigError, FileNotFoundError), match=re.escape(message)):
-        run(*given)
+        run(*options)

@@ -147,8 +147,8 @@ def replaced(rule: Lossy, x: int, rows_JV: Tensor, row_KV: Tensor) -> Callable[[
     """From the number that draws it: the token in the place of the draft x when that falls."""
 
     def outcome(again: float) -> int:
-        given = Given(coin=1 - 1e-12, again=again)
-        return judged(lossy_rule(rule, Ledger()).verify, [x], row_KV, rows_JV, given).next_token
+        uniforms = Given(coin=1 - 1e-12, again=again)
+        return judged(lossy_rule(rule, Ledger()).verify, [x], row_KV, rows_JV, uniforms).next_token
 
     return outcome
 

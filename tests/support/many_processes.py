@@ -192,9 +192,9 @@ def precision(folder: Path, ranks: Ranks) -> None:
     """In which numbers a sharded network computes, and in which it is kept."""
     seen: dict[str, str] = {}
 
-    def look(layer: Any, given: tuple[Any, ...]) -> None:
+    def look(layer: Any, arguments: tuple[Any, ...]) -> None:
         seen.update(weight=str(layer.self_attn.q_proj.weight.dtype), norm=str(layer.input_layernorm.weight.dtype))
-        seen.update(stream=str(given[1].dtype))
+        seen.update(stream=str(arguments[1].dtype))
 
     trainer = make_trainer(replace(BASE, autocast=True, parallel="sharded", max_steps=1), folder / "precision", ranks)
     next(iter(trainer.drafter.layers)).register_forward_pre_hook(look)

@@ -36,7 +36,7 @@ class Seen(Exception):
     """Ends a run at what is looked for."""
 
 
-def ended(*given: Any, **named: Any) -> None:
+def ended(*arguments: Any, **named: Any) -> None:
     raise Seen
 
 
@@ -110,7 +110,7 @@ def training(regenerate_config: RegenerateConfig, answers: Path, folder: Path) -
 def dying(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, died: Path) -> None:
     """Have the first worker of this job die."""
     job = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *given: Dying(job(*given), died))
+    monkeypatch.setattr(module, name, lambda *arguments: Dying(job(*arguments), died))
 
 
 @dataclass(frozen=True)

@@ -99,11 +99,11 @@ def test_outputs_and_gradients_equal_the_definition(kind: str) -> None:
     tensors = inputs()
     expected = slot_by_slot(kind, tensors)
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5))
-    wanted = torch.autograd.grad(expected, tensors, upstream)
+    gradients = torch.autograd.grad(expected, tensors, upstream)
     for way in ("split", "sdpa"):  # flex has no backward without its kernel
         out = attended(way, kind, tensors)
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5, msg=way)
-        for own, theirs in zip(torch.autograd.grad(out, tensors, upstream), wanted, strict=True):
+        for own, theirs in zip(torch.autograd.grad(out, tensors, upstream), gradients, strict=True):
             torch.testing.assert_close(own, theirs, atol=2e-6, rtol=1e-4, msg=way)
 
 
@@ -253,12 +253,12 @@ def assert_way_equals_split(way: str, number: int, head_dim: int, dtype: torch.d
     rounded = [each.to(device, dtype) for each in inputs_of(layout, number, head_dim)]
     wanted_inputs = [each.float().requires_grad_() for each in rounded]
     found_inputs = [each.requires_grad_() for each in rounded]
-    wanted, actual = attend_with("split", layout, wanted_inputs), attend_with(way, layout, found_inputs)
-    upstream = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    pairs = [(actual, wanted)]
+    expected, actual = attend_with("split", layout, wanted_inputs), attend_with(way, layout, found_inputs)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    pairs = [(actual, expected)]
     pairs += zip(
         torch.autograd.grad(actual, found_inputs, upstream),
-        torch.autograd.grad(wanted, wanted_inputs, upstream.float()),
+        torch.autograd.grad(expected, wanted_inputs, upstream.float()),
         strict=True,
     )
     # TensorFloat-32's, and that of keys rounded after their rotation.

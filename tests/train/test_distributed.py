@@ -229,7 +229,7 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_less(tmp_path: Path)
             return tensor
 
         for layer in trainer.network.layers:  # the inputs that a recomputed layer keeps are not seen by the hooks below
-            layer.register_forward_pre_hook(lambda _, given, keep=pack: [keep(each) for each in given[1:3]] and None)
+            layer.register_forward_pre_hook(lambda _, inputs, keep=pack: [keep(each) for each in inputs[1:3]] and None)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss, _ = trainer.pack_loss(trainer.packer.pack(chosen[:2]), trainer.head, num_slots)
         kept.append(sum(saved.values()))

@@ -314,10 +314,10 @@ def test_what_is_not_asked_for_is_fastmtp_s(folder_of: Folder) -> None:
     )
     new = make_plan(replace(asks(folder_of("qwen3"), start="copied"), given=("shape.start",)))
     assert new.config.loop.optim.lr > 5e-4 and new.config.shape.start == "copied"
-    given = replace(
+    chain_config = replace(
         asks(folder_of("qwen3.5+")), loop=LoopConfig(loss=LossConfig("kl", gamma=4.0), optim=OptimConfig(lr=1e-3))
     )
-    kept = for_chains(given).loop
+    kept = for_chains(chain_config).loop
     assert (kept.loss.name, kept.loss.gamma, kept.optim.lr) == ("kl", 4.0, 1e-3)
 
 

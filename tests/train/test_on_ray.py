@@ -221,7 +221,7 @@ class TestOnADouble:
 
 class TestWithoutACluster:
     @pytest.mark.parametrize(
-        ("machines", "given", "share"),
+        ("machines", "num_workers", "share"),
         [
             ([{"CPU": 32.0, "GPU": 4.0}, {"CPU": 32.0, "GPU": 4.0}, {"memory": 1e9}], None, Share(8, 1.0, 1.0)),
             ([{"CPU": 32.0, "GPU": 4.0}, {"CPU": 32.0}], 3, Share(3, 1.0, 1.0)),
@@ -230,8 +230,8 @@ class TestWithoutACluster:
             ([{"CPU": 2.0}], 4, Share(4, 0.5, 0.0)),
         ],
     )
-    def test_shares(self, machines: list[dict[str, float]], given: int | None, share: Share) -> None:
-        assert Share.of(machines, given) == share
+    def test_shares(self, machines: list[dict[str, float]], num_workers: int | None, share: Share) -> None:
+        assert Share.of(machines, num_workers) == share
 
     @pytest.mark.parametrize(
         ("machines", "message"),
@@ -251,7 +251,7 @@ class TestWithoutACluster:
         ray = pytest.importorskip("ray")
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
-        def init(**given: Any) -> None:
+        def init(**options: Any) -> None:
             raise ConnectionError("Could not find any running Ray instance")
 
         monkeypatch.setattr(ray, "init", init)
@@ -264,16 +264,16 @@ class TestWithoutACluster:
             pass
 
     @pytest.mark.parametrize(
-        ("given", "message"),
+        ("options", "message"),
         [
             ({"ray": "auto", "answers_from": "http://a:1"}, "ray and answers_from"),
             ({"ray": "auto", "features_from": "http://a:1"}, "ray and features_from"),
             ({"ray_workers": 2}, "ray_workers needs ray"),
         ],
     )
-    def test_what_does_not_go_together(self, given: dict[str, Any], message: str) -> None:
+    def test_what_does_not_go_together(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
-            ElsewhereConfig(**given)
+            ElsewhereConfig(**options)
 
     @pytest.mark.parametrize("changes", [{"features": "streamed"}, {"features": "online"}, {"feature_dtype": "int8"}])
     def test_hidden_states_are_kept(self, changes: dict[str, Any]) -> None:
@@ -283,7 +283,7 @@ class TestWithoutACluster:
     def test_a_training_has_its_answers_from_the_cluster(
         self, regenerate_config: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def shared(config: RegenerateConfig, *given: Any) -> None:
+        def shared(config: RegenerateConfig, *arguments: Any) -> None:
             assert config.elsewhere == RAY
             raise Seen
 

@@ -94,8 +94,8 @@ def test_what_was_asked_for_wins_and_who_chose_is_told(tmp_path: Path) -> None:
     plan = make_plan(train_config(tmp_path, shape=shape, loop=loop))
     assert (plan.config.shape.num_layers, plan.config.shape.draft_vocab, plan.config.loop.optim.lr) == (1, 4096, 1e-3)
     assert "shape.num_layers" not in plan.chosen and "loop.optim.lr" not in plan.chosen and "shape.start" in plan.chosen
-    given = replace(train_config(tmp_path), given=("shape.block_size", "loop.loss.vocab"))
-    plan = make_plan(given)
+    config = replace(train_config(tmp_path), given=("shape.block_size", "loop.loss.vocab"))
+    plan = make_plan(config)
     assert plan.config.loop.loss.vocab is None and "loop.loss.vocab" not in plan.chosen
     assert "yours      --loss-vocab None, --block-size 8" in plan.text
     off = make_plan(train_config(tmp_path, plan="off"))
@@ -230,8 +230,8 @@ def test_a_plan_for_gpus_has_loading_compiling_and_checkpoints_and_a_range(tmp_p
     low, high = plan.hours_range or (0.0, 0.0)
     assert 0 < low < plan.hours["all"] < high and "compiling 20 s" in plan.text and " to " in plan.text
     assert "44 answers are too few: 30,000 are advised" in plan.text
-    given = make_plan(replace(config, minutes=240.0), "8x H100")
-    assert " of 240 minutes are used: by then each answer was learned from 100 times" in given.text
+    long_plan = make_plan(replace(config, minutes=240.0), "8x H100")
+    assert " of 240 minutes are used: by then each answer was learned from 100 times" in long_plan.text
 
 
 def test_a_resumed_run_keeps_its_choices(tmp_path: Path) -> None:

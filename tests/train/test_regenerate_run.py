@@ -122,11 +122,11 @@ def test_the_same_command_goes_on(
     begun = ask(tmp_path / "run", file)
     step, steps = Regenerator._finish, []
 
-    def killed(*given: Any) -> None:
-        steps.append(given)
+    def killed(*arguments: Any) -> None:
+        steps.append(arguments)
         if len(steps) == 4:
             raise KeyboardInterrupt
-        step(*given)
+        step(*arguments)
 
     monkeypatch.setattr(Regenerator, "_finish", killed)
     with pytest.raises(KeyboardInterrupt):

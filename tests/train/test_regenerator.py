@@ -103,10 +103,10 @@ def test_an_end_token_that_is_not_marked_special_is_no_text(tmp_path: Path) -> N
 def test_prompts_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
     llm, heard = fake_llm(), Heard()
     regenerator = Regenerator(llm, AnswerShards(tmp_path), AnswerConfig(8, 40))
-    given = prompts(("short",), ("x" * 50,), ("y" * 60,), ("brief",))
-    done = regenerator.run([*given, given[0]], heard)
+    all_prompts = prompts(("short",), ("x" * 50,), ("y" * 60,), ("brief",))
+    done = regenerator.run([*all_prompts, all_prompts[0]], heard)
     assert (done.num_answers, done.num_too_long) == (2, 2)
-    assert done.num_tokens_too_long == len(llm.encode_chat(given[2].messages)) == 78
+    assert done.num_tokens_too_long == len(llm.encode_chat(all_prompts[2].messages)) == 78
     assert heard.totals == [len(heard.texts)] == [4]
     assert {answer.key.split("#")[0] for answer in regenerator.shards} == {"test/0", "test/3"}
 
@@ -147,8 +147,8 @@ def test_a_prompt_that_the_template_refuses_is_left_out_and_counted(tmp_path: Pa
     )
     llm.tokenizer.chat_template += "{{ m.content }}{% endfor %}"
     shards = AnswerShards(tmp_path / "answers")
-    given = [*prompts(("Hi.",)), *prompts(("Hi.",), system="A")]
-    done = Regenerator(llm, shards, AnswerConfig(4, 100)).run([*reversed(given)])
+    all_prompts = [*prompts(("Hi.",)), *prompts(("Hi.",), system="A")]
+    done = Regenerator(llm, shards, AnswerConfig(4, 100)).run([*reversed(all_prompts)])
     assert done.num_answers == 1 and done.refused.counts == {REFUSED: 1}
     assert "test, prompt 0: the model's chat template failed (no system" in done.refused.examples[REFUSED]
 

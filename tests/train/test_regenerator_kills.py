@@ -64,10 +64,10 @@ class Mortal(Regenerator):
         super().__init__(fake_llm(Talker(num_rows=2)), AnswerShards(folder), config)
         self.moment, self.said = moment, list[Answer]()
 
-    def _answer_of(self, *given: Any) -> Answer:
+    def _answer_of(self, *arguments: Any) -> Answer:
         if len(self.said) == self.moment:
             raise Killed
-        self.said.append(super()._answer_of(*given))
+        self.said.append(super()._answer_of(*arguments))
         return self.said[-1]
 
     def _write(self) -> None:

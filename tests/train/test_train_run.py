@@ -200,12 +200,12 @@ def test_a_planned_and_streamed_run_goes_on_after_it_was_killed(
     monkeypatch.setattr(facts, "_measured_once", lambda device: facts.MachineFacts(machine))
     target = EngineConfig(str(finished[0] / "target"), device="cpu", dtype="float32", threads=1)
     loop = LoopConfig(max_steps=6, checkpoint_minutes=0.0, serve_share=0.0)
-    given = {
+    options = {
         "answers": (finished[0] / "regenerate" / "answers",),
         "answering": AnswerConfig(max_tokens=16),
         "max_len": 256,
     }
-    whole = TrainConfig(tmp_path / "whole", target, features="streamed", loop=loop, **given)
+    whole = TrainConfig(tmp_path / "whole", target, features="streamed", loop=loop, **options)
     begun = replace(whole, out=tmp_path / "run")
     with monkeypatch.context() as patched:
         kept_at(patched, 3, whole.out, begun.out)
@@ -221,7 +221,7 @@ def test_a_planned_and_streamed_run_goes_on_after_it_was_killed(
 
 
 @pytest.mark.parametrize(
-    ("passed", "given", "step", "minutes"),
+    ("passed", "is_chosen", "step", "minutes"),
     [
         (20.0, False, 0, 40.0),
         (59.0, False, 0, 15.0),  # a quarter is for learning, whatever was before
@@ -231,7 +231,7 @@ def test_a_planned_and_streamed_run_goes_on_after_it_was_killed(
     ],
 )
 def test_steps_get_the_minutes_that_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: float, given: bool, step: int, minutes: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: float, is_chosen: bool, step: int, minutes: float
 ) -> None:
     """45 were planned of 60, and answers and features have taken longer or shorter; a later start keeps what was
     settled."""
@@ -240,7 +240,7 @@ def test_steps_get_the_minutes_that_are_left(
     )
     clock = iter([0.0, 60 * passed])
     monkeypatch.setattr(train_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    names = ("minutes", "loop.max_minutes") if given else ("minutes",)
+    names = ("minutes", "loop.max_minutes") if is_chosen else ("minutes",)
     config = TrainConfig(tmp_path, loop=LoopConfig(max_minutes=45.0), minutes=60.0, given=names)
     stages = train_run._Stages(config, Ranks(), lambda: None, Progress(), Stop(str))
     trainer = cast(Any, SimpleNamespace(state=SimpleNamespace(step=step), config=config.loop))

@@ -29,7 +29,7 @@ def test_text_and_object_ask_for_the_same(text: str, same: dict[str, float | str
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("value", "message"),
     [
         ("lenient:0.5", "choose from typical, relaxed"),
         ("", "choose from typical"),
@@ -49,12 +49,12 @@ def test_text_and_object_ask_for_the_same(text: str, same: dict[str, float | str
         ("lenience:0.5,max_tv=2", "max_tv must be between 0 and 1"),
     ],
 )
-def test_what_cannot_be_is_refused(given: str | dict[str, float | str], message: str) -> None:
-    if given == "lenience:":
-        assert Lossy.of(given).rule == Lossy.of("lenience:1").rule
+def test_what_cannot_be_is_refused(value: str | dict[str, float | str], message: str) -> None:
+    if value == "lenience:":
+        assert Lossy.of(value).rule == Lossy.of("lenience:1").rule
         return
     with pytest.raises(SamplingError, match=message):
-        Lossy.of(given)
+        Lossy.of(value)
 
 
 def test_a_record_of_a_lossy_rule_says_so() -> None:

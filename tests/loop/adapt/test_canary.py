@@ -252,8 +252,8 @@ class TestFullDisk:
     def test_a_route_is_watched(self, tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
         traffic(tmp_path)
         server.members["old"] = "runs/old"
-        wanted = Decision("score", ("tickets",)), Decision("route", ("tickets",), "old", "it is good enough")
-        one = watcher(tmp_path, server, Played((0, PASSED)), policy=Deciding(*wanted))
+        decisions = Decision("score", ("tickets",)), Decision("route", ("tickets",), "old", "it is good enough")
+        one = watcher(tmp_path, server, Played((0, PASSED)), policy=Deciding(*decisions))
         ticked(one, 0)
 
         def full(path: Path, text: str) -> None:

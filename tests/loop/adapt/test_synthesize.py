@@ -126,13 +126,13 @@ def test_a_killed_run_goes_on_and_comes_to_the_same(model: Path, tmp_path: Path,
 def test_production_is_kept_out_by_hash(model: Path, tmp_path: Path, few_prompts: Path) -> None:
     """A store that holds four of the prompts, as the application would send them."""
     done = synthesize(model, tmp_path / "x", few_prompts)
-    store, known = AnswerShards(tmp_path / "store"), {}
+    store, by_digest = AnswerShards(tmp_path / "store"), {}
     for answer in answers(done):
-        known.setdefault(digest(answer.prompt_ids), answer)
-    store.write([*known.values()][:4])
+        by_digest.setdefault(digest(answer.prompt_ids), answer)
+    store.write([*by_digest.values()][:4])
     second = synthesize(model, tmp_path / "y", few_prompts, not_in=(tmp_path / "store",))
     assert (second.num_in_store, second.num_compared) == (4, 4)
-    assert not {digest(answer.prompt_ids) for answer in answers(second)} & {*[*known][:4]}
+    assert not {digest(answer.prompt_ids) for answer in answers(second)} & {*[*by_digest][:4]}
     card, readme = json.loads((tmp_path / "y" / "card.json").read_text()), (tmp_path / "y" / "README.md").read_text()
     assert card["production"] == {
         "is_used": False,
@@ -145,7 +145,7 @@ def test_production_is_kept_out_by_hash(model: Path, tmp_path: Path, few_prompts
         and "100% of the answers parse" in readme
         and "| `action` | 3 |" in readme
     )
-    store.write([*known.values()])
+    store.write([*by_digest.values()])
     with pytest.raises(PromptError, match="every prompt stands in the store"):
         synthesize(model, tmp_path / "z", few_prompts, not_in=(tmp_path / "store",))
     with pytest.raises(PromptError, match="no store of traces"):

@@ -154,7 +154,7 @@ def test_the_command_is_run_by_a_shell_at_low_priority(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"train_command": " "}, "train_command is empty"),
         ({"train_command": "x", "features_from": "http://a:1"}, "train_command starts the training itself"),
@@ -163,6 +163,6 @@ def test_the_command_is_run_by_a_shell_at_low_priority(tmp_path: Path) -> None:
         ({"train_hours_budget": -1.0}, "train_hours_budget must be above 0"),
     ],
 )
-def test_what_contradicts_itself_is_refused(given: dict[str, Any], message: str) -> None:
+def test_what_contradicts_itself_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RetrainConfig(**given)
+        RetrainConfig(**options)

@@ -57,21 +57,21 @@ def test_the_lower_end_of_the_interval_counts() -> None:
     assert finding.figures["agreement"] == pytest.approx(0.917, abs=1e-3) and not finding.passed
 
 
-def answers_of(answer: str, wanted: str) -> tuple[bool, str, dict]:
+def answers_of(answer: str, expected: str) -> tuple[bool, str, dict]:
     """The finding about a student that always says `said`."""
     llm = fake_llm(Parrot("go:", [*answer.encode(), EOS]))
-    tokens = np.array([*b"go:", *wanted.encode()], dtype=np.int32)
+    tokens = np.array([*b"go:", *expected.encode()], dtype=np.int32)
     documents = [Document(f"{place}", tokens, 3) for place in range(4)]
     finding = OwnAnswers(GateConfig())(GateInputs(llm, documents, [], [], [], Progress()))
     return finding.passed, finding.reason, finding.figures
 
 
 def test_own_answers_field_by_field() -> None:
-    wanted = '{"a": 1, "b": "x"}'
-    assert answers_of(wanted, wanted)[0]
-    passed, reason, figures = answers_of('{"b": "x", "a": 2}', wanted)
+    expected = '{"a": 1, "b": "x"}'
+    assert answers_of(expected, expected)[0]
+    passed, reason, figures = answers_of('{"b": "x", "a": 2}', expected)
     assert not passed and figures["fields"] == 0.5 and "only 50.0% of the teacher's fields" in reason
-    assert answers_of("no JSON", wanted)[2]["fields"] == 0
+    assert answers_of("no JSON", expected)[2]["fields"] == 0
     passed, reason, figures = answers_of("other words", "some words")
     assert passed and figures["identical"] == 0 and "no limit" in reason
 

@@ -76,17 +76,17 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def test_what_rows_share_is_computed_once_with_the_same_gradients() -> None:
-    given, model = batch(), untaught()
-    columns = (given["labels"][:, 1:] != -100).any(0).nonzero()[:, 0]
+    inputs, model = batch(), untaught()
+    columns = (inputs["labels"][:, 1:] != -100).any(0).nonzero()[:, 0]
     gradients = []
     for shares in (False, True):
         model.zero_grad()
-        mask = given["attention_mask"]
+        mask = inputs["attention_mask"]
         if shares:
-            assert teaching.num_shared(given["input_ids"], mask, int(columns[0])) == 20
-            logits = teaching.answer_logits(model, given["input_ids"], mask, columns).logits
+            assert teaching.num_shared(inputs["input_ids"], mask, int(columns[0])) == 20
+            logits = teaching.answer_logits(model, inputs["input_ids"], mask, columns).logits
         else:
-            logits = model(given["input_ids"], attention_mask=mask).logits[:, columns]
+            logits = model(inputs["input_ids"], attention_mask=mask).logits[:, columns]
         (logits.log_softmax(-1)[..., 7] * mask[:, columns]).sum().backward()
         gradients.append([each.grad.clone() for each in model.parameters()])
     for one, other in zip(*gradients, strict=True):
@@ -120,10 +120,10 @@ def test_hard_is_trls_own_loss(taught: tuple[Path, Path], tmp_path: Path) -> Non
     from paceline.loop.distill.start import write_start
 
     write_start(StudentConfig(layers=2), taught[0], tmp_path / "start")
-    trainer, given = trainer_of(None, tmp_path, tmp_path / "start"), batch()
-    given.pop("document")
-    ours = trainer.compute_loss(trainer.model, dict(given))
-    theirs = teaching.SFTTrainer.compute_loss(trainer, trainer.model, dict(given))
+    trainer, inputs = trainer_of(None, tmp_path, tmp_path / "start"), batch()
+    inputs.pop("document")
+    ours = trainer.compute_loss(trainer.model, dict(inputs))
+    theirs = teaching.SFTTrainer.compute_loss(trainer, trainer.model, dict(inputs))
     torch.testing.assert_close(ours, theirs)
 
 
@@ -181,8 +181,8 @@ def test_one_that_is_refused_takes_no_ones_place(
 def test_a_killed_training_goes_on_to_the_same_weights(
     taught: tuple[Path, Path], whole: DistillResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(self: Any, *given: Any, **named: Any) -> None:
-        on_step_end(self, *given, **named)
+    def killed(self: Any, *arguments: Any, **named: Any) -> None:
+        on_step_end(self, *arguments, **named)
         if self.clock.step == 3:
             signal.raise_signal(signal.SIGTERM)
 

@@ -130,7 +130,7 @@ def test_a_student_of_more_layers_than_its_teacher_is_refused_first(
 def test_a_judge_that_prefers_what_is_wrong_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     preferences = [1.0, 0.5, 0.0]
     monkeypatch.setattr("paceline.loop.evals.run.served_name", lambda client, name: "m")
-    monkeypatch.setattr("paceline.loop.evals.judge.Judge.prefer", lambda *given: preferences.pop(0))
+    monkeypatch.setattr("paceline.loop.evals.judge.Judge.prefer", lambda *arguments: preferences.pop(0))
     config = JudgeConfig(url="http://127.0.0.1:9")
     checks.check_judge(config)
     checks.check_judge(config)

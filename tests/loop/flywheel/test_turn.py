@@ -110,8 +110,8 @@ def killed(config: FlywheelConfig) -> int | str | None:
     """A turn that SIGTERM ends while its student learns; its exit status."""
     on_step_end = teaching.Watch.on_step_end
 
-    def ended(watch: Any, *given: Any, **named: Any) -> None:
-        on_step_end(watch, *given, **named)
+    def ended(watch: Any, *arguments: Any, **named: Any) -> None:
+        on_step_end(watch, *arguments, **named)
         if watch.clock.step == 3:
             signal.raise_signal(signal.SIGTERM)
 

@@ -47,8 +47,8 @@ def one(tokenizer: Tokenizer, defaults: dict[str, float] | None, answer: dict[st
 def test_where_they_come_from(model: Path, tmp_path: Path) -> None:
     assert defaults_of("model", model) == QWEN
     assert defaults_of("engine", model) == {} and defaults_of("none", model) is None
-    given = defaults_of("temperature=0.7, top_k=-1,top_p=0.8,repetition_penalty=1.05", model)
-    assert given == {"temperature": 0.7, "top_k": 0, "top_p": 0.8, "repetition_penalty": 1.05}
+    defaults = defaults_of("temperature=0.7, top_k=-1,top_p=0.8,repetition_penalty=1.05", model)
+    assert defaults == {"temperature": 0.7, "top_k": 0, "top_p": 0.8, "repetition_penalty": 1.05}
     assert defaults_of("model", tiny_model(tmp_path / "plain")) == {}, "this model has none of its own"
     assert described(QWEN) == "temperature 0.6, top_p 0.95, top_k 20" and described({}) == "temperature 1"
     assert described(None).startswith("unknown")
@@ -59,7 +59,7 @@ def test_where_they_come_from(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("defaults", "text"),
     [
         ("auto", "write model, engine, none, or values such as temperature=0.6"),
         ("temperature=warm", "write model, engine, none"),
@@ -69,9 +69,9 @@ def test_where_they_come_from(model: Path, tmp_path: Path) -> None:
         ("top_k=nan", "--sampling-defaults"),
     ],
 )
-def test_impossible_values(model: Path, given: str, text: str) -> None:
+def test_impossible_values(model: Path, defaults: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        defaults_of(given, model)
+        defaults_of(defaults, model)
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": "0.6"}, {"temperature": -1}, {"top_p": True}, {"top_k": 1e400}])
@@ -108,8 +108,8 @@ def test_beam_search_is_no_sampling(tokenizer: Tokenizer) -> None:
         one(tokenizer, QWEN, completion("Hi."), use_beam_search=True)
 
 
-@pytest.mark.parametrize(("given", "expected"), [("model", 0.6), ("engine", 1.0), ("none", None)])
-def test_imported_requests(model: Path, tmp_path: Path, given: str, expected: float | None) -> None:
+@pytest.mark.parametrize(("defaults", "expected"), [("model", 0.6), ("engine", 1.0), ("none", None)])
+def test_imported_requests(model: Path, tmp_path: Path, defaults: str, expected: float | None) -> None:
     parts = [{"type": "text", "content": "Hi"}]
     messages = {
         "input": [{"role": "user", "parts": parts}],
@@ -121,7 +121,7 @@ def test_imported_requests(model: Path, tmp_path: Path, given: str, expected: fl
     ]
     file = tmp_path / "spans.jsonl"
     file.write_text(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [{"attributes": attributes}]}]}]}))
-    read(RecordConfig(str(model), imports=(file,), sampling_defaults=given), TraceConfig(tmp_path / "store"))
+    read(RecordConfig(str(model), imports=(file,), sampling_defaults=defaults), TraceConfig(tmp_path / "store"))
     (row,) = rows(tmp_path / "store")
     assert row["temperature"] == (None if expected is None else pytest.approx(expected))
 

@@ -230,11 +230,11 @@ def text(content: str) -> list[dict[str, Any]]:
 def test_spans_of_the_genai_conventions(imported: Importer, tokenizer: Tokenizer) -> None:
     """Messages as JSON text and structured; a tool's definition, its call and its result; what failed, or is no
     answer."""
-    given = [{"role": "user", "parts": text("Weather?")}]
+    messages = [{"role": "user", "parts": text("Weather?")}]
     output = [{"role": "assistant", "parts": text("Rainy."), "finish_reason": "stop"}]
     call = {"type": "tool_call", "id": "1", "name": "weather", "arguments": {"place": "Oslo"}}
     result = {"type": "tool_call_response", "id": "1", "response": "rainy"}
-    talk = [*given, {"role": "assistant", "parts": [call]}, {"role": "tool", "parts": [result]}]
+    talk = [*messages, {"role": "assistant", "parts": [call]}, {"role": "tool", "parts": [result]}]
     tool = {"type": "function", "name": "weather", "description": "It.", "parameters": {"type": "object"}}
     request = {"operation.name": "chat", "request.model": "tiny", "request.temperature": 0.5, "request.max_tokens": 9}
     num_prompt = len(
@@ -245,14 +245,14 @@ def test_spans_of_the_genai_conventions(imported: Importer, tokenizer: Tokenizer
         **request,
         **usage,
         "system_instructions": text("Be brief."),
-        "input.messages": given,
+        "input.messages": messages,
         "output.messages": output,
     }
     packed = {name: json.dumps(held) if isinstance(held, list) else held for name, held in plain.items()}
     tools = {**request, "tool.definitions": [tool], "input.messages": talk, "output.messages": output}
     calls = {
         **request,
-        "input.messages": given,
+        "input.messages": messages,
         "output.messages": [{"role": "assistant", "parts": [call], "finish_reason": "tool_call"}],
     }
     failed, other = {**plain, "operation.name": "embeddings"}, span(plain, status={"code": 2})

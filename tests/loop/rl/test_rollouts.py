@@ -121,9 +121,9 @@ def test_the_engine_packs_what_the_drafter_has_learned(folder: Path, monkeypatch
     drafter = DFlashDrafter.random(LLM(str(folder), drafter="none", **SETTINGS).target, num_layers=1, block_size=4)
     llm, bind, bound = LLM(str(folder), drafter=drafter, **SETTINGS), DFlashDrafter.bind, list[torch.Tensor]()
 
-    def watched(self: DFlashDrafter, *args: Any, **given: Any) -> None:
+    def watched(self: DFlashDrafter, *args: Any, **options: Any) -> None:
         bound.append(next(iter(self.network.state_dict().values())).clone())
-        bind(self, *args, **given)
+        bind(self, *args, **options)
 
     monkeypatch.setattr(DFlashDrafter, "bind", watched)
     rollouts = Rollouts(llm, RolloutConfig(max_tokens=24), follower=DFlashFollower(llm.drafter, FollowConfig(steps=2)))

@@ -143,11 +143,11 @@ def test_rows_of_a_change_that_was_killed_are_not_read(store: Store) -> None:
 def test_a_split_that_was_killed_behind_its_line_is_finished(tmp_path: Path, store: Store) -> None:
     """Its own settings with it."""
     header = (store.path / "store.json").read_text()
-    wanted = SplitConfig(evals_share=0.25, split_seed=3)
-    line = store.resplit(wanted)
+    new_split = SplitConfig(evals_share=0.25, split_seed=3)
+    line = store.resplit(new_split)
     (store.path / "store.json").write_text(header)
     again = Store.open(store.path)
-    assert again.resplit(wanted) == line and again.split == wanted and again.version == 3
+    assert again.resplit(new_split) == line and again.split == new_split and again.version == 3
 
 
 @pytest.mark.slow
