@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from bench.test_html import evaluation, folder, step
+from run_folders import evaluation, folder, step
 
 from paceline.bench.pages.run_page import _depth, page, read_run
 from paceline.loop.adapt.page import page as adapt_page
