@@ -18,7 +18,6 @@ LONGER = {
     "model/native/library.py": 439,
     "plan/planner.py": 425,
     "serve/worker/worker.py": 403,
-    "simulate/costs/catalogue.py": 401,
     "train/config.py": 408,
     "train/learn/loop.py": 418,
     "train/plan/training_plan.py": 403,

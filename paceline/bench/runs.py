@@ -32,7 +32,7 @@ from paceline.model.checkpoint import config_json
 from paceline.report.pages import markdown
 from paceline.report.tables import SILENT, Column, Progress, Table
 from paceline.runs.folder import RunFolder
-from paceline.simulate.costs.catalogue import shape_of
+from paceline.simulate.costs.model_config import shape_of
 
 DISTURBED = 0.15
 """Relative spread of repeated times above which a notice warns that other programs were running."""

@@ -19,6 +19,7 @@ from paceline.model.checkpoint import expected_shapes
 from paceline.model.config.decoder import DecoderConfig, DeltaShape, RopeKind, decoder_config
 from paceline.model.torch.attention import rope_tables
 from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.model_config import shape_of
 
 HERE = Path("config.json")
 
@@ -221,7 +222,7 @@ def test_what_the_files_say() -> None:
 def test_simulate_and_the_decoder_count_the_same_parameters(model: str) -> None:
     config = decoder_config(HUB[model], HERE)
     matrices = [shape for name, shape in expected_shapes(config).items() if len(shape) > 1]
-    assert catalogue.shape_of(HUB[model]).num_parameters == sum(map(math.prod, matrices))
+    assert shape_of(HUB[model]).num_parameters == sum(map(math.prod, matrices))
 
 
 @pytest.mark.parametrize(

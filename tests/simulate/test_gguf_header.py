@@ -15,7 +15,8 @@ from paceline.errors import ModelNotFoundError, UnsupportedModelError
 from paceline.model.checkpoint import config_json
 from paceline.simulate.answer import predict_all
 from paceline.simulate.config import CostsConfig, PredictConfig
-from paceline.simulate.costs.catalogue import find, shape_of
+from paceline.simulate.costs.catalogue import find
+from paceline.simulate.costs.model_config import shape_of
 
 
 def test_it_has_the_shape_that_the_model_s_own_reader_finds(tmp_path: Path) -> None:

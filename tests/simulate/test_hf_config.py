@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import PacelineError, UnsupportedModelError
 from paceline.simulate.costs import catalogue
-from paceline.simulate.costs.catalogue import shape_of
+from paceline.simulate.costs.model_config import shape_of
 from paceline.simulate.costs.shapes import Attention, Experts, from_json
 
 SMALL: dict[str, Any] = {

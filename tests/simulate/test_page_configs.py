@@ -1,4 +1,4 @@
-"""A pasted config.json read by the calculator page, against `catalogue.shape_of`: the catalogue's, and spoiled ones.
+"""A pasted config.json read by the calculator page, against `model_config.shape_of`: the catalogue's, and spoiled ones.
 
     pytest tests/simulate/test_page_configs.py
 
@@ -18,7 +18,7 @@ from javascript import run_js
 from paceline.errors import PacelineError
 from paceline.simulate.calculator import data
 from paceline.simulate.costs import catalogue
-from paceline.simulate.costs.catalogue import shape_of
+from paceline.simulate.costs.model_config import shape_of
 
 QUANTIZATIONS = (
     {"quant_method": "fp8"},
