@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.config import BUILTIN_PROMPTS, BenchConfig, LossyConfig, MockConfig, StepsConfig
-from paceline.bench.decode import Bench, Result, as_line, sources_table
+from paceline.bench.decode import Bench, Result, as_line
+from paceline.bench.drafting import sources_table
 from paceline.bench.lossy import LossyBench
 from paceline.bench.lossy import as_line as lossy_line
 from paceline.bench.lossy import draw as draw_lossy

@@ -13,7 +13,8 @@ from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 
 from paceline.bench import decode, runs
 from paceline.bench.config import BenchConfig
-from paceline.bench.decode import Bench, as_line, differences, drafting, sources_table, speedup_over
+from paceline.bench.decode import Bench, as_line, differences, speedup_over
+from paceline.bench.drafting import drafting, sources_table
 from paceline.bench.pages.run_page import page, read_run, verdict_on
 from paceline.bench.passes import Answer, Pass, Request, make_requests, run_pass
 from paceline.config import EngineConfig
