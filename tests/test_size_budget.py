@@ -19,7 +19,6 @@ LONGER = {
     "serve/worker/worker.py": 403,
     "train/config.py": 408,
     "train/learn/loop.py": 418,
-    "train/plan/training_plan.py": 403,
     "train/run.py": 412,
 }
 """Files that 120 columns instead of 128 made longer than that: each may only become shorter."""

@@ -29,7 +29,8 @@ from paceline.train.config import (
 from paceline.train.plan import target_facts as facts
 from paceline.train.plan.choices import MOST_SHARE
 from paceline.train.plan.expected_acceptance import Learned, expected_of, expected_tokens
-from paceline.train.plan.training_plan import apply_stored, make_plan, option_of
+from paceline.train.plan.stored_plan import apply_stored
+from paceline.train.plan.training_plan import make_plan, option_of
 
 LAPTOP = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 2, 16 * 2**30)
 
