@@ -63,7 +63,7 @@ def litellm(url: str, model: str) -> None:
     import litellm as client
 
     for provider, base in (("openai", f"{url}/v1"), ("anthropic", url)):
-        asked = {
+        arguments = {
             "model": f"{provider}/{model}",
             "api_base": base,
             "api_key": "none",
@@ -71,24 +71,24 @@ def litellm(url: str, model: str) -> None:
             "max_tokens": 200,
         }
         question = [{"role": "user", "content": QUESTION}]
-        whole = client.completion(messages=question, **{**asked, "max_tokens": 16})
+        whole = client.completion(messages=question, **{**arguments, "max_tokens": 16})
         streamed = client.completion(
-            messages=question, stream=True, stream_options={"include_usage": True}, **{**asked, "max_tokens": 16}
+            messages=question, stream=True, stream_options={"include_usage": True}, **{**arguments, "max_tokens": 16}
         )
         chunks = list(streamed)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         assert text and text == whole.choices[0].message.content, "the stream differs"
         assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
-        called = client.completion(messages=question, tools=[TOOL], tool_choice="required", **asked).choices[0]
+        called = client.completion(messages=question, tools=[TOOL], tool_choice="required", **arguments).choices[0]
         (call,) = called.message.tool_calls
         assert called.finish_reason == "tool_calls" and Place.model_validate_json(call.function.arguments)
         history = [*question, called.message, {"role": "tool", "tool_call_id": call.id, "content": "yes"}]
         assert (
-            client.completion(messages=history, tools=[TOOL], **{**asked, "max_tokens": 16}).usage.completion_tokens
+            client.completion(messages=history, tools=[TOOL], **{**arguments, "max_tokens": 16}).usage.completion_tokens
             <= 16
         )
         if provider == "openai":
-            answer = client.completion(messages=question, response_format=Place, **asked)
+            answer = client.completion(messages=question, response_format=Place, **arguments)
             assert Place.model_validate_json(answer.choices[0].message.content)
 
 
@@ -97,15 +97,20 @@ def instructor(url: str, model: str) -> None:
     import instructor as client
     from openai import OpenAI
 
-    asked = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 200}
+    arguments = {
+        "model": model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "max_tokens": 200,
+    }
     with OpenAI(base_url=f"{url}/v1", api_key="none") as plain:
         for mode in (client.Mode.TOOLS, client.Mode.JSON_SCHEMA):
             patched = client.from_openai(plain, mode=mode)
-            assert isinstance(patched.chat.completions.create(response_model=Place, max_retries=0, **asked), Place)
-            *_, last = patched.chat.completions.create_partial(response_model=Place, max_retries=0, **asked)
+            assert isinstance(patched.chat.completions.create(response_model=Place, max_retries=0, **arguments), Place)
+            *_, last = patched.chat.completions.create_partial(response_model=Place, max_retries=0, **arguments)
             assert last.city in ("Oslo", "Rome")
-        assert plain.chat.completions.create(**asked).choices[0].message.content
-        chunks = list(plain.chat.completions.create(**asked, stream=True))
+        assert plain.chat.completions.create(**arguments).choices[0].message.content
+        chunks = list(plain.chat.completions.create(**arguments, stream=True))
         assert len(chunks) > 1
 
 

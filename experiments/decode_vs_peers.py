@@ -258,8 +258,8 @@ def plain_drafter(drafter: Path, home: Path) -> Path:
 def vllm_environment(home: Path, ours: dict[str, str]) -> dict[str, str]:
     """Without our packages, and with the OpenMP library that vLLM's documentation asks for."""
     kept = {name: value for name, value in ours.items() if name not in ("PYTHONPATH", "LD_PRELOAD")}
-    found = [str(file) for file in (home / "vllm/lib").glob("libiomp5.so")]
-    return kept | {"VLLM_CACHE_ROOT": str(home / "vllm/cache")} | ({"LD_PRELOAD": found[0]} if found else {})
+    libraries = [str(file) for file in (home / "vllm/lib").glob("libiomp5.so")]
+    return kept | {"VLLM_CACHE_ROOT": str(home / "vllm/cache")} | ({"LD_PRELOAD": libraries[0]} if libraries else {})
 
 
 def busy_share(seconds: float) -> float | None:
@@ -309,8 +309,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    told = {"turns", "group_turns", "streams", "max_tokens", "threads", "models", "contenders"}
-    settings = {name: value for name, value in vars(args).items() if name in told}
+    recorded = {"turns", "group_turns", "streams", "max_tokens", "threads", "models", "contenders"}
+    settings = {name: value for name, value in vars(args).items() if name in recorded}
     settings["prompts"] = [Path(path).name for path in args.prompts]
     log = Log(args.save_results.with_suffix(".jsonl"), settings)
     machine = this_machine("cpu")

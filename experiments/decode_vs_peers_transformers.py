@@ -43,17 +43,17 @@ class Transformers:
             self._model = self._loaded(self._args.model)
         if way == "draft":
             self._options["draft"] = {"assistant_model": self._loaded(self._args.draft)}
-        told = {name: str(getattr(value, "generation_config", value)) for name, value in self._options[way].items()}
-        return {"dtype": str(self._dtype), "attention": self._model.config._attn_implementation, "options": told}
+        options = {name: str(getattr(value, "generation_config", value)) for name, value in self._options[way].items()}
+        return {"dtype": str(self._dtype), "attention": self._model.config._attn_implementation, "options": options}
 
     def run(self, way: str, prompts: Prompts, num_tokens: list[int]) -> dict[str, Any]:
         longest, began = max(map(len, prompts)), time.perf_counter()
-        given = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
+        padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
         mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
         clock = _FirstTokens() if len(prompts) == 1 else None
         with torch.inference_mode():
             out = self._model.generate(
-                given,
+                padded,
                 attention_mask=mask,
                 max_new_tokens=max(num_tokens),
                 stopping_criteria=StoppingCriteriaList([_Enough(longest, num_tokens)]),
@@ -62,9 +62,9 @@ class Transformers:
             )
         wall_s = time.perf_counter() - began
         token_ids = [row[longest : longest + number].tolist() for row, number in zip(out, num_tokens, strict=True)]
-        told = {"prefill_s": clock.first_s - began, "num_first": clock.num_first} if clock else {}
+        timing = {"prefill_s": clock.first_s - began, "num_first": clock.num_first} if clock else {}
         rounds = max(clock.num_puts - 1, 1) if clock else num_tokens[0]
-        return {"token_ids": token_ids, "wall_s": wall_s, "tokens_per_round": num_tokens[0] / rounds, **told}
+        return {"token_ids": token_ids, "wall_s": wall_s, "tokens_per_round": num_tokens[0] / rounds, **timing}
 
     def close(self) -> None:
         pass

@@ -62,9 +62,9 @@ class Vllm:
         began = time.perf_counter()
         outputs = self._engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         wall_s = time.perf_counter() - began
-        told = {"prefill_s": outputs[0].metrics.first_token_latency} if len(prompts) == 1 else {}
+        prefill = {"prefill_s": outputs[0].metrics.first_token_latency} if len(prompts) == 1 else {}
         token_ids = [list(output.outputs[0].token_ids) for output in outputs]
-        return {"token_ids": token_ids, "wall_s": wall_s, **self._counted(), **told}
+        return {"token_ids": token_ids, "wall_s": wall_s, **self._counted(), **prefill}
 
     def close(self) -> None:
         pass

@@ -69,8 +69,8 @@ def load(name: str) -> LLM:
 
 def code_of(text: str) -> str:
     """The first block of Python in a Markdown answer, or all of it without one."""
-    found = re.search(r"```(?:python)?\n(.*?)```", text, re.DOTALL)
-    return found.group(1) if found else text
+    match = re.search(r"```(?:python)?\n(.*?)```", text, re.DOTALL)
+    return match.group(1) if match else text
 
 
 def run(code: str) -> str:
@@ -121,12 +121,12 @@ def main() -> int:
         print(f"{'Transformers':<24}{peer.tokens_per_s:7.1f} tokens/s   paceline is {peer.speedup:.1f} times as fast")
     if not writes_code:
         return 0 if beside.identical else 1
-    found = run(f"{code_of(answer.text)}\n{CHECK}")
+    output = run(f"{code_of(answer.text)}\n{CHECK}")
     print(
-        f"\nwhat it wrote, run: {CHECK}\n  {found}   "
-        f"({'as it should be' if found == EXPECTED else f'expected {EXPECTED}'})"
+        f"\nwhat it wrote, run: {CHECK}\n  {output}   "
+        f"({'as it should be' if output == EXPECTED else f'expected {EXPECTED}'})"
     )
-    return 0 if beside.identical and found == EXPECTED else 1
+    return 0 if beside.identical and output == EXPECTED else 1
 
 
 if __name__ == "__main__":

@@ -106,17 +106,17 @@ class Arm:
         target, text = self.target, self.documents[number].tokens.tolist()
         row = target.cache.allocate()
         assert row is not None
-        found, num_read = [], 0
+        chances, num_read = [], 0
         for anchor, tokens_GK in zip(anchors_A.tolist(), tokens_AGK, strict=True):
             if anchor > num_read:
                 piece = text[num_read:anchor]
                 target.forward(ForwardBatch([row], [num_read], [len(piece)], piece, "none"))
                 num_read = anchor
-            found.append(self._tree(row, anchor, text[anchor], tokens_GK))
+            chances.append(self._tree(row, anchor, text[anchor], tokens_GK))
             target.cache.rollback([row], [anchor])
         target.cache.rollback([row], [0])
         target.cache.free(row)
-        return torch.stack(found)
+        return torch.stack(chances)
 
     def _tree(self, row: int, anchor: int, token: int, tokens_GK: Tensor) -> Tensor:
         group, size = tokens_GK.shape
@@ -235,7 +235,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    given = arguments().parse_args()
-    if not given.tiny and not (given.target and given.drafter and given.answers):
+    options = arguments().parse_args()
+    if not options.tiny and not (options.target and options.drafter and options.answers):
         raise SystemExit("give --target, --drafter and --answers, or --tiny")
-    run(given)
+    run(options)

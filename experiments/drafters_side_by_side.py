@@ -136,8 +136,8 @@ def main() -> int:
     title = f"Drafters of {read['model']} after the same minutes of training, {read['processor']['name']}"
     draw(lines, out / "chart.svg", title)
     table = table_of(lines)
-    made = {"command": "bash experiments/drafters_side_by_side.sh", "what": "kinds of drafters side by side"}
-    whole = record_of({**made, "model": read["model"], "drafters": [asdict(line) for line in lines]})
+    about = {"command": "bash experiments/drafters_side_by_side.sh", "what": "kinds of drafters side by side"}
+    whole = record_of({**about, "model": read["model"], "drafters": [asdict(line) for line in lines]})
     write_whole(out / "result.json", json.dumps(whole, indent=1) + "\n")
     print(table)
     print(json.dumps(whole))

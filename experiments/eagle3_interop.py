@@ -94,8 +94,8 @@ def package_model(kind: str, flags: dict[str, Any], sizes: dict[str, Any]) -> An
 @torch.no_grad()
 def package_steps(model: Any, taps: Tensor, tokens: Tensor) -> list[Tensor]:
     """Logits [LENGTH, DRAFT_VOCAB] of every step, as its forward makes them."""
-    told: list[Tensor] = []
-    handle = model.lm_head.register_forward_hook(lambda module, inputs, output: told.append(output[0].clone()))
+    step_logits: list[Tensor] = []
+    handle = model.lm_head.register_forward_hook(lambda module, inputs, output: step_logits.append(output[0].clone()))
     model(
         hidden_states=taps[None],
         input_ids=tokens[None],
@@ -103,7 +103,7 @@ def package_steps(model: Any, taps: Tensor, tokens: Tensor) -> list[Tensor]:
         ttt_steps=STEPS,
     )
     handle.remove()
-    return told
+    return step_logits
 
 
 @torch.no_grad()
@@ -155,13 +155,13 @@ def difference(name: str, folder: Path) -> float:
 
 
 def main() -> int:
-    found: dict[str, float] = {}
+    differences: dict[str, float] = {}
     for name in VARIANTS:
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = difference(name, Path(folder))
-        print(f"{name:24} {found[name]:.2e}", flush=True)
-    print(json.dumps({"steps": STEPS, "largest_difference": found, "allowed": MOST}))
-    return int(max(found.values()) > MOST)
+            differences[name] = difference(name, Path(folder))
+        print(f"{name:24} {differences[name]:.2e}", flush=True)
+    print(json.dumps({"steps": STEPS, "largest_difference": differences, "allowed": MOST}))
+    return int(max(differences.values()) > MOST)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def record(options: argparse.Namespace) -> None:
     llm = LLM.of(EngineConfig(model=options.model, drafter="none", max_len=1024, max_batch=8, threads=options.threads))
     sampling = EvalSampling(max_tokens=options.max_tokens, temperature=options.temperature, seed=7)
     scores = run_suite(suite, LLMAnswerer(llm, sampling), samples=options.samples)
-    told = {"model": options.model, "temperature": options.temperature, "line": scores.as_line()}
-    write_results(options.out, told | {"scores_TS": [list(case.scores) for case in scores.cases]})
+    fields = {"model": options.model, "temperature": options.temperature, "line": scores.as_line()}
+    write_results(options.out, fields | {"scores_TS": [list(case.scores) for case in scores.cases]})
     print(json.dumps(scores.as_line()))
 
 
@@ -90,9 +90,9 @@ def judged(recorded_TS: np.ndarray, num_cases: int, samples: int, loss: float, s
         one, two = drawn(recorded_TS, num_cases, samples, generator)
         if loss:
             two = planted(two, loss, generator)
-        found = compare(scores_of(one, "one"), scores_of(two, "two"))
-        verdicts.append(found.verdict)
-        covered.append(found.interval[0] <= -loss * recorded_TS.mean() <= found.interval[1])
+        comparison = compare(scores_of(one, "one"), scores_of(two, "two"))
+        verdicts.append(comparison.verdict)
+        covered.append(comparison.interval[0] <= -loss * recorded_TS.mean() <= comparison.interval[1])
     return {
         "runs": len(verdicts),
         "worse": verdicts.count("worse"),
@@ -106,8 +106,8 @@ def judged(recorded_TS: np.ndarray, num_cases: int, samples: int, loss: float, s
 
 
 def judge(options: argparse.Namespace) -> None:
-    told = json.loads(options.file.read_text())
-    recorded_TS = np.array(told["scores_TS"])
+    recording = json.loads(options.file.read_text())
+    recorded_TS = np.array(recording["scores_TS"])
     mean = float(recorded_TS.mean())
     absolute = LOSS * mean
     rows = []
@@ -135,11 +135,11 @@ def judge(options: argparse.Namespace) -> None:
         )
         print(json.dumps(rows[-1]))
     if options.out:
-        about = {name: told[name] for name in ("model", "temperature")}
+        about = {name: recording[name] for name in ("model", "temperature")}
         shape = {"tickets": len(recorded_TS), "answers_each": recorded_TS.shape[1], "mean": mean}
         write_results(
             options.out,
-            {**about, **shape, "loss": LOSS, "level": LEVEL, "results": rows, "scores_TS": told["scores_TS"]},
+            {**about, **shape, "loss": LOSS, "level": LEVEL, "results": rows, "scores_TS": recording["scores_TS"]},
         )
 
 

@@ -75,13 +75,13 @@ class Timed:
         self.target.forward(ForwardBatch([row], [0], [CONTEXT], list(range(1, CONTEXT + 1)), "none"))
 
     def passes_ms(self, count: int) -> list[float]:
-        found: list[float] = []
+        durations: list[float] = []
         for number in range(count):
             began = time.perf_counter()
             self.target.forward(ForwardBatch([self.row], [CONTEXT], [1], [number + 5], only_argmax=True))
-            found.append(1e3 * (time.perf_counter() - began))
+            durations.append(1e3 * (time.perf_counter() - began))
             self.target.cache.rollback([self.row], [CONTEXT])
-        return found
+        return durations
 
 
 def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -43,14 +43,14 @@ EXAMPLE = [
 
 def problems(number: int, seed: int) -> list[dict[str, Any]]:
     """Generated word problems with their answers, the same for the same seed."""
-    rng, made = random.Random(seed), list[dict[str, Any]]()
+    rng, questions = random.Random(seed), list[dict[str, Any]]()
     for _ in range(number):
         story, expression = rng.choice(STORIES)
         most = 12 if "*" in expression else 60
         numbers = {"a": rng.randint(60, 99), "b": rng.randint(2, most), "c": rng.randint(2, 50)}
         text = story.format(name=rng.choice(NAMES), things=rng.choice(THINGS), **numbers)
-        made.append({"question": text, "answer": value_of(expression.format(**numbers))})
-    return made
+        questions.append({"question": text, "answer": value_of(expression.format(**numbers))})
+    return questions
 
 
 def value_of(expression: str) -> int | None:
@@ -79,13 +79,13 @@ def _value(node: ast.AST) -> int:
 def plain_agent(task: dict[str, Any], access: Access) -> list[str]:
     """Two turns at most: a call, its result, the answer. Returns what the policy said."""
     messages = [*EXAMPLE, {"role": "user", "content": task["question"]}]
-    said = str(access.chat(messages)["content"])
-    found = CALL.search(said)
-    value = value_of(found[1]) if found else None
+    reply = str(access.chat(messages)["content"])
+    call = CALL.search(reply)
+    value = value_of(call[1]) if call else None
     if value is None:
-        return [said]
-    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"Result: {value}"}]
-    return [said, str(access.chat(messages)["content"])]
+        return [reply]
+    messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": f"Result: {value}"}]
+    return [reply, str(access.chat(messages)["content"])]
 
 
 def langgraph_agent(task: dict[str, Any], access: Access) -> list[str]:
@@ -99,14 +99,14 @@ def langgraph_agent(task: dict[str, Any], access: Access) -> list[str]:
         return {"messages": [model.invoke(state["messages"])]}
 
     def calculator(state: Any) -> Any:
-        found = CALL.search(state["messages"][-1].content)
-        assert found
-        return {"messages": [{"role": "user", "content": f"Result: {value_of(found[1])}"}]}
+        call = CALL.search(state["messages"][-1].content)
+        assert call
+        return {"messages": [{"role": "user", "content": f"Result: {value_of(call[1])}"}]}
 
     def after_policy(state: Any) -> str:
         is_first = len(state["messages"]) == len(EXAMPLE) + 2
-        found = CALL.search(state["messages"][-1].content)
-        return "calculator" if is_first and found and value_of(found[1]) is not None else END
+        call = CALL.search(state["messages"][-1].content)
+        return "calculator" if is_first and call and value_of(call[1]) is not None else END
 
     graph = StateGraph(MessagesState)
     graph.add_node("policy", policy)
@@ -121,14 +121,14 @@ def langgraph_agent(task: dict[str, Any], access: Access) -> list[str]:
 
 def reward(task: dict[str, Any], attempt: Trajectory) -> float:
     """0 to 1, by code; see above."""
-    said = attempt.texts
-    found = CALL.search(said[0])
-    if not found:
+    texts = attempt.texts
+    call = CALL.search(texts[0])
+    if not call:
         return 0.0
-    value = value_of(found[1])
+    value = value_of(call[1])
     if value is None:
         return 0.1
-    numbers = re.findall(r"-?\d+", said[-1]) if len(said) > 1 else []
+    numbers = re.findall(r"-?\d+", texts[-1]) if len(texts) > 1 else []
     is_told = bool(numbers) and int(numbers[-1][:12]) == task["answer"]
     return 0.3 + 0.4 * (value == task["answer"]) + 0.3 * is_told
 

@@ -97,19 +97,20 @@ class Logged:
         self.file = args.out / args.arm / LOG
         self.file.parent.mkdir(parents=True, exist_ok=True)
 
-    def run(self, asked: list[tuple[Any, int]]) -> list[list[Trajectory]]:
+    def run(self, tasks: list[tuple[Any, int]]) -> list[list[Trajectory]]:
         """Run the agents like AgentRollouts.run."""
-        groups = self.agents.run(asked)
+        groups = self.agents.run(tasks)
         self._save_drafter(self.rollouts.step)
-        told = self.rollouts.figures[-1].as_json() | {"digest": digest(groups)}
-        is_due = self.args.arm != "plain" and self.args.compare_every and told["step"] % self.args.compare_every == 0
+        figures = self.rollouts.figures[-1].as_json() | {"digest": digest(groups)}
+        is_due = self.args.arm != "plain" and self.args.compare_every and figures["step"] % self.args.compare_every == 0
         if is_due:
-            told["again"] = self._again(asked, told)
+            figures["again"] = self._again(tasks, figures)
         with self.file.open("a") as log:
-            log.write(json.dumps(told) + "\n")
-        said = " / ".join(groups[0][0].texts)
+            log.write(json.dumps(figures) + "\n")
+        text = " / ".join(groups[0][0].texts)
         print(
-            f"step {told['step']}: reward {told['reward']:.3f}, {told['tokens_per_round']:.2f} tokens a round: {said}",
+            f"step {figures['step']}: reward {figures['reward']:.3f}, "
+            f"{figures['tokens_per_round']:.2f} tokens a round: {text}",
             flush=True,
         )
         return groups
@@ -123,22 +124,22 @@ class Logged:
             assert isinstance(drafter, DFlashDrafter)
             drafter.save(self.file.parent / f"drafter-{step}")
 
-    def _again(self, asked: list[tuple[Any, int]], told: dict[str, Any]) -> dict[str, Any]:
+    def _again(self, tasks: list[tuple[Any, int]], figures: dict[str, Any]) -> dict[str, Any]:
         """The step's attempts plainly and with drafts as the planner has them, in turns, for the time that takes; then
         each drafter's whole blocks in every round, for what they bring."""
         seconds: dict[str, list[float]] = {"plain": [], "drafted": []}
         followed = self.rollouts.llm.drafter
         for way in ("plain", "drafted", "drafted", "plain"):
             began = time.perf_counter()
-            self._once_more(asked, told, None if way == "plain" else followed)
+            self._once_more(tasks, figures, None if way == "plain" else followed)
             seconds[way].append(time.perf_counter() - began)
         drafters = {"drafter": followed} | ({"still": self.still} if self.still else {})
-        whole = {name: self._once_more(asked, told, drafter, whole=True) for name, drafter in drafters.items()}
+        whole = {name: self._once_more(tasks, figures, drafter, whole=True) for name, drafter in drafters.items()}
         self.endpoint.call(lambda llm: llm.use_drafter(followed))
         return {"seconds": seconds, "tokens_per_round": whole}
 
     def _once_more(
-        self, asked: list[tuple[Any, int]], told: dict[str, Any], drafter: Drafter | None, *, whole: bool = False
+        self, tasks: list[tuple[Any, int]], figures: dict[str, Any], drafter: Drafter | None, *, whole: bool = False
     ) -> float:
         """The same attempts with empty caches; their tokens a round. Ends the run where a sample differs."""
 
@@ -149,22 +150,22 @@ class Logged:
                 llm.engine.planner = FixedPlanner()
 
         self.endpoint.call(prepare)
-        groups = self.agents.run(asked, place=self.rollouts.place)
-        if digest(groups) != told["digest"]:
-            raise SystemExit(f"step {told['step']}: the samples are others than before: report this as a defect")
+        groups = self.agents.run(tasks, place=self.rollouts.place)
+        if digest(groups) != figures["digest"]:
+            raise SystemExit(f"step {figures['step']}: the samples are others than before: report this as a defect")
         return Rounds.sum(each.rounds for group in groups for each in group).tokens_per_round
 
 
 def digest(groups: list[list[Trajectory]]) -> str:
     """Hash of all tokens, in order."""
-    told = [[each.sample.prompt_ids, each.sample.completion_ids] for group in groups for each in group]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+    token_ids = [[each.sample.prompt_ids, each.sample.completion_ids] for group in groups for each in group]
+    return hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()[:16]
 
 
 def speed(args: argparse.Namespace) -> None:
     """Tokens a second of the first batch, plainly and with drafts, by how many attempts the engine has at once: the
     best plain number is what drafts must be held against."""
-    folder, asked = model_folder(args), [(task, args.attempts) for task in problems(args.tasks, args.seed)]
+    folder, tasks = model_folder(args), [(task, args.attempts) for task in problems(args.tasks, args.seed)]
     args.arm = "still"
     for rows in (1, 2, 4, 8, 16):
         args.rows = rows
@@ -172,19 +173,19 @@ def speed(args: argparse.Namespace) -> None:
         drafter = rollouts.llm.drafter
         with Endpoint(rollouts) as endpoint:
             agents = AgentRollouts(endpoint, AGENTS[args.agent], by_code(reward))
-            found: dict[str, list[float]] = {}
+            rates: dict[str, list[float]] = {}
             for each in (drafter, None, drafter, None, drafter):  # the first teaches the planner
                 endpoint.call(lambda llm, each=each: llm.use_drafter(each))
                 endpoint.call(lambda llm: llm.renew())
                 began = time.perf_counter()
-                groups = agents.run(asked, place="0.0")
+                groups = agents.run(tasks, place="0.0")
                 spent, tokens = (
                     time.perf_counter() - began,
                     sum(sum(one.sample.mask) for group in groups for one in group),
                 )
-                found.setdefault("plain" if each is None else "drafted", []).append(tokens / spent)
+                rates.setdefault("plain" if each is None else "drafted", []).append(tokens / spent)
         print(
-            json.dumps({"rows": rows, "tokens": tokens, "plain": found["plain"], "drafted": found["drafted"][1:]}),
+            json.dumps({"rows": rows, "tokens": tokens, "plain": rates["plain"], "drafted": rates["drafted"][1:]}),
             flush=True,
         )
 
@@ -237,14 +238,14 @@ def read_log(out: Path, arm: str) -> list[dict[str, Any]]:
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
     """Results of the variants so far: means of the first and of the last `--ends` steps."""
-    arms = {arm: found for arm in ("plain", "follow", "still") if (found := read_log(args.out, arm))}
+    arms = {arm: lines for arm in ("plain", "follow", "still") if (lines := read_log(args.out, arm))}
     if not arms:
         raise SystemExit(f"there is no arm in {args.out}: run one with --arm")
     ends, result = max(1, args.ends), dict[str, Any]()
     for arm, steps in arms.items():
-        told = {name: [each[name] for each in steps] for name in ("reward", "tokens_per_round")}
-        pairs = [(statistics.mean(each[:ends]), statistics.mean(each[-ends:])) for each in told.values()]
-        result[arm] = dict(zip(told, pairs, strict=True)) | {"steps": len(steps)}
+        curves = {name: [each[name] for each in steps] for name in ("reward", "tokens_per_round")}
+        pairs = [(statistics.mean(each[:ends]), statistics.mean(each[-ends:])) for each in curves.values()]
+        result[arm] = dict(zip(curves, pairs, strict=True)) | {"steps": len(steps)}
         again = [each["again"] for each in steps if "again" in each]
         if again:
             result[arm] |= compared(again)
@@ -258,12 +259,12 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
 def compared(again: list[dict[str, Any]]) -> dict[str, Any]:
     """Speed-up over plain sampling of the same attempts, and tokens a round of whole blocks by who drafted, look by
     look."""
-    told: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     ratios = [sum(each["seconds"]["plain"]) / sum(each["seconds"]["drafted"]) for each in again]
-    told["speed_up"] = {"median": statistics.median(ratios), "each": [round(ratio, 3) for ratio in ratios]}
+    result["speed_up"] = {"median": statistics.median(ratios), "each": [round(ratio, 3) for ratio in ratios]}
     for who in again[0]["tokens_per_round"]:
-        told[f"whole_blocks_{who}"] = [round(each["tokens_per_round"][who], 3) for each in again]
-    return told
+        result[f"whole_blocks_{who}"] = [round(each["tokens_per_round"][who], 3) for each in again]
+    return result
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -68,7 +68,7 @@ CASES: dict[str, tuple[dict[str, Any], list[int] | None]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         target = written_target(Path(scratch) / "target")
@@ -77,9 +77,9 @@ def main() -> None:
             print(json.dumps(rows[-1]))
     worst = max(row[key] for row in rows for key in ("speculators", "dflash") if row[key] is not None)
     print(f"largest difference of logits: {worst:.1e}")
-    if given.out:
+    if options.out:
         peers = {name: version(name) for name in ("speculators", "dflash")}
-        write_results(given.out, {"rows": rows, "worst": worst}, peers)
+        write_results(options.out, {"rows": rows, "worst": worst}, peers)
     sys.exit(worst > ENOUGH)
 
 
@@ -210,10 +210,10 @@ def config_differences(spec: Path, own: Path, target: Path, out: Path) -> dict[s
     except RuntimeError as error:
         return {"their converter fails": str(error).splitlines()[-1].strip()}
     ours, theirs = (flat(SpeculatorModelConfig.from_pretrained(str(each)).to_dict()) for each in (spec, out))
-    found = {
+    differing = {
         key for key in ours | theirs if ours.get(key) != theirs.get(key) and not key.startswith(("z_lab", "auto_map"))
     }
-    return {key: [ours.get(key), theirs.get(key)] for key in sorted(found)}
+    return {key: [ours.get(key), theirs.get(key)] for key in sorted(differing)}
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -137,22 +137,22 @@ def main() -> None:
         answers = llm.generate_ids(prompts, params)
         got = [answer.token_ids for answer in answers]
         reference = reference or got  # bfloat16: our own plain decoding, which runs first
-        found = differences(llm, prompts, reference, got)
+        mismatches = differences(llm, prompts, reference, got)
         results.append(
             {
                 "drafter": name,
                 "prompts": len(prompts),
                 "tokens": sum(map(len, got)),
-                "different": len(found),
-                "not_near_ties": sum(each["gap"] > NEAR_TIE for each in found),
+                "different": len(mismatches),
+                "not_near_ties": sum(each["gap"] > NEAR_TIE for each in mismatches),
                 "tokens_per_round": round(Rounds.sum(answer.stats for answer in answers).tokens_per_round, 3),
-                "differences": found,
+                "differences": mismatches,
             }
         )
         log.print(f"{name}: {results[-1]} ({time.perf_counter() - started:.0f} s)")
-    asked = {name: getattr(args, name) for name in ("model", "dtype", "own_reading")}
-    told = {"form": str(form_of(llm.target)), "reference": "transformers" if args.dtype == "float32" else "none"}
-    print(json.dumps(record_of({**asked, **told, "results": results})))
+    settings = {name: getattr(args, name) for name in ("model", "dtype", "own_reading")}
+    about = {"form": str(form_of(llm.target)), "reference": "transformers" if args.dtype == "float32" else "none"}
+    print(json.dumps(record_of({**settings, **about, "results": results})))
     if args.dtype == "float32" and any(result["not_near_ties"] for result in results):
         raise SystemExit("float32 must give Transformers' text")
     if llm.target.is_width_invariant and args.dtype != "float32" and any(result["different"] for result in results):

@@ -111,10 +111,10 @@ def main() -> None:
             }
         )
         log.print(results[-1])
-    asked = {
+    settings = {
         name: getattr(args, name) for name in ("completions", "rule", "plan", "temperature", "top_p", "top_k", "min_p")
     }
-    print(json.dumps(record_of({**asked, "has_seeds": not args.no_seed, "results": results})))
+    print(json.dumps(record_of({**settings, "has_seeds": not args.no_seed, "results": results})))
     if not all(result["is_right"] for result in results):
         raise SystemExit(1)
 

@@ -97,11 +97,11 @@ class Bench:
     def answer(self) -> Path:
         """Folder of the target's answers."""
         prompts, folder, options = self.out / "prompts.jsonl", self.out / "answers", self.options
-        asked = [
+        questions = [
             task.format(f"{subject}, number {number}") for number in range(99) for task in TASKS for subject in SUBJECTS
         ]
         prompts.write_text(
-            "".join(json.dumps({"prompt": each}) + "\n" for each in asked[: options.prompts]), encoding="utf-8"
+            "".join(json.dumps({"prompt": each}) + "\n" for each in questions[: options.prompts]), encoding="utf-8"
         )
         words = ["regenerate", *self.target(), "--prompts", str(prompts), "--max-tokens", str(options.max_tokens)]
         self.run("answers", options.processes, [*words, "--out", str(folder)])
@@ -130,19 +130,19 @@ class Bench:
             "served_tokens_per_round": json.loads(served.read_text())["tokens_per_round"] if served.is_file() else None,
         }
 
-    def weights(self, told: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def weights(self, run: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Weights of the last checkpoint, float32."""
-        folder = self.out / f"{told['way']}-{told['processes']}-{told['precision']}" / "checkpoints"
+        folder = self.out / f"{run['way']}-{run['processes']}-{run['precision']}" / "checkpoints"
         return load_file(max(folder.glob("step-*")) / "model.safetensors")
 
 
-def beside(bench: Bench, told: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
+def beside(bench: Bench, run: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
     """How far a run is from that on one process, and whether this is within the limits."""
-    pairs = zip(told["objective"], alone["objective"], strict=True)
+    pairs = zip(run["objective"], alone["objective"], strict=True)
     loss = max(abs(own - other) / abs(other) for own, other in pairs)
-    own, other = bench.weights(told), bench.weights(alone)
+    own, other = bench.weights(run), bench.weights(alone)
     weight = max(float((tensor - other[name]).abs().max()) for name, tensor in own.items())
-    limits = LIMITS[told["precision"]]
+    limits = LIMITS[run["precision"]]
     halves = [torch.equal(tensor.bfloat16(), other[name].bfloat16()) for name, tensor in own.items()]
     return {
         "largest_loss_difference": loss,
@@ -150,7 +150,7 @@ def beside(bench: Bench, told: dict[str, Any], alone: dict[str, Any]) -> dict[st
         "same_bits": all(torch.equal(tensor, other[name]) for name, tensor in own.items()),
         "tensors_of_the_drafter_with_the_same_bits": f"{sum(halves)} of {len(halves)}",
         "is_within_limits": loss <= limits["loss"] and weight <= limits["weight"],
-        "speedup": told["blocks_per_s"] / alone["blocks_per_s"],
+        "speedup": run["blocks_per_s"] / alone["blocks_per_s"],
     }
 
 
@@ -205,8 +205,8 @@ def main() -> None:
         alone = bench.train(answers, 1, "replicated", precision)
         runs.append(alone)
         for way in ("replicated", "sharded") if options.processes > 1 else ():
-            told = bench.train(answers, options.processes, way, precision)
-            runs.append(told | {"beside_one_process": beside(bench, told, alone)})
+            run = bench.train(answers, options.processes, way, precision)
+            runs.append(run | {"beside_one_process": beside(bench, run, alone)})
     for each in runs:
         compared = each.get("beside_one_process", {})
         differs = f", {compared['speedup']:.2f} times one process, {compared}" if compared else ""

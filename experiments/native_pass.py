@@ -137,8 +137,8 @@ def main() -> None:
             + ", ".join(f"{name} {ms:.2f}" for name, ms in spent.items())
             + f"; {sum(spent.values()):.2f} ms"
         )
-    asked = {"machine": machine, "dtype": args.dtype, "context": args.context}
-    figures = {**asked, "passes": lines, "stages_ms": by_stage}
+    settings = {"machine": machine, "dtype": args.dtype, "context": args.context}
+    figures = {**settings, "passes": lines, "stages_ms": by_stage}
     print(json.dumps(record_of(figures)))
     if args.out:
         write_results(args.out, figures)

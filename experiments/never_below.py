@@ -179,19 +179,19 @@ class Turns:
             typical = anyone | mean_s(itertools.chain.from_iterable(turns))
             speeds[name] = []
             for steps in turns:
-                known = [step for step in steps if not step.is_disturbed or step.kind in typical]
-                spent_s = sum(typical[step.kind] if step.is_disturbed else step.spent_s for step in known)
-                speeds[name].append(sum(step.num_tokens for step in known) / spent_s)
+                counted = [step for step in steps if not step.is_disturbed or step.kind in typical]
+                spent_s = sum(typical[step.kind] if step.is_disturbed else step.spent_s for step in counted)
+                speeds[name].append(sum(step.num_tokens for step in counted) / spent_s)
         return speeds
 
 
 def mean_s(steps: Iterable[Step]) -> dict[Kind, float]:
     """Seconds of undisturbed steps, by their kind."""
-    found: dict[Kind, list[float]] = {}
+    durations: dict[Kind, list[float]] = {}
     for step in steps:
         if not step.is_disturbed:
-            found.setdefault(step.kind, []).append(step.spent_s)
-    return {kind: statistics.fmean(seconds) for kind, seconds in found.items()}
+            durations.setdefault(step.kind, []).append(step.spent_s)
+    return {kind: statistics.fmean(seconds) for kind, seconds in durations.items()}
 
 
 def measure(args: argparse.Namespace, llms: dict[str, LLM]) -> dict[Setting, Turns]:
@@ -221,15 +221,15 @@ def measure(args: argparse.Namespace, llms: dict[str, LLM]) -> dict[Setting, Tur
 def results_of(setting: Setting, turns: Turns) -> list[dict[str, Any]]:
     """One for each contender: its speed over that of plain decoding in each turn."""
     file, batch, temperature = setting
-    found, all_speeds = [], turns.speeds()
+    results, all_speeds = [], turns.speeds()
     for name in all_speeds.keys() - {"none"}:
         ratios = [one / plain for one, plain in zip(all_speeds[name], all_speeds["none"], strict=True)]
         total = turns.sources[name].total()
         shares = {source: round(count / total, 3) for source, count in turns.sources[name].most_common()}
         where = {"prompts": Path(file).name, "batch": batch, "temperature": temperature, "drafter": name}
         speeds = {"ratios": ratios, "median": statistics.median(ratios), "tokens_per_s": all_speeds[name]}
-        found.append(where | speeds | {"sources": shares})
-    return sorted(found, key=lambda each: list(turns.steps).index(each["drafter"]))
+        results.append(where | speeds | {"sources": shares})
+    return sorted(results, key=lambda each: list(turns.steps).index(each["drafter"]))
 
 
 def keep(args: argparse.Namespace, llms: dict[str, LLM], measured: dict[Setting, Turns]) -> None:
@@ -240,11 +240,11 @@ def keep(args: argparse.Namespace, llms: dict[str, LLM], measured: dict[Setting,
         "|\n|---|---|---|---|---|---|---|"
     )
     for each in results:
-        told = ", ".join(f"{source} {share:.0%}" for source, share in each["sources"].items())
+        shares = ", ".join(f"{source} {share:.0%}" for source, share in each["sources"].items())
         print(
             f"| {each['prompts']} | {each['batch']} | {each['temperature']:g} | {each['drafter']} | "
             f"{each['median']:.2f} | "
-            f"{min(each['ratios']):.2f} to {max(each['ratios']):.2f} | {told} |"
+            f"{min(each['ratios']):.2f} to {max(each['ratios']):.2f} | {shares} |"
         )
     steps = [step for turns in measured.values() for step in turns.every()]
     disturbed = sum(step.spent_s for step in steps if step.is_disturbed) / sum(step.spent_s for step in steps)
@@ -255,8 +255,8 @@ def keep(args: argparse.Namespace, llms: dict[str, LLM], measured: dict[Setting,
         "least": [least[key] for key in ("prompts", "batch", "temperature", "drafter")],
     }
     if args.out:
-        made = record_of({"dtype": llms["none"].config.dtype, "disturbed": disturbed, "results": results})
-        Path(args.out).write_text(json.dumps(made | line, indent=1))
+        record = record_of({"dtype": llms["none"].config.dtype, "disturbed": disturbed, "results": results})
+        Path(args.out).write_text(json.dumps(record | line, indent=1))
     print(json.dumps(line), flush=True)
 
 

@@ -72,7 +72,7 @@ class Photographer:
         """`whole`: the page from its top to its end, else the window as a visitor sees it."""
         for width, height in SIZES.items():
             page = self.browser.new_page(viewport={"width": width, "height": height}, reduced_motion="reduce")
-            page.on("console", lambda told: self._heard(name, told))
+            page.on("console", lambda message: self._heard(name, message))
             page.on("pageerror", lambda error: self.faults.append(f"{name}: {error}"))
             page.goto(url)
             visit(page)
@@ -84,19 +84,19 @@ class Photographer:
             page.close()
             print(f"{name}, {width} columns", flush=True)
 
-    def _heard(self, name: str, told: Any) -> None:
-        self.faults.append(f"{name}: console {told.type}: {told.text}")
+    def _heard(self, name: str, message: Any) -> None:
+        self.faults.append(f"{name}: console {message.type}: {message.text}")
 
 
 @contextmanager
 def photographer(out: Path) -> Iterator[Photographer]:
     from playwright.sync_api import sync_playwright
 
-    found = os.environ.get("PACELINE_CHROMIUM") or next(
+    executable = os.environ.get("PACELINE_CHROMIUM") or next(
         filter(None, map(shutil.which, ("chromium", "google-chrome"))), None
     )
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=executable, args=["--disable-gpu"])
         yield Photographer(browser, out)
         browser.close()
 

@@ -21,23 +21,23 @@ TIMEOUT_S = 600.0
 @contextlib.contextmanager
 def server(command: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], int, float]]:
     """A server as a process: itself, its port, and the seconds until it took requests."""
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as log:
         began = time.monotonic()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
         try:
             text = ""
             while "\nready: " not in text:
                 time.sleep(0.05)
-                said.seek(0)
-                text = said.read()
+                log.seek(0)
+                text = log.read()
                 if process.poll() is not None:
                     raise RuntimeError(f"the server did not start: {text}")
             yield process, int(re.findall(r"http://127.0.0.1:(\d+)", text)[0]), time.monotonic() - began
         finally:
             process.kill()
             process.wait()
-            said.seek(0)
-            sys.stderr.write("".join(line for line in said if "Error" in line or "Traceback" in line))
+            log.seek(0)
+            sys.stderr.write("".join(line for line in log if "Error" in line or "Traceback" in line))
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float = 120.0) -> None:

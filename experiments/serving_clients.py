@@ -33,16 +33,16 @@ def report_sweep(file: Path) -> int:
     benchmarks = json.loads(file.read_text(encoding="utf-8"))["benchmarks"]
     num_bad = 0
     for each in benchmarks:
-        made, metrics = each["scheduler_metrics"]["requests_made"], each["metrics"]
+        requests, metrics = each["scheduler_metrics"]["requests_made"], each["metrics"]
         streams = each["config"]["strategy"]["streams"]
         rate = metrics["output_tokens_per_second"]["successful"]["mean"]
         first = metrics["time_to_first_token_ms"]["successful"]["percentiles"]
         print(
-            f"{streams:3d} streams: {made['successful']} answered, {made['errored']} failed, {made['incomplete']} "
-            "incomplete; "
+            f"{streams:3d} streams: {requests['successful']} answered, {requests['errored']} failed, "
+            f"{requests['incomplete']} incomplete; "
             f"{rate:.1f} tokens/s, first token p50 {first['p50']:.0f} ms, p99 {first['p99']:.0f} ms"
         )
-        num_bad += made["errored"] + made["incomplete"] + (made["successful"] == 0)
+        num_bad += requests["errored"] + requests["incomplete"] + (requests["successful"] == 0)
     return 1 if num_bad or not benchmarks else 0
 
 

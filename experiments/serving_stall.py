@@ -35,13 +35,13 @@ def measure(llm: LLM, num_streams: int, run: int) -> dict[str, float]:
     words = llm.tokenizer.encode(f"Once, {run} years ago, " + "the river went on and on. " * PROMPT_TOKENS)[
         :PROMPT_TOKENS
     ]
-    late, asked = engine.add(words, _params(2)), time.perf_counter()
-    gaps, said = [], False
-    while not said:
+    late, added_at = engine.add(words, _params(2)), time.perf_counter()
+    gaps, has_begun = [], False
+    while not has_begun:
         began = time.perf_counter()
-        said = any(chunk.sequence.request_id == late for chunk in engine.step())
+        has_begun = any(chunk.sequence.request_id == late for chunk in engine.step())
         gaps.append(time.perf_counter() - began)
-    first_s = time.perf_counter() - asked
+    first_s = time.perf_counter() - added_at
     for number in (*ids, late):
         engine.abort(number)
     round_s = statistics.median(rounds)
@@ -79,8 +79,8 @@ def main() -> int:
         llm.engine.planner = FixedPlanner()
     runs = [measure(llm, options.streams, run) for run in range(options.repeat + 1)][1:]
     figures = {name: round(statistics.median(run[name] for run in runs), 2) for name in runs[0]}
-    asked = {"streams": options.streams, "fixed": options.fixed, "dtype": llm.config.dtype}
-    print(json.dumps(record_of({**asked, **figures})))
+    settings = {"streams": options.streams, "fixed": options.fixed, "dtype": llm.config.dtype}
+    print(json.dumps(record_of({**settings, **figures})))
     return int(figures["longest_gap_rounds"] > MOST_ROUNDS)
 
 

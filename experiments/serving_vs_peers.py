@@ -75,9 +75,9 @@ class Peer:
         environment = {
             name: value for name, value in os.environ.items() if name != "PYTHONPATH" or "vllm" not in self.name
         }
-        with log.open("wb") as said:
+        with log.open("wb") as output:
             self.process = subprocess.Popen(
-                words, stdout=said, stderr=said, env=environment | self.environment, start_new_session=True
+                words, stdout=output, stderr=output, env=environment | self.environment, start_new_session=True
             )
         ends = time.monotonic() + START_SECONDS
         while not self.model:
@@ -250,12 +250,12 @@ def measure(peers: list[Peer], prompts: list[Prompt], args: argparse.Namespace) 
     rest = iter(prompts)
     for number in range(-1, args.rounds):
         for streams in args.streams:
-            given = [next(rest) for _ in range(args.requests * (1 if streams == 1 else 2))]
+            batch = [next(rest) for _ in range(args.requests * (1 if streams == 1 else 2))]
             at = max(number, 0) * len(peers) // args.rounds
             for peer in peers[at:] + peers[:at]:
                 peer.signal(signal.SIGCONT)
                 time.sleep(PAUSE_S)
-                turn = ask_all(peer, given, streams, args.max_tokens if number >= 0 else WARM_UP_TOKENS)
+                turn = ask_all(peer, batch, streams, args.max_tokens if number >= 0 else WARM_UP_TOKENS)
                 peer.signal(signal.SIGSTOP)
                 if number >= 0:
                     turns[streams, peer.name].append(turn)
@@ -267,13 +267,13 @@ def measure(peers: list[Peer], prompts: list[Prompt], args: argparse.Namespace) 
 
 def results_of(turns: dict[tuple[int, str], list[Turn]]) -> list[dict[str, Any]]:
     """Medians over rounds, and how far `OURS` is ahead within a round."""
-    made = []
+    results = []
     for (streams, name), own in turns.items():
         ahead = [
             ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in zip(turns[streams, OURS], own, strict=True)
         ]
         answers = [answer for turn in own for answer in turn.answers]
-        made.append(
+        results.append(
             {
                 "streams": streams,
                 "server": name,
@@ -285,7 +285,7 @@ def results_of(turns: dict[tuple[int, str], list[Turn]]) -> list[dict[str, Any]]
                 "turns_tokens_per_s": [turn.tokens_per_s for turn in own],
             }
         )
-    return made
+    return results
 
 
 def told_ahead(line: dict[str, Any]) -> str | None:

@@ -61,8 +61,8 @@ def main() -> None:
                         f"{plan} at temperature {temperature:g} changes the text of {file}: this must not happen"
                     )
                 rounds = Rounds.sum(answer.stats for answer in answers)
-                told = {"tokens_per_round": rounds.tokens_per_round, "num_rounds": rounds.num_rounds}
-                results.append({"prompts": file, "temperature": temperature, "plan": plan, **told})
+                figures = {"tokens_per_round": rounds.tokens_per_round, "num_rounds": rounds.num_rounds}
+                results.append({"prompts": file, "temperature": temperature, "plan": plan, **figures})
                 print(
                     f"{file} temperature {temperature:g} {plan}: {rounds.tokens_per_round:.3f} tokens a round",
                     file=sys.stderr,

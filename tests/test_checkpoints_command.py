@@ -28,7 +28,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def made(folder: Path, hidden: int = 32) -> Path:
+def write_drafter(folder: Path, hidden: int = 32) -> Path:
     raw = new_config(hidden, 258, 2, num_layers=1, block_size=4, head_dim=8)
     raw["dflash_config"]["target_layer_ids"] = [0]
     ids = torch.arange(0, 258, 2)
@@ -38,7 +38,7 @@ def made(folder: Path, hidden: int = 32) -> Path:
 
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(tmp_path_factory.mktemp("drafters") / "own")
+    return write_drafter(tmp_path_factory.mktemp("drafters") / "own")
 
 
 def run(*words: str) -> tuple[str, str]:
@@ -50,10 +50,10 @@ def run(*words: str) -> tuple[str, str]:
 
 def test_an_export_with_the_targets_name_and_rows(target: Path, drafter: Path, tmp_path: Path) -> None:
     out = tmp_path / "for-vllm"
-    shown, said = run("export", str(drafter), "--model", str(target), "--out", str(out), "--json")
-    told = json.loads(shown.splitlines()[-1])
-    assert (told["from"], told["format"], told["left_out"]) == ("z-lab", "speculators", [])
-    assert f"is in {out}, in speculators format" in said
+    shown, messages = run("export", str(drafter), "--model", str(target), "--out", str(out), "--json")
+    report = json.loads(shown.splitlines()[-1])
+    assert (report["from"], report["format"], report["left_out"]) == ("z-lab", "speculators", [])
+    assert f"is in {out}, in speculators format" in messages
     raw = json.loads((out / "config.json").read_text())
     verifier = raw["speculators_config"]["verifier"]
     assert verifier == {"architectures": ["LlamaForCausalLM"], "name_or_path": str(target)}
@@ -73,8 +73,8 @@ def test_either_format_has_the_targets_rows(target: Path, drafter: Path, tmp_pat
 
 
 def test_what_is_left_out_is_said(drafter: Path, tmp_path: Path) -> None:
-    _, said = run("export", str(drafter), "--format", "z-lab", "--out", str(tmp_path / "plain"))
-    assert "left out: the draft vocabulary of 129 tokens" in said
+    _, messages = run("export", str(drafter), "--format", "z-lab", "--out", str(tmp_path / "plain"))
+    assert "left out: the draft vocabulary of 129 tokens" in messages
     with pytest.raises(ConfigError, match="target's head for them: name it"):
         run("export", str(drafter), "--out", str(tmp_path / "none"))
     with pytest.raises(ModelFileError, match="config.json is missing"):
@@ -96,11 +96,11 @@ def test_what_it_is(drafter: Path) -> None:
 @pytest.mark.slow
 def test_a_drafter_that_never_learned_is_no_mismatch(target: Path, drafter: Path) -> None:
     shown, _ = run("inspect", str(drafter), "--model", str(target), "--num-prompts", "2", "--max-tokens", "9", "--json")
-    told = json.loads(shown.splitlines()[-1])
-    assert told["tokens_per_round"] < 2.0 and told["num_prompts"] == 2
-    assert {"kind", "target", "fits", "tokens_per_round", "mismatch"} <= told.keys(), "the keys of the design's table"
-    assert told["kind"] == "dflash" and told["target"] == str(target) and told["fits"] is True
-    kinds = {each["kind"] for each in told["variations"]}
+    report = json.loads(shown.splitlines()[-1])
+    assert report["tokens_per_round"] < 2.0 and report["num_prompts"] == 2
+    assert {"kind", "target", "fits", "tokens_per_round", "mismatch"} <= report.keys(), "the keys of the design's table"
+    assert report["kind"] == "dflash" and report["target"] == str(target) and report["fits"] is True
+    kinds = {each["kind"] for each in report["variations"]}
     assert {
         "as it is",
         "layer ids off by one",
@@ -126,10 +126,10 @@ def test_a_drafter_that_never_learned_is_no_mismatch(target: Path, drafter: Path
 
 
 def test_another_targets_drafter_does_not_fit(target: Path, tmp_path: Path) -> None:
-    made(tmp_path / "other", hidden=64)
+    write_drafter(tmp_path / "other", hidden=64)
     shown, _ = run("inspect", str(tmp_path / "other"), "--model", str(target), "--json")
-    told = json.loads(shown.splitlines()[-1])
-    assert told["fits"] is False and "the target has" in told["mismatch"] and told["target"] == str(target)
+    report = json.loads(shown.splitlines()[-1])
+    assert report["fits"] is False and "the target has" in report["mismatch"] and report["target"] == str(target)
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +143,8 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_eagle3_drafter_in_either_style(eagle3: Path, target: Path, tmp_path: Path) -> None:
     """There and back: every tensor, and what the config means."""
     first, second = tmp_path / "for-vllm", tmp_path / "for-sglang"
-    _, said = run("export", str(eagle3), "--model", str(target), "--out", str(first))
-    assert f"(specforge) is in {first}, in speculators format" in said
+    _, messages = run("export", str(eagle3), "--model", str(target), "--out", str(first))
+    assert f"(specforge) is in {first}, in speculators format" in messages
     raw = json.loads((first / "config.json").read_text())
     assert raw["speculators_config"]["verifier"] == {"architectures": ["LlamaForCausalLM"], "name_or_path": str(target)}
     assert (
@@ -169,8 +169,8 @@ def test_an_eagle3_drafter_in_either_style(eagle3: Path, target: Path, tmp_path:
 
 @pytest.mark.slow
 def test_what_an_eagle3_drafter_is(eagle3: Path, target: Path) -> None:
-    asked = ("--model", str(target), "--num-prompts", "2", "--max-tokens", "6", "--vary", "--json")
-    shown, _ = run("inspect", str(eagle3), *asked)
+    options = ("--model", str(target), "--num-prompts", "2", "--max-tokens", "6", "--vary", "--json")
+    shown, _ = run("inspect", str(eagle3), *options)
     for words in ("EAGLE-3", "taps              0, 1", "norm_output true", "100 tokens", "tokens a round"):
         assert words in shown
     kinds = {each["kind"] for each in json.loads(shown.splitlines()[-1])["variations"]}

@@ -48,7 +48,7 @@ def test_without_a_command_help_is_shown(call: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("generate",), "there is no prompt"),
         (("generate", "  "), "the prompt is empty"),
@@ -74,13 +74,13 @@ def test_without_a_command_help_is_shown(call: Call) -> None:
         (("fly",), "fly"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(call: Call, words: tuple[str, ...], said: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(call: Call, words: tuple[str, ...], message: str) -> None:
     done = call(*words)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_an_answer_beside_plain_decoding_and_transformers(call: Call, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("lossless", "plain", "said"),
+    ("lossless", "plain", "expected"),
     [
         (True, None, "20.0 tokens/s, 2.50 tokens a round, lossless (--stats says more)"),
         (True, Beside(10.0, 2.0, None), "10.0 -> 20.0 tokens/s), 2.50 tokens a round, sampled: texts need not agree ("),
@@ -123,10 +123,10 @@ def test_an_answer_beside_plain_decoding_and_transformers(call: Call, tmp_path: 
         (False, Beside(10.0, 2.0, False, 3, 0.25), "NOT LOSSLESS: acceptance was mocked"),
     ],
 )
-def test_an_answer_in_one_line(lossless: bool, plain: Beside | None, said: str) -> None:
+def test_an_answer_in_one_line(lossless: bool, plain: Beside | None, expected: str) -> None:
     stats = SimpleNamespace(tokens_per_s=20.0, tokens_per_round=2.5, lossless=lossless, lossy=None)
     line = render("result.txt", stats=stats, plain=plain, peer=None)
-    assert said in line and line.count("\n") == 1
+    assert expected in line and line.count("\n") == 1
 
 
 LOADED = SimpleNamespace(config=EngineConfig(dtype="bfloat16"), target=SimpleNamespace(is_width_invariant=False))
@@ -143,7 +143,7 @@ def test_other_tokens_than_transformers_are_explained(num_same: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plain", "said"),
+    ("plain", "expected"),
     [
         (Beside(10.0, 2.0, None), "sampled: texts need not agree"),
         (Beside(10.0, 2.0, True), "2.00x, token-identical"),
@@ -153,10 +153,12 @@ def test_other_tokens_than_transformers_are_explained(num_same: int) -> None:
         ),
     ],
 )
-def test_beside_plain_decoding(plain: Beside, said: str) -> None:
+def test_beside_plain_decoding(plain: Beside, expected: str) -> None:
     line = render("beside.txt", llm=LOADED, stats=SimpleNamespace(tokens_per_s=20.0), plain=plain, peer=None)
     assert (
-        line.startswith("plain 10.0 tokens/s, with drafts 20.0 tokens/s: ") and said in line and line.count("\n") == 1
+        line.startswith("plain 10.0 tokens/s, with drafts 20.0 tokens/s: ")
+        and expected in line
+        and line.count("\n") == 1
     )
 
 
@@ -175,8 +177,8 @@ def test_scores_of_the_prompt_are_a_json_key(call: Call, tmp_path: Path, as_json
     assert done.returncode == 0, done.stderr
     assert ("note: --prompt-logprobs shows only with --json" in done.stderr) is not as_json
     if as_json:
-        told = json.loads(done.stdout)
-        assert len(told["prompt_logprobs"]) == told["num_prompt_tokens"] - 1 > 0
+        result = json.loads(done.stdout)
+        assert len(result["prompt_logprobs"]) == result["num_prompt_tokens"] - 1 > 0
 
 
 @pytest.mark.slow
@@ -248,10 +250,10 @@ def test_models_that_are_here_say_where(call: Call, tmp_path: Path, monkeypatch:
     os.truncate(file, 491_400_064)  # takes no space
     done = call("models", "--json")
     assert done.stdout.count("\n") == 1
-    found = {each["name"]: each for each in json.loads(done.stdout)["models"]}
-    assert [each["path"] for each in found.values()] == [None, str(file), None]
-    assert {each["drafter"] for each in found.values()} == {"dflash", "ngram"}
-    assert all(each["memory_bytes"] > each["file_bytes"] > 9e7 for each in found.values())
+    models = {each["name"]: each for each in json.loads(done.stdout)["models"]}
+    assert [each["path"] for each in models.values()] == [None, str(file), None]
+    assert {each["drafter"] for each in models.values()} == {"dflash", "ngram"}
+    assert all(each["memory_bytes"] > each["file_bytes"] > 9e7 for each in models.values())
 
 
 def test_model_and_prompt(tmp_path: Path) -> None:
@@ -273,5 +275,5 @@ def test_options_without_effect_are_noted(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.slow
 def test_the_page_of_the_commands_is_current() -> None:
-    made = runpy.run_path(str(ROOT / "docs" / "make_cli.py"))["render"]()
-    assert made == (ROOT / "docs" / "reference" / "cli.md").read_text(), "run python docs/make_cli.py"
+    page = runpy.run_path(str(ROOT / "docs" / "make_cli.py"))["render"]()
+    assert page == (ROOT / "docs" / "reference" / "cli.md").read_text(), "run python docs/make_cli.py"

@@ -35,9 +35,9 @@ def test_a_table_and_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_what_the_server_refuses_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(live: Live, words: str, **asked: Any) -> None:
+    def refused(live: Live, words: str, **options: Any) -> None:
         with pytest.raises(ConfigError, match=words):
-            drafters_load(server=live.url, **asked)
+            drafters_load(server=live.url, **options)
 
     with serving() as live:
         refused(live, "no drafter '/no/such/folder'", drafter="tickets=/no/such/folder")

@@ -38,11 +38,11 @@ def prose(page: Path) -> str:
 @functools.cache
 def anchors(page: Path) -> set[str]:
     """Anchors of a page's headings by GitHub and mkdocs.yml's slugify: a repeated one is numbered."""
-    found: list[str] = []
+    names: list[str] = []
     for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
-        found.append(re.sub(r"[^\w\- ]", "", text).replace(" ", "-"))
-    return {f"{each}-{count}" if (count := found[:place].count(each)) else each for place, each in enumerate(found)}
+        names.append(re.sub(r"[^\w\- ]", "", text).replace(" ", "-"))
+    return {f"{each}-{count}" if (count := names[:place].count(each)) else each for place, each in enumerate(names)}
 
 
 def broken(page: Path) -> list[str]:
@@ -94,8 +94,8 @@ def test_every_page_is_in_the_site() -> None:
 
 
 def test_the_page_of_the_python_api_is_current() -> None:
-    made = runpy.run_path(str(DOCS / "make_python.py"))["render"]()
-    assert made == (DOCS / "reference" / "python.md").read_text(encoding="utf-8"), "run python docs/make_python.py"
+    page = runpy.run_path(str(DOCS / "make_python.py"))["render"]()
+    assert page == (DOCS / "reference" / "python.md").read_text(encoding="utf-8"), "run python docs/make_python.py"
 
 
 @pytest.mark.slow
@@ -136,12 +136,12 @@ def test_a_guide_is_short(heading: str) -> None:
 
 def lines() -> list[str]:
     """Commands of every page but the log and the commands' own: in blocks and indented; in guides also in sentences."""
-    found = [line for heading in GUIDES for line in re.findall(r"`(paceline \w[^`]* -[^`]*)`", guide(heading))]
+    commands = [line for heading in GUIDES for line in re.findall(r"`(paceline \w[^`]* -[^`]*)`", guide(heading))]
     for page in [*PAGES, *BESIDE[:2]]:
         if page.parent.name != "log" and page.name != "cli.md":
             text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-            found += [*in_blocks(page), *re.findall(r"^    (paceline .+)$", text, re.MULTILINE)]
-    return sorted(set(found))
+            commands += [*in_blocks(page), *re.findall(r"^    (paceline .+)$", text, re.MULTILINE)]
+    return sorted(set(commands))
 
 
 @pytest.mark.parametrize("line", lines())
@@ -159,6 +159,6 @@ def test_a_wrong_one_would_be_seen() -> None:
         "paceline fly": "fly",
         "paceline generate --max-tokens many": "many|valid integer",
     }
-    for line, told in wrong.items():
-        with pytest.raises(Exception, match=told):
+    for line, message in wrong.items():
+        with pytest.raises(Exception, match=message):
             parse(words_of(line))

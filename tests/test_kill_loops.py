@@ -62,7 +62,7 @@ class Ended:
 
     last_error = ""
 
-    def __init__(self, command: list[str], said: Path) -> None:
+    def __init__(self, command: list[str], log: Path) -> None:
         self.last_line = json.dumps(PASSED) if "gate" in command else ""
 
     def poll(self) -> int:
@@ -157,21 +157,21 @@ def test_record(tmp_path: Path) -> None:
 
     prepare()
     command()
-    wanted = seen()
-    assert len(wanted) == 3
+    expected = seen()
+    assert len(expected) == 3
     for fault in every_fault(home, command, prepare):
         command()
-        assert seen() == wanted, str(fault)
+        assert seen() == expected, str(fault)
 
 
 def span(number: int) -> str:
     """One answer as OpenTelemetry has it, one line of a file."""
     parts = [{"role": "user", "parts": [{"type": "text", "content": f"Hello {number}"}]}]
-    said = [{"role": "assistant", "parts": [{"type": "text", "content": "Ho."}], "finish_reason": "stop"}]
-    told = {"operation.name": "chat", "input.messages": parts, "output.messages": said}
+    output = [{"role": "assistant", "parts": [{"type": "text", "content": "Ho."}], "finish_reason": "stop"}]
+    span_attributes = {"operation.name": "chat", "input.messages": parts, "output.messages": output}
     attributes = [
         {"key": f"gen_ai.{name}", "value": {"stringValue": each if isinstance(each, str) else json.dumps(each)}}
-        for name, each in told.items()
+        for name, each in span_attributes.items()
     ]
     times = {"startTimeUnixNano": "1760000000000000000", "endTimeUnixNano": "1760000001500000000"}
     one = {"traceId": "t", "spanId": f"s{number}", "name": "chat tiny", **times, "attributes": attributes}
@@ -181,11 +181,14 @@ def span(number: int) -> str:
 def test_regenerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regenerate_run, "_load", lambda engine: fake_llm(Talker(max_len=engine.max_len)))
     monkeypatch.setattr(regenerate_run, "CONVERSATIONS_PER_SHARD", 2)
-    home, asked = tmp_path / "home", tmp_path / "questions.jsonl"
-    asked.write_text("".join(json.dumps({"prompt": f"Question {number}?"}) + "\n" for number in range(5)))
+    home, questions = tmp_path / "home", tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": f"Question {number}?"}) + "\n" for number in range(5)))
     answering = AnswerConfig(max_tokens=10, max_prompt_tokens=60)
     config = RegenerateConfig(
-        home / "run", EngineConfig(model="fake", device="cpu", dtype="float32"), PromptsConfig((str(asked),)), answering
+        home / "run",
+        EngineConfig(model="fake", device="cpu", dtype="float32"),
+        PromptsConfig((str(questions),)),
+        answering,
     )
 
     def prepare() -> None:
@@ -197,25 +200,25 @@ def test_regenerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     prepare()
     regenerate(config)
-    wanted = seen()
-    assert len(wanted) == 5
+    expected = seen()
+    assert len(expected) == 5
     for fault in every_fault(home, lambda: regenerate(config), prepare):
         regenerate(config)
-        assert seen() == wanted, str(fault)
+        assert seen() == expected, str(fault)
         assert not list((home / "run" / "answers").glob("journal-*")), str(fault)
 
 
 def test_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With stages that are played: each writes a file and a line of the ledger, as the real ones do."""
-    home, made = tmp_path / "home", Counter[str]()
+    home, calls = tmp_path / "home", Counter[str]()
 
     def played(name: str) -> Callable[[stages.Turn], dict[str, Any]]:
         def stage(turn: stages.Turn) -> dict[str, Any]:
-            made[name] += 1
+            calls[name] += 1
             write_whole(turn.folder / f"{name}.txt", name)
             turn.line(name, "kept", model=f"{name}.gguf")
-            told = {"student": "student.gguf", "drafter": "none", "file": turn.folder / f"{name}.txt"}
-            return {**told, "store": "store", "version": NoStore.version}
+            result = {"student": "student.gguf", "drafter": "none", "file": turn.folder / f"{name}.txt"}
+            return {**result, "store": "store", "version": NoStore.version}
 
         return stage
 
@@ -245,11 +248,11 @@ def test_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     prepare()
     command()
-    wanted = seen()
-    assert wanted[0].turn == 1 and len(wanted[1]) == len(stages.STAGES) + 1
+    expected = seen()
+    assert expected[0].turn == 1 and len(expected[1]) == len(stages.STAGES) + 1
     for fault in every_fault(home, command, prepare):
         ended()
-        assert seen() == wanted, str(fault)
+        assert seen() == expected, str(fault)
 
 
 class NoStore:
@@ -283,10 +286,10 @@ def test_train(tmp_path: Path) -> None:
         home.mkdir()
 
     def learned() -> tuple[int, int, dict[str, torch.Tensor]]:
-        found, best = latest_checkpoint(home / "checkpoints"), best_checkpoint(home / "checkpoints")
-        assert found is not None and best is not None
-        every = {**found.weights, **{f"best {name}": tensor for name, tensor in best[0].items()}}
-        return found.trainer["step"], best[1]["step"], every
+        checkpoint, best = latest_checkpoint(home / "checkpoints"), best_checkpoint(home / "checkpoints")
+        assert checkpoint is not None and best is not None
+        every = {**checkpoint.weights, **{f"best {name}": tensor for name, tensor in best[0].items()}}
+        return checkpoint.trainer["step"], best[1]["step"], every
 
     prepare()
     command()
@@ -296,8 +299,10 @@ def test_train(tmp_path: Path) -> None:
     for fault in every_fault(home, command, prepare):
         struck[fault.kind] += fault.what.startswith("write ") and fault.what.endswith(".safetensors")
         command()
-        *now, found = learned()
-        assert now == steps and all(torch.equal(found[name], tensor) for name, tensor in weights.items()), str(fault)
+        *now, last_weights = learned()
+        assert now == steps and all(torch.equal(last_weights[name], tensor) for name, tensor in weights.items()), str(
+            fault
+        )
     least = 4 if EVERY == 1 else 1
     assert struck["kill"] >= least and struck["full"] >= least, "weights and optimiser of two steps"
 
@@ -312,11 +317,11 @@ def test_a_fault_breaks_what_it_should(tmp_path: Path) -> None:
         finally:
             file.unlink(missing_ok=True)
 
-    found: dict[str, str | None] = {}
+    contents: dict[str, str | None] = {}
     for kind in ("kill", "full"):
         fault = Fault(tmp_path, kind, 2)
         with fault.installed(), pytest.raises(BaseException) as raised:  # noqa: PT011
             command()
-        found[kind] = file.read_text() if file.exists() else None
+        contents[kind] = file.read_text() if file.exists() else None
         assert fault.what == f"write {file}" and raised.type.__name__ == ("Killed" if kind == "kill" else "OSError")
-    assert found == {"kill": "abc", "full": None}
+    assert contents == {"kill": "abc", "full": None}

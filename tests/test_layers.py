@@ -62,15 +62,15 @@ def name_of(path: Path) -> str:
 
 def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
     nodes = tree_of(path).body if top_level_only else nodes_of(path)
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
+            imported.add(node.module)
             if node.module == "paceline":
-                found.update(f"paceline.{alias.name}" for alias in node.names if alias.name in RANK)
+                imported.update(f"paceline.{alias.name}" for alias in node.names if alias.name in RANK)
         elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-    return found
+            imported.update(alias.name for alias in node.names)
+    return imported
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ LIGHT = [path for path in modules() if part(name_of(path)) in NOUNS | GROUND_FLO
 @pytest.mark.parametrize("path", LIGHT, ids=name_of)
 def test_the_ground_floor_is_imported_without_torch(path: Path) -> None:
     heavy = {"torch", "transformers", "safetensors", "tokenizers", "matplotlib", "pyarrow"}
-    assert not heavy & {found.split(".")[0] for found in imports_of(path, top_level_only=True)}
+    assert not heavy & {module.split(".")[0] for module in imports_of(path, top_level_only=True)}
 
 
 def test_only_what_shards_a_network_imports_torchs_sharded_tensors() -> None:
@@ -115,25 +115,25 @@ DECISIONS = [
 @pytest.mark.parametrize("path", DECISIONS, ids=name_of)
 def test_decisions_need_no_torch(path: Path) -> None:
     """Nor anything of ours that does, but what is asked for within a function."""
-    found = imports_of(path, top_level_only=True)
+    imported = imports_of(path, top_level_only=True)
     light = {name_of(each) for each in DECISIONS}
-    assert "torch" not in found
-    assert {part(each) for each in found if each.startswith("paceline.") and each not in light} <= LAYERS[0]
+    assert "torch" not in imported
+    assert {part(each) for each in imported if each.startswith("paceline.") and each not in light} <= LAYERS[0]
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "simulate").rglob("*.py")), ids=name_of)
 def test_predictions_need_no_engine(path: Path) -> None:
-    found = imports_of(path)
-    assert "torch" not in {name.split(".")[0] for name in found}
-    assert {part(name) for name in found if name.startswith("paceline.")} <= FOR_PREDICTIONS
+    imported = imports_of(path)
+    assert "torch" not in {name.split(".")[0] for name in imported}
+    assert {part(name) for name in imported if name.startswith("paceline.")} <= FOR_PREDICTIONS
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "interop").glob("*.py")), ids=name_of)
 def test_classes_for_other_engines_need_little(path: Path) -> None:
     """They run in the engine's environment, where our dependencies may be missing."""
-    found = imports_of(path)
-    assert {name for name in found if name.startswith("paceline")} <= {"paceline.errors", "paceline.interop"}
-    assert {name.split(".")[0] for name in found} <= sys.stdlib_module_names | {
+    imported = imports_of(path)
+    assert {name for name in imported if name.startswith("paceline")} <= {"paceline.errors", "paceline.interop"}
+    assert {name.split(".")[0] for name in imported} <= sys.stdlib_module_names | {
         "torch",
         "safetensors",
         "vllm",
@@ -153,7 +153,7 @@ def imports_by_module(package: Path) -> dict[str, set[str]]:
         ".".join((package.name, *path.relative_to(package).with_suffix("").parts)).removesuffix(".__init__"): path
         for path in package.rglob("*.py")
     }
-    found: dict[str, set[str]] = {}
+    imports: dict[str, set[str]] = {}
     for name, path in modules.items():
         nodes = nodes_of(path)
         names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
@@ -161,8 +161,8 @@ def imports_by_module(package: Path) -> dict[str, set[str]]:
             if isinstance(node, ast.ImportFrom) and node.module:
                 members = {f"{node.module}.{alias.name}" for alias in node.names}
                 names |= members & set(modules) or {node.module}
-        found[name] = names & set(modules) - {name}
-    return found
+        imports[name] = names & set(modules) - {name}
+    return imports
 
 
 def circles(imports: dict[str, set[str]]) -> list[list[str]]:
@@ -172,8 +172,8 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
         for seen in reached.values():
             if middle in seen:
                 seen |= reached[middle]
-    found = {frozenset(other for other in reached[name] if name in reached[other]) for name in imports}
-    return sorted(sorted(circle) for circle in found if len(circle) > 1)
+    groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in imports}
+    return sorted(sorted(circle) for circle in groups if len(circle) > 1)
 
 
 @pytest.mark.slow

@@ -43,9 +43,9 @@ def test_every_table_of_the_readme_s_speeds_is_in_it() -> None:
     printed = "".join(text for cell in outputs(json.loads(file.read_text(encoding="utf-8"))) for text in cell)
     section = (ROOT / "README.md").read_text(encoding="utf-8").split("## How fast")[1].split("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+) \|(.*)\|$", section, re.MULTILINE)
-    found = [(label, cells) for label, cells in rows if re.search(r"\d", cells) and label.strip()]
-    assert len(found) == 6
-    for label, cells in found:
+    measured = [(label, cells) for label, cells in rows if re.search(r"\d", cells) and label.strip()]
+    assert len(measured) == 6
+    for label, cells in measured:
         assert label.strip() in printed
         numbers = [cell.strip() for cell in cells.split("|") if "x" not in cell]
         assert numbers and all(f" {number} tokens/s" in printed for number in numbers)

@@ -97,7 +97,7 @@ def test_help_is_the_literal_under_the_field_with_options_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--max-heat 0", "--max-heat must be at least 1 at any mode; lower --max-heat or raise trays"),
         ("--fuel coal", "--fuel must be one of gas, wood, not 'coal'"),
@@ -106,14 +106,14 @@ def test_help_is_the_literal_under_the_field_with_options_names() -> None:
         ("--room lots", "--room lots is no size: write it as 512M"),
     ],
 )
-def test_errors_name_the_option_as_it_is_typed(words: str, said: str) -> None:
+def test_errors_name_the_option_as_it_is_typed(words: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         given_by(bake, "bread", "--out", "x", *words.split())
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("raised", "said"),
+    ("raised", "message"),
     [
         ("too hot: lower max_heat, or raise max_heat.", "too hot: lower --max-heat, or raise --max-heat."),
         ("the oven holds 2 (max_heat=3)", "the oven holds 2 (--max-heat=3)"),
@@ -124,13 +124,13 @@ def test_errors_name_the_option_as_it_is_typed(words: str, said: str) -> None:
         ),
     ],
 )
-def test_errors_of_the_library_name_the_options_of_the_command(raised: str, said: str) -> None:
+def test_errors_of_the_library_name_the_options_of_the_command(raised: str, message: str) -> None:
     def burn(oven: Oven) -> None:
         raise ContextLengthError(raised)
 
     with pytest.raises(ContextLengthError) as caught:
         given_by(burn, "--out", "x")
-    assert str(caught.value) == said
+    assert str(caught.value) == message
     with pytest.raises(ContextLengthError) as caught:
         options(burn)(oven=Ovenlike(Path("x")))
     assert str(caught.value) == raised

@@ -68,17 +68,17 @@ class FakeWorker:
     def __init__(self, python: str, script: Path, options: list[str], environment: dict[str, str]) -> None:
         self.script = script.name
 
-    def ask(self, **asked: Any) -> dict[str, Any]:
-        if "load" in asked:
+    def ask(self, **request: Any) -> dict[str, Any]:
+        if "load" in request:
             return {"about": {"weight_bytes": 10**6}}
-        if asked.pop("until_end", False):
-            return {"token_ids": [[5] * 11 + [0] for _ in asked["prompts"]]}
-        FakeWorker.played.append(f"{self.script} {asked['run']}")
+        if request.pop("until_end", False):
+            return {"token_ids": [[5] * 11 + [0] for _ in request["prompts"]]}
+        FakeWorker.played.append(f"{self.script} {request['run']}")
         if len(FakeWorker.played) == FakeWorker.breaks_at:
             raise sys.modules["decode_vs_peers_pipe"].WorkerError("broken")
-        wall_s = {"none": 3.0, "ngram": 2.0, "lookup": 6.0}[asked["run"]]
-        told = {"token_ids": [[5] * number for number in asked["num_tokens"]], "peak_bytes": 1}
-        return {**told, "wall_s": wall_s, "prefill_s": 1.0, "tokens_per_round": 1.0}
+        wall_s = {"none": 3.0, "ngram": 2.0, "lookup": 6.0}[request["run"]]
+        answer = {"token_ids": [[5] * number for number in request["num_tokens"]], "peak_bytes": 1}
+        return {**answer, "wall_s": wall_s, "prefill_s": 1.0, "tokens_per_round": 1.0}
 
     def close(self) -> None:
         pass
@@ -87,17 +87,17 @@ class FakeWorker:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """`decode_vs_peers.py` with workers that only count, asked for two turns of paceline, Transformers and vLLM."""
-    made = module("decode_vs_peers", monkeypatch)
+    script = module("decode_vs_peers", monkeypatch)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"prompt {number}"}) + "\n" for number in range(3)))
     tokenizer = SimpleNamespace(
         eos_token_ids=(0,), encode_chat=lambda messages: list(range(len(messages[0]["content"])))
     )
-    monkeypatch.setattr(made, "Tokenizer", SimpleNamespace(from_path=lambda path: tokenizer))
-    monkeypatch.setattr(made, "resolve", Path)
-    monkeypatch.setattr(made, "Worker", FakeWorker)
-    monkeypatch.setattr(made, "PAUSE_S", 0.0)
-    monkeypatch.setattr(made, "this_machine", lambda device: MACHINE)
+    monkeypatch.setattr(script, "Tokenizer", SimpleNamespace(from_path=lambda path: tokenizer))
+    monkeypatch.setattr(script, "resolve", Path)
+    monkeypatch.setattr(script, "Worker", FakeWorker)
+    monkeypatch.setattr(script, "PAUSE_S", 0.0)
+    monkeypatch.setattr(script, "this_machine", lambda device: MACHINE)
     monkeypatch.setattr(FakeWorker, "played", [], raising=False)
     monkeypatch.chdir(tmp_path)
     words = [
@@ -114,7 +114,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     ]
     words += ["--peers-home", "nowhere", "--contenders", "paceline/ngram", "transformers/*", "vllm/none"]
     monkeypatch.setattr(sys, "argv", ["decode_vs_peers.py", *words])
-    return made
+    return script
 
 
 def test_every_contender_plays_every_turn(driver: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,9 +132,9 @@ def test_every_contender_plays_every_turn(driver: ModuleType, capsys: pytest.Cap
     assert rows["paceline/ngram"]["decode_over_plain"]["median"] == pytest.approx(2.0)
     assert rows["paceline/ngram"]["whole_over_plain"]["max"] == pytest.approx(1.5)
     assert rows["transformers/lookup"]["same_text"] == {"same": 2, "of": 2, "share_of_tokens": 1.0}
-    told = [(each["ours"], each["theirs"], each["rate"]) for each in result["verdicts"]]
-    assert told[0] == ("paceline/none", "transformers/none", "decode")
-    assert told[1] == ("paceline/ngram", "transformers/none", "decode")
+    verdicts = [(each["ours"], each["theirs"], each["rate"]) for each in result["verdicts"]]
+    assert verdicts[0] == ("paceline/none", "transformers/none", "decode")
+    assert verdicts[1] == ("paceline/ngram", "transformers/none", "decode")
     assert (
         record["missing"][0]["name"] == "vllm/none"
         and "decode_vs_peers.sh installs it" in record["missing"][0]["missing"]

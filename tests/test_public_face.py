@@ -34,16 +34,16 @@ ALL = leaves(typer.main.get_command(app))
 def rows() -> list[tuple[list[str], set[str]]]:
     """(commands, keys) of each row of the table; the keys stand before a colon, and those in braces are of inner
     objects."""
-    found = []
+    entries = []
     for row in re.findall(r"^\| `paceline .*\|$", DESIGN.read_text(encoding="utf-8"), re.MULTILINE):
         *_, cell = (each.strip() for each in re.split(r" \| ", row.strip("|")))
-        told = re.search(r"`paceline (\w+)((?: \w+(?:\|\w+)*)?)", row)
-        assert told is not None, row
-        names = [f"{told[1]} {name}".strip() for name in told[2].strip().split("|")]
-        names = [name for name in names if name in ALL] or [name for name in ALL if name.split()[0] == told[1]]
+        match = re.search(r"`paceline (\w+)((?: \w+(?:\|\w+)*)?)", row)
+        assert match is not None, row
+        names = [f"{match[1]} {name}".strip() for name in match[2].strip().split("|")]
+        names = [name for name in names if name in ALL] or [name for name in ALL if name.split()[0] == match[1]]
         flat = re.sub(r"\([^)]*\)|\[[^\]]*\]|\{[^}]*\}", "", cell)
-        found.append((names, {key for key in re.findall(r"\b[a-z_]+\b(?=[,:;]|$)", flat) if cell != "-"}))
-    return found
+        entries.append((names, {key for key in re.findall(r"\b[a-z_]+\b(?=[,:;]|$)", flat) if cell != "-"}))
+    return entries
 
 
 needs_table = pytest.mark.skipif(not DESIGN.is_file(), reason="the design is not beside this checkout")

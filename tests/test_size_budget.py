@@ -10,7 +10,6 @@ from package_source import PACKAGE, nodes_of
 
 MAX_FILE_LINES = 400
 LONGER = {
-    "bench/decode.py": 407,
     "commands/simulate.py": 424,
     "hub.py": 418,
     "loop/evals/sandbox/jail.py": 415,
@@ -18,13 +17,13 @@ LONGER = {
     "model/native/library.py": 439,
     "plan/planner.py": 425,
     "serve/worker/worker.py": 403,
-    "simulate/costs/catalogue.py": 401,
     "train/config.py": 408,
     "train/learn/loop.py": 418,
-    "train/plan/training_plan.py": 403,
     "train/run.py": 412,
 }
 """Files that 120 columns instead of 128 made longer than that: each may only become shorter."""
+LONGER_SCRIPTS = {"experiments/adapt_live.py": 481}
+"""The same of tests and experiments."""
 MAX_FUNCTION_LINES = 60
 """Without the signature in commands/, where it is the table of the options."""
 MAX_MODULES = 12
@@ -39,6 +38,16 @@ def test_files_fit() -> None:
     assert (
         len(sizes) > 300
         and {name: size for name, size in sizes.items() if size > LONGER.get(name, MAX_FILE_LINES)} == {}
+    )
+
+
+def test_files_of_tests_and_experiments_fit() -> None:
+    root = PACKAGE.parent
+    paths = [path for folder in ("tests", "experiments") for path in (root / folder).rglob("*.py")]
+    sizes = {str(path.relative_to(root)): path.read_text().count("\n") for path in paths}
+    assert (
+        len(sizes) > 300
+        and {name: size for name, size in sizes.items() if size > LONGER_SCRIPTS.get(name, MAX_FILE_LINES)} == {}
     )
 
 

@@ -42,8 +42,8 @@ def test_the_wheel_is_light() -> None:
     library = [*(PACKAGE / "model" / "native").glob("libpaceline_native.*")]
     files = [path for path in tracked() if PACKAGE in path.parents and path.suffix not in SOURCES]
     assert len(files) > 100
-    with io.BytesIO() as made:
-        with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as wheel:
+    with io.BytesIO() as archive:
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as wheel:
             for path in [*files, *library]:
                 wheel.write(path, path.relative_to(ROOT))
-        assert len(made.getvalue()) <= MOST_WHEEL_BYTES
+        assert len(archive.getvalue()) <= MOST_WHEEL_BYTES

@@ -60,5 +60,5 @@ def test_chat_names_the_command_that_continues_texts(capsys: pytest.CaptureFixtu
     llm = fake_llm(tokenizer=ByteTokenizer())
     llm.tokenizer.chat_template = None
     assert chat._answered(llm, [], "hi", SamplingParams(max_tokens=2)) == []
-    told = "no chat template: choose a model that has one or continue texts with paceline generate --raw"
-    assert told in capsys.readouterr().err
+    message = "no chat template: choose a model that has one or continue texts with paceline generate --raw"
+    assert message in capsys.readouterr().err

@@ -35,12 +35,12 @@ def test_a_device_that_is_none(command: tuple[str, ...], word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"),
+    ("word", "suggestion"),
     [("smollm2-135", "smollm2-135m"), ("smolllm2-135m", "smollm2-135m"), ("qwen2.5-coder-0.5B", "qwen2.5-coder-0.5b")],
 )
 @pytest.mark.parametrize("command", [("generate", "hi"), ("chat",), ("serve",), ("bench", "decode")], ids=str)
-def test_a_model_that_is_nearly_one(command: tuple[str, ...], word: str, meant: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=f"did you mean {meant}"):
+def test_a_model_that_is_nearly_one(command: tuple[str, ...], word: str, suggestion: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=f"did you mean {suggestion}"):
         run(*command, "--model", word)
 
 
@@ -170,5 +170,5 @@ def test_a_place_that_is_not_asked_for_is_not_told_of(
 
 def test_more_threads_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.commands.options.processor", lambda: {"name": "x", "num_cores": 2})
-    told = [CliRunner().invoke(app, ["generate", "hi", "--threads", number]).output for number in ("1000", "2")]
-    assert "--threads 1000 is more than the 2 cores here" in told[0] and "cores here" not in told[1]
+    outputs = [CliRunner().invoke(app, ["generate", "hi", "--threads", number]).output for number in ("1000", "2")]
+    assert "--threads 1000 is more than the 2 cores here" in outputs[0] and "cores here" not in outputs[1]

@@ -152,13 +152,13 @@ def difference(case: Case, run: Attention, reference: Attention, seed: int, devi
     keys, values = (dead_poisoned(case, sight, cache) for cache in (keys, values))
     torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
     try:
-        found = run(query_THD, keys, values, sight, scores)
+        output = run(query_THD, keys, values, sight, scores)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert found.dtype == case.dtype and found.shape == expected.shape
-    if not bool(found.isfinite().all()):
+    assert output.dtype == case.dtype and output.shape == expected.shape
+    if not bool(output.isfinite().all()):
         return float("inf")
-    return float((found.double() - expected.double()).abs().max() / expected.abs().max().clamp(min=1e-3))
+    return float((output.double() - expected.double()).abs().max() / expected.abs().max().clamp(min=1e-3))
 
 
 def mend_interpreter() -> None:

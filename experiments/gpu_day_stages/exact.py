@@ -293,8 +293,10 @@ def distributions(visit: Visit) -> None:
             ends_at, drawn = time.monotonic() + share_s, list[list[int]]()
             while len(drawn) < visit.sized(MOST_SAMPLES, 64) and time.monotonic() < ends_at:
                 # Without a seed drafts are drawn and rejected; samples of tests have seeds, to be always the same.
-                given = [len(drawn) + row if visit.is_tiny else None for row in range(rows)]
-                params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=2, ignore_eos=True) for seed in given]
+                drawn_seeds = [len(drawn) + row if visit.is_tiny else None for row in range(rows)]
+                params = [
+                    SamplingParams(temperature=1.0, seed=seed, max_tokens=2, ignore_eos=True) for seed in drawn_seeds
+                ]
                 drawn += texts(target, small, [prompt] * rows, params, rule=rule)
             chances = p_values(target, prompt, drawn)
             visit.check(f"distribution {rule}", min(chances) > LEAST_P, samples=len(drawn), p_values=chances)
@@ -331,14 +333,14 @@ def p_value(counts: Counter[tuple[int, ...]], masses: dict[tuple[int, ...], floa
     total, whole = sum(counts.values()), sum(masses.values())
     expected = {cell: total * mass / whole for cell, mass in masses.items()}
     common = [cell for cell, number in expected.items() if number >= 5]
-    observed, wanted = [counts[cell] for cell in common], [expected[cell] for cell in common]
-    rest = total - sum(wanted)
+    observed, expected_counts = [counts[cell] for cell in common], [expected[cell] for cell in common]
+    rest = total - sum(expected_counts)
     if rest > 1:
-        observed, wanted = [*observed, total - sum(observed)], [*wanted, rest]
-    if not wanted:
+        observed, expected_counts = [*observed, total - sum(observed)], [*expected_counts, rest]
+    if not expected_counts:
         raise ValueError(f"{total} samples are too few: the stage needs more time")
-    scale = sum(observed) / sum(wanted)
+    scale = sum(observed) / sum(expected_counts)
     statistic = sum(
-        (number - scale * mean) ** 2 / (scale * mean) for number, mean in zip(observed, wanted, strict=True)
+        (number - scale * mean) ** 2 / (scale * mean) for number, mean in zip(observed, expected_counts, strict=True)
     )
     return float(chdtrc(len(observed) - 1, statistic))

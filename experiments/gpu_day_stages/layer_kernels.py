@@ -180,11 +180,11 @@ def largest_difference(case: Case) -> float:
     """Between an operation on poisoned memory and its twin; infinite where a value was not written."""
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def made(*args: Any, **options: Any) -> Tensor:
+        def create_poisoned(*args: Any, **options: Any) -> Tensor:
             out = make(*args, **options)
             return out.fill_(float("nan")) if out.is_floating_point() else out
 
-        return made
+        return create_poisoned
 
     expected = case.twin()
     with (

@@ -100,14 +100,14 @@ def a_delta_net(visit: Visit) -> None:
                 count, config.delta.channels + config.delta.values + 2 * config.delta.num_value_heads
             )
             fused_TX = fused_TX.to(visit.device, dtype)
-            found, states = list[Tensor](), list[Tensor]()
+            outputs, states = list[Tensor](), list[Tensor]()
             for run in (_by_kernels, _by_operations):
                 mine = copy.deepcopy(memory)
-                found.append(run(layer, fused_TX, mine, stage))
+                outputs.append(run(layer, fused_TX, mine, stage))
                 states.append(mine.states_BHKV)
             error = max(
                 float((one.float() - two.float()).abs().max() / two.float().abs().max())
-                for one, two in ((found[0], found[1]), (states[0], states[1]))
+                for one, two in ((outputs[0], outputs[1]), (states[0], states[1]))
             )
             visit.check(f"delta net, {count} tokens behind {held}", error <= BOUNDS[dtype], error=error)
             num_bytes = (1 if held < room else 3) * memory.states_BHKV.nbytes

@@ -107,16 +107,16 @@ def main() -> int:
     joining.add_argument("--name", default="drafters.tar")
     for each in (preparing, joining):
         each.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        if given.command == "prepare":
-            for folder in prepare(given.model, given.answers, given.out, given.pieces):
+        if options.command == "prepare":
+            for folder in prepare(options.model, options.answers, options.out, options.pieces):
                 print(folder, f"{sum(file.stat().st_size for file in folder.iterdir()) / 2**20:.1f} MiB")
         else:
-            file = join(given.folder, given.name, given.out)
+            file = join(options.folder, options.name, options.out)
             if tarfile.is_tarfile(file):
                 with tarfile.open(file) as tar:
-                    tar.extractall(given.out, filter="data")
+                    tar.extractall(options.out, filter="data")
             print(file)
     except PacelineError as error:
         print(error, file=sys.stderr)

@@ -107,8 +107,8 @@ def prompts_for(visit: Visit, llm: LLM) -> list[list[int]]:
 def drafters_at_hand(visit: Visit) -> list[str]:
     """Names and folders: those that need no file, shipped ones whose weights are there, and those that were brought."""
     shipped = [folder for name in SHIPPED if (folder := local(name)) and weights_file(folder).is_file()]
-    brought = [file.parent for file in sorted(visit.bring.rglob("config.json"))] if visit.bring else []
-    return ["ngram", "random-dflash", "random-eagle3", *map(str, visit.sized(shipped, []) + brought)]
+    extra = [file.parent for file in sorted(visit.bring.rglob("config.json"))] if visit.bring else []
+    return ["ngram", "random-dflash", "random-eagle3", *map(str, visit.sized(shipped, []) + extra)]
 
 
 def sampled(visit: Visit, llm: LLM, name: str, what: str, prompts: list[list[int]]) -> None:

@@ -137,8 +137,8 @@ def real_trainer(visit: Visit, anchors: int, documents: int) -> Trainer:
     )  # fmt: skip
     trainable = DFlashTrainable(network.to(device), raw, loop.attention)
     head = Head(ends["head"])
-    given = trainable, Corpus(corpus, []), RandomFeatures(taps), ends["embedding"], head, loop
-    return Trainer(*given, folder=Path("unused"))
+    trainer_parts = trainable, Corpus(corpus, []), RandomFeatures(taps), ends["embedding"], head, loop
+    return Trainer(*trainer_parts, folder=Path("unused"))
 
 
 def softmax_in_place(visit: Visit) -> None:
@@ -213,8 +213,8 @@ def tiny_trainer(visit: Visit, folder: Path, total: int, **changes: Any) -> Trai
     features = OnlineFeatures(target, documents, network.config.target_layer_ids, False)
     embedding = target.matrix_embed(torch.arange(VOCAB, device=target.device)).clone()
     trainable = DFlashTrainable(network, raw, settings.attention)
-    given = trainable, Corpus(documents, []), features, embedding, Head(head_weight(target)), settings
-    return Trainer(*given, folder=folder)
+    trainer_parts = trainable, Corpus(documents, []), features, embedding, Head(head_weight(target)), settings
+    return Trainer(*trainer_parts, folder=folder)
 
 
 @contextmanager

@@ -60,9 +60,9 @@ class Visit:
     def check(self, name: str, passed: bool, **figures: Any) -> None:
         self.send({"check": name, "passed": bool(passed), **figures})
 
-    def goal(self, name: str, value: float, wanted: float) -> None:
+    def goal(self, name: str, value: float, least: float) -> None:
         """Reports a figure that the design promises: at least `wanted`. Reported only; not judged on tiny shapes."""
-        self.send({"goal": name, "value": value, "wanted": wanted, "met": None if self.is_tiny else value >= wanted})
+        self.send({"goal": name, "value": value, "wanted": least, "met": None if self.is_tiny else value >= least})
 
     def leave_out(self, name: str, why: str) -> None:
         self.send({"left_out": name, "why": why})

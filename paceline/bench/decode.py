@@ -10,7 +10,7 @@ prompts. Acceptance is averaged over rounds, and so weighted by tokens. `evaluat
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
@@ -19,6 +19,7 @@ from typing import Any
 from paceline.bench.beside import PEERS, TransformersPeer
 from paceline.bench.by_context import by_context
 from paceline.bench.config import BASELINE, WARM_UP_TOKENS, BenchConfig
+from paceline.bench.drafting import Drafting, drafting
 from paceline.bench.passes import Engines, Pass, Request, described, make_requests, parting, rate_ratio, rates, run_pass
 from paceline.data.prompts import Prompt
 from paceline.draft.registry import make_drafter
@@ -30,18 +31,15 @@ from paceline.plan.marginals import Tally
 from paceline.plan.planner import MOST_CANDIDATES, FixedPlanner
 from paceline.report.statistics import (
     Interval,
-    Rounds,
     bootstrap,
     doubt,
     is_loop,
     possible_speedup,
-    ratio_of_sums,
     repetition,
-    survival,
 )
-from paceline.report.tables import Column, Table, ignore
+from paceline.report.tables import ignore
 from paceline.runs.folder import plain
-from paceline.types import Round, SamplingParams
+from paceline.types import SamplingParams
 
 ABOUT = (
     "device",
@@ -83,47 +81,6 @@ class Difference:
     """Number of equal tokens before the first difference."""
     top2_gap: float
     """Target's best logit minus its second-best at the difference; 0 is a tie."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Drafting:
-    """Acceptance length, rate and survival of some answers; None or empty for Transformers (it reports no rounds)."""
-
-    tokens_per_round: float | None = None
-    tokens_per_round_interval: Interval = (None, None)
-    """95% bootstrap interval of `tokens_per_round` over answers."""
-    acceptance_rate: float | None = None
-    """Share of drafts that were accepted; None without drafts."""
-    survival: list[float] = field(default_factory=list)
-    accepted_histogram: list[int] = field(default_factory=list)
-    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Source of drafts, e.g. "ngram" -> share of rounds, tokens per round and acceptance rate of its rounds."""
-
-
-def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafting:
-    """Return the acceptance statistics of `answers`, each a list of rounds. `num_drafted`: size of the survival curve,
-    whose value i (from 1) is the share of rounds that accept the first i drafts."""
-    rounds = [one for answer in answers for one in answer]
-    if not rounds:
-        return Drafting(tokens_per_round=1.0)
-    whole, by_answer = Rounds.counted(rounds), [Rounds.counted(answer) for answer in answers]
-    pairs = [(float(one.num_rounds + one.num_accepted), float(one.num_rounds)) for one in by_answer]
-    sources = {
-        source: {
-            "share_of_rounds": own.num_rounds / len(rounds),
-            "tokens_per_round": own.tokens_per_round,
-            "acceptance_rate": own.acceptance_rate if own.num_drafted else None,
-        }
-        for source, own in Rounds.by_source(rounds).items()
-    }
-    return Drafting(
-        tokens_per_round=ratio_of_sums(pairs),
-        tokens_per_round_interval=bootstrap(pairs, ratio_of_sums),
-        acceptance_rate=whole.acceptance_rate if whole.num_drafted else None,
-        survival=survival(whole.accepted_histogram, num_drafted),
-        accepted_histogram=list(whole.accepted_histogram),
-        sources=sources,
-    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -392,15 +349,3 @@ def _texts(bench: Bench, done: Pass, temperature: float) -> list[dict[str, Any]]
         }
         for request, answer in ((bench.requests[place], done.answers[place]) for place in places)
     ]
-
-
-def sources_table(named: Sequence[tuple[str, Drafting]]) -> Table:
-    rows = [(name, source, share) for name, figures in named for source, share in figures.sources.items()]
-    columns = (
-        Column("setting", lambda row: row[0]),
-        Column("drafts of", lambda row: row[1]),
-        Column("share of rounds", lambda row: row[2]["share_of_rounds"], "{:.0%}", "right"),
-        Column("tokens/round", lambda row: row[2]["tokens_per_round"], "{:.2f}", "right"),
-        Column("accepted", lambda row: row[2]["acceptance_rate"], "{:.0%}", "right"),
-    )
-    return Table(columns, rows)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.config import BUILTIN_PROMPTS, BenchConfig, LossyConfig, MockConfig, StepsConfig
-from paceline.bench.decode import Bench, Result, as_line, sources_table
+from paceline.bench.decode import Bench, Result, as_line
+from paceline.bench.drafting import sources_table
 from paceline.bench.lossy import LossyBench
 from paceline.bench.lossy import as_line as lossy_line
 from paceline.bench.lossy import draw as draw_lossy
@@ -32,7 +33,7 @@ from paceline.model.checkpoint import config_json
 from paceline.report.pages import markdown
 from paceline.report.tables import SILENT, Column, Progress, Table
 from paceline.runs.folder import RunFolder
-from paceline.simulate.costs.catalogue import shape_of
+from paceline.simulate.costs.model_config import shape_of
 
 DISTURBED = 0.15
 """Relative spread of repeated times above which a notice warns that other programs were running."""

@@ -22,6 +22,7 @@ from paceline.hardware import Machine
 from paceline.report.style import look
 from paceline.simulate import landmarks, limits
 from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.model_config import KEYS
 from paceline.simulate.costs.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY
 from paceline.simulate.costs.shapes import FORMATS, ModelShape
 from paceline.simulate.files import read_json
@@ -57,7 +58,7 @@ def page(this_machine: Machine | None = None) -> str:
 def joined(names: Sequence[str] = SCRIPTS) -> str:
     """Returns the page's JavaScript as one script: the two JSON tables that its files import (config.json keys, command
     line flags) as constants, then the files `names` without their import lines."""
-    tables = f"const CONFIG_KEYS = {embedded(catalogue.KEYS)}, FLAGS = {embedded(FLAGS)};\n"
+    tables = f"const CONFIG_KEYS = {embedded(KEYS)}, FLAGS = {embedded(FLAGS)};\n"
     return tables + "".join(IMPORT.sub("", _read(name)) for name in names)
 
 

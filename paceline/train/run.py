@@ -48,8 +48,9 @@ from paceline.train.methods.mtp import check_mtp
 from paceline.train.plan.choices import for_chains
 from paceline.train.plan.expected_acceptance import Learned, expected_lines, expected_of
 from paceline.train.plan.lengths import longest_of, stored_length, with_length
+from paceline.train.plan.stored_plan import apply_stored, stored_plan
 from paceline.train.plan.target_facts import MachineFacts
-from paceline.train.plan.training_plan import apply_stored, make_plan, stored_plan
+from paceline.train.plan.training_plan import make_plan
 from paceline.train.processes.group import process_group
 from paceline.train.run_file import TRAINED, with_defaults, with_value, write_run_file
 from paceline.train.served import agreement, final_figures, finished_drafter, has_room, heldout_server, read_finished

@@ -13,7 +13,8 @@ from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 
 from paceline.bench import decode, runs
 from paceline.bench.config import BenchConfig
-from paceline.bench.decode import Bench, as_line, differences, drafting, sources_table, speedup_over
+from paceline.bench.decode import Bench, as_line, differences, speedup_over
+from paceline.bench.drafting import drafting, sources_table
 from paceline.bench.pages.run_page import page, read_run, verdict_on
 from paceline.bench.passes import Answer, Pass, Request, make_requests, run_pass
 from paceline.config import EngineConfig
@@ -95,8 +96,8 @@ def test_a_drafter_is_bound_once_however_many_passes_there_are(monkeypatch: pyte
     monkeypatch.setattr(
         ScriptedDrafter, "bind", lambda self, target: (bound.append(self.name), before(self, target))[1]
     )
-    made = bench(BenchConfig(("none", "good"), (1, 2), (0.0, 1.0), max_tokens=8, repeat=3))
-    made.run()
+    benchmark = bench(BenchConfig(("none", "good"), (1, 2), (0.0, 1.0), max_tokens=8, repeat=3))
+    benchmark.run()
     assert len(bound) == 1
 
 
@@ -119,18 +120,18 @@ def test_repetition_and_first_difference() -> None:
 
 def test_figures_of_drafting_weigh_by_rounds_and_tell_sources_apart() -> None:
     answers = [[Round(4, 4, "dflash")], [Round(2, 1, "ngram")] * 3 + [Round(0, 0, "none")] * 6]
-    found = drafting(answers, num_drafted=4)
-    assert found.tokens_per_round == 1.7
-    assert found.tokens_per_round_interval == (pytest.approx(1 + 3 / 9), 5.0)
-    assert found.acceptance_rate == 0.7
-    assert found.accepted_histogram == [6, 3, 0, 0, 1]
-    assert found.survival == [0.4, 0.1, 0.1, 0.1]
-    assert found.sources == {
+    figures = drafting(answers, num_drafted=4)
+    assert figures.tokens_per_round == 1.7
+    assert figures.tokens_per_round_interval == (pytest.approx(1 + 3 / 9), 5.0)
+    assert figures.acceptance_rate == 0.7
+    assert figures.accepted_histogram == [6, 3, 0, 0, 1]
+    assert figures.survival == [0.4, 0.1, 0.1, 0.1]
+    assert figures.sources == {
         "dflash": {"share_of_rounds": 0.1, "tokens_per_round": 5.0, "acceptance_rate": 1.0},
         "ngram": {"share_of_rounds": 0.3, "tokens_per_round": 2.0, "acceptance_rate": 0.5},
         "none": {"share_of_rounds": 0.6, "tokens_per_round": 1.0, "acceptance_rate": None},
     }
-    assert ["x", "ngram", "30%", "2.00", "50%"] in sources_table([("x", found)]).texts()
+    assert ["x", "ngram", "30%", "2.00", "50%"] in sources_table([("x", figures)]).texts()
     assert drafting([[]]).tokens_per_round == 1.0, "an answer of one token, which is prefill's"
 
 
@@ -151,11 +152,11 @@ def test_beyond_batch_1_the_interval_is_over_prompts_and_stands_around_the_value
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_whole_benchmark_on_a_fake_target(batch: int) -> None:
-    made = bench(BenchConfig(("good", "bad"), (batch,), (0.0, 1.0), max_tokens=24, repeat=2, ignore_eos=True))
+    benchmark = bench(BenchConfig(("good", "bad"), (batch,), (0.0, 1.0), max_tokens=24, repeat=2, ignore_eos=True))
     seen = []
-    made.run(on_answer=seen.append)
-    assert len(seen) == made.num_answers == 6 * 2 * 3
-    results = {(result.drafter, result.temperature): result for result in made.results()}
+    benchmark.run(on_answer=seen.append)
+    assert len(seen) == benchmark.num_answers == 6 * 2 * 3
+    results = {(result.drafter, result.temperature): result for result in benchmark.results()}
     plain, good, bad = (results[name, 0.0] for name in ("none", "good", "bad"))
     assert next(iter(results)) == ("none", 0.0)
     assert (plain.tokens_per_round, plain.speedup, plain.identical, plain.survival) == (1.0, 1.0, 1.0, [])
@@ -168,7 +169,7 @@ def test_a_whole_benchmark_on_a_fake_target(batch: int) -> None:
     assert results["good", 1.0].identical is None
     assert all(result.lossless for result in results.values())
     assert all(result.num_output_tokens == 3 * 24 for result in results.values())
-    assert made.llm.target.cache.num_free == 4
+    assert benchmark.llm.target.cache.num_free == 4
 
 
 def test_never_more_in_flight_than_the_batch() -> None:
@@ -180,8 +181,8 @@ def test_never_more_in_flight_than_the_batch() -> None:
 
 
 def test_later_turns_follow_the_models_answer() -> None:
-    made = bench(BenchConfig(max_tokens=8, drafters=("none",)), ("first", "second"))
-    first, second = made.requests
+    benchmark = bench(BenchConfig(max_tokens=8, drafters=("none",)), ("first", "second"))
+    first, second = benchmark.requests
     assert second.token_ids[: len(first.token_ids)] == first.token_ids
     assert bytes(token for token in second.token_ids if token < 256).endswith(b"user: second\nassistant: ")
 
@@ -208,10 +209,10 @@ def test_a_difference_is_reported_with_its_gap() -> None:
     request = Request("r", [5, 6])
     right = llm.target.greedy(request.token_ids, 4)
     wrong = [*right[:2], (right[2] + 1) % 258, right[3]]
-    (found,) = differences(llm.target, [request], Pass([Answer(wrong, "", 1.0)]), Pass([Answer(right, "", 1.0)]))
+    (difference,) = differences(llm.target, [request], Pass([Answer(wrong, "", 1.0)]), Pass([Answer(right, "", 1.0)]))
     logits = llm.target.logits_after(request.token_ids + right[:2])
-    assert found.index == 2
-    assert found.top2_gap == pytest.approx(float(logits.topk(2).values.diff().abs()))
+    assert difference.index == 2
+    assert difference.top2_gap == pytest.approx(float(logits.topk(2).values.diff().abs()))
     assert llm.target.cache.num_free == 4
 
 
@@ -227,14 +228,14 @@ def test_bad_settings() -> None:
 
 @pytest.mark.slow
 def test_report_and_json_line(tmp_path: Path) -> None:
-    made = bench(BenchConfig(("none", "good"), max_tokens=16, ignore_eos=True))
-    made.run()
-    line = as_line(made, MACHINE)
+    benchmark = bench(BenchConfig(("none", "good"), max_tokens=16, ignore_eos=True))
+    benchmark.run()
+    line = as_line(benchmark, MACHINE)
     assert (line["backend"], line["isa"], line["weight_format"]) == ("torch", None, "float32")
-    assert line["ceiling_tokens_per_s"] == 1e9 / made.llm.target.weight_bytes
+    assert line["ceiling_tokens_per_s"] == 1e9 / benchmark.llm.target.weight_bytes
     pytest.importorskip("matplotlib")
     run = RunFolder.create("bench-decode", {"prompts": "some.jsonl"}, tmp_path / "run")
-    assert runs.write_run(run, made, MACHINE, line) is None
+    assert runs.write_run(run, benchmark, MACHINE, line) is None
     text = (run.path / "report.md").read_text()
     assert "ceiling: test reads 1.0 GB/s" in text
     assert "| good | 1 | 0 |" in text and "## Rounds by source of drafts" in text
@@ -254,9 +255,11 @@ def test_report_and_json_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_matplotlib_the_page_is_left_out_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = bench(BenchConfig(("none", "good"), max_tokens=8))
-    made.run()
+    benchmark = bench(BenchConfig(("none", "good"), max_tokens=8))
+    benchmark.run()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = RunFolder.create("bench-decode", {}, tmp_path / "run")
-    assert "pip install 'paceline[plots]'" in (runs.write_run(run, made, MACHINE, as_line(made, MACHINE)) or "")
+    assert "pip install 'paceline[plots]'" in (
+        runs.write_run(run, benchmark, MACHINE, as_line(benchmark, MACHINE)) or ""
+    )
     assert (run.path / "report.md").exists() and not (run.path / "report.html").exists()

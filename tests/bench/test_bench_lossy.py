@@ -48,14 +48,16 @@ BASE = [result(PLAIN, 0.5, (0.4, 0.6), True), result(LOSSLESS, 1.0, (1.0, 1.0), 
 
 
 def test_it_says_where_lossless_dominates() -> None:
-    told = verdict([*BASE, result("lenience:l=0.5", 1.02, (0.97, 1.06)), result("mixture:lam=0.8", 0.9, (0.8, 0.95))])
-    assert "lossless lane dominates everywhere" in told and "1 of 2 measured a little above it" in told
-    told = verdict([*BASE, result("lenience:l=0.5", 1.3, (1.2, 1.4)), result("mixture:lam=0.8", 0.9, (0.8, 0.95))])
-    assert "everywhere" not in told and "lenience:l=0.5 on tickets: 1.30x [1.20, 1.40]" in told
+    sentence = verdict(
+        [*BASE, result("lenience:l=0.5", 1.02, (0.97, 1.06)), result("mixture:lam=0.8", 0.9, (0.8, 0.95))]
+    )
+    assert "lossless lane dominates everywhere" in sentence and "1 of 2 measured a little above it" in sentence
+    sentence = verdict([*BASE, result("lenience:l=0.5", 1.3, (1.2, 1.4)), result("mixture:lam=0.8", 0.9, (0.8, 0.95))])
+    assert "everywhere" not in sentence and "lenience:l=0.5 on tickets: 1.30x [1.20, 1.40]" in sentence
     unchanged = result("lenience:l=0.9", 1.3, (1.2, 1.4))
     unchanged.mean_tv = 0.0
     assert "dominates everywhere" in verdict([*BASE, unchanged]), "what changed nothing is not faster for being lossy"
-    assert "dominates the other 1" in told and "mean total variation 0.0300" in told
+    assert "dominates the other 1" in sentence and "mean total variation 0.0300" in sentence
 
 
 def test_what_no_other_setting_beats() -> None:
@@ -90,9 +92,13 @@ def test_code_runs_within_limits(tmp_path: Path) -> None:
 def test_tasks_and_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"question": "Why?"}\n')
-    for given, told in ((f"gsm8k={file}", "its rows need answer"), ("chess=x", "NAME=FILE"), ("tickets", "NAME=FILE")):
-        with pytest.raises(PromptError, match=told):
-            read_task(given)
+    for task, message in (
+        (f"gsm8k={file}", "its rows need answer"),
+        ("chess=x", "NAME=FILE"),
+        ("tickets", "NAME=FILE"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            read_task(task)
     for row, name in (
         ({"question": "Why?", "answer": "two"}, "gsm8k"),
         ({"messages": [{"role": "user", "content": 1}]}, "tickets"),
@@ -126,10 +132,10 @@ def test_all_settings_run_in_turns_and_are_told(tmp_path: Path) -> None:
     config = LossyConfig(
         tasks=(f"tickets={file}",), settings="relaxed:n=258,delta=1;lenience:1", max_tokens=24, repeat=2
     )
-    bench, told = LossyBench(llm, "scripted", config), list[str]()
-    bench.run(lambda text, share=None: told.append(text))
+    bench, progress = LossyBench(llm, "scripted", config), list[str]()
+    bench.run(lambda text, share=None: progress.append(text))
     settings = [PLAIN, LOSSLESS, "relaxed:n=258,delta=1", "lenience:l=1"]
-    assert told == [f"tickets, {each}" for each in [*settings, *settings[::-1]]]
+    assert progress == [f"tickets, {each}" for each in [*settings, *settings[::-1]]]
     plain, lossless, relaxed, neutral = bench.results()
     assert [each.lossless for each in (plain, lossless, relaxed, neutral)] == [True, True, False, False]
     assert plain.tokens_per_round == 1.0 < lossless.tokens_per_round < relaxed.tokens_per_round

@@ -93,7 +93,7 @@ def test_a_fixed_number_of_drafts_makes_every_round_as_wide(config_only: Path) -
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"tokens_per_round": (0.5,)}, "at least 1"),
         ({"tokens_per_round": (float("nan"),)}, "at least 1"),
@@ -104,8 +104,8 @@ def test_a_fixed_number_of_drafts_makes_every_round_as_wide(config_only: Path) -
         ({"trees": (8,), "marginals": "nowhere"}, "nowhere"),
     ],
 )
-def test_nonsense_is_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         MockConfig(**options)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from live_server import serving, talker
-from server_words import LAST, USAGE, event, said, stream
+from server_words import LAST, USAGE, event, stream, text_event
 from small_llm import tiny_model
 
 from paceline.bench.config import ServersConfig, ServingConfig
@@ -66,7 +66,7 @@ class Recording(Client):
         time.sleep(self.seconds)
         with self.lock:
             self.num_now -= 1
-        return stream(said("a") + LAST, event(USAGE) + event(b"[DONE]"))
+        return stream(text_event("a") + LAST, event(USAGE) + event(b"[DONE]"))
 
 
 PROMPTS = [Prompt("0", [{"role": "user", "content": "hi"}], ("hi",), "x"), Prompt("1", [], (), "x", (1, 2))]
@@ -80,9 +80,9 @@ def test_loads_requests_and_turns() -> None:
     )
     bench = ServingBench(contenders, "m", PROMPTS, config)
     order: list[tuple[str, str]] = []
-    told: list[Arrivals] = []
-    bench.run(lambda load, _: told.append(load), lambda load, name, _: order.append((str(load), name)))
-    assert len(told) == bench.num_answers == 2 * 2 * 2 * 7
+    loads: list[Arrivals] = []
+    bench.run(lambda load, _: loads.append(load), lambda load, name, _: order.append((str(load), name)))
+    assert len(loads) == bench.num_answers == 2 * 2 * 2 * 7
     closed, opened = "3 in flight", "1000 per second"
     turns = [(closed, "off"), (closed, "auto"), (opened, "auto"), (opened, "off")]
     assert order == [*turns, (closed, "auto"), (closed, "off"), (opened, "off"), (opened, "auto")]
@@ -100,9 +100,9 @@ def test_loads_requests_and_turns() -> None:
 
 def test_tools_and_template_variables_of_a_prompt_are_sent() -> None:
     client, tool = Recording(0.0), {"type": "function", "function": {"name": "f"}}
-    asked = replace(PROMPTS[0], tools=(tool,), variables=(("enable_thinking", False),))
+    prompt = replace(PROMPTS[0], tools=(tool,), variables=(("enable_thinking", False),))
     ServingBench(
-        [Contender("x", client)], "m", [asked], ServingConfig(concurrencies=(1,), num_requests=1, max_tokens=1)
+        [Contender("x", client)], "m", [prompt], ServingConfig(concurrencies=(1,), num_requests=1, max_tokens=1)
     ).run()
     assert client.bodies
     for body in client.bodies:
@@ -164,9 +164,9 @@ def test_a_live_server_off_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[
     files = {file.name for file in (tmp_path / "run").iterdir()}
     assert files >= {"config.json", "command.txt", "metrics.jsonl", "report.md", "report.html", "results.json"}
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    told = [line["steps"] for line in lines if "steps" in line]
-    assert len(lines) == 12 + 4 and len(told) == 4, "a line for each request, and one for each pass"
-    for one in told:
+    steps = [line["steps"] for line in lines if "steps" in line]
+    assert len(lines) == 12 + 4 and len(steps) == 4, "a line for each request, and one for each pass"
+    for one in steps:
         counts = {kind: sum(count for own, _, count, _ in one if own == kind) for kind, *_ in one}
         assert counts.keys() == {"step", "prefill", "verify"} and counts["prefill"] >= 3
         assert counts["verify"] <= 15, "three requests of six tokens, and nothing of the passes before"
@@ -178,7 +178,7 @@ def test_a_live_server_off_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("gains", "said"),
+    ("gains", "sentence"),
     [
         ([], "There is nothing to compare"),
         (
@@ -196,9 +196,9 @@ def test_a_live_server_off_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[
         ),
     ],
 )
-def test_a_verdict_on_a_load(gains: list[tuple[float, str, str]], said: str) -> None:
+def test_a_verdict_on_a_load(gains: list[tuple[float, str, str]], sentence: str) -> None:
     verdict = render("load_verdict.txt", gains=gains, num_failed=0, num_answers=9)
-    assert said in verdict and "failed" not in verdict
+    assert sentence in verdict and "failed" not in verdict
     assert "3 of 9 answers failed" in render("load_verdict.txt", gains=gains, num_failed=3, num_answers=9)
 
 
@@ -266,9 +266,9 @@ def other_server() -> Iterator[str]:
             self._answer(json.dumps({"data": [{"id": "theirs", "owned_by": "them"}]}).encode())
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            assert "speculate" not in asked and "return_metrics" not in asked
-            self._answer(said("hi") + LAST + event(b"[DONE]"))
+            request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            assert "speculate" not in request and "return_metrics" not in request
+            self._answer(text_event("hi") + LAST + event(b"[DONE]"))
 
         def _answer(self, body: bytes) -> None:
             self.send_response(200)
@@ -307,8 +307,8 @@ def test_it_starts_and_ends_its_own_server(tmp_path: Path, monkeypatch: pytest.M
     results = json.loads((tmp_path / "run" / "results.json").read_text())["results"]
     assert [each["speculate"] for each in results] == ["auto"] * 2
     assert all(each["num_failed"] == 0 for each in results)
-    found = re.search(r"listening on http://127.0.0.1:(\d+)", (tmp_path / "run" / "server-auto.log").read_text())
-    assert found and not servers._answers(f"http://127.0.0.1:{found.group(1)}/health")
+    match = re.search(r"listening on http://127.0.0.1:(\d+)", (tmp_path / "run" / "server-auto.log").read_text())
+    assert match and not servers._answers(f"http://127.0.0.1:{match.group(1)}/health")
 
 
 STAND_IN = """#!{python} -I
@@ -343,8 +343,8 @@ def test_every_contender_has_a_server_and_all_end(tmp_path: Path, monkeypatch: p
     broken = servers.started([("first", ()), ("second", ("--broken",))], tmp_path, SILENT)
     with pytest.raises(ConfigError, match="could not be started: out of luck"), broken:
         pass
-    found = re.search(r"http://127.0.0.1:\d+", (tmp_path / "server-first.log").read_text())
-    assert found and not servers._answers(found.group() + "/ready"), (
+    match = re.search(r"http://127.0.0.1:\d+", (tmp_path / "server-first.log").read_text())
+    assert match and not servers._answers(match.group() + "/ready"), (
         "the others are ended with the one that could not be started"
     )
 
@@ -371,7 +371,7 @@ def test_started_servers_understand_the_words() -> None:
     assert dict(zip(words[::2], words[1::2], strict=True)) == {
         f"--{k.replace('_', '-')}": str(v) for k, v in changed.items()
     }
-    asked = {
+    options = {
         "drafter",
         "max_batch",
         "max_len",
@@ -384,5 +384,5 @@ def test_started_servers_understand_the_words() -> None:
         "threads",
         "weights",
     }
-    assert asked <= signature(serve).parameters.keys() & signature(bench_serving).parameters.keys()
+    assert options <= signature(serve).parameters.keys() & signature(bench_serving).parameters.keys()
     assert words_of(EngineConfig()) == ()

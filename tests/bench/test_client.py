@@ -6,7 +6,7 @@ import socket
 import threading
 
 import pytest
-from server_words import BY_SOURCE, LAST, USAGE, event, said, stream
+from server_words import BY_SOURCE, LAST, USAGE, event, stream, text_event
 
 from paceline.bench.serving.load import Answer, read_answer, tokens_per_round
 from paceline.errors import ConfigError
@@ -17,7 +17,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 def test_a_stream_becomes_an_answer() -> None:
     role = event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
-    whole = stream(role, said("a"), said("bcd"), said("e"), LAST + event(USAGE), event(b"[DONE]"))
+    whole = stream(role, text_event("a"), text_event("bcd"), text_event("e"), LAST + event(USAGE), event(b"[DONE]"))
     answer = read_answer(whole)
     assert answer.error is None and answer.text == "abcde"
     assert (answer.first_s, answer.total_s, answer.chunk_gaps_s) == (2.0, 6.0, [1.0, 1.0])
@@ -31,7 +31,7 @@ def test_a_stream_becomes_an_answer() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 50])
 def test_where_the_bytes_are_cut_does_not_matter(size: int) -> None:
-    data = said("é") + said("\r\n0\r\n\r\n") + LAST + event(USAGE) + event(b"[DONE]")
+    data = text_event("é") + text_event("\r\n0\r\n\r\n") + LAST + event(USAGE) + event(b"[DONE]")
     answer = read_answer(stream(*(data[at : at + size] for at in range(0, len(data), size))))
     assert answer.error is None and answer.text == "é\r\n0\r\n\r\n" and answer.num_tokens == 5
 
@@ -39,8 +39,8 @@ def test_where_the_bytes_are_cut_does_not_matter(size: int) -> None:
 @pytest.mark.parametrize(
     ("whole", "error"),
     [
-        (stream(said("a")), "the stream ended early"),
-        (stream(said("a"), event(b"[DONE]")), "the stream ended without a finish reason"),
+        (stream(text_event("a")), "the stream ended early"),
+        (stream(text_event("a"), event(b"[DONE]")), "the stream ended without a finish reason"),
         (stream(event({"error": {"message": "the engine failed"}}), event(b"[DONE]")), "the engine failed"),
         (stream(event(b"{"), event(b"[DONE]")), "an event of the stream is no JSON"),
         (stream(b'{"error": {"message": "too many"}}', status=429), "status 429: too many"),
@@ -78,9 +78,9 @@ def answered(*said_by_server: bytes, timeout_s: float = 5.0) -> list[Answer]:
         def speak() -> None:
             with listening.accept()[0] as connection:
                 for each in said_by_server:
-                    asked = b""
-                    while not asked.endswith(b"{}"):
-                        asked += connection.recv(2**16)
+                    request = b""
+                    while not request.endswith(b"{}"):
+                        request += connection.recv(2**16)
                     connection.sendall(each)
 
         thread = threading.Thread(target=speak, daemon=True)
@@ -112,7 +112,7 @@ def test_a_server_that_breaks_off_is_a_failure(said_by_server: bytes, error: str
 
 
 def test_a_connection_is_used_again() -> None:
-    whole = said("a") + LAST + event(b"[DONE]")
+    whole = text_event("a") + LAST + event(b"[DONE]")
     by_length = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(whole), whole)
     in_chunks = CHUNKED + b"1\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (whole[:1], len(whole) - 1, whole[1:])
     assert [each.text for each in answered(by_length, in_chunks, by_length)] == ["a", "a", "a"]

@@ -77,11 +77,11 @@ def prompts(*turns: str) -> list[Prompt]:
 
 
 def run_bench(config: BenchConfig = CONFIG, *turns: str) -> Bench:
-    made = Bench(
+    benchmark = Bench(
         cast(Any, FakeLLM()), prompts(*(turns or ("one", "two", "three", "four", "five"))), config, lambda _: None
     )
-    made.run()
-    return made
+    benchmark.run()
+    return benchmark
 
 
 @dataclass
@@ -95,9 +95,9 @@ class Asked:
     limit: int | None = None
 
     def run(self, progress: Progress = SILENT, **changes: Any) -> Evaluation:
-        given = replace(self, **changes)
-        more: dict[str, Any] = {"engine": EngineConfig(model="fake"), "limit": given.limit, "out": given.out}
-        return evaluate(given.drafter, given.prompts, given.config, progress=progress, **more)
+        merged = replace(self, **changes)
+        more: dict[str, Any] = {"engine": EngineConfig(model="fake"), "limit": merged.limit, "out": merged.out}
+        return evaluate(merged.drafter, merged.prompts, merged.config, progress=progress, **more)
 
 
 class Heard(Progress):
@@ -150,8 +150,8 @@ def test_a_loop_is_a_short_period_at_the_end() -> None:
 
 @pytest.mark.slow
 def test_the_figures_of_one_set() -> None:
-    made = run_bench(evaluation_config("good", CONFIG))
-    figures = set_figures(made)
+    benchmark = run_bench(evaluation_config("good", CONFIG))
+    figures = set_figures(benchmark)
     assert [(each.drafter, each.batch, each.temperature) for each in figures["results"]][:4] == [
         ("none", 1, 0.0),
         ("good", 1, 0.0),
@@ -167,7 +167,7 @@ def test_the_figures_of_one_set() -> None:
     assert [each["temperature"] for each in figures["looping"]] == [0.0, 1.0]
     assert len(figures["texts"]) == 8
     first = figures["texts"][0]
-    answer = made.passes[made.settings[1]][0].answers[0]
+    answer = benchmark.passes[benchmark.settings[1]][0].answers[0]
     assert (first["prompt"], first["text"], first["num_tokens"]) == ("one", answer.text, 40)
     assert first["tokens_per_round"] == pytest.approx(
         1 + sum(one.num_accepted for one in answer.rounds) / len(answer.rounds)
@@ -178,27 +178,27 @@ def test_the_figures_of_one_set() -> None:
 
 @pytest.mark.slow
 def test_loops_are_told_apart_from_the_rest() -> None:
-    made = run_bench(evaluation_config("good", BenchConfig(max_tokens=40, ignore_eos=True)))
-    answers = made.passes[made.settings[1]][0].answers
+    benchmark = run_bench(evaluation_config("good", BenchConfig(max_tokens=40, ignore_eos=True)))
+    answers = benchmark.passes[benchmark.settings[1]][0].answers
     for answer in answers[:2]:
         answer.token_ids, answer.rounds = [9] * 40, [Round(4, 4, "good")] * 8
     for answer in answers[2:]:
         answer.token_ids, answer.rounds = list(range(40)), [Round(4, 1, "good")] * 20
-    (looping,) = set_figures(made)["looping"]
+    (looping,) = set_figures(benchmark)["looping"]
     assert looping["looping_share"] == pytest.approx(0.4)
     assert looping["tokens_per_round"] == pytest.approx((2 * 40 + 3 * 40) / (2 * 8 + 3 * 20))
     assert looping["without_loops"] == 2.0
     for answer in answers:
         answer.token_ids = [9] * 40
-    (looping,) = set_figures(made)["looping"]
+    (looping,) = set_figures(benchmark)["looping"]
     assert (looping["looping_share"], looping["without_loops"]) == (1.0, None)
 
 
 @pytest.mark.slow
 def test_decode_and_evaluation_report_the_same_figures_under_the_same_names() -> None:
-    made = run_bench(evaluation_config("good", BenchConfig(max_tokens=40, ignore_eos=True)))
-    figures = set_figures(made)
-    assert figures["results"] == made.results()
+    benchmark = run_bench(evaluation_config("good", BenchConfig(max_tokens=40, ignore_eos=True)))
+    figures = set_figures(benchmark)
+    assert figures["results"] == benchmark.results()
     (looping,) = figures["looping"]
     drafted = figures["results"][-1]
     assert (drafted.drafter, looping["tokens_per_round"]) == ("good", drafted.tokens_per_round)
@@ -209,14 +209,14 @@ def test_decode_and_evaluation_report_the_same_figures_under_the_same_names() ->
 @pytest.mark.slow
 def test_the_line_names_the_set_of_each_row(tmp_path: Path) -> None:
     config = evaluation_config("good", CONFIG)
-    made = run_bench(config)
-    evaluation = Evaluation("good", {}, RunFolder(tmp_path), introduction(made.llm, MACHINE, config))
-    evaluation.sets["a"] = plain(set_figures(made))
+    benchmark = run_bench(config)
+    evaluation = Evaluation("good", {}, RunFolder(tmp_path), introduction(benchmark.llm, MACHINE, config))
+    evaluation.sets["a"] = plain(set_figures(benchmark))
     line = evaluation.as_line()
     assert {row["prompts"] for row in line["results"]} == {"a"}
     assert len(line["results"]) == 8
-    assert line["ceiling_tokens_per_s"] == 1e9 / made.llm.target.weight_bytes
-    assert line["heldout"] == {"a": next(r.tokens_per_round for r in made.results() if r.drafter == "good")}
+    assert line["ceiling_tokens_per_s"] == 1e9 / benchmark.llm.target.weight_bytes
+    assert line["heldout"] == {"a": next(r.tokens_per_round for r in benchmark.results() if r.drafter == "good")}
     for row in evaluation.sets["a"]["results"]:
         row["batch"] = 2
     assert evaluation.heldout == {}
@@ -243,7 +243,7 @@ def test_a_run_writes_its_evaluation(ask: Asked) -> None:
     assert {key: saved[key] for key in line} == line
     assert {"processor", "versions", "commit"} <= set(saved)
     assert json.loads((ask.out / "config.json").read_text())["what"] == "evaluate"
-    assert len(heard.tables) == 2 and any("end in a loop" in said for said in heard.said)
+    assert len(heard.tables) == 2 and any("end in a loop" in heading for heading in heard.said)
 
 
 @pytest.mark.slow
@@ -251,21 +251,21 @@ def test_the_command_shows_and_prints_the_evaluation(ask: Asked, capsys: pytest.
     command.evaluate(
         ask.drafter, EngineConfig(model="org/fake"), ask.config, list(ask.prompts), out=ask.out, as_json=True
     )
-    told = capsys.readouterr()
-    line = json.loads(told.out.splitlines()[-1])
+    output = capsys.readouterr()
+    line = json.loads(output.out.splitlines()[-1])
     assert list(line["sets"]) == ["easy", "hard"]
     assert line["run"] == str(ask.out)
-    assert "tokens/round" in told.err and "ceiling" in told.err and "0-512" not in told.err
+    assert "tokens/round" in output.err and "ceiling" in output.err and "0-512" not in output.err
 
 
 @pytest.mark.slow
 def test_the_command_shows_the_acceptance_length_by_context(ask: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"out": ask.out, "as_json": True, "by_context": True}
     command.evaluate(ask.drafter, EngineConfig(model="org/fake"), ask.config, list(ask.prompts), **options)
-    told = capsys.readouterr()
-    rows = [row for each in json.loads(told.out.splitlines()[-1])["sets"].values() for row in each["by_context"]]
+    output = capsys.readouterr()
+    rows = [row for each in json.loads(output.out.splitlines()[-1])["sets"].values() for row in each["by_context"]]
     assert [(row["from"], row["to"], row["rounds"] > 0) for row in rows] == [(0, 512, True)] * 2
-    shown = [line.split()[-2:] for line in told.err.splitlines() if "0-512" in line]
+    shown = [line.split()[-2:] for line in output.err.splitlines() if "0-512" in line]
     assert shown == [[str(row["rounds"]), f"{row['tokens_per_round']:.2f}"] for row in rows]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 import sys
@@ -11,20 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_folders import EVIL, check, evaluation, folder, step
 
-from paceline.bench.pages.run_page import numbers, page, read_run, thinned, training_verdict
-from paceline.cli import app
+from paceline.bench.pages.run_page import numbers, page, read_run, thinned
 from paceline.commands.evaluate import report
 from paceline.errors import ConfigError
 from paceline.report.pages import Series, curves
-from paceline.train.run import TrainResult
 
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("matplotlib")
 pytest_plugins = ("undrawn",)
-EVIL = "</pre><script>alert('x')</script> & \x00 \u0007"
-Line = dict[str, Any]
 VOID = {"meta", "br", "path", "use", "rect"}
 
 
@@ -65,82 +61,6 @@ class Checker(HTMLParser):
             assert self.open.pop() == tag
 
 
-def step(number: int, loss: float | None = 2.0, seconds: float = 60.0) -> dict[str, Any]:
-    recall = [0.5, 0.4, 0.3]
-    figures = {"loss": loss, "eal": 1.5, "accuracy": 0.3, "recall1": recall, "recall16": recall}
-    return {"step": number, "blocks": 100 * number, **figures, "blocks_per_s": 12.0, "seconds": seconds}
-
-
-def check(number: int, eal: float = 1.7, ood: bool = True) -> dict[str, Any]:
-    figures = {"loss": 1.9, "eal": eal, "accuracy": 0.4, "recall1": [0.6, 0.5, 0.4], "recall16": [0.9, 0.8, 0.7]}
-    return {"step": number, "blocks": 100 * number, "heldout": figures, "ood": {**figures, "eal": 1.2} if ood else None}
-
-
-def row(drafter: str, batch: int, temperature: float, **values: Any) -> dict[str, Any]:
-    return {
-        "drafter": drafter,
-        "drafter_name": drafter,
-        "batch": batch,
-        "temperature": temperature,
-        "tokens_per_s": 20.0,
-        "tokens_per_s_range": [19.0, 21.0],
-        "decode_tokens_per_s": None,
-        "tokens_per_round": 1.0 if drafter == "none" else 2.5,
-        "tokens_per_round_interval": [None, None] if drafter == "none" else [2.25, 2.75],
-        "survival": [] if drafter == "none" else [0.7, 0.5, 0.3],
-        "accepted_histogram": [10] if drafter == "none" else [3, 2, 2, 3],
-        "speedup": 1.0 if drafter == "none" else 1.85,
-        "speedup_interval": [1.6, 2.05],
-        "speedup_vs": {},
-        "identical": 1.0 if temperature == 0 else None,
-        "lossless": True,
-        "seconds": {"prefill": 1.0, "draft": 1.0, "verify": 1.0, "host": 1.0, "wall": 4.0},
-        "bytes_per_s": 1e9,
-        "repetition": 0.1,
-        "num_answers": 3,
-        "num_output_tokens": 240,
-        "differences": [],
-        **values,
-    }
-
-
-def evaluation(name: str = "gsm8k", **values: Any) -> dict[str, Any]:
-    rows = [row(drafter, batch, t, **values) for t in (0.0, 1.0) for batch in (1, 8) for drafter in ("none", "d")]
-    looping = {
-        "temperature": 0.0,
-        "num_answers": 4,
-        "looping_share": 0.25,
-        "tokens_per_round": 2.5,
-        "tokens_per_round_interval": [2.25, 2.75],
-        "without_loops": None,
-        "without_loops_interval": [None, None],
-    }
-    text = {"request": EVIL, "temperature": 0.0, "prompt": EVIL, "text": EVIL, "num_tokens": 8, "tokens_per_round": 2.0}
-    figures = {"results": rows, "looping": [looping], "looping_share": 0.25, "texts": [{**text, "is_loop": True}]}
-    return {
-        "drafter": "d",
-        "model": "m",
-        "dtype": "float32",
-        "device": "cpu",
-        "machine": {"name": "test"},
-        "ceiling_tokens_per_s": 100.0,
-        "sets": {name: figures},
-        "heldout": {name: 2.5},
-        "settings": {"bench": {"seed": 0}},
-    }
-
-
-def folder(path: Path, lines: list[dict[str, Any]] | None = None, evaluated: dict[str, Any] | None = None) -> Path:
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps({"what": "train", "target": "m", "versions": {"torch": "2"}}))
-    (path / "command.txt").write_text("paceline train --target m\n")
-    if lines is not None:
-        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if evaluated is not None:
-        (path / "evaluation.json").write_text(json.dumps(evaluated))
-    return path
-
-
 def titles(text: str) -> list[str]:
     return re.findall("<h2>(.*?)</h2>", text)
 
@@ -162,11 +82,11 @@ def whole(whole_run: Path) -> str:
 
 
 def test_a_whole_run(whole: str) -> None:
-    text, found = whole, Checker(whole)
-    assert found.open == []
-    assert len(found.ids) == len(set(found.ids))
-    assert found.referred <= set(found.ids)
-    assert "script" not in found.tags and "link" not in found.tags and "img" not in found.tags
+    text, checker = whole, Checker(whole)
+    assert checker.open == []
+    assert len(checker.ids) == len(set(checker.ids))
+    assert checker.referred <= set(checker.ids)
+    assert "script" not in checker.tags and "link" not in checker.tags and "img" not in checker.tags
     assert captions(text) == [
         "Loss",
         "Expected tokens per round",
@@ -179,7 +99,7 @@ def test_a_whole_run(whole: str) -> None:
         "Accepted drafts a round, T=1",
         "Speed-up, with 95% intervals over prompts",
     ]
-    assert found.tags.count("svg") == 1 + 10, "the mark in the header, and the plots"
+    assert checker.tags.count("svg") == 1 + 10, "the mark in the header, and the plots"
     for shown in ("1.85x [1.60, 2.05]", "2.50 [2.25, 2.75]", "25% of 4", "paceline train --target m", "versions.torch"):
         assert shown in text
     assert "held out" in text and "out of domain" in text
@@ -197,9 +117,9 @@ def test_the_page_fits_a_phone_and_both_schemes(whole: str) -> None:
 
 def last_setting(name: str) -> dict[str, Any]:
     """An evaluation on the prompts `name` at one temperature and batch: three figures to draw."""
-    found = evaluation(name)
-    del found["sets"][name]["results"][:-2]
-    return found
+    figures = evaluation(name)
+    del figures["sets"][name]["results"][:-2]
+    return figures
 
 
 def test_what_a_model_wrote_is_escaped(tmp_path: Path) -> None:
@@ -286,154 +206,6 @@ def test_a_long_name_is_shortened_in_the_plots_only(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_figures_that_are_not_lossless_say_so(tmp_path: Path) -> None:
     assert "NOT LOSSLESS" in page(read_run(folder(tmp_path / "run", None, evaluation(lossless=False))))
-
-
-def verdict_of(run: Path) -> str:
-    """The sentence at the top of the page."""
-    return html.unescape(re.findall('<p class="verdict[a-z ]*">(.*?)</p>', page(read_run(run)), re.DOTALL)[0])
-
-
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        (
-            {},
-            "d makes answers 1.85x as fast as plain decoding (one request at a time, greedy), 2.50 tokens a round: a "
-            "good",
-        ),
-        ({}, "Next: use it, paceline serve --drafter d."),
-        ({}, "25% of the answers end in a loop"),
-        ({"speedup": 1.2, "speedup_interval": [0.9, 1.5]}, "a small gain. Its interval holds 1, so this may be chance"),
-        ({"speedup": 1.0}, "no gain."),
-        ({"speedup": 0.8}, "drafting costs time here."),
-        ({"speedup": 0.8}, "drafts are accepted, but to check them takes too long here"),
-        ({"speedup": 0.8, "tokens_per_round": 1.3}, "few drafts are accepted; train a drafter on prompts like these"),
-        ({"identical": 0.9}, "(90% are): in 16 bits a near-tie may fall the other way"),
-        ({"lossless": False}, "NOT LOSSLESS: acceptance was mocked"),
-    ],
-)
-def test_a_report_opens_with_a_verdict(tmp_path: Path, values: dict[str, Any], said: str) -> None:
-    found = evaluation(**values)
-    for each in found["sets"]["gsm8k"]["results"]:
-        each["identical"] = each["identical"] if each["temperature"] == 0 else None
-    verdict = verdict_of(folder(tmp_path / "run", None, found))
-    assert said in verdict and "\n" not in verdict
-    assert ("Its interval" in verdict) == ("speedup_interval" in values)
-
-
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize(
-    ("values", "said", "tone"),
-    [
-        ({"speedup": 9.37, "tokens_per_round": 3.0}, "the machine was busy: repeat", ""),
-        ({"speedup": 2.0, "num_output_tokens": 4}, "4 tokens are too few for a verdict", ""),
-        ({"speedup": 0.8}, "drafting costs time here.", " cost"),
-        ({}, "1.85x as fast", " good"),
-    ],
-)
-def test_a_page_shows_no_speedup_that_cannot_be(tmp_path: Path, values: dict[str, Any], said: str, tone: str) -> None:
-    found = evaluation()
-    for each in found["sets"]["gsm8k"]["results"]:
-        each.update(values if each["drafter"] == "d" else {})
-    run = folder(tmp_path / "run", None, found)
-    assert said in verdict_of(run)
-    text = page(read_run(run))
-    assert f'<p class="verdict{tone}">' in text and "9.37x" not in text
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_verdict_judges_by_the_settings_that_can_be(tmp_path: Path) -> None:
-    found = evaluation()
-    found["sets"]["gsm8k"]["results"].append(row("busy", 1, 0.0, speedup=4.0))
-    verdict = verdict_of(folder(tmp_path / "run", None, found))
-    assert "d makes answers 1.85x as fast" in verdict
-    assert "No verdict on busy (one request at a time, greedy): the machine was busy: repeat." in verdict
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_verdict_names_the_worst_setting(tmp_path: Path) -> None:
-    found = evaluation()
-    found["sets"]["gsm8k"]["results"][3]["speedup"] = 0.9
-    assert "The worst setting is 0.90x (d, 8 requests together, greedy)." in verdict_of(
-        folder(tmp_path / "run", None, found)
-    )
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_verdict_on_plain_decoding_alone(tmp_path: Path) -> None:
-    found = evaluation()
-    found["sets"]["gsm8k"]["results"] = [row("none", 1, 0.0)]
-    assert "Only plain decoding was measured" in verdict_of(folder(tmp_path / "run", None, found))
-
-
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        ([step(1)], "Nothing was held out"),
-        ([step(1), check(1)], "is expected to bring 1.70 tokens a round; only served figures count."),
-        ([step(1), check(1), check(2, 1.9)], "It was still getting better: train longer"),
-        ([step(1), check(1), check(2, 1.5)], "It was getting worse on held-out answers"),
-        ([step(1), check(1), check(2)], "It has stopped getting better"),
-    ],
-)
-def test_a_verdict_on_training(tmp_path: Path, lines: list[Line], said: str) -> None:
-    run = folder(tmp_path / "run", lines)
-    verdict = verdict_of(run)
-    assert said in verdict and f"Next: paceline evaluate {run}/drafter" in verdict
-    (run / "heldout.json").write_text(json.dumps({"tokens_per_round": 2.6, "num_rounds": 3, "num_prompts": 1}))
-    assert "brings 2.60 tokens a round on prompts that it was not trained on: good." in verdict_of(run)
-
-
-def trained(path: Path, default: float | None, **served: Any) -> Path:
-    """A run whose plan expected 1.10 tokens a round from 44 answers where 3,000 are advised."""
-    run = folder(path, [{**step(1), "unigram_entropy": 5.55}, check(1)])
-    told = {"tokens_per_round": 1.06, "num_rounds": 300, "num_prompts": 16, "speedup": 1.17, **served}
-    told |= {"plain_tokens_per_s": 10.0, "drafted_tokens_per_s": 11.7}
-    told |= {"default_drafter": {"tokens_per_round": default}} if default else {}
-    (run / "heldout.json").write_text(json.dumps(told))
-    expected = {"tokens_per_round": 1.1, "is_beyond_the_curve": False, "answers": 44, "advised": 3000}
-    (run / "plan.json").write_text(json.dumps({"expected": expected}))
-    (run / "config.json").write_text(json.dumps({"what": "train", "shape": {"start": "copied"}}))
-    return run
-
-
-def test_a_training_ends_with_expected_and_got_and_keeps_the_better_drafter(tmp_path: Path) -> None:
-    worse = training_verdict(read_run(trained(tmp_path / "worse", 2.38)))
-    assert "brings 1.06 tokens a round" in worse and "(expected: about 1.10): little." in worse
-    assert "brings 2.38 on the same prompts: yours is worse, keep that." in worse
-    assert worse.endswith(
-        "Next: keep the shipped drafter (--drafter default), or collect 3,000 answers and train again."
-    )
-    assert "1.17" not in worse and "No verdict on its speed: the machine was busy: repeat." in worse
-    better = training_verdict(read_run(trained(tmp_path / "better", 1.02, speedup=1.04)))
-    assert "keep that" not in better and "One stream on this machine: 1.04 times" in better
-    assert "Next: paceline evaluate " in better
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_the_command_ends_with_the_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = trained(tmp_path / "run", 2.38)
-    result = TrainResult(run / "drafter", run, 1, 100, 1.06, 6.24)
-    monkeypatch.setattr("paceline.commands.train.run_train", lambda config, progress: result)
-    for more in ([], ["--json"]):
-        app(["train", "--prompts", "none.jsonl", "--out", str(run), *more], prog_name="paceline", standalone_mode=False)
-        told = capsys.readouterr()
-        verdict = training_verdict(read_run(run))
-        assert told.err.rstrip().endswith(verdict) and "keep that" in verdict
-    assert json.loads(told.out)["verdict"] == verdict
-
-
-def test_the_advice_of_a_training_is_not_what_the_run_had(tmp_path: Path) -> None:
-    run = trained(tmp_path / "run", None)
-    lines = [{**step(1), "unigram_entropy": 5.55}, {"step": 1, "blocks": 100, "heldout": {"loss": 6.24, "eal": 1.06}}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    verdict = training_verdict(read_run(run))
-    assert "6.24, is worse than guessing by word frequency alone (5.55)" in verdict
-    assert "more prompts" in verdict and "--first-layers copied" not in verdict
 
 
 @pytest.mark.usefixtures("undrawn")

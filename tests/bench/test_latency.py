@@ -16,7 +16,7 @@ from delaying_proxy import delaying
 from doubles import ScriptedDrafter
 from live_server import serving, talker
 from loopback import answering
-from server_words import LAST, event, said, stream
+from server_words import LAST, event, stream, text_event
 from small_llm import Talker, fake_llm
 
 from paceline.bench.config import ArmsConfig, LatencyConfig
@@ -35,7 +35,7 @@ DELAY_S = 0.2
 PASS_S = 0.015
 
 
-def asked(number: int = 6, max_tokens: int = 24, rate: float | None = None) -> Workload:
+def small_workload(number: int = 6, max_tokens: int = 24, rate: float | None = None) -> Workload:
     words = [f"question {at}" for at in range(number)]
     requests = [WorkloadRequest(Prompt(text, [{"role": "user", "content": text}], (text,), "words")) for text in words]
     return Workload("words", "a few words", requests, max_tokens, rate)
@@ -67,7 +67,7 @@ def model_of(each: Contender) -> str:
 def test_parts_add_up_to_what_the_client_saw(rate: float | None) -> None:
     """Also with requests that wait for one another, and of every single answer."""
     with serving(talker(PASS_S)) as live:
-        bench = run([arm("it", live.url)], asked(rate=rate), repeat=1, turn=6)
+        bench = run([arm("it", live.url)], small_workload(rate=rate), repeat=1, turn=6)
     (result,) = bench.results()
     answers = bench.measured["words", "it"]
     assert (result.num_answers, result.num_failed, result.is_told) == (6, 0, True)
@@ -87,7 +87,7 @@ def test_parts_add_up_to_what_the_client_saw(rate: float | None) -> None:
 @pytest.mark.slow
 def test_a_delay_on_the_way_shows_in_communication_alone() -> None:
     with serving(talker(PASS_S)) as live, delaying(live.port, DELAY_S) as url:
-        bench = run([arm("near", live.url), arm("far", url)], asked(3, max_tokens=8), turn=2, repeat=1)
+        bench = run([arm("near", live.url), arm("far", url)], small_workload(3, max_tokens=8), turn=2, repeat=1)
     near, far = bench.results()
     assert far.unattributed is not None and far.unattributed < 0.02
     assert far.largest in ("verify", "communication")
@@ -123,7 +123,7 @@ def test_a_better_drafter_shows_in_decoding(monkeypatch: pytest.MonkeyPatch) -> 
         return llm
 
     with serving(lambda: fake_llm(targets[0])) as plain, serving(drafting) as drafted:
-        bench = run([arm("general", plain.url), arm("own", drafted.url)], asked(), repeat=1)
+        bench = run([arm("general", plain.url), arm("own", drafted.url)], small_workload(), repeat=1)
     pairs = {pair.part: pair for pair in bench.pairs()}
     interval = pairs["decode"].interval_s
     assert pairs["decode"].p50_s < 0.3 * pairs["decode"].against_p50_s, "a pass for four tokens, but for the last ones"
@@ -136,9 +136,9 @@ def test_a_better_drafter_shows_in_decoding(monkeypatch: pytest.MonkeyPatch) -> 
 
 def heard(timings: dict[str, float] | None, lossless: bool = True) -> Stream:
     """Sent at 10 s, first byte at 12 s, at an end at 14 s."""
-    told = event({"choices": [], "timings": timings}) if timings else b""
-    told += b"" if lossless else event({"choices": [], "lossless": False})
-    whole = stream(said("a"), said("b"), LAST + told + event(b"[DONE]"))
+    events = event({"choices": [], "timings": timings}) if timings else b""
+    events += b"" if lossless else event({"choices": [], "lossless": False})
+    whole = stream(text_event("a"), text_event("b"), LAST + events + event(b"[DONE]"))
     whole.connected_s, whole.written_s, whole.headers_s, whole.ended_s = 10.25, 10.5, 12.0, 14.0
     return whole
 
@@ -185,14 +185,16 @@ def test_mocked_answers_are_never_told_as_a_gain(tmp_path: Path) -> None:
         for x, is_so in ((1.0, True), (0.5, False))
     )
     bench = LatencyBench(
-        [Contender(name, Client("http://127.0.0.1:1"), OURS) for name in ("none", "mock")], [asked()], LatencyConfig()
+        [Contender(name, Client("http://127.0.0.1:1"), OURS) for name in ("none", "mock")],
+        [small_workload()],
+        LatencyConfig(),
     )
     for name, each in (("none", honest), ("mock", mocked)):
         bench.measured["words", name] += [each] * 4
     results, pairs = bench.results(), bench.pairs()
     assert [each.lossless for each in results] == [True, False] and not any(each.lossless for each in pairs)
-    told = latency_run.verdict_on(results, pairs)
-    assert "NOT LOSSLESS: words, mock" in told and "less time" not in told
+    verdict = latency_run.verdict_on(results, pairs)
+    assert "NOT LOSSLESS: words, mock" in verdict and "less time" not in verdict
 
 
 class OtherServer(BaseHTTPRequestHandler):
@@ -212,7 +214,7 @@ class OtherServer(BaseHTTPRequestHandler):
             self._send(self.refusal, b'{"error": {"message": "unknown type"}}')
         else:
             time.sleep(0.2)  # so that a busy machine's connecting does not take longer
-            self._send(200, said("yes") + LAST + event(b"[DONE]"))
+            self._send(200, text_event("yes") + LAST + event(b"[DONE]"))
 
     def _send(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -287,8 +289,8 @@ def test_turns_of_a_call_share_what_was_said_before() -> None:
         assert each.schema and first == voice.requests[0].prompt.messages[0] and last["role"] == "user"
     for name in WORKLOADS:
         assert len(named_workload(name).requests) >= 8 and len(named_workload(name, 3).requests) == 3
-    said = [message for each in voice.requests for message in each.prompt.messages]
-    said_before = [message["content"] for message in said if message["role"] == "assistant"]
+    messages = [message for each in voice.requests for message in each.prompt.messages]
+    said_before = [message["content"] for message in messages if message["role"] == "assistant"]
     for text in said_before:
         answer, form = json.loads(text), voice.requests[0].schema["properties"]  # pyright: ignore[reportOptionalSubscript]
         assert form["say"]["minLength"] <= len(answer["say"]) <= form["say"]["maxLength"]
@@ -356,4 +358,6 @@ def test_what_cannot_be_measured_is_said_before_anything_is_sent(tmp_path: Path)
         LatencyConfig(rate=1.0, concurrency=2)
     assert ArmsConfig().named_drafters == [("none", "none"), ("default", "default")]
     with serving(talker()) as live, pytest.raises(ConfigError, match="cannot be asked for words: status 404"):
-        LatencyBench([Contender("it", Client(live.url), {"model": "another"} | OURS)], [asked()], LatencyConfig()).run()
+        LatencyBench(
+            [Contender("it", Client(live.url), {"model": "another"} | OURS)], [small_workload()], LatencyConfig()
+        ).run()

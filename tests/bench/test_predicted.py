@@ -35,11 +35,14 @@ def test_so_many_drafts_stand_as_the_curve_says() -> None:
 
 def test_both_sides_have_the_predicted_rates() -> None:
     timing = predicted(COSTS, ASKED)
-    (found,) = predict_all(COSTS, PredictConfig(context=2048, acceptance="0.89")).predictions
-    assert timing.off.tokens_per_s == pytest.approx(250.0) and found.plain_tokens_per_s == pytest.approx(250.0)
-    assert timing.on.tokens_per_s == pytest.approx(found.tokens_per_s, rel=0.05)
+    (prediction,) = predict_all(COSTS, PredictConfig(context=2048, acceptance="0.89")).predictions
+    assert timing.off.tokens_per_s == pytest.approx(250.0) and prediction.plain_tokens_per_s == pytest.approx(250.0)
+    assert timing.on.tokens_per_s == pytest.approx(prediction.tokens_per_s, rel=0.05)
     assert timing.on.text == timing.off.text == "".join(passage())
-    assert timing.verdict == f"Predicted: {found.speedup:.2f}x, 250 to {found.tokens_per_s:.0f} tokens/s; no model ran"
+    assert (
+        timing.verdict
+        == f"Predicted: {prediction.speedup:.2f}x, 250 to {prediction.tokens_per_s:.0f} tokens/s; no model ran"
+    )
     assert timing.off.lossless and not timing.on.lossless, "what stands was assumed"
 
 
@@ -72,7 +75,7 @@ def test_the_page_fills_its_columns_with_the_same_numbers() -> None:
 
 @pytest.mark.slow
 def test_the_page_reads_runs_and_draws_curves_as_the_chart_does(tmp_path: Path) -> None:
-    told = {
+    results = {
         "model": "qwen",
         "results": [
             {"drafter": "none", "batch": 1, "tokens_per_round": 1.0, "speedup": 1.0},
@@ -82,9 +85,9 @@ def test_the_page_reads_runs_and_draws_curves_as_the_chart_does(tmp_path: Path) 
             {"drafter": "x", "batch": 1, "tokens_per_round": 0.5, "speedup": 2.0},
         ],
     }
-    (tmp_path / "results.json").write_text(json.dumps(told))
+    (tmp_path / "results.json").write_text(json.dumps(results))
     expected = [(each.label, each.tokens_per_round, each.speedup, each.is_mocked) for each in read_points(tmp_path, 1)]
-    points = run_js("(text) => readPoints(text)", json.dumps(told))
+    points = run_js("(text) => readPoints(text)", json.dumps(results))
     assert [
         (each["label"], each["tokens_per_round"], each["speedup"], each["is_mocked"]) for each in points
     ] == expected

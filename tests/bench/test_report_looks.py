@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from bench.test_html import evaluation, folder, step
+from run_folders import evaluation, folder, step
 
 from paceline.bench.pages.run_page import _depth, page, read_run
 from paceline.loop.adapt.page import page as adapt_page
@@ -68,11 +68,11 @@ class Verdict:
 
 @pytest.mark.usefixtures("undrawn")
 def test_scores_audits_and_alarms_are_coloured_too() -> None:
-    found: Any = {name: cast(Any, Verdict(name)) for name in ("better", "worse", "no difference seen")}
-    assert evals_tone([found["better"]], []) == "good"
-    assert evals_tone([found["better"], found["worse"]], []) == "cost"
-    assert evals_tone([found["no difference seen"]], []) == evals_tone([], []) == ""
-    assert evals_tone([found["better"]], ["too slow"]) == "bad"
+    verdicts: Any = {name: cast(Any, Verdict(name)) for name in ("better", "worse", "no difference seen")}
+    assert evals_tone([verdicts["better"]], []) == "good"
+    assert evals_tone([verdicts["better"], verdicts["worse"]], []) == "cost"
+    assert evals_tone([verdicts["no difference seen"]], []) == evals_tone([], []) == ""
+    assert evals_tone([verdicts["better"]], ["too slow"]) == "bad"
     assert TONES == {"honest": "good", "faulty": "bad", "unsure": ""}
     line: dict[str, Any] = {"hour": 1, "mix": {}, "decision": {"action": "none", "why": "why", "declined": {}}}
     for state, shown in (

@@ -37,9 +37,9 @@ REAL = {
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
     folders = [tmp_path / "mock", tmp_path / "real"]
-    for folder, told in zip(folders, (MOCK, REAL), strict=True):
+    for folder, results in zip(folders, (MOCK, REAL), strict=True):
         folder.mkdir()
-        (folder / "results.json").write_text(json.dumps(told))
+        (folder / "results.json").write_text(json.dumps(results))
     return folders
 
 
@@ -99,8 +99,8 @@ def test_the_command(runs: list[Path], tmp_path: Path) -> None:
         *(word for run in runs for word in ("--results", str(run))),
     ]
     result = CliRunner().invoke(app, words, catch_exceptions=False)
-    told = json.loads(result.stdout.splitlines()[-1])
-    assert told["slopes"]["drafters"] == pytest.approx(0.5)
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert figures["slopes"]["drafters"] == pytest.approx(0.5)
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {
         "speedup.svg",
         "speedup.png",

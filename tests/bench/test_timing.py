@@ -189,8 +189,8 @@ def test_the_picture_is_well_formed_and_complete() -> None:
     timing = story()
     picture = ElementTree.fromstring(svg(timing))
     pieces = [each.text or "" for each in picture.iter(f"{SVG}text") if "mono" in each.get("class", "")]
-    said = re.sub(r"\s", "", timing.off.text)
-    assert re.sub(r"\s", "", "".join(pieces)) == said * 2
+    text = re.sub(r"\s", "", timing.off.text)
+    assert re.sub(r"\s", "", "".join(pieces)) == text * 2
     groups = [each.get("class", "") for each in picture.iter(f"{SVG}g") if each.get("class", "").startswith("r ")]
     style = next(picture.iter(f"{SVG}style")).text or ""
     assert len(groups) == len({(token.round) for token in timing.off.tokens}) + len(
@@ -228,13 +228,13 @@ def test_what_a_model_said_stays_text() -> None:
 def test_lines_break_between_words_and_fit() -> None:
     pieces = ["word" * 3 + " "] * 20 + ["\n\n", "x" * (2 * CELLS + 5), "\t字" * 30]
     answer = TimedAnswer("none", tuple(TimedToken(text, 0.1, number, False) for number, text in enumerate(pieces)))
-    found = list(runs(answer))
-    assert all(run.cell + run.width <= CELLS for run in found)
-    assert {run.text for run in found if run.text.startswith("word")} == {"wordwordword"}
-    assert [run.width for run in found if "x" in run.text][:2] == [CELLS, CELLS]
-    gaps = {run.line for run in found}
+    text_runs = list(runs(answer))
+    assert all(run.cell + run.width <= CELLS for run in text_runs)
+    assert {run.text for run in text_runs if run.text.startswith("word")} == {"wordwordword"}
+    assert [run.width for run in text_runs if "x" in run.text][:2] == [CELLS, CELLS]
+    gaps = {run.line for run in text_runs}
     assert len(gaps) == max(gaps), "one empty line"
-    assert re.sub(r"\s", "", "".join(run.text for run in found)) == re.sub(r"\s", "", answer.text)
+    assert re.sub(r"\s", "", "".join(run.text for run in text_runs)) == re.sub(r"\s", "", answer.text)
 
 
 def test_long_answers_are_cut_and_it_says_so() -> None:
@@ -279,7 +279,7 @@ def test_a_run_leaves_page_times_and_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((), "there is no prompt"),
         ((" ",), "the prompt is empty"),
@@ -291,7 +291,7 @@ def test_a_run_leaves_page_times_and_picture(tmp_path: Path) -> None:
         (("hi", "--raw", "--system", "be brief"), "leave --raw out"),
     ],
 )
-def test_bad_words(words: tuple[str, ...], said: str) -> None:
-    with pytest.raises((ConfigError, PromptError), match=re.escape(said)) as raised:
+def test_bad_words(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises((ConfigError, PromptError), match=re.escape(message)) as raised:
         run(*words)
     assert isinstance(raised.value, PacelineError)

@@ -266,8 +266,8 @@ def test_the_picture_moves_in_an_image(browser: Any, tmp_path: Path) -> None:
         tab.evaluate(
             "(now) => document.getAnimations().forEach((one) => { one.pause(); one.currentTime = now; })", at_ms
         )
-        found = tab.evaluate(visible)
-        assert found == count if count is not None else 0 < found < total
+        num_visible = tab.evaluate(visible)
+        assert num_visible == count if count is not None else 0 < num_visible < total
     photograph(tab, "compare-svg.png")
     tab.emulate_media(reduced_motion="reduce")
     assert tab.evaluate("document.getAnimations().length") == 0

@@ -18,15 +18,15 @@ from paceline.errors import DownloadError, PromptError
 TOOL = {"name": "weather", "parameters": {"type": "object"}}
 
 
-def write(folder: Path, *given: Any, name: str = "rows.jsonl") -> Path:
+def write(folder: Path, *source_rows: Any, name: str = "rows.jsonl") -> Path:
     file = folder / name
-    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in given)
+    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in source_rows)
     file.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     return file
 
 
-def chat(*said: tuple[str, Any], **more: Any) -> dict[str, Any]:
-    return {"conversations": [{"from": who, "value": what} for who, what in said], **more}
+def chat(*turns: tuple[str, Any], **more: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": who, "value": what} for who, what in turns], **more}
 
 
 def test_sharegpt(tmp_path: Path) -> None:

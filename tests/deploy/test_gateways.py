@@ -112,8 +112,8 @@ def ask(
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]})
         connection.request("POST", path, body, {"Content-Type": "application/json"} | (headers or {}))
         answer = connection.getresponse()
-        told = answer.read()
-    return answer.status, json.loads(told).get("replica", "") if told.startswith(b"{") else ""
+        payload = answer.read()
+    return answer.status, json.loads(payload).get("replica", "") if payload.startswith(b"{") else ""
 
 
 class Running:
@@ -137,9 +137,9 @@ def running(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def replicas() -> Iterator[list[Replica]]:
-    made = [Replica() for _ in range(3)]
-    yield made
-    for each in made:
+    all_replicas = [Replica() for _ in range(3)]
+    yield all_replicas
+    for each in all_replicas:
         each.go_on.set()
         each.close()
 
@@ -151,8 +151,8 @@ def nginx(render: Any, replicas: list[Replica], tmp_path: Path) -> Iterator[Runn
     if program is None:
         pytest.skip("nginx is not installed")
     port = free_port()
-    given = [f"eu={replicas[0].name},{replicas[1].name}", f"us={replicas[2].name}"]
-    text = render.render("nginx", render.read_regions(given), port).replace(
+    regions = [f"eu={replicas[0].name},{replicas[1].name}", f"us={replicas[2].name}"]
+    text = render.render("nginx", render.read_regions(regions), port).replace(
         "/tmp/paceline-nginx", str(tmp_path / "nginx")
     )
     (tmp_path / "nginx.conf").write_text(text)
@@ -166,9 +166,9 @@ def nginx(render: Any, replicas: list[Replica], tmp_path: Path) -> Iterator[Runn
 def test_a_session_stays_with_its_replica(nginx: Running) -> None:
     """And sessions are shared out; without one a key counts."""
     first, second, _ = nginx.replicas
-    found = {name: {ask(nginx.port, {"x-session-id": name})[1] for _ in range(2)} for name in map(str, range(24))}
-    assert all(len(each) == 1 for each in found.values())
-    shares = [sum(each == {replica.name} for each in found.values()) for replica in (first, second)]
+    by_session = {name: {ask(nginx.port, {"x-session-id": name})[1] for _ in range(2)} for name in map(str, range(24))}
+    assert all(len(each) == 1 for each in by_session.values())
+    shares = [sum(each == {replica.name} for each in by_session.values()) for replica in (first, second)]
     assert sum(shares) == 24 and min(shares) >= 4
     keys = {
         name: {ask(nginx.port, {"Authorization": f"Bearer {name}"})[1] for _ in range(2)}
@@ -247,8 +247,8 @@ def test_envoys_configuration_is_of_its_schema(render: Any) -> None:
     for name in TYPES:
         importlib.import_module(name)
     regions = render.read_regions(["eu=10.0.0.1:8000,replica-2.eu:8000", "us=10.1.0.1:8000", "no=10.2.0.1:8000"])
-    told = yaml.safe_load(render.render("envoy", regions, 8080))
-    read = json_format.ParseDict(told, bootstrap.Bootstrap())
+    config = yaml.safe_load(render.render("envoy", regions, 8080))
+    read = json_format.ParseDict(config, bootstrap.Bootstrap())
     clusters = {each.name: each for each in read.static_resources.clusters}
     assert {*clusters} == {f"{kind}_{name}" for kind in ("region", "replicas") for name in regions}
     for name, replicas in regions.items():
@@ -257,20 +257,20 @@ def test_envoys_configuration_is_of_its_schema(render: Any) -> None:
         assert others.Unpack(aggregate) and aggregate.clusters[0] == f"replicas_{name}", "its own first"
         assert {*aggregate.clusters} == {f"replicas_{each}" for each in regions}
         ends = clusters[f"replicas_{name}"].load_assignment.endpoints[0].lb_endpoints
-        found = [
+        addresses = [
             (each.endpoint.address.socket_address.address, each.endpoint.address.socket_address.port_value)
             for each in ends
         ]
-        assert found == [(replica.host, replica.port) for replica in replicas]
+        assert addresses == [(replica.host, replica.port) for replica in replicas]
         assert clusters[f"replicas_{name}"].health_checks[0].http_health_check.path == "/ready"
     manager = importlib.import_module(TYPES[0]).HttpConnectionManager()
     assert read.static_resources.listeners[0].filter_chains[0].filters[0].typed_config.Unpack(manager)
     closed, *routes = manager.route_config.virtual_hosts[0].routes
     assert (closed.match.prefix, closed.direct_response.status) == ("/admin/", 404) and manager.use_remote_address.value
-    asked = [
+    chosen = [
         (each.match.headers[0].string_match.exact if each.match.headers else "", each.route.cluster) for each in routes
     ]
-    assert asked == [("us", "region_us"), ("no", "region_no"), ("", "region_eu")], (
+    assert chosen == [("us", "region_us"), ("no", "region_no"), ("", "region_eu")], (
         "the first region takes what names no other"
     )
     for route in routes:
@@ -279,9 +279,9 @@ def test_envoys_configuration_is_of_its_schema(render: Any) -> None:
             hashed == ["x-session-id", "authorization", ""]
             and route.route.hash_policy[2].connection_properties.source_ip
         )
-    told["static_resources"]["clusters"][0]["lb_polic"] = "RANDOM"
+    config["static_resources"]["clusters"][0]["lb_polic"] = "RANDOM"
     with pytest.raises(json_format.ParseError):
-        json_format.ParseDict(told, bootstrap.Bootstrap())
+        json_format.ParseDict(config, bootstrap.Bootstrap())
 
 
 def test_vllms_router_sends_a_prefix_where_it_was_seen(render: Any, replicas: list[Replica]) -> None:
@@ -304,7 +304,7 @@ def test_vllms_router_sends_a_prefix_where_it_was_seen(render: Any, replicas: li
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "there is no replica"),
         (["eu"], "write its replicas as HOST:PORT"),
@@ -315,9 +315,11 @@ def test_vllms_router_sends_a_prefix_where_it_was_seen(render: Any, replicas: li
         (["eu=a:1", "eu=b:1"], "a name of its own"),
     ],
 )
-def test_what_cannot_be_written(render: Any, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_written(
+    render: Any, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert render.main(["nginx", *[part for word in words for part in ("--region", word)]]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_router_has_one_region(render: Any, capsys: pytest.CaptureFixture[str]) -> None:

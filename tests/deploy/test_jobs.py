@@ -85,26 +85,26 @@ def test_slurms_script(rendered: Any, tmp_path: Path) -> None:
     text = rendered("slurm", "--nodes", "4")
     (tmp_path / "slurm.sh").write_text(text)
     subprocess.run(["bash", "-n", tmp_path / "slurm.sh"], check=True)
-    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", text, re.MULTILINE))
-    assert asked["nodes"] == "4" and asked["gpus-per-node"] == "8" and asked["ntasks-per-node"] == "1"
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", text, re.MULTILINE))
+    assert options["nodes"] == "4" and options["gpus-per-node"] == "8" and options["ntasks-per-node"] == "1"
     ray, torch = [words for words in commands_in(text) if words[0] == "srun"]
     assert ray[1:3] == ["ray", "symmetric-run"] and "--min-nodes" in ray and ray[ray.index("--") + 1] == "paceline"
     first, second = parse(paceline_of(ray)), parse(paceline_of(torch))
     assert first["ray"] == "auto" and first["prompts"] == ["/data/prompts.jsonl"]
     assert second["answers"] == [Path(first["out"]) / "answers"], "training takes the answers that Ray had made"
-    known = get_args_parser().format_help()
+    help_text = get_args_parser().format_help()
     for option in [word for word in torch[: torch.index("-m")] if word.startswith("--")]:
-        assert option in known, option
+        assert option in help_text, option
 
 
 @pytest.mark.slow
 def test_kuberays_job(rendered: Any) -> None:
     job = yaml.safe_load(rendered("kuberay", "--nodes", "2", "--gpus", "4"))
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    asked = parse(shlex.split(job["spec"]["entrypoint"])[1:])
+    arguments = parse(shlex.split(job["spec"]["entrypoint"])[1:])
     cluster = job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
-    assert asked["ray"] == "auto" and workers["replicas"] == workers["maxReplicas"] == 8
+    assert arguments["ray"] == "auto" and workers["replicas"] == workers["maxReplicas"] == 8
     assert cluster["rayVersion"] == "2.60.0" and cluster["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0"
     for template in (cluster["headGroupSpec"]["template"], workers["template"]):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]}
@@ -113,7 +113,7 @@ def test_kuberays_job(rendered: Any) -> None:
         assert (
             one["resources"]["limits"]["nvidia.com/gpu"] == "1" and template["spec"]["securityContext"]["runAsNonRoot"]
         )
-        assert asked["out"].is_relative_to(one["volumeMounts"][0]["mountPath"])
+        assert arguments["out"].is_relative_to(one["volumeMounts"][0]["mountPath"])
     head, worker = (each["spec"]["volumes"][0] for each in (cluster["headGroupSpec"]["template"], workers["template"]))
     assert "readOnly" not in head["persistentVolumeClaim"] and worker["persistentVolumeClaim"]["readOnly"]
 
@@ -123,9 +123,9 @@ def test_vllms_stack(rendered: Any) -> None:
     (model,) = values["servingEngineSpec"]["modelSpec"]
     assert model.keys() <= STACK_KEYS and model["vllmConfig"]["tensorParallelSize"] == model["requestGPU"] == 4
     option, config = model["vllmConfig"]["extraArgs"]
-    told = {"method": "dflash", "model": "/data/drafter", "num_speculative_tokens": 5}
-    assert option == "--speculative-config" and json.loads(config) == told
-    assert told["model"].startswith(model["extraVolumeMounts"][0]["mountPath"])
+    expected = {"method": "dflash", "model": "/data/drafter", "num_speculative_tokens": 5}
+    assert option == "--speculative-config" and json.loads(config) == expected
+    assert expected["model"].startswith(model["extraVolumeMounts"][0]["mountPath"])
 
 
 def test_sglang(rendered: Any) -> None:
@@ -134,16 +134,16 @@ def test_sglang(rendered: Any) -> None:
         kubernetes_validate.validate(each, VERSION, strict=True)
     (one,) = deployment["spec"]["template"]["spec"]["containers"]
     words = one["args"]
-    found = {
+    options = {
         name: words[words.index(f"--{name}") + 1] for name in ("model-path", "tp-size", "port", "speculative-algorithm")
     }
-    assert found == {"model-path": "Qwen/Qwen3-8B", "tp-size": "8", "port": "8000", "speculative-algorithm": "EAGLE3"}
+    assert options == {"model-path": "Qwen/Qwen3-8B", "tp-size": "8", "port": "8000", "speculative-algorithm": "EAGLE3"}
     assert one["ports"][0]["containerPort"] == 8000 and all(isinstance(word, str) for word in words)
     assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("slurm", "--model", "m"), "slurm needs --prompts"),
         (("sglang", "--model", "m"), "sglang needs --drafter"),
@@ -153,7 +153,7 @@ def test_sglang(rendered: Any) -> None:
     ],
 )
 def test_what_cannot_be_written(
-    jobs: ModuleType, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    jobs: ModuleType, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert jobs.main([*words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -35,14 +35,14 @@ def documents(file: Path) -> list[dict[str, Any]]:
 
 def manifests() -> dict[str, dict[str, Any]]:
     files = sorted(KUBERNETES.glob("*.yaml"))
-    found = {
+    by_name = {
         f"{each['kind']}/{each['metadata']['name']}": each
         for file in files
         if file.name not in NO_MANIFESTS
         for each in documents(file)
     }
-    assert len(found) == 6
-    return found
+    assert len(by_name) == 6
+    return by_name
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +69,10 @@ def test_the_schema_is_really_asked() -> None:
 
 
 def test_kustomize_names_every_manifest() -> None:
-    told = documents(KUBERNETES / "kustomization.yaml")[0]
-    assert {*told["resources"]} == {file.name for file in KUBERNETES.glob("*.yaml")} - {*NO_MANIFESTS}
-    assert told["namespace"] == manifests()["Namespace/paceline"]["metadata"]["name"]
-    assert told["images"][0]["name"] == container()["image"]
+    kustomization = documents(KUBERNETES / "kustomization.yaml")[0]
+    assert {*kustomization["resources"]} == {file.name for file in KUBERNETES.glob("*.yaml")} - {*NO_MANIFESTS}
+    assert kustomization["namespace"] == manifests()["Namespace/paceline"]["metadata"]["name"]
+    assert kustomization["images"][0]["name"] == container()["image"]
 
 
 def container() -> dict[str, Any]:
@@ -107,11 +107,11 @@ def test_a_pod_has_the_time_that_a_drain_takes() -> None:
 @pytest.mark.slow
 def test_options_are_those_of_the_command() -> None:
     compose = documents(DEPLOY / "compose.yaml")[0]["services"]["paceline"]["command"]
-    known = subprocess.run(
+    help_text = subprocess.run(
         [sys.executable, "-m", "paceline", "serve", "--help"], capture_output=True, text=True, check=True
     ).stdout
     for option in [word for word in (*container()["args"], *compose) if word.startswith("--")]:
-        assert f"{option} " in known, option
+        assert f"{option} " in help_text, option
 
 
 def test_nothing_runs_as_root_or_without_limits() -> None:
@@ -131,9 +131,9 @@ def test_the_autoscaler_asks_for_what_the_adapter_makes_of_our_metrics() -> None
     assert (
         scaler["scaleTargetRef"]["name"] == "paceline" and "replicas" not in manifests()["Deployment/paceline"]["spec"]
     )
-    asked = [each["pods"]["metric"]["name"] for each in scaler["metrics"]]
+    metrics = [each["pods"]["metric"]["name"] for each in scaler["metrics"]]
     rules = documents(KUBERNETES / "prometheus-adapter.yaml")[0]["rules"]["custom"]
-    assert asked == [rule["name"]["as"] for rule in rules] == ["paceline_queue_seconds", "paceline_requests_waiting"]
+    assert metrics == [rule["name"]["as"] for rule in rules] == ["paceline_queue_seconds", "paceline_requests_waiting"]
     rendered = Metrics("tiny").render()[0].decode()
     for rule in rules:
         series = re.findall(r"vllm:\w+|paceline:\w+", rule["seriesQuery"] + rule["metricsQuery"])
@@ -174,7 +174,7 @@ def test_the_dockerfiles_steps_are_understood(check_image: ModuleType, capsys: p
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("USER 10001:10001", "USER root", "a user that is not root"),
         ("VOLUME /models", "ONBUILD RUN true", "this instruction is not known"),
@@ -189,7 +189,7 @@ def test_a_damaged_dockerfile_is_not(
     capsys: pytest.CaptureFixture[str],
     old: str,
     new: str,
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(check_image.BRINGS, "no-such", "no-such")
@@ -197,7 +197,7 @@ def test_a_damaged_dockerfile_is_not(
     assert text.count(old) == 1
     (tmp_path / "Dockerfile").write_text(text.replace(old, new))
     assert check_image.main(["--steps", "--dry-run", "--dockerfile", str(tmp_path / "Dockerfile")]) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_its_dependencies_are_pinned() -> None:
     }
     extras = json.dumps((ROOT / "pyproject.toml").read_text().split("[project.scripts]")[0])
     for extra in ("serve", "data"):
-        found = re.search(rf"\\n{extra} = \[(.*?)\]\\n", extras)
-        assert found
-        for name in re.findall(r'\\"([A-Za-z0-9_-]+)', found[1]):
+        match = re.search(rf"\\n{extra} = \[(.*?)\]\\n", extras)
+        assert match
+        for name in re.findall(r'\\"([A-Za-z0-9_-]+)', match[1]):
             assert name.lower() in lock, name

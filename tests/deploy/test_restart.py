@@ -24,9 +24,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(script: str, folder: Path, server: str, **environment: str) -> tuple[int, list[str]]:
-    told = {"PACELINE_SERVER": server, "PACELINE_DRAFTER": str(folder / "new"), "PACELINE_SPECULATIVE_CONFIG": CONFIG}
+    variables = {
+        "PACELINE_SERVER": server,
+        "PACELINE_DRAFTER": str(folder / "new"),
+        "PACELINE_SPECULATIVE_CONFIG": CONFIG,
+    }
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
-    done = subprocess.run([RESTART / script], env={**os.environ, "PATH": path, **told, **environment}, check=False)
+    done = subprocess.run([RESTART / script], env={**os.environ, "PATH": path, **variables, **environment}, check=False)
     return done.returncode, (folder / "calls").read_text().splitlines()
 
 

@@ -38,7 +38,7 @@ def test_a_share_of_the_way(tmp_path: Path) -> None:
 def test_what_was_trained_may_draft_among_more(tmp_path: Path, ids: tuple[int, ...] | None) -> None:
     """The head is the target's: no weight belongs to a token."""
     blended(drafter(tmp_path / "old", 1.0, ids), drafter(tmp_path / "new", 3.0), 0.5, tmp_path / "out")
-    assert (found := read_draft_ids(tmp_path / "out")) is not None and found.tolist() == [1, 4]
+    assert (draft_ids := read_draft_ids(tmp_path / "out")) is not None and draft_ids.tolist() == [1, 4]
 
 
 def test_others_have_nothing_between_them(tmp_path: Path) -> None:

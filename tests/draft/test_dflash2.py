@@ -341,6 +341,6 @@ def test_every_instruction_set_scores_alike(isa: str, dtype: str) -> None:
                 own = [admit(twin, plain, row.tokens[: row.prompt_len], SamplingParams(max_tokens=40)) for row in batch]
                 plain.propose(Batch(own))
                 assert isinstance(plain._path, DFlash2Path)
-                told = plain._path.read([row.row for row in own], numbers[1], 7, 8)
-                torch.testing.assert_close(hidden_BKD, told[0], atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(logits_BKV, told[1], atol=1e-4, rtol=1e-4)
+                reference = plain._path.read([row.row for row in own], numbers[1], 7, 8)
+                torch.testing.assert_close(hidden_BKD, reference[0], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(logits_BKV, reference[1], atol=1e-4, rtol=1e-4)

@@ -48,11 +48,11 @@ def reference_rounds(
     reference.candidate_selector.select = record
     authors._cuda_time = time.perf_counter
     prompt = torch.tensor([PROMPT])
-    told = authors.dflash_generate(
+    output = authors.dflash_generate(
         reference, model, prompt, max_tokens, None, temperature=temperature, return_stats=True
     )
-    starts = accumulate(told.acceptance_lengths, initial=len(PROMPT))
-    return [(start, *each) for start, each in zip(starts, rounds, strict=False)], told.output_ids[0].tolist()
+    starts = accumulate(output.acceptance_lengths, initial=len(PROMPT))
+    return [(start, *each) for start, each in zip(starts, rounds, strict=False)], output.output_ids[0].tolist()
 
 
 REFERENCES: dict[tuple[str, int, tuple[float, ...]], Any] = {}

@@ -80,7 +80,7 @@ def test_rounds_are_the_formulas(name: str, kind: Any) -> None:
     target = tiny_target(kind=kind)
     (answer,), rounds = generate(target, drafter, [PROMPT[:6]], 9, chunk=4)
     assert (answer,) == tuple(generate(target, NoDrafter(), [PROMPT[:6]], 9)[0])
-    assert all(each <= 3 for found in rounds for each in found.num_drafted_B)
+    assert all(each <= 3 for stats in rounds for each in stats.num_drafted_B)
     assert_formulas(drafter, kind, least=3)
 
 
@@ -109,7 +109,7 @@ def test_rounds_whose_drafts_stand_are_the_formulas(kind: Any) -> None:
 
     drafter._extend = knowing  # pyright: ignore[reportAttributeAccessIssue]
     (answer,), rounds = generate(target, drafter, [prompt], 22)
-    assert answer == expected and sum(sum(found.num_accepted_B) for found in rounds) > 14
+    assert answer == expected and sum(sum(stats.num_accepted_B) for stats in rounds) > 14
     assert_formulas(drafter, kind, least=4, are_best=False)
 
 
@@ -180,7 +180,7 @@ def test_batched_rows_of_different_lengths_draft_what_they_draft_alone() -> None
     alone = [generate(target, drafter, [prompt], 10)[0][0] for prompt in prompts]
     apart, drafter.rounds = sorted(drafter.rounds, key=lambda each: each[0]), []
     together, rounds = generate(target, drafter, prompts, 10, chunk=4)
-    assert together == alone and any(len(set(found.num_drafted_B)) > 1 for found in rounds), (
+    assert together == alone and any(len(set(stats.num_drafted_B)) > 1 for stats in rounds), (
         "rows that end at different places"
     )
     for mine, other in zip(sorted(drafter.rounds, key=lambda each: each[0]), apart, strict=True):

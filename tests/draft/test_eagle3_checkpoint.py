@@ -62,15 +62,15 @@ def tensors_of(raw: dict[str, Any]) -> dict[str, Tensor]:
 def answer_of(drafter: Eagle3Drafter) -> Any:
     """The answer and how many drafts stood, which tells drafters apart."""
     answers, rounds = generate(tiny_target(), drafter, [PROMPT], 30)
-    return answers, [found.num_accepted_B for found in rounds]
+    return answers, [stats.num_accepted_B for stats in rounds]
 
 
 def test_round_trip_of_specforges_style(tmp_path: Path) -> None:
     raw = {**raw_reduced(), "torch_dtype": "bfloat16"}
     named = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors_of(raw).items()}
-    found = Eagle3Drafter.from_folder(write(tmp_path / "given", raw, named), num_drafted=4)
-    assert found.num_drafted == 4 and found.ids.tolist() == IDS.tolist()
-    found.save(tmp_path / "written")
+    drafter = Eagle3Drafter.from_folder(write(tmp_path / "given", raw, named), num_drafted=4)
+    assert drafter.num_drafted == 4 and drafter.ids.tolist() == IDS.tolist()
+    drafter.save(tmp_path / "written")
     assert json.loads((tmp_path / "written/config.json").read_text()) == raw
     written = load_file(tmp_path / "written/model.safetensors")
     assert written.keys() == named.keys()
@@ -87,12 +87,12 @@ def test_both_styles_are_the_same_drafter(tmp_path: Path) -> None:
     other = write(tmp_path / "speculators", raw_speculators(), tensors_of(raw))
     drafters = [plain]
     for folder in (tmp_path / "specforge", other):
-        found = make_drafter(str(folder), tiny_target())
-        assert isinstance(found, Eagle3Drafter)
-        drafters.append(found)
+        loaded = make_drafter(str(folder), tiny_target())
+        assert isinstance(loaded, Eagle3Drafter)
+        drafters.append(loaded)
     assert {drafter.name for drafter in drafters} == {"eagle3"}
-    said = [answer_of(drafter) for drafter in drafters]
-    assert said[0] == said[1] == said[2]
+    answers = [answer_of(drafter) for drafter in drafters]
+    assert answers[0] == answers[1] == answers[2]
     drafters[2].save(tmp_path / "converted")
     converted = json.loads((tmp_path / "converted/config.json").read_text())
     assert converted["architectures"] == ["LlamaForCausalLMEagle3"] and "midlayer.hidden_norm.weight" in load_file(

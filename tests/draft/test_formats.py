@@ -64,10 +64,10 @@ def test_there_and_back_keeps_every_key_and_tensor(tmp_path: Path, raw: dict[str
 
 def test_the_config_is_that_of_speculators(tmp_path: Path) -> None:
     exported(written(tmp_path / "own", raw_config(**BOTH_WAYS)), "speculators", tmp_path / "spec")
-    made = json.loads((tmp_path / "spec/config.json").read_text())
-    assert made.keys() == RECORDED | {"z_lab"}
-    assert made["architectures"] == ["DFlashDraftModel"] and made["aux_hidden_state_layer_ids"] == [2, 3, 4]
-    assert made["speculators_config"] == {
+    config = json.loads((tmp_path / "spec/config.json").read_text())
+    assert config.keys() == RECORDED | {"z_lab"}
+    assert config["architectures"] == ["DFlashDraftModel"] and config["aux_hidden_state_layer_ids"] == [2, 3, 4]
+    assert config["speculators_config"] == {
         "algorithm": "dflash",
         "default_proposal_method": "greedy",
         "proposal_methods": [
@@ -76,10 +76,12 @@ def test_the_config_is_that_of_speculators(tmp_path: Path) -> None:
         "verifier": VERIFIER,
     }
     assert (
-        made["sliding_window_non_causal"] and made["draft_vocab_size"] == VOCAB and made["mask_token_id"] == VOCAB - 1
+        config["sliding_window_non_causal"]
+        and config["draft_vocab_size"] == VOCAB
+        and config["mask_token_id"] == VOCAB - 1
     )
-    assert made["transformer_layer_config"]["model_type"] == "qwen3"
-    assert not {"dflash_config", "block_size", "num_target_layers"} & made["transformer_layer_config"].keys()
+    assert config["transformer_layer_config"]["model_type"] == "qwen3"
+    assert not {"dflash_config", "block_size", "num_target_layers"} & config["transformer_layer_config"].keys()
     assert "lm_head.weight" not in load_file(tmp_path / "spec/model.safetensors")
 
 
@@ -110,8 +112,8 @@ def test_what_a_format_has_no_place_for_is_said_or_refused(tmp_path: Path) -> No
         ConfigError, match="drafts among 4 tokens, and the format wants the target's head for them: name it"
     ):
         exported(source, "speculators", tmp_path / "spec")
-    said = exported(source, "z-lab", tmp_path / "z")[0]
-    assert "draft vocabulary of 4 tokens" in said and "name the target (--model)" in said
+    note = exported(source, "z-lab", tmp_path / "z")[0]
+    assert "draft vocabulary of 4 tokens" in note and "name the target (--model)" in note
     assert ids_of(tmp_path / "z") is None and "draft_vocab_size" not in read_stored(tmp_path / "z").config.raw
     with pytest.raises(CacheError, match="is there already"):
         exported(source, "z-lab", tmp_path / "z")
@@ -146,8 +148,8 @@ def test_a_head_of_its_own_is_used_and_kept(tmp_path: Path) -> None:
             assert drafted(target, read_drafter(tmp_path / name)) == drafts, name
         assert exported(source, "z-lab", tmp_path / f"z{len(rows)}") == []
         assert drafted(target, read_drafter(tmp_path / f"z{len(rows)}")) == drafts
-        told = export(read_stored(source), "z-lab", tmp_path / f"plain{len(rows)}", with_vocabulary=False)
-        assert any("own head" in each for each in told)
+        notes = export(read_stored(source), "z-lab", tmp_path / f"plain{len(rows)}", with_vocabulary=False)
+        assert any("own head" in each for each in notes)
         assert drafted(target, read_drafter(tmp_path / f"plain{len(rows)}")) == plain
 
 
@@ -166,8 +168,8 @@ def test_z_labs_format_has_the_draft_vocabulary_as_vllm_reads_it(tmp_path: Path)
     assert not (out / "draft_ids.safetensors").exists() and ids_of(out) == IDS.tolist()
     drafts = [drafted(target, make_drafter(str(folder), target)) for folder in (source, out)]
     assert drafts[0] == drafts[1]
-    told = export(read_stored(out), "z-lab", tmp_path / "plain", with_vocabulary=False)
-    assert told[0].startswith("the draft vocabulary of 4 tokens") and "--model" not in told[0]
+    notes = export(read_stored(out), "z-lab", tmp_path / "plain", with_vocabulary=False)
+    assert notes[0].startswith("the draft vocabulary of 4 tokens") and "--model" not in notes[0]
     assert json.loads((tmp_path / "plain/config.json").read_text()) == raw_config()
     assert "lm_head.weight" not in load_file(tmp_path / "plain/model.safetensors")
 
@@ -214,9 +216,9 @@ def test_what_is_not_understood_is_said(tmp_path: Path, caplog: pytest.LogCaptur
         in caplog.text
     )
     exported(written(tmp_path / "plain", raw_config()), "speculators", tmp_path / "spec")
-    made = json.loads((tmp_path / "spec/config.json").read_text()) | {"anchor_mixing": 3}
-    made["transformer_layer_config"] |= {"window_shift": 1}
-    (tmp_path / "spec/config.json").write_text(json.dumps(made))
+    config = json.loads((tmp_path / "spec/config.json").read_text()) | {"anchor_mixing": 3}
+    config["transformer_layer_config"] |= {"window_shift": 1}
+    (tmp_path / "spec/config.json").write_text(json.dumps(config))
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         stored = read_stored(tmp_path / "spec")
@@ -233,16 +235,16 @@ def test_defaults_that_a_config_leaves_out_are_qwen3s(tmp_path: Path) -> None:
     """Transformers writes only what differs from them."""
     exported(written(tmp_path / "own", raw_config()), "speculators", tmp_path / "spec")
     file = tmp_path / "spec/config.json"
-    made = json.loads(file.read_text())
+    config = json.loads(file.read_text())
     for key in ("max_position_embeddings", "rms_norm_eps", "hidden_act", "model_type"):
-        del made["transformer_layer_config"][key]
-    file.write_text(json.dumps(made))
+        del config["transformer_layer_config"][key]
+    file.write_text(json.dumps(config))
     shape = read_stored(tmp_path / "spec").config.shape
     assert (shape.max_position, shape.rms_norm_eps) == (32768, 1e-6)
 
 
 @pytest.mark.parametrize(
-    ("keys", "error", "said"),
+    ("keys", "error", "message"),
     [
         ({"aux_hidden_state_layer_ids": [0, 2]}, UnsupportedModelError, "is the target's embedding"),
         ({"aux_hidden_state_layer_ids": None}, ModelFileError, "must be a list of layers"),
@@ -252,12 +254,12 @@ def test_defaults_that_a_config_leaves_out_are_qwen3s(tmp_path: Path) -> None:
     ],
 )
 def test_configs_of_speculators_that_are_refused(
-    tmp_path: Path, keys: dict[str, Any], error: type[Exception], said: str
+    tmp_path: Path, keys: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     exported(written(tmp_path / "own", raw_config()), "speculators", tmp_path / "spec")
     file = tmp_path / "spec/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         read_stored(tmp_path / "spec")
 
 

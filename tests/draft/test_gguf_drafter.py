@@ -93,8 +93,10 @@ def test_there_and_back_keeps_every_key_and_tensor(
         torch.equal(back.tensors[name], each) and back.tensors[name].dtype == dtype
         for name, each in stored.tensors.items()
     )
-    found = read_draft_ids(file)
-    assert (found is None and ids is None) or (found is not None and ids is not None and torch.equal(found, ids))
+    read_ids = read_draft_ids(file)
+    assert (read_ids is None and ids is None) or (
+        read_ids is not None and ids is not None and torch.equal(read_ids, ids)
+    )
     export(back, "z-lab", tmp_path / "again")
     assert json.loads((tmp_path / "again/config.json").read_text()) == raw
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "own/model.safetensors").read_bytes()
@@ -140,12 +142,12 @@ def test_a_file_of_llama_cpps_converter_is_read_without_our_keys(tmp_path: Path)
         is_norm = each.data.ndim == 1
         writer.add_tensor(each.name, np.array(each.data) if is_norm else each.data.astype(np.float16))
     finish(writer)
-    found = read_stored(tmp_path / "theirs.gguf")
+    stored = read_stored(tmp_path / "theirs.gguf")
     for name in ("target_layer_ids", "block_size", "mask_token_id", "is_causal", "from_anchor", "second"):
-        assert getattr(found.config, name) == getattr(source.config, name), name
-    assert found.config.shape == replace(source.config.shape, vocab_size=1)
-    assert (found.config.vocab_size, found.config.num_target_layers) == (None, None), "these files do not say"
-    assert all(torch.allclose(found.tensors[name].float(), each, atol=2e-3) for name, each in source.tensors.items())
+        assert getattr(stored.config, name) == getattr(source.config, name), name
+    assert stored.config.shape == replace(source.config.shape, vocab_size=1)
+    assert (stored.config.vocab_size, stored.config.num_target_layers) == (None, None), "these files do not say"
+    assert all(torch.allclose(stored.tensors[name].float(), each, atol=2e-3) for name, each in source.tensors.items())
     assert read_drafter(tmp_path / "theirs.gguf").num_drafted == 7
 
 
@@ -166,8 +168,8 @@ def test_the_heads_rows_of_a_draft_vocabulary_go_with_its_tokens(tmp_path: Path)
     assert tensors["d2t"].tolist() == IDS.tolist(), "llama.cpp scatters rows to these tokens"
     assert torch.equal(torch.tensor(tensors["output.weight"]), head_VD[IDS].float())
     assert not any("vocabulary" in each for each in left_out)
-    found = read_stored(file).vocabulary
-    assert found.ids is not None and torch.equal(found.ids, IDS) and found.head_VD is not None
+    vocabulary = read_stored(file).vocabulary
+    assert vocabulary.ids is not None and torch.equal(vocabulary.ids, IDS) and vocabulary.head_VD is not None
 
 
 def test_a_draft_vocabulary_without_a_head_is_kept_for_us_and_said(tmp_path: Path) -> None:
@@ -227,7 +229,7 @@ def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "told"),
+    ("changed", "error", "message"),
     [
         ({"dflash.target_layers": [1, 2, 3]}, ModelFileError, "target_layer_ids"),
         ({"dflash.target_layers": None}, ModelFileError, "has no dflash.target_layers"),
@@ -238,7 +240,7 @@ def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
         ({"paceline.draft_ids": [5, 1]}, ModelFileError, "ascend"),
     ],
 )
-def test_files_that_contradict_themselves(tmp_path: Path, changed: dict[str, Any], error: Any, told: str) -> None:
+def test_files_that_contradict_themselves(tmp_path: Path, changed: dict[str, Any], error: Any, message: str) -> None:
     """A key that was changed with another program is not read in two ways in silence."""
     file, _ = exported(tmp_path, raw_config(), IDS)
     reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(tmp_path / "changed.gguf", "dflash")
@@ -249,7 +251,7 @@ def test_files_that_contradict_themselves(tmp_path: Path, changed: dict[str, Any
     for each in reader.tensors:
         writer.add_tensor(each.name, np.array(each.data))
     finish(writer)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         read_stored(tmp_path / "changed.gguf")
 
 

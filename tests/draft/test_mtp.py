@@ -86,7 +86,7 @@ class Reference:
     def logits(self, tokens: list[int], drafts: list[int]) -> list[Tensor]:
         """Logits of each draft, and of one more."""
         out = self.model(torch.tensor([tokens[:-1]]), output_hidden_states=True, use_cache=False)
-        hidden_TD, said = out.hidden_states[-1][0], list[Tensor]()
+        hidden_TD, logits = out.hidden_states[-1][0], list[Tensor]()
         for step in range(len(drafts) + 1):
             following = torch.tensor([*tokens[1:], *drafts[:step]])
             embedded = self.model.get_input_embeddings()(following)
@@ -94,12 +94,12 @@ class Reference:
             count = len(z)
             mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
             places = torch.arange(count)[None]
-            found = self.block(z[None], position_embeddings=self.rotary(z[None], places), attention_mask=mask)
-            u = (found[0] if isinstance(found, tuple) else found)[0]
+            block_output = self.block(z[None], position_embeddings=self.rotary(z[None], places), attention_mask=mask)
+            u = (block_output[0] if isinstance(block_output, tuple) else block_output)[0]
             normed = self.norm("final", u)
-            said.append(self.model.lm_head(normed[-1]))
+            logits.append(self.model.lm_head(normed[-1]))
             hidden_TD = torch.cat([hidden_TD, (normed if self.tells_normed else u)[-1:]])
-        return said
+        return logits
 
 
 Made = tuple[Path, Reference]
@@ -109,14 +109,14 @@ Made = tuple[Path, Reference]
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     """A family's tiny model with a layer of random weights in its file, and the reference of it."""
     written: Written = {}
-    made: dict[str, Made] = {}
+    cache: dict[str, Made] = {}
 
     def one(name: str) -> Made:
-        if name not in made:
-            made[name] = _write(
+        if name not in cache:
+            cache[name] = _write(
                 *model_of(name, written, tmp_path_factory), name, tmp_path_factory.mktemp("mtp") / "model"
             )
-        return made[name]
+        return cache[name]
 
     return one
 
@@ -197,8 +197,8 @@ def test_drafts_are_the_reference_s_and_the_text_is_plain_decoding_s(name: str, 
     assert texts(folder, drafter, params) == texts(folder, None, params)
     assert sum(len(drafts) == 3 for _, drafts, _ in drafter.rounds) > 20
     for tokens, drafts, _ in drafter.rounds[::3]:
-        said = reference.logits(tokens, drafts[:-1])
-        for draft, logits_V in zip(drafts, said, strict=True):
+        reference_logits = reference.logits(tokens, drafts[:-1])
+        for draft, logits_V in zip(drafts, reference_logits, strict=True):
             assert logits_V.max() - logits_V[draft] < 1e-3
 
 
@@ -262,17 +262,19 @@ def test_a_target_without_one_says_so(make: Callable[[str], Made], tmp_path: Pat
 def test_what_is_not_implemented_or_does_not_fit_is_named(make: Callable[[str], Made], tmp_path: Path) -> None:
     qwen, deepseek = make("qwen3.5")[0], make("qwen3")[0]
     second = copied(
-        qwen, tmp_path / "two", lambda given: given | {"mtp.layers.1.input_layernorm.weight": torch.ones(HIDDEN)}
+        qwen, tmp_path / "two", lambda tensors: tensors | {"mtp.layers.1.input_layernorm.weight": torch.ones(HIDDEN)}
     )
     with pytest.raises(UnsupportedModelError, match="mtp of more than one layer is not implemented"):
         read_mtp(second)
     latent = f"{LAST}self_attn.kv_a_proj_with_mqa.weight"
     with pytest.raises(UnsupportedModelError, match="attention is MLA, which is not implemented"):
-        read_mtp(copied(deepseek, tmp_path / "mla", lambda given: given | {latent: torch.ones(4, HIDDEN)}))
+        read_mtp(copied(deepseek, tmp_path / "mla", lambda tensors: tensors | {latent: torch.ones(4, HIDDEN)}))
     with pytest.raises(
         ModelFileError, match=r"'fc.weight' of the mtp layer has shape \(32, 32\), the config asks for \(32, 64\)"
     ):
-        read_mtp(copied(qwen, tmp_path / "narrow", lambda given: given | {"mtp.fc.weight": torch.ones(HIDDEN, HIDDEN)}))
+        read_mtp(
+            copied(qwen, tmp_path / "narrow", lambda tensors: tensors | {"mtp.fc.weight": torch.ones(HIDDEN, HIDDEN)})
+        )
     shutil.copytree(deepseek, tmp_path / "other")
     change_config(tmp_path / "other", architectures=["DeepseekV3ForCausalLM"])
     with pytest.raises(

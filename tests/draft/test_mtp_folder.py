@@ -99,23 +99,23 @@ def test_inspect_says_what_it_is_and_what_it_brings(folder_of: Folder, tmp_path:
     model = folder_of("qwen3.5+")
     folder = drafter_for(model, tmp_path / "drafter")
     shown = run("inspect", str(folder), "--model", str(model), "--num-prompts", "2", "--max-tokens", "6", "--json")
-    told = json.loads(shown.splitlines()[-1])
-    facts = {each["what"]: each["value"] for each in told["facts"]}
+    report = json.loads(shown.splitlines()[-1])
+    facts = {each["what"]: each["value"] for each in report["facts"]}
     assert facts["kind"] == "MTP layer" and facts["drafts"] == 4 and facts["taps"] == 3
     assert facts["told"] == "behind the final norm" and facts["made for"] == "qwen3_5_text, 4 layers, 258 tokens"
-    assert told["tokens_per_round"] >= 1.0 and "variations" not in told
+    assert report["tokens_per_round"] >= 1.0 and "variations" not in report
 
 
 @pytest.mark.parametrize("name", ["qwen3+", "qwen3.5-moe+"])
 def test_a_copy_of_the_target_has_it_in_its_file(name: str, folder_of: Folder, tmp_path: Path) -> None:
     model = folder_of(name)
     folder, out = drafter_for(model, tmp_path / "drafter"), tmp_path / "whole"
-    told = json.loads(
+    report = json.loads(
         run("export", str(folder), "--format", "target", "--model", str(model), "--out", str(out), "--json")
     )
     before, after = load_file(model / "model.safetensors"), load_file(out / "model.safetensors")
     changed = {each for each in before if not torch.equal(before[each], after[each])}
-    assert before.keys() == after.keys() and changed == set(told["written"]) and len(changed) > 10
+    assert before.keys() == after.keys() and changed == set(report["written"]) and len(changed) > 10
     trained, again = read_mtp(folder), read_mtp(out)
     assert all(torch.equal(tensor, again.tensors[each]) for each, tensor in trained.tensors.items())
     assert {file.name for file in out.iterdir()} == {file.name for file in model.iterdir()}
@@ -159,8 +159,8 @@ def test_a_layer_that_the_target_did_not_have_is_added(folder_of: Folder, tmp_pa
         assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
         assert dict(load_tensors(out)).keys() > tensors.keys()
         target_of(out)
-    told = json.loads((tmp_path / "more" / "model.safetensors.index.json").read_text())
-    assert told["metadata"]["total_size"] == 7 + sum(tensor.nbytes for tensor in layer.tensors.values())
+    new_index = json.loads((tmp_path / "more" / "model.safetensors.index.json").read_text())
+    assert new_index["metadata"]["total_size"] == 7 + sum(tensor.nbytes for tensor in layer.tensors.values())
 
 
 def test_what_cannot_be_put_back_is_said_and_leaves_nothing(folder_of: Folder, tmp_path: Path) -> None:

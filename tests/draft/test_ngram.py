@@ -104,14 +104,14 @@ def test_index_agrees_with_a_scan(tokens: list[int], more: list[int], chunk: int
         drafter.observe([Observed(seq, begin, min(chunk, seq.cached_len - begin), None)])
     drafter.chance(seq)
     seq.tokens = tokens + more  # what was entered before is kept
-    found = drafter._find(drafter._rows[0], seq.tokens)
+    match = drafter._find(drafter._rows[0], seq.tokens)
     scan = [
         (size, end)
         for size in range(16, 1, -1)
         for end in range(len(seq.tokens) - 1, size - 1, -1)
         if seq.tokens[end - size : end] == seq.tokens[-size:]
     ]
-    assert found == (scan[0] if scan else (0, 0))
+    assert match == (scan[0] if scan else (0, 0))
 
 
 def test_copying_reaches_full_drafts() -> None:

@@ -51,10 +51,10 @@ def test_a_drafter_that_knows_the_distribution_knows_the_token(kind: str) -> Non
     for seed in range(12):
         seq, logits_BKV = a_request(seed), logits_of(seed)
         drawn = [race(logits_V, seq.params, Noise(seed, 5 + slot)) for slot, logits_V in enumerate(logits_BKV[0])]
-        found = guessed(logits_BKV, seq, kind, SURE)
-        assert [tokens[0] for tokens in found.tokens_KM] == drawn
+        guesses = guessed(logits_BKV, seq, kind, SURE)
+        assert [tokens[0] for tokens in guesses.tokens_KM] == drawn
         seq.tokens += drawn  # what is told later is told of the same positions
-        assert [found.at(drawn[:slot])[0][0] for slot in range(SLOTS)] == drawn
+        assert [guesses.at(drawn[:slot])[0][0] for slot in range(SLOTS)] == drawn
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])
@@ -65,8 +65,8 @@ def test_what_a_drafter_knows_roughly_it_guesses_better_than_by_its_likeliest(ki
         rough = logits_BKV + 0.7 * torch.randn(logits_BKV.shape, generator=torch.Generator().manual_seed(1000 + seed))
         drawn = [race(logits_V, seq.params, Noise(seed, 5 + slot)) for slot, logits_V in enumerate(logits_BKV[0])]
         for names, foresight in ((("likeliest", "four"), None), (("guess", "four guesses"), Foresight())):
-            found = guessed(rough, seq, kind, foresight)
-            for tokens, logprobs, token in zip(found.tokens_KM, found.logprobs_KM, drawn, strict=True):
+            guesses = guessed(rough, seq, kind, foresight)
+            for tokens, logprobs, token in zip(guesses.tokens_KM, guesses.logprobs_KM, drawn, strict=True):
                 assert logprobs == sorted(logprobs, reverse=True) and sum(map(math.exp, logprobs)) <= 1 + 1e-6
                 hits[names[0]] += tokens[0] == token
                 hits[names[1]] += token in tokens
@@ -103,14 +103,14 @@ def test_only_drafts_that_are_held_against_the_targets_draws_are_guessed() -> No
     target = tiny_target()
     drafter = DFlashDrafter(network(raw_config(), 3))
     ready(target, drafter)
-    asked = SamplingParams(temperature=1.0, seed=4, max_tokens=30)
+    sampled = SamplingParams(temperature=1.0, seed=4, max_tokens=30)
     seeded, lossy = (
-        admit(target, drafter, list(PROMPT), params) for params in (asked, replace(asked, lossy="lenience:0.5"))
+        admit(target, drafter, list(PROMPT), params) for params in (sampled, replace(sampled, lossy="lenience:0.5"))
     )
 
     def drafts(noise_aware: bool) -> list[list[int]]:
         rows = [seeded, lossy]
         return drafter.propose(Batch(rows, [Take("dflash", 7)] * 2, noise_aware=noise_aware)).tokens_B
 
-    told, foreseen = drafts(False), drafts(True)
-    assert foreseen[0] != told[0] and foreseen[1] == told[1] == told[0]
+    unaware, foreseen = drafts(False), drafts(True)
+    assert foreseen[0] != unaware[0] and foreseen[1] == unaware[1] == unaware[0]

@@ -19,10 +19,10 @@ def observed(row: int, start: int, count: int, begin: int = 0) -> Observed:
 
 
 def positions(taken: list[Observed]) -> list[int]:
-    found = [position for one in taken for position in range(one.start, one.start + one.count)]
+    places = [position for one in taken for position in range(one.start, one.start + one.count)]
     features = [int(value) for one in taken if one.taps_NF is not None for value in one.taps_NF[:, 0]]
-    assert features == found, "every position has its own features"
-    return found
+    assert features == places, "every position has its own features"
+    return places
 
 
 def test_what_is_taken_in_pieces_is_what_was_added() -> None:

@@ -207,8 +207,8 @@ class TestMembers:
         for number, prompt in enumerate(prompts):
             plain.add(prompt, SamplingParams(max_tokens=20, temperature=temperature, seed=number, ignore_eos=True))
         assert texts == finished(plain)
-        given = {"": "always", "unknown": "always"}
-        assert [seq.drafter for seq in sequences] == [given.get(name, name) for name in names]
+        routed = {"": "always", "unknown": "always"}
+        assert [seq.drafter for seq in sequences] == [routed.get(name, name) for name in names]
         for seq in sequences:
             assert {one.source for one in seq.rounds} <= {seq.drafter, "none"}
         if temperature == 0.0:

@@ -104,8 +104,8 @@ def test_drafts_are_those_of_the_authors_package(shipped: Path, monkeypatch: pyt
     theirs: list[list[int]] = []
     select = reference.candidate_selector.select
 
-    def keep(*given: Any) -> Any:
-        chosen = select(*given)
+    def keep(*arguments: Any) -> Any:
+        chosen = select(*arguments)
         theirs.append(chosen[0][0].tolist())
         return chosen
 

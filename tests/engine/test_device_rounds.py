@@ -83,8 +83,8 @@ def right_now_and_then(monkeypatch: pytest.MonkeyPatch, engine: Engine, known: l
     """Blocks of this engine draft what these texts go on with, but for every fifth position."""
     conclude = StaticBlock.conclude
 
-    def oracle(block: StaticBlock, *given: Any) -> tuple[Any, ...]:
-        best_BK2, *others = conclude(block, *given)
+    def oracle(block: StaticBlock, *arguments: Any) -> tuple[Any, ...]:
+        best_BK2, *others = conclude(block, *arguments)
         for seq in engine.scheduler.running:
             text = next((each for each in known if each[: seq.prompt_len] == seq.tokens[: seq.prompt_len]), [])
             for slot, place in enumerate(range(len(seq.tokens), min(len(seq.tokens) + best_BK2.shape[1], len(text)))):

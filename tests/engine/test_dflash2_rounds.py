@@ -85,7 +85,7 @@ class Agreeing(DFlash2Drafter):
         path = super()._make_path(target)
         read = path.read
 
-        def told(rows: list[int], anchors: list[int], width: int, size: int) -> Any:
+        def agreeing(rows: list[int], anchors: list[int], width: int, size: int) -> Any:
             hidden, logits = read(rows, anchors, width, size)
             for index, row in enumerate(rows):
                 at = path.cache.lengths[row] + 1
@@ -94,7 +94,7 @@ class Agreeing(DFlash2Drafter):
                     logits[index, slot, (token + is_wrong) % VOCAB] += 1e4
             return hidden, logits
 
-        path.read = told
+        path.read = agreeing
         return path
 
 
@@ -124,16 +124,16 @@ def test_the_text_is_plain_decodings(num_nodes: int, agrees: str, kind: Any, way
         drafter = Agreeing(network())
         drafter.share = {"always": 1.0, "sometimes": 0.6, "never": 0.0}[agrees]
         drafter.texts = {tuple(prompt): seq.tokens for prompt, seq in zip(PROMPTS, plain, strict=True)}
-    given = answers(kind, params, FixedPlanner(num_nodes=num_nodes), drafter)
-    assert [seq.output_ids for seq in given] == [seq.output_ids for seq in plain]
+    sequences = answers(kind, params, FixedPlanner(num_nodes=num_nodes), drafter)
+    assert [seq.output_ids for seq in sequences] == [seq.output_ids for seq in plain]
     accepted, drafted = (
-        sum(getattr(each, name) for seq in given for each in seq.rounds) for name in ("num_accepted", "num_drafted")
+        sum(getattr(each, name) for seq in sequences for each in seq.rounds) for name in ("num_accepted", "num_drafted")
     )
-    assert drafted > 0 and all(seq.lossless for seq in given)
+    assert drafted > 0 and all(seq.lossless for seq in sequences)
     if "shaped" in way:
-        said = [bytes(seq.output_ids) for seq in given]
-        assert not any(word.encode() in answer for word in SHAPED["bad_words"] for answer in said)
-        assert not any({4, 8} & set(answer[: SHAPED["min_tokens"]]) for answer in said)
+        texts = [bytes(seq.output_ids) for seq in sequences]
+        assert not any(word.encode() in answer for word in SHAPED["bad_words"] for answer in texts)
+        assert not any({4, 8} & set(answer[: SHAPED["min_tokens"]]) for answer in texts)
     if agrees == "always" and way == "greedy":
         assert accepted == drafted
     elif agrees == "never" and way == "greedy" and not num_nodes:
@@ -170,11 +170,11 @@ def p_value(rule: str, monkeypatch: pytest.MonkeyPatch, num_samples: int = 300) 
     monkeypatch.setattr(types.os, "urandom", numbers.randbytes)
     drafter = DFlash2Drafter(network())
     engine = Engine(tiny_target(num_rows=30, kind=FASTEST), ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]))
-    found = run(engine, [PROMPT] * num_samples, SAMPLED)
-    assert sum(each.num_accepted for seq in found for each in seq.rounds) > num_samples / 8, (
+    sequences = run(engine, [PROMPT] * num_samples, SAMPLED)
+    assert sum(each.num_accepted for seq in sequences for each in seq.rounds) > num_samples / 8, (
         "the test needs drafts that stand"
     )
-    counts, expected = Counter(tuple(seq.output_ids) for seq in found), expected_answers()
+    counts, expected = Counter(tuple(seq.output_ids) for seq in sequences), expected_answers()
     assert set(counts) <= set(expected)
     common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
     observed, masses = [counts[each] for each in common], [expected[each] * num_samples for each in common]

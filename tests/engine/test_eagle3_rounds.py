@@ -64,10 +64,10 @@ def test_the_text_is_plain_decodings(kind: Any, way: str) -> None:
         FixedPlanner(num_nodes=12),
         AdaptivePlanner(PassCosts([(1, 1e-2), (64, 2e-2)])),
     ):
-        given = answers(kind, params, planner, small())
-        assert [seq.output_ids for seq in given] == [seq.output_ids for seq in plain]
-        assert all(seq.lossless for seq in given)
-        drafted.append(sum(each.num_drafted for seq in given for each in seq.rounds))
+        sequences = answers(kind, params, planner, small())
+        assert [seq.output_ids for seq in sequences] == [seq.output_ids for seq in plain]
+        assert all(seq.lossless for seq in sequences)
+        drafted.append(sum(each.num_drafted for seq in sequences for each in seq.rounds))
     assert drafted[0] > 100
 
 
@@ -138,7 +138,7 @@ def conversations(engine: Engine) -> dict[int, list[int]]:
 @BUILT
 def test_rows_that_share_beginnings_and_are_cancelled_draft_as_fresh_ones() -> None:
     """Text and drafts: what a sequence takes over is what it would have computed."""
-    found = []
+    runs = []
     for reuses in (True, False):
         drafter = Recording(loud_network(raw_eagle3(draft_vocab_size=len(IDS))), ids=IDS, num_drafted=3)
         drafter.drafts = {}
@@ -148,13 +148,13 @@ def test_rows_that_share_beginnings_and_are_cancelled_draft_as_fresh_ones() -> N
         texts = conversations(engine)
         assert not reuses or (engine.prefix is not None and engine.prefix.num_reused > 100)
         assert target.cache.num_free == 3
-        found.append((texts, drafter.drafts))
-    assert found[0][0] == found[1][0]
-    common = found[0][1].keys() & found[1][1].keys()
+        runs.append((texts, drafter.drafts))
+    assert runs[0][0] == runs[1][0]
+    common = runs[0][1].keys() & runs[1][1].keys()
     assert len(common) > 40
     for text in common:
-        length = min(len(found[0][1][text]), len(found[1][1][text]))
-        assert found[0][1][text][:length] == found[1][1][text][:length]
+        length = min(len(runs[0][1][text]), len(runs[1][1][text]))
+        assert runs[0][1][text][:length] == runs[1][1][text][:length]
 
 
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=3)
@@ -183,11 +183,11 @@ def p_value(rule: str, drafter: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch, 
     numbers = random.Random(4)
     monkeypatch.setattr(types.os, "urandom", numbers.randbytes)
     engine = Engine(tiny_target(num_rows=30, kind=FASTEST), ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]))
-    found = run(engine, [PROMPT] * num_samples, SAMPLED)
-    assert sum(each.num_accepted for seq in found for each in seq.rounds) > num_samples / 12, (
+    sequences = run(engine, [PROMPT] * num_samples, SAMPLED)
+    assert sum(each.num_accepted for seq in sequences for each in seq.rounds) > num_samples / 12, (
         "the test needs drafts that stand"
     )
-    counts, expected = Counter(tuple(seq.output_ids) for seq in found), expected_answers()
+    counts, expected = Counter(tuple(seq.output_ids) for seq in sequences), expected_answers()
     assert set(counts) <= set(expected)
     common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
     observed, masses = [counts[each] for each in common], [expected[each] * num_samples for each in common]

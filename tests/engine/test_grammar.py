@@ -4,113 +4,37 @@ end."""
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import re
 import weakref
-from collections import Counter
-from functools import cache
 
 import pytest
-import tokenizers
 import torch
-from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
+from doubles import ByteTokenizer, FakeTarget
 from engine_runs import byte_target, run
-from llguidance import LLMatcher
+from grammar_engines import (
+    DATE,
+    EOS,
+    OBJECT,
+    PROMPTS,
+    SCHEMA,
+    SPECS,
+    Knowing,
+    byte_engine,
+    constrained_greedy,
+    drafters,
+    greedy_answers,
+    matcher_of,
+)
 
 from paceline import LLM
-from paceline.draft.base import Drafter
-from paceline.draft.ngram import NgramDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.grammar import Grammars
-from paceline.engine.round import RuleJudge
 from paceline.errors import SamplingError
-from paceline.model.sampling.logits import penalise, target_probs
-from paceline.model.text.tokenizer import Tokenizer
-from paceline.types import Batch, DraftBlock, GrammarSpec, SamplingParams, Sequence
-from paceline.verify.rules import RULES
-
-EOS = ByteTokenizer.eos_token_id
-PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "pattern": "^[A-Za-z ]{1,12}$"},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "langs": {"type": "array", "items": {"enum": ["de", "en", "fr"]}, "minItems": 1, "maxItems": 3},
-    },
-    "required": ["name", "age", "langs"],
-    "additionalProperties": False,
-}
-SCHEMA = GrammarSpec("json_schema", json.dumps(PERSON))
-OBJECT = GrammarSpec("json_object")
-DATE = GrammarSpec("regex", r"(on|by) [0-9]{4}-[0-9]{2}-[0-9]{2}( (at|around) noon)?[.!]{1,3}")
-SPECS = {"schema": SCHEMA, "object": OBJECT, "regex": DATE}
-
-
-def byte_engine(target: FakeTarget, drafter: Drafter | None = None, rule: str = "auto") -> Engine:
-    return Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]), eos_token_ids=(EOS,), prefill_chunk=3)
-
-
-def drafters(target: FakeTarget) -> dict[str, Drafter | None]:
-    return {
-        "none": None,
-        "always": ScriptedDrafter(target, accuracy=1.0, tap_layers=(0, 2)),
-        "never": ScriptedDrafter(target, accuracy=0.0, tap_layers=(1,)),
-        "sometimes": ScriptedDrafter(target, accuracy=0.6),
-        "sometimes, with probabilities": ScriptedDrafter(target, accuracy=0.6, with_probs=True),
-        "ngram": NgramDrafter(),
-        "the answer": _Knowing({}),
-    }
-
-
-class _Knowing(Drafter):
-    """Drafts known answers, every third token wrong: what a drafter that learned the grammar would do."""
-
-    num_drafted = 7
-
-    def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
-        self.answers = answers
-
-    def propose(self, batch: Batch) -> DraftBlock:
-        limits = batch.draft_limits_B(self.num_drafted)
-        return DraftBlock.certain(
-            [self._draft(seq)[:limit] for seq, limit in zip(batch.sequences, limits, strict=True)]
-        )
-
-    def _draft(self, seq: Sequence) -> list[int]:
-        answer = self.answers.get(tuple(seq.tokens[: seq.prompt_len]), [])
-        rest = enumerate(answer[seq.num_output :], start=seq.num_output)
-        return [token if place % 3 else (token + 1) % 256 for place, token in rest]
-
+from paceline.types import GrammarSpec, SamplingParams
 
 NAMES = list(drafters(FakeTarget()))
 GREEDY = [(name, list(SPECS)[number % 3], 0.8 * (number % 2)) for number, name in enumerate(NAMES)]
 """Every drafter with one grammar, and every grammar with penalised answers and with others."""
-
-
-def matcher_of(spec: GrammarSpec) -> LLMatcher:
-    return Grammars(ByteTokenizer(), 258, (EOS,)).compile(spec)._matcher
-
-
-def constrained_greedy(target: FakeTarget, spec: GrammarSpec, prompt: list[int], params: SamplingParams) -> list[int]:
-    """Token by token, from the library alone: a fresh matcher that never saw a draft, and the target's own logits."""
-    matcher, answer = matcher_of(spec), list[int]()
-    while len(answer) < params.max_tokens and answer[-1:] != [EOS]:
-        logits = penalise(target.logits_after(prompt + answer)[None], params, prompt + answer, Counter(answer), [])[
-            0
-        ].clone()
-        mask = matcher.compute_bitmask()
-        logits[[token for token in range(258) if not mask[token >> 3] >> (token & 7) & 1]] = -torch.inf
-        answer.append(int(logits.argmax()))
-        assert matcher.consume_token(answer[-1])
-    return answer
-
-
-@cache
-def greedy_answers(spec: GrammarSpec, penalty: float) -> list[list[int]]:
-    params = SamplingParams(max_tokens=120, grammar=spec, frequency_penalty=penalty)
-    return [constrained_greedy(byte_target(num_rows=3), spec, prompt, params) for prompt in PROMPTS]
 
 
 def is_right(spec: GrammarSpec, text: str) -> bool:
@@ -134,7 +58,7 @@ def test_greedy_answers_are_constrained_plain_decodings(name: str, grammar: str,
     params = SamplingParams(max_tokens=120, grammar=spec, frequency_penalty=penalty)
     expected = greedy_answers(spec, penalty)
     drafter = drafters(target)[name]
-    if isinstance(drafter, _Knowing):
+    if isinstance(drafter, Knowing):
         drafter.answers = dict(zip(map(tuple, PROMPTS), expected, strict=True))
     engine = byte_engine(target, drafter)
     answers = run(engine, PROMPTS, params)
@@ -159,14 +83,6 @@ def test_with_certain_drafts_a_seed_gives_constrained_plain_decodings_text(name:
     assert all(is_right(SCHEMA, ByteTokenizer().decode(seq.output_ids)) for seq in plain if seq.finish_reason == "stop")
 
 
-def tiny_tokenizer() -> Tokenizer:
-    """a, b, c, ab and an end token."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "c": 2, "ab": 3}, [("a", "b")]))
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<end>"])
-    return Tokenizer(backend, eos_token_ids=(4,))
-
-
 @pytest.mark.parametrize(("most", "is_allowed"), [(0, True), (1, True), (16, True), (17, False)])
 @pytest.mark.parametrize("spec", [OBJECT, SCHEMA], ids=["object", "schema"])
 def test_json_has_at_most_sixteen_characters_of_white_space_in_a_row(
@@ -180,78 +96,8 @@ def test_json_has_at_most_sixteen_characters_of_white_space_in_a_row(
     assert num_taken == (len(tokens) + 1 if is_allowed else text.index(space) + 16)
 
 
-PLAIN = {"temperature": 1.0}
-FILTERED = {"temperature": 1.3, "top_p": 0.9, "min_p": 0.05, "presence_penalty": 0.6}
-PIECES = ["a", "b", "c", "ab"]
-LANGUAGE = "c?[ab](a|bb|c)?b*"
-
-
-def in_language(text: str, max_len: int = 5) -> list[bool]:
-    """Allowed next tokens, end last, by Python's `re` and every string that could still follow."""
-    ends = ["".join(letters) for count in range(max_len) for letters in itertools.product("abc", repeat=count)]
-    begins = [any(re.fullmatch(LANGUAGE, text + piece + end) for end in ends) for piece in PIECES]
-    return [*begins, re.fullmatch(LANGUAGE, text) is not None]
-
-
-def exact_distribution(target: FakeTarget, prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Probability of every answer of at most `max_tokens`, by enumeration."""
-    answers: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(params.max_tokens):
-        longer: dict[tuple[int, ...], float] = {}
-        for answer, mass in answers.items():
-            if answer[-1:] == (4,):
-                longer[answer] = mass
-                continue
-            tokens = prompt + list(answer)
-            logits = penalise(target.logits_after(tokens)[None], params, tokens, Counter(answer), []).clone()
-            allowed = in_language("".join(PIECES[token] for token in answer))
-            logits[0, [token for token in range(5) if not allowed[token]]] = -torch.inf
-            for token, share in enumerate(target_probs(logits, params)[0].tolist()):
-                if share > 0:
-                    longer[(*answer, token)] = mass * share
-        answers = longer
-    return answers
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "rule", "shape"),
-    [
-        ("sometimes", "auto", PLAIN),
-        ("sometimes, with probabilities", "rejection", PLAIN),
-        ("adversarial", "block", FILTERED),
-    ],
-    ids=["auto-plain", "rejection-plain", "block-filtered"],
-)
-def test_sampled_answers_have_the_constrained_distribution(name: str, rule: str, shape: dict[str, float]) -> None:
-    target = FakeTarget(vocab_size=5, sharpness=1.0, num_rows=16, max_len=16)
-    adversary = ScriptedDrafter(target, mode="adversarial", with_probs=True)
-    engine = Engine(
-        target,
-        tiny_tokenizer(),
-        adversary if name == "adversarial" else drafters(target)[name],
-        judge=RuleJudge(RULES[rule]),
-        eos_token_ids=(4,),
-    )
-    num_samples, spec = 500, GrammarSpec("regex", LANGUAGE)
-    params = [SamplingParams(**shape, seed=seed, max_tokens=4, grammar=spec) for seed in range(num_samples)]  # pyright: ignore[reportArgumentType]
-    counts = Counter(tuple(seq.output_ids) for seq in run(engine, [[1, 2]] * num_samples, params))
-    expected = exact_distribution(target, [1, 2], params[0])
-    assert set(counts) <= set(expected)
-    common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
-    observed, masses = [counts[answer] for answer in common], [expected[answer] * num_samples for answer in common]
-    rest = num_samples - sum(masses)
-    if rest > 1:
-        observed, masses = [*observed, num_samples - sum(observed)], [*masses, rest]
-    scale = num_samples / sum(masses)
-    assert len(common) >= 8
-    from scipy.stats import chisquare  # which takes most of a second to import
-
-    assert chisquare(observed, [mass * scale for mass in masses]).pvalue > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         (GrammarSpec("json_schema", '{"type": "strin"}'), "json schema cannot be used .Invalid type: strin"),
         (GrammarSpec("json_schema", "{"), "json schema cannot be used"),
@@ -268,9 +114,9 @@ def test_sampled_answers_have_the_constrained_distribution(name: str, rule: str,
         (GrammarSpec("yaml"), "kind must be one of"),  # pyright: ignore[reportArgumentType]
     ],
 )
-def test_bad_grammars_are_refused_at_the_door(spec: GrammarSpec, said: str) -> None:
+def test_bad_grammars_are_refused_at_the_door(spec: GrammarSpec, message: str) -> None:
     engine = byte_engine(byte_target())
-    with pytest.raises(SamplingError, match=said):
+    with pytest.raises(SamplingError, match=message):
         engine.add([1], SamplingParams(max_tokens=4, grammar=spec))
     assert not engine.has_work
     engine.check_integrity()
@@ -333,7 +179,7 @@ def test_a_refused_draft_gives_way_to_the_only_token_there_is() -> None:
     target = byte_target()
     answer = [*b"the quick brown fox", EOS]
     (seq,) = run(
-        byte_engine(target, _Knowing({tuple(prompt): answer})), [prompt], SamplingParams(max_tokens=40, grammar=spec)
+        byte_engine(target, Knowing({tuple(prompt): answer})), [prompt], SamplingParams(max_tokens=40, grammar=spec)
     )
     assert seq.output_ids == answer
     assert len(seq.rounds) == 3  # 1 + 8 + 8 + 3 tokens

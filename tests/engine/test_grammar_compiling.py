@@ -43,14 +43,14 @@ def test_grammars_are_compiled_in_any_thread_and_handed_to_the_engine(monkeypatc
     monkeypatch.setattr(Grammars, "_read_vocabulary", lambda self: num_read.append(1) or real(self))
     assert WORDS.grammar
     with ThreadPoolExecutor(8) as pool:
-        made: list[Constraint | None] = list(pool.map(engine.grammars.compile, [WORDS.grammar] * 8))
+        constraints: list[Constraint | None] = list(pool.map(engine.grammars.compile, [WORDS.grammar] * 8))
     assert len(num_read) == 1
     engine.grammars = Grammars(None, 0, ())  # would refuse
     with pytest.raises(SamplingError, match="end token"):
         engine.add([1], WORDS)
-    given = answers(engine, made[:4])
-    assert given == answers(byte_engine(), [None] * 4)
-    assert all(tokens[-1] == EOS for tokens in given)
+    answered = answers(engine, constraints[:4])
+    assert answered == answers(byte_engine(), [None] * 4)
+    assert all(tokens[-1] == EOS for tokens in answered)
 
 
 @pytest.mark.parametrize(

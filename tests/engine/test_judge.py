@@ -110,8 +110,10 @@ def test_forbidding_every_token_is_not_called_the_models_fault() -> None:
     bias = dict.fromkeys(range(4), -INF)
     for params in (SamplingParams(logit_bias=bias), SamplingParams(logit_bias=bias, temperature=1.0)):
         verdict = verdict_on(torch.zeros(1, 4), [[]], params, "auto", certain=True)
-        said = "no token is left to choose at position 3: logit_bias, bad_words, min_tokens or the grammar forbid all"
-        assert verdict.failed_B == [said]
+        message = (
+            "no token is left to choose at position 3: logit_bias, bad_words, min_tokens or the grammar forbid all"
+        )
+        assert verdict.failed_B == [message]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -68,12 +68,12 @@ def plain_answers(way: str) -> list[Sequence]:
 )
 def test_lossless_values_give_plain_decodings_text(shape: str, way: str, name: str) -> None:
     plain = plain_answers(way)
-    given = answers(engine_of(SHAPES[shape]), name, WAYS[way], num_seeds=1)
-    assert [seq.output_ids for seq in given] == [seq.output_ids for seq in plain]
-    assert [seq.logprobs for seq in given] == [seq.logprobs for seq in plain]
+    sequences = answers(engine_of(SHAPES[shape]), name, WAYS[way], num_seeds=1)
+    assert [seq.output_ids for seq in sequences] == [seq.output_ids for seq in plain]
+    assert [seq.logprobs for seq in sequences] == [seq.logprobs for seq in plain]
     assert all(seq.lossless for seq in plain)
-    assert not any(seq.lossless for seq in given), "whoever asked for a lossy rule is told so"
-    for seq in given:
+    assert not any(seq.lossless for seq in sequences), "whoever asked for a lossy rule is told so"
+    for seq in sequences:
         assert seq.ledger is not None and len(seq.ledger.sums) == seq.num_output
         assert seq.ledger.spent == (0.0, 0.0, 0)
 
@@ -81,10 +81,10 @@ def test_lossless_values_give_plain_decodings_text(shape: str, way: str, name: s
 @pytest.mark.slow
 def test_lossless_values_give_rejections_text_for_drawn_drafts() -> None:
     """The same rounds: drafts are drawn from distributions, and refused ones replaced from the residual."""
-    given = answers(engine_of(FixedPlanner(), probs=True), "lenience:1", WAYS["sampled"])
+    sequences = answers(engine_of(FixedPlanner(), probs=True), "lenience:1", WAYS["sampled"])
     expected = answers(engine_of(FixedPlanner(), probs=True, rule="rejection"), None, WAYS["sampled"])
-    assert [seq.output_ids for seq in given] == [seq.output_ids for seq in expected]
-    assert [seq.rounds for seq in given] == [seq.rounds for seq in expected]
+    assert [seq.output_ids for seq in sequences] == [seq.output_ids for seq in expected]
+    assert [seq.rounds for seq in sequences] == [seq.rounds for seq in expected]
 
 
 @pytest.mark.slow
@@ -113,9 +113,9 @@ def test_no_part_of_an_answer_exceeds_the_budget(probs: bool, way: str) -> None:
     spent = max(sums.tv / place for seq in free if seq.ledger for place, sums in enumerate(seq.ledger.sums, 1))
     assert spent > 0.2, "else there is nothing to keep within"
     for own, engines, least in ((None, 0.1, 0.1), (0.5, 0.1, 0.1), (0.1, 0.5, 0.1)):
-        asked = "lenience:0.05" + (f",max_tv={own}" if own else "")
+        rule = "lenience:0.05" + (f",max_tv={own}" if own else "")
         done = answers(
-            engine_of(FixedPlanner(), probs=probs, max_tv=engines), asked, WAYS[way], num_seeds=2, max_tokens=32
+            engine_of(FixedPlanner(), probs=probs, max_tv=engines), rule, WAYS[way], num_seeds=2, max_tokens=32
         )
         for seq in done:
             assert seq.ledger is not None and seq.ledger.max_tv == least and len(seq.ledger.sums) == seq.num_output
@@ -142,11 +142,11 @@ def test_rounds_with_a_lossy_row_say_so_and_planners_learn_apart() -> None:
     planner = AdaptivePlanner(PassCosts([(1, 1e-3), (64, 1.05e-3)]))
     engine = engine_of(planner, accuracy=0.2)
     engine.add([1, 2], SamplingParams(max_tokens=30, lossy=Lossy.of("relaxed:n=24,delta=1")))
-    told = set[bool]()
+    flags = set[bool]()
     while engine.has_work:
         engine.step()
-        told |= {each.lossless for each in engine.rounds}
-    assert told == {False}
+        flags |= {each.lossless for each in engine.rounds}
+    assert flags == {False}
     assert {kind for _, kind in planner._chances} <= {"lossy"}
 
 

@@ -59,18 +59,18 @@ def test_running_streams_wait_less_than_three_rounds_for_a_long_prompt(monkeypat
     late = engine.add(LONG, SamplingParams(max_tokens=4))
     last = dict.fromkeys(running, target.now)
     gaps: list[float] = []
-    num_steps, said = 0, list[int]()
-    while not said:
+    num_steps, answer = 0, list[int]()
+    while not answer:
         chunks = engine.step()
         num_steps += 1
         gained = {chunk.sequence.request_id for chunk in chunks}
         assert gained >= set(running), "a stream gained nothing in a step"
         gaps += [target.now - last[number] for number in running]
         last = dict.fromkeys(running, target.now)
-        said = [token for chunk in chunks if chunk.sequence.request_id == late for token in chunk.token_ids]
+        answer = [token for chunk in chunks if chunk.sequence.request_id == late for token in chunk.token_ids]
     assert max(gaps) < 3 * round_s, f"{max(gaps) / round_s:.1f} rounds"
     assert num_steps < 130, "and the prompt was not starved"
-    assert said[0] == target.greedy(LONG, 1)[0]
+    assert answer[0] == target.greedy(LONG, 1)[0]
 
 
 def test_alone_a_prompt_is_prefilled_in_large_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +115,9 @@ def test_beside_work_that_nobody_follows_too(monkeypatch: pytest.MonkeyPatch) ->
     target.calls.clear()
     late = engine.add(LONG, SamplingParams(max_tokens=4))
     with engine.whole_chunks():
-        said = [chunk for _ in range(12) for chunk in engine.step() if chunk.sequence.request_id == late]
+        chunks = [chunk for _ in range(12) for chunk in engine.step() if chunk.sequence.request_id == late]
     assert [len(call.tokens) for call in target.calls if len(call.tokens) > 100] == [256, 256, 256, 232]
-    assert [token for chunk in said for token in chunk.token_ids] == target.greedy(LONG, 4)
+    assert [token for chunk in chunks for token in chunk.token_ids] == target.greedy(LONG, 4)
 
 
 def generate(llm: LLM, folder: Path) -> None:
@@ -129,8 +129,8 @@ def followed(llm: LLM, folder: Path) -> None:
 
 
 def regenerate(llm: LLM, folder: Path) -> None:
-    asked = [Prompt(name, [{"role": "user", "content": name}], (name,), "test") for name in ("one", "two")]
-    Regenerator(llm, AnswerShards(folder), AnswerConfig(2, 100)).run(asked)
+    prompts = [Prompt(name, [{"role": "user", "content": name}], (name,), "test") for name in ("one", "two")]
+    Regenerator(llm, AnswerShards(folder), AnswerConfig(2, 100)).run(prompts)
 
 
 def bench_decode(llm: LLM, folder: Path) -> None:

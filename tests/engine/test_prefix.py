@@ -53,10 +53,10 @@ def test_a_shared_beginning_is_computed_once(accuracy: float | None) -> None:
 
 def test_a_conversation_goes_on_where_it_was() -> None:
     engine, _ = engine_of()
-    (said,) = sequences(engine, [SYSTEM])
-    turn = [*SYSTEM, *said.output_ids, 9, 9]
+    (first,) = sequences(engine, [SYSTEM])
+    turn = [*SYSTEM, *first.output_ids, 9, 9]
     (again,) = sequences(engine, [turn])
-    assert again.num_reused == len(SYSTEM) + len(said.output_ids) - 1, (
+    assert again.num_reused == len(SYSTEM) + len(first.output_ids) - 1, (
         "all but the last token, which was never a pass's input"
     )
 
@@ -146,7 +146,7 @@ def test_any_order_of_events_gives_the_text_without_reuse(accuracy: float | None
     def answers(reuses: bool) -> list[list[int]]:
         engine, target = engine_of(3, reuses=reuses, accuracy=accuracy)
         texts: dict[int, list[int]] = {}
-        wanted, order = list[int](), random.Random(5)
+        request_ids, order = list[int](), random.Random(5)
 
         def step() -> None:
             for chunk in engine.step():
@@ -154,7 +154,7 @@ def test_any_order_of_events_gives_the_text_without_reuse(accuracy: float | None
             engine.check_integrity()
 
         for prompt in prompts:
-            wanted.append(engine.add(prompt, SamplingParams(max_tokens=7)))
+            request_ids.append(engine.add(prompt, SamplingParams(max_tokens=7)))
             if order.random() < 0.15:
                 unwanted = engine.add([*prompt, 1], SamplingParams(max_tokens=50))
                 step()
@@ -165,7 +165,7 @@ def test_any_order_of_events_gives_the_text_without_reuse(accuracy: float | None
             step()
         assert not reuses or (engine.prefix is not None and engine.prefix.num_reused > 300)
         assert target.cache.num_free == 3
-        return [texts[request_id] for request_id in wanted]
+        return [texts[request_id] for request_id in request_ids]
 
     assert answers(True) == answers(False)
 

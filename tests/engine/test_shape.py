@@ -103,9 +103,9 @@ def test_a_long_answer_is_not_read_again_each_round() -> None:
         num_read = 0
 
         def __getitem__(self, place: Any) -> Any:
-            found = super().__getitem__(place)
-            self.num_read += len(found) if isinstance(place, slice) else 1
-            return found
+            items = super().__getitem__(place)
+            self.num_read += len(items) if isinstance(place, slice) else 1
+            return items
 
         def __iter__(self) -> Any:
             self.num_read += len(self)
@@ -121,7 +121,7 @@ def test_a_long_answer_is_not_read_again_each_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("params", "message"),
     [
         ({"min_tokens": 9, "max_tokens": 8}, "must not exceed max_tokens"),
         ({"bad_words": ("",)}, "bad_words must be no empty string"),
@@ -130,8 +130,8 @@ def test_a_long_answer_is_not_read_again_each_round() -> None:
         ({"min_tokens": 2, "lossy": "typical:eps=0.09,delta=0.3"}, "lossy does not go with min_tokens"),
     ],
 )
-def test_what_cannot_hold_is_refused(params: dict[str, object], said: str) -> None:
-    with pytest.raises(SamplingError, match=said):
+def test_what_cannot_hold_is_refused(params: dict[str, object], message: str) -> None:
+    with pytest.raises(SamplingError, match=message):
         SamplingParams(**params)  # pyright: ignore[reportArgumentType]
 
 

@@ -40,11 +40,11 @@ def alone(llm: LLM, *prompts: list[int]) -> list[list[int]]:
 
 def test_two_streams_read_in_turns(llm: LLM) -> None:
     expected = alone(llm, [1, 2, 3], [4, 5])
-    streams, found = [llm.stream([1, 2, 3], PARAMS), llm.stream([4, 5], PARAMS)], [[], []]
+    streams, answers = [llm.stream([1, 2, 3], PARAMS), llm.stream([4, 5], PARAMS)], [[], []]
     for _ in range(100):
         for place, stream in enumerate(streams):
-            found[place] += next(stream, Chunk(None, [], "")).token_ids  # pyright: ignore[reportArgumentType]
-    assert found == expected and not llm.engine.has_work
+            answers[place] += next(stream, Chunk(None, [], "")).token_ids  # pyright: ignore[reportArgumentType]
+    assert answers == expected and not llm.engine.has_work
 
 
 def test_one_stream_read_after_the_other(llm: LLM) -> None:

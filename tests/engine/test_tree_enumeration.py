@@ -63,10 +63,10 @@ def target_of() -> FakeTarget:
 def answers_of(way: str) -> Answers:
     """Every answer that plain decoding can give, with the probabilities of all tokens at each of its positions."""
     target, params = target_of(), SamplingParams(**WAYS[way])
-    found: Answers = {(): []}
+    answers: Answers = {(): []}
     for _ in range(NUM_TOKENS):
         longer: Answers = {}
-        for answer, before in found.items():
+        for answer, before in answers.items():
             tokens = PROMPT + list(answer)
             logits_1V = penalise(target.logits_after(tokens)[None].clone(), params, tokens, Counter(answer), [])
             probs = target_probs(logits_1V, params)[0].double() if not params.is_greedy else torch.zeros(VOCAB).double()
@@ -74,8 +74,8 @@ def answers_of(way: str) -> Answers:
                 probs[logits_1V[0].argmax()] = 1.0
             shares = (probs / probs.sum()).tolist()
             longer |= {(*answer, token): [*before, shares] for token, share in enumerate(shares) if share > 0}
-        found = longer
-    return found
+        answers = longer
+    return answers
 
 
 class Wide(FixedPlanner):
@@ -90,18 +90,18 @@ def numbers_for(winner: int, shares: list[float], lead: float) -> list[float]:
     return [share * (lead if token == winner else 1.0) if share else lead / 2 for token, share in enumerate(shares)]
 
 
-def said(
+def matches(
     way: str, monkeypatch: pytest.MonkeyPatch, planner: FixedPlanner | None = None, accuracy: float = 0.7
 ) -> list[bool]:
     """Check that the engine gives each answer, with race numbers by which its tokens win narrowly, and clearly."""
-    known = [(answer, shares) for answer, shares in answers_of(way).items() for _ in range(2)]
+    cases = [(answer, shares) for answer, shares in answers_of(way).items() for _ in range(2)]
     numbers = [
         [numbers_for(token, each, EDGE if index % 2 else 1 - EDGE) for token, each in zip(answer, shares, strict=True)]
-        for index, (answer, shares) in enumerate(known)
+        for index, (answer, shares) in enumerate(cases)
     ]
     right = Noise.exponentials
 
-    def told(noise: Noise, tokens: list[int]) -> list[float]:
+    def exponentials(noise: Noise, tokens: list[int]) -> list[float]:
         is_own = noise.seed < len(numbers) and 0 <= noise.position - len(PROMPT) < NUM_TOKENS
         return (
             [numbers[noise.seed][noise.position - len(PROMPT)][each] for each in tokens]
@@ -109,27 +109,27 @@ def said(
             else right(noise, tokens)
         )
 
-    monkeypatch.setattr(Noise, "exponentials", told)
+    monkeypatch.setattr(Noise, "exponentials", exponentials)
     target = target_of()
     drafter = TreeDrafter(target, num_drafted=3, width=3, accuracy=accuracy)
     engine = Engine(target, ByteTokenizer(), drafter, planner=planner or Wide())
-    params = [SamplingParams(**WAYS[way], seed=seed, max_tokens=NUM_TOKENS) for seed in range(len(known))]
-    done = run(engine, [PROMPT] * len(known), params)
+    params = [SamplingParams(**WAYS[way], seed=seed, max_tokens=NUM_TOKENS) for seed in range(len(cases))]
+    done = run(engine, [PROMPT] * len(cases), params)
     accepted = sum(each.num_accepted for seq in done for each in seq.rounds)
     assert accepted > 0, "else nothing was proved"
-    return [tuple(seq.output_ids) == answer for seq, (answer, _) in zip(done, known, strict=True)]
+    return [tuple(seq.output_ids) == answer for seq, (answer, _) in zip(done, cases, strict=True)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_answer_comes_with_its_probability(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = answers_of(way)
+    answers = answers_of(way)
     masses = [
-        math.prod(each[token] for token, each in zip(answer, shares, strict=True)) for answer, shares in found.items()
+        math.prod(each[token] for token, each in zip(answer, shares, strict=True)) for answer, shares in answers.items()
     ]
     assert sum(masses) == pytest.approx(1.0, abs=1e-5)
-    assert len(found) == 1 if WAYS[way].get("temperature") is None else len(found) > 10
-    assert all(said(way, monkeypatch))
+    assert len(answers) == 1 if WAYS[way].get("temperature") is None else len(answers) > 10
+    assert all(matches(way, monkeypatch))
 
 
 # Mistakes. Each is a change of one place of the engine, and takes effect in the way that is named with it.
@@ -228,10 +228,9 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[FixedPlanne
 def test_a_mistake_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake, planner = MISTAKES[name]
     mistake(monkeypatch)
-    found = said("top-p", monkeypatch, planner(), accuracy=1.0)
-    assert not all(found)
+    assert not all(matches("top-p", monkeypatch, planner(), accuracy=1.0))
 
 
 @pytest.mark.slow
 def test_padding_that_the_pass_knows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(said("plain", monkeypatch, Padded(), accuracy=1.0))
+    assert all(matches("plain", monkeypatch, Padded(), accuracy=1.0))

@@ -75,12 +75,12 @@ def tokens(sequences: list[Sequence]) -> list[list[int]]:
 @pytest.mark.parametrize(("num_nodes", "name", "way"), CASES)
 def test_the_text_is_plain_decodings(num_nodes: int, name: str, way: str) -> None:
     expected = plain(way)
-    given = answers(FixedPlanner(num_nodes=num_nodes), WAYS[way], **DRAFTERS[name])
-    assert tokens(given) == tokens(expected)
-    for one, other in zip(given, expected, strict=True):
+    sequences = answers(FixedPlanner(num_nodes=num_nodes), WAYS[way], **DRAFTERS[name])
+    assert tokens(sequences) == tokens(expected)
+    for one, other in zip(sequences, expected, strict=True):
         assert one.logprobs == other.logprobs
         assert one.lossless and len(one.logprobs) in (0, len(one.output_ids))
-    accepted = sum(each.num_accepted for seq in given for each in seq.rounds)
+    accepted = sum(each.num_accepted for seq in sequences for each in seq.rounds)
     assert (accepted == 0) == (name == "never" and way == "greedy") or name == "never" or accepted > 0
 
 
@@ -105,14 +105,14 @@ def test_an_adaptive_planner_grows_trees_where_passes_are_cheap(way: str) -> Non
     cheap = AdaptivePlanner(PassCosts([(1, 1e-3), (64, 1.05e-3)]), grows_trees=True)
     narrow, siblings = cheap.narrow, list[bool]()
 
-    def watched(*asked: Any) -> list[int | Tree]:
-        chosen = narrow(*asked)
+    def watched(*arguments: Any) -> list[int | Tree]:
+        chosen = narrow(*arguments)
         siblings.extend(any(each.ranks) for each in chosen if isinstance(each, Tree))
         return chosen
 
     cheap.narrow = watched
-    given = answers(cheap, WAYS[way], accuracy=0.9)
-    assert tokens(given) == tokens(plain(way))
+    sequences = answers(cheap, WAYS[way], accuracy=0.9)
+    assert tokens(sequences) == tokens(plain(way))
     assert any(siblings), "chains alone would give this text too"
 
 

@@ -20,6 +20,6 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def made(name: str, written: Written, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def family_model(name: str, written: Written, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Folder of a family's tiny model, and the model in Transformers."""
     return model_of(name, written, tmp_path_factory)

@@ -19,13 +19,14 @@ from paceline.model.checkpoint import expected_shapes
 from paceline.model.config.decoder import DecoderConfig, DeltaShape, RopeKind, decoder_config
 from paceline.model.torch.attention import rope_tables
 from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.model_config import shape_of
 
 HERE = Path("config.json")
 
 
-def test_simulate_reads_it(name: str, made: tuple[Path, Any]) -> None:
+def test_simulate_reads_it(name: str, family_model: tuple[Path, Any]) -> None:
     """Every matrix is counted, and nothing else; each layer's window is seen."""
-    folder, model = made
+    folder, model = family_model
     shape = catalogue.find(str(folder))
     of_layers = {id(each): each for each in model.parameters() if each.ndim > 1}
     counted = sum(each.numel() for key, each in model.named_parameters() if id(each) in of_layers and "bias" not in key)
@@ -167,12 +168,12 @@ def test_a_file_of_the_hub_means_what_transformers_makes_of_it(model: str) -> No
 
     raw = {key: value for key, value in HUB[model].items() if key != "quantization_config"}
     theirs = AutoConfig.for_model(**copy.deepcopy(raw)).to_dict() | {"architectures": raw["architectures"]}
-    found, again = decoder_config(HUB[model], HERE), decoder_config(json.loads(json.dumps(theirs)), HERE)
-    assert replace(found, **ROPE_FIELDS) == replace(again, **ROPE_FIELDS)
-    for kind in rotated(found):
+    config, again = decoder_config(HUB[model], HERE), decoder_config(json.loads(json.dumps(theirs)), HERE)
+    assert replace(config, **ROPE_FIELDS) == replace(again, **ROPE_FIELDS)
+    for kind in rotated(config):
         for longest in (64, 30000):
             for ours, other in zip(
-                rope_tables(found, 64, kind, longest), rope_tables(again, 64, kind, longest), strict=True
+                rope_tables(config, 64, kind, longest), rope_tables(again, 64, kind, longest), strict=True
             ):
                 assert torch.equal(ours, other)
 
@@ -221,7 +222,7 @@ def test_what_the_files_say() -> None:
 def test_simulate_and_the_decoder_count_the_same_parameters(model: str) -> None:
     config = decoder_config(HUB[model], HERE)
     matrices = [shape for name, shape in expected_shapes(config).items() if len(shape) > 1]
-    assert catalogue.shape_of(HUB[model]).num_parameters == sum(map(math.prod, matrices))
+    assert shape_of(HUB[model]).num_parameters == sum(map(math.prod, matrices))
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ Made = tuple[Path, Any]
 LENGTH = 40
 
 
-def close(found: Tensor | None, expected: Tensor) -> None:
-    assert found is not None
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+def close(actual: Tensor | None, expected: Tensor) -> None:
+    assert actual is not None
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 def feed(target: Target, row: int, tokens: list[int], parents: list[int] | None = None) -> ForwardOutput:
@@ -46,8 +46,8 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.slow
-def test_logits_taps_and_ends(name: str, made: Made, backend: str) -> None:
-    folder, model = made
+def test_logits_taps_and_ends(name: str, family_model: Made, backend: str) -> None:
+    folder, model = family_model
     target, tokens = target_of(folder, backend=backend), text(LENGTH)
     assert isinstance(target, Decoder if backend == "torch" or native_library() is None else NativeDecoder)
     target.set_taps((0, 2, 3))
@@ -68,8 +68,8 @@ def test_logits_taps_and_ends(name: str, made: Made, backend: str) -> None:
 
 
 @pytest.mark.slow
-def test_chunks_with_refused_drafts_and_another_row(name: str, made: Made, backend: str) -> None:
-    folder, model = made
+def test_chunks_with_refused_drafts_and_another_row(name: str, family_model: Made, backend: str) -> None:
+    folder, model = family_model
     target, rng = target_of(folder, backend=backend), random.Random(3)
     texts = [text(LENGTH, 1), text(LENGTH, 2)]
     expected = [reference(model, tokens)[0] for tokens in texts]
@@ -83,8 +83,8 @@ def test_chunks_with_refused_drafts_and_another_row(name: str, made: Made, backe
             fed += texts[row][starts[row] :][: keeps[-1]] + noise
         out = target.forward(ForwardBatch(rows, starts, counts, fed))
         assert out.logits_TV is not None
-        for row, found in zip(rows, out.logits_TV.split(counts), strict=True):
-            close(found[: keeps[row]], expected[row][starts[row] : starts[row] + keeps[row]])
+        for row, logits_CV in zip(rows, out.logits_TV.split(counts), strict=True):
+            close(logits_CV[: keeps[row]], expected[row][starts[row] : starts[row] + keeps[row]])
         target.cache.rollback(rows, [start + keep for start, keep in zip(starts, keeps, strict=True)])
 
 
@@ -101,8 +101,8 @@ def test_longrope_has_other_factors_for_long_texts(written: Written, tmp_path_fa
 
 
 @pytest.mark.slow
-def test_a_tree_says_what_its_paths_say(name: str, made: Made, backend: str) -> None:
-    folder, model = made
+def test_a_tree_says_what_its_paths_say(name: str, family_model: Made, backend: str) -> None:
+    folder, model = family_model
     target, tokens = target_of(folder, backend=backend), text(20)
     row = taken(target)
     feed(target, row, tokens)
@@ -115,9 +115,9 @@ def test_a_tree_says_what_its_paths_say(name: str, made: Made, backend: str) -> 
 
 
 @pytest.mark.slow
-def test_passes_of_fixed_shape(name: str, made: Made) -> None:
+def test_passes_of_fixed_shape(name: str, family_model: Made) -> None:
     """Passes as CUDA graphs record them."""
-    folder, model = made
+    folder, model = family_model
     config, tokens = load_config(folder), text(24)
     tensors = check_tensors(config, load_tensors(folder), folder)
     target = GraphDecoder(config, tensors, num_rows=2, max_len=64)
@@ -129,13 +129,13 @@ def test_passes_of_fixed_shape(name: str, made: Made) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(native_library() is None, reason="the native library is not built: run make native")
-def test_weights_can_be_rounded_to_blocks(name: str, made: Made) -> None:
+def test_weights_can_be_rounded_to_blocks(name: str, family_model: Made) -> None:
     """Also where a file holds several matrices as one, or in another order."""
-    folder, model = made
+    folder, model = family_model
     tokens = text(LENGTH)
     target = target_of(folder, weight_format="q8_0")
     assert isinstance(target, NativeDecoder) and "Q8_0" in target.weight_format
-    found, expected = feed(target, taken(target), tokens).logits_TV, reference(model, tokens)[0]
-    assert found is not None
-    off = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    actual, expected = feed(target, taken(target), tokens).logits_TV, reference(model, tokens)[0]
+    assert actual is not None
+    off = (actual - expected).norm(dim=1) / expected.norm(dim=1)
     assert 1e-4 < off.median() < 0.1

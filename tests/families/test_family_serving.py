@@ -19,8 +19,8 @@ SERVED = ["llama", "gemma3", "gpt-oss", "qwen3.5-moe"]
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_an_answer_over_http(name: str, made: tuple[Path, Any]) -> None:
-    folder, model = made
+def test_an_answer_over_http(name: str, family_model: tuple[Path, Any]) -> None:
+    folder, model = family_model
 
     def factory() -> LLM:
         settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 2, "max_len": 64, "plan": "fixed"}

@@ -24,6 +24,6 @@ def test_every_family_is_in_the_table_and_tested() -> None:
     assert {cells[0] for cells in rows().values()} == model_config.FAMILIES.keys()
 
 
-def test_a_row_says_what_is_so(name: str, made: tuple[Path, Any]) -> None:
+def test_a_row_says_what_is_so(name: str, family_model: tuple[Path, Any]) -> None:
     architecture, _ = rows()[name]
-    assert architecture == type(made[1]).__name__
+    assert architecture == type(family_model[1]).__name__

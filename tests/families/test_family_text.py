@@ -38,8 +38,8 @@ def generated(model: Any, prompt: list[int]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-def test_the_text_is_generate_s(name: str, made: tuple[Path, Any]) -> None:
-    folder, model = made
+def test_the_text_is_generate_s(name: str, family_model: tuple[Path, Any]) -> None:
+    folder, model = family_model
     expected = [generated(model, prompt) for prompt in PROMPTS]
     assert len({token for answer in expected for token in answer}) > 5, "the test needs texts that wander"
     target, tokenizer = target_of(folder, num_rows=3, max_len=64), ByteTokenizer()

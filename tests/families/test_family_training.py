@@ -51,8 +51,8 @@ TRAINED = ["llama", "granite", "gemma2", "gpt-oss", "qwen3.5-moe"]
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_training_lowers_the_loss(name: str, made: tuple[Path, Any], tmp_path: Path) -> None:
-    folder, _ = made
+def test_training_lowers_the_loss(name: str, family_model: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = family_model
     target = target_of(folder, max_len=64)
     settings = config(max_steps=NUM_STEPS, blocks_per_step=16, blocks_per_pack=16, optim=OptimConfig(lr=1e-2))
     one = trainer(tmp_path, settings, target=target, learned=DOCUMENTS)
@@ -63,9 +63,9 @@ def test_training_lowers_the_loss(name: str, made: tuple[Path, Any], tmp_path: P
     assert after["loss"] < before["loss"] - 0.5, (before, after)
 
 
-def test_first_layers_are_copied_or_refused(name: str, made: tuple[Path, Any]) -> None:
+def test_first_layers_are_copied_or_refused(name: str, family_model: tuple[Path, Any]) -> None:
     """Copied where a draft layer computes what a target layer does; also of files that hold matrices together."""
-    folder, model = made
+    folder, model = family_model
     target, shape = target_of(folder), DrafterShape(num_layers=1, num_taps=2, start="copied")
     if not has_llama_layers(load_config(folder).family):
         with pytest.raises(ConfigError, match="cannot be copied: start from random layers"):
@@ -77,19 +77,19 @@ def test_first_layers_are_copied_or_refused(name: str, made: tuple[Path, Any]) -
     assert torch.equal(cast(Any, network.layers)[0].self_attn.q_proj.weight, query)
 
 
-def test_the_two_ends_alone(name: str, made: tuple[Path, Any]) -> None:
+def test_the_two_ends_alone(name: str, family_model: tuple[Path, Any]) -> None:
     """Train for a target whose layers run on another server."""
-    settings = EngineConfig(str(made[0]), dtype="float32", device="cpu")
-    whole, ends = target_of(made[0]), load_ends(settings)
+    settings = EngineConfig(str(family_model[0]), dtype="float32", device="cpu")
+    whole, ends = target_of(family_model[0]), load_ends(settings)
     assert isinstance(ends, Ends) and ends.ends == whole.ends
     ids, hidden = torch.arange(10), torch.randn(3, 32)
     torch.testing.assert_close(ends.embed(ids), whole.embed(ids))
     torch.testing.assert_close(ends.head(hidden), whole.head(hidden), atol=1e-5, rtol=1e-5)
 
 
-def test_the_drafter_has_the_factors_of_both_ends(name: str, made: tuple[Path, Any], tmp_path: Path) -> None:
+def test_the_drafter_has_the_factors_of_both_ends(name: str, family_model: tuple[Path, Any], tmp_path: Path) -> None:
     """Its file says them in the words of the authors' `dflash`, and it drafts the same tokens when it is read back."""
-    folder, shape = made[0], load_config(made[0])
+    folder, shape = family_model[0], load_config(family_model[0])
     target = target_of(folder, max_len=64)
     one = trainer(tmp_path / "run", config(max_steps=2), target=target)
     network = cast(DFlashNetwork, one.network)

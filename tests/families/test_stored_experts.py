@@ -46,8 +46,8 @@ def test_mxfp4_is_expanded_as_transformers_does() -> None:
     blocks = torch.randint(0, 256, (3, 10, 2, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(100, 140, (3, 10, 2), dtype=torch.uint8, generator=generator)
     expected = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
-    found = expanded(blocks, scales, "x")
-    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+    actual = expanded(blocks, scales, "x")
+    assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)
 
 
 @pytest.mark.slow

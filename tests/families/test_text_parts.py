@@ -45,9 +45,9 @@ def test_its_text_is_the_text_model_s(whole: Path, written: Written, tmp_path_fa
     _, model = model_of("qwen3.5", written, tmp_path_factory)
     target, tokens = target_of(whole), text(20)
     target.cache.allocate()
-    found = target.forward(ForwardBatch([0], [0], [20], tokens)).logits_TV
-    assert found is not None
-    torch.testing.assert_close(found, reference(model, tokens)[0], atol=1e-4, rtol=1e-4)
+    logits_TV = target.forward(ForwardBatch([0], [0], [20], tokens)).logits_TV
+    assert logits_TV is not None
+    torch.testing.assert_close(logits_TV, reference(model, tokens)[0], atol=1e-4, rtol=1e-4)
     assert (
         catalogue.find(str(whole)).num_parameters
         == catalogue.find(str(model_of("qwen3.5", written, tmp_path_factory)[0])).num_parameters

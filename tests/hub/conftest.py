@@ -36,14 +36,14 @@ def wheels(tmp_path: Path) -> Path:
 @pytest.fixture
 def fetched(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Wheels are "fetched" by copying them; what was asked for."""
-    asked: list[str] = []
+    requirements: list[str] = []
 
     def command(requirement: str, goal: Path) -> list[str]:
-        asked.append(requirement)
+        requirements.append(requirement)
         return copy_command(wheels, requirement, goal)
 
     monkeypatch.setattr(hub, "_fetch_command", command)
-    return asked
+    return requirements
 
 
 @pytest.fixture

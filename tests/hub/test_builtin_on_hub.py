@@ -137,11 +137,11 @@ def test_a_hub_that_is_not_there_costs_no_time(offline: str, on_hub: Builtin, wh
 @pytest.mark.slow
 def test_the_real_client_fetches_from_a_hub(on_hub: Builtin, wheels: Path, source: Path, home: Path) -> None:
     """huggingface_hub itself, with a small server that answers as the hub does."""
-    data, asked = source.read_bytes(), []
+    data, requests = source.read_bytes(), []
 
     class Answers(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
-            asked.append((self.command, self.path))
+            requests.append((self.command, self.path))
             self.send_response(200)
             self.send_header("ETag", f'"{on_hub.gguf_sha256}"')
             self.send_header("X-Repo-Commit", "0" * 40)
@@ -164,4 +164,4 @@ def test_the_real_client_fetches_from_a_hub(on_hub: Builtin, wheels: Path, sourc
         thread.join()
     assert out.splitlines() == [str(home / "downloads" / "tiny.gguf")], err  # the index was not asked
     assert (home / "downloads" / "tiny.gguf").read_bytes() == data and list((home / "tmp").iterdir()) == []
-    assert {(word, "/org/tiny/resolve/main/tiny.gguf") for word in ("HEAD", "GET")} <= set(asked)
+    assert {(word, "/org/tiny/resolve/main/tiny.gguf") for word in ("HEAD", "GET")} <= set(requests)

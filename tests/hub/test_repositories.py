@@ -49,9 +49,9 @@ def test_hub_errors(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hub_never_asks_for_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub.utils import filter_repo_objects
 
-    asked: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda repo_id, **kwargs: asked.update(kwargs) or str(tmp_path)
+        "huggingface_hub.snapshot_download", lambda repo_id, **kwargs: options.update(kwargs) or str(tmp_path)
     )
     assert resolve("org/name") == tmp_path
     files = [
@@ -63,7 +63,7 @@ def test_hub_never_asks_for_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "chat_template.jinja",
         "a.gguf",
     ]
-    assert list(filter_repo_objects(files, **asked)) == ["config.json", "model.safetensors", "chat_template.jinja"]
+    assert list(filter_repo_objects(files, **options)) == ["config.json", "model.safetensors", "chat_template.jinja"]
 
 
 @pytest.mark.slow

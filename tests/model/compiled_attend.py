@@ -37,13 +37,13 @@ def compiled(
     loaded = [name for name in kinds if kinds[name].startswith("*") and kinds[name] != "*i64"]
     aligned = [at for at, name in enumerate(kinds) if name in loaded or name.endswith("_stride")]
     source = ASTSource(kernel, kinds, constants, {(at,): [["tt.divisibility", 16]] for at in aligned})
-    made: Any = compile_kernel(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    binary: Any = compile_kernel(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+        file.write(binary.asm["cubin"])
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return made.metadata.shared, usage
+    return binary.metadata.shared, usage
 
 
 def both(group: int, head_dim: int, dtype: str, count: int, has_all: bool, arch: int, limit: int) -> list[Any]:

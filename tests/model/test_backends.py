@@ -88,9 +88,9 @@ def test_auto_is_native_where_the_library_is(folder: Path, dtype: torch.dtype) -
 
 @needs_library
 def test_random_weights_are_the_same_in_both(folder: Path) -> None:
-    made = [load(folder, weights="random", backend=backend) for backend in ("native", "torch")]
-    assert isinstance(made[0], NativeDecoder)
-    torch.testing.assert_close(logits(made[0]), logits(made[1]), atol=1e-4, rtol=1e-4)
+    decoders = [load(folder, weights="random", backend=backend) for backend in ("native", "torch")]
+    assert isinstance(decoders[0], NativeDecoder)
+    torch.testing.assert_close(logits(decoders[0]), logits(decoders[1]), atol=1e-4, rtol=1e-4)
 
 
 @needs_library
@@ -148,8 +148,8 @@ def test_larger_weights_can_be_rounded_to_blocks(folder: Path, tmp_path: Path, k
     wide = tiny_model(tmp_path / "wide")
     rounded, exact = load(wide, weight_format=kind), load(wide)
     assert form_of(rounded).weight_format == kind.upper() and rounded.weight_bytes < 0.5 * exact.weight_bytes
-    given = [(name, tensor) for name, tensor in load_tensors(wide) if isinstance(tensor, torch.Tensor)]
-    blocks = [(name, quantise(tensor, backends.KINDS[kind])) for name, tensor in given]
+    tensors = [(name, tensor) for name, tensor in load_tensors(wide) if isinstance(tensor, torch.Tensor)]
+    blocks = [(name, quantise(tensor, backends.KINDS[kind])) for name, tensor in tensors]
     dense = [(name, each.dense() if isinstance(each, Blocks) else each) for name, each in blocks]
     numbers, config = logits(rounded), load_config(wide)
     assert same_bits(numbers, logits(NativeDecoder(config, dense, num_rows=1, max_len=config.max_position)))
@@ -174,16 +174,16 @@ def test_without_the_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "head_dim", "said"),
+    ("dtype", "device", "head_dim", "message"),
     [
         (torch.float16, "cpu", 8, "knows float32 and bfloat16, not float16: use --dtype"),
         (torch.float32, "meta", 8, "runs on the CPU, not on meta: use --device cpu"),
         (torch.float32, "cpu", 1026, "has no heads of 1026 numbers: leave --backend out"),
     ],
 )
-def test_what_the_native_pass_cannot(dtype: torch.dtype, device: str, head_dim: int, said: str) -> None:
+def test_what_the_native_pass_cannot(dtype: torch.dtype, device: str, head_dim: int, message: str) -> None:
     config = replace(BASE, head_dim=head_dim)
-    with pytest.raises(NativeError, match=said):
+    with pytest.raises(NativeError, match=message):
         backends._is_native("native", config, dtype, torch.device(device))
     for backend in ("auto", "torch"):
         assert not backends._is_native(backend, config, dtype, torch.device(device))
@@ -208,11 +208,11 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 2,
 @needs_library
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_answers_are_the_same_in_float32(folder: Path, drafter: str) -> None:
-    prompts, said = ["hello hello hello", "once upon a time"], []
+    prompts, answers = ["hello hello hello", "once upon a time"], []
     for backend in ("native", "torch"):
         llm = LLM(str(folder), drafter=drafter, backend=backend, **SETTINGS)
-        said.append([each.token_ids for each in llm.generate(prompts, PARAMS)])
-    assert said[0] == said[1]
+        answers.append([each.token_ids for each in llm.generate(prompts, PARAMS)])
+    assert answers[0] == answers[1]
 
 
 @needs_library

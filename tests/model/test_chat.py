@@ -70,16 +70,16 @@ def through_rows(tokenizer: Tokenizer, messages: list[Any], tools: list[Any]) ->
 
 
 def through_the_proxy(tokenizer: Tokenizer, messages: list[Any], tools: list[Any]) -> list[int]:
-    asked = {"messages": messages} | ({"tools": tools} if tools else {})
-    said = [{"choices": [{"index": 0, "message": {"content": "ok"}, "finish_reason": "stop"}]}]
-    (trace,) = Reader(tokenizer).traces(Exchange(True, asked, said, ended=1.0))
+    request = {"messages": messages} | ({"tools": tools} if tools else {})
+    chunks = [{"choices": [{"index": 0, "message": {"content": "ok"}, "finish_reason": "stop"}]}]
+    (trace,) = Reader(tokenizer).traces(Exchange(True, request, chunks, ended=1.0))
     return list(trace.prompt_ids)
 
 
 def through_evals(tokenizer: Tokenizer, messages: list[Any], tools: list[Any]) -> list[int]:
     target = SimpleNamespace(cache=SimpleNamespace(max_len=10**6))
     llm = SimpleNamespace(tokenizer=tokenizer, target=target)
-    llm.encode_chat = lambda *given: LLM.encode_chat(cast(LLM, llm), *given)
+    llm.encode_chat = lambda *call: LLM.encode_chat(cast(LLM, llm), *call)
     answerer = object.__new__(LLMAnswerer)
     answerer.llm, answerer.sampling = cast(LLM, llm), EvalSampling()
     return answerer._ids(Case("one", {"kind": "exact", "answer": ""}, tuple(read_messages(messages, "row"))))
@@ -167,8 +167,8 @@ def test_text_parts_are_joined_by_line_breaks() -> None:
     assert prompt_of({"role": "user", "content": parts}) == prompt_of({"role": "user", "content": "one\ntwo"})
 
 
-def called(given: Any, **more: Any) -> dict[str, Any]:
-    function = {"name": "f"} | ({} if given is ... else {"arguments": given})
+def called(call_arguments: Any, **more: Any) -> dict[str, Any]:
+    function = {"name": "f"} | ({} if call_arguments is ... else {"arguments": call_arguments})
     return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function} | more]}
 
 

@@ -41,12 +41,12 @@ Made = type[Decoder] | type[NativeDecoder]
 
 
 @pytest.fixture(params=[Decoder, GraphDecoder, pytest.param(NativeDecoder, marks=needs_library)])
-def made(request: pytest.FixtureRequest) -> Made:
+def decoder_class(request: pytest.FixtureRequest) -> Made:
     return request.param
 
 
-def target_of(num_rows: int = 3, made: Made = Decoder) -> Decoder | NativeDecoder:
-    return made(CONFIG, weights().items(), num_rows=num_rows, max_len=300)
+def target_of(num_rows: int = 3, decoder_class: Made = Decoder) -> Decoder | NativeDecoder:
+    return decoder_class(CONFIG, weights().items(), num_rows=num_rows, max_len=300)
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -73,8 +73,8 @@ def _one_by_one(tokens: tuple[int, ...]) -> Tensor:
     return torch.cat([feed(target, row, [token]) for token in tokens])
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
 
 
 def recurrence(parts: dict[str, Tensor], hidden_TD: Tensor) -> Tensor:
@@ -94,8 +94,8 @@ def recurrence(parts: dict[str, Tensor], hidden_TD: Tensor) -> Tensor:
         )
         change = beta[:, None] * (v - torch.einsum("hkv,hk->hv", state, k))
         state = state + torch.einsum("hk,hv->hkv", k, change)
-        found = torch.einsum("hkv,hk->hv", state, q) * SHAPE.key_dim**-0.5
-        normed = found / (found.square().mean(-1, keepdim=True) + CONFIG.rms_norm_eps).sqrt() * w["norm.weight"]
+        output = torch.einsum("hkv,hk->hv", state, q) * SHAPE.key_dim**-0.5
+        normed = output / (output.square().mean(-1, keepdim=True) + CONFIG.rms_norm_eps).sqrt() * w["norm.weight"]
         out.append((normed * F.silu(w["in_proj_z.weight"] @ x[at]).view_as(normed)).flatten() @ w["out_proj.weight"].T)
     return torch.stack(out).float()
 
@@ -122,14 +122,14 @@ def test_the_layer_is_the_recurrence() -> None:
 
 
 @pytest.mark.slow
-def test_in_bfloat16_it_is_near(made: Made) -> None:
+def test_in_bfloat16_it_is_near(decoder_class: Made) -> None:
     """The state is float32 all the same."""
     tokens = text(100)
-    target = made(CONFIG, weights().items(), num_rows=1, max_len=300, dtype=torch.bfloat16)
+    target = decoder_class(CONFIG, weights().items(), num_rows=1, max_len=300, dtype=torch.bfloat16)
     row, expected = target.cache.allocate(), one_by_one(tokens)
     assert row is not None and isinstance(target.kv, DeltaCache)
-    found = torch.cat([feed(target, row, tokens[begin : begin + 7]) for begin in range(0, 100, 7)])
-    assert (found.float() - expected).abs().mean() < 0.02 * expected.std()
+    actual = torch.cat([feed(target, row, tokens[begin : begin + 7]) for begin in range(0, 100, 7)])
+    assert (actual.float() - expected).abs().mean() < 0.02 * expected.std()
     assert target.kv.memories[0].states_BHKV.dtype == torch.float32
 
 
@@ -143,10 +143,10 @@ def test_random_weights_have_norms_of_one() -> None:
 
 
 @pytest.mark.slow
-def test_rows_with_different_accepted_lengths(made: Made) -> None:
+def test_rows_with_different_accepted_lengths(decoder_class: Made) -> None:
     """Three rows in one pass, of equal and of unequal counts; each takes back what it likes, until all have settled
     twice."""
-    target, rng = target_of(made=made), random.Random(1)
+    target, rng = target_of(decoder_class=decoder_class), random.Random(1)
     texts = [text(110, seed) for seed in range(3)]
     expected = [one_by_one(tokens) for tokens in texts]
     rows = [0, 1, 2]
@@ -159,17 +159,19 @@ def test_rows_with_different_accepted_lengths(made: Made) -> None:
             counts.append(same or rng.randint(1, 9))
             keeps.append(min(rng.randint(1, counts[-1]), 110 - starts[row]))
             fed += texts[row][starts[row] :][: keeps[-1]] + text(counts[-1] - keeps[-1], rng.randrange(1000))
-        found = target.forward(ForwardBatch(rows, starts, counts, fed)).logits_TV
-        assert found is not None
-        for row, logits_CV in zip(rows, found.split(counts), strict=True):
+        logits_TV = target.forward(ForwardBatch(rows, starts, counts, fed)).logits_TV
+        assert logits_TV is not None
+        for row, logits_CV in zip(rows, logits_TV.split(counts), strict=True):
             close(logits_CV[: keeps[row]], expected[row][starts[row] : starts[row] + keeps[row]])
         target.cache.rollback(rows, [start + keep for start, keep in zip(starts, keeps, strict=True)])
 
 
 @pytest.mark.slow
-def test_what_is_just_behind_is_taken_back_without_reading_again(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_just_behind_is_taken_back_without_reading_again(
+    decoder_class: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A smaller model that drafts reads token by token, and takes several of them back."""
-    target, tokens = target_of(1, made), text(110)
+    target, tokens = target_of(1, decoder_class), text(110)
     row, expected = target.cache.allocate(), one_by_one(tokens)
     assert row is not None
     passes = list[int]()
@@ -195,8 +197,8 @@ def test_what_is_just_behind_is_taken_back_without_reading_again(made: Made, mon
 
 
 @pytest.mark.slow
-def test_further_back_the_text_is_read_again(made: Made) -> None:
-    target, tokens = target_of(1, made), text(200)
+def test_further_back_the_text_is_read_again(decoder_class: Made) -> None:
+    target, tokens = target_of(1, decoder_class), text(200)
     row = target.cache.allocate()
     assert row is not None
     feed(target, row, tokens)
@@ -212,9 +214,9 @@ def test_further_back_the_text_is_read_again(made: Made) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held", range(SHAPE.kernel + 1))
-def test_a_short_trail_begins_with_settled_inputs(made: Made, held: int) -> None:
+def test_a_short_trail_begins_with_settled_inputs(decoder_class: Made, held: int) -> None:
     """Taken back to where the state is, or a little behind: the convolution sees inputs that have left the trail."""
-    target, tokens, tail = target_of(1, made), text(100), text(9, 3)
+    target, tokens, tail = target_of(1, decoder_class), text(100), text(9, 3)
     row = target.cache.allocate()
     assert row is not None and isinstance(target.kv, DeltaCache)
     for begin in range(0, 100, 5):
@@ -226,10 +228,10 @@ def test_a_short_trail_begins_with_settled_inputs(made: Made, held: int) -> None
 
 
 @pytest.mark.slow
-def test_a_path_of_a_tree_is_kept(made: Made) -> None:
+def test_a_path_of_a_tree_is_kept(decoder_class: Made) -> None:
     """The path is not the first tokens; a tree larger than the trail has room; and the text goes on from it."""
     for size in (6, ROOM + 10):
-        target, tokens = target_of(2, made), text(40)
+        target, tokens = target_of(2, decoder_class), text(40)
         row = target.cache.allocate()
         assert row is not None
         feed(target, row, tokens)
@@ -248,9 +250,9 @@ def test_a_path_of_a_tree_is_kept(made: Made) -> None:
 
 
 @pytest.mark.slow
-def test_a_row_forgets_the_one_before(made: Made) -> None:
+def test_a_row_forgets_the_one_before(decoder_class: Made) -> None:
     """Also what was no number."""
-    target, tokens = target_of(1, made), text(20)
+    target, tokens = target_of(1, decoder_class), text(20)
     for broken in (True, False):
         row = target.cache.allocate()
         assert row is not None

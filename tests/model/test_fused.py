@@ -79,9 +79,9 @@ def test_bfloat16_is_as_near_as_bfloat16_can_be(name: str) -> None:
     inputs = [values(*shape, seed=seed, dtype=torch.bfloat16) for seed, shape in enumerate(shapes)]
     exact = [each.detach().double().requires_grad_() for each in inputs]
     reference = plain or (lambda heads: plain_rotate(heads, ANGLES))
-    found = with_gradients(fused, *inputs)
-    assert all(each.dtype is torch.bfloat16 for each in found)
-    assert_same(found, with_gradients(reference, *exact), 0.02)
+    actual = with_gradients(fused, *inputs)
+    assert all(each.dtype is torch.bfloat16 for each in actual)
+    assert_same(actual, with_gradients(reference, *exact), 0.02)
 
 
 @pytest.mark.slow

@@ -69,16 +69,16 @@ class TestParts:
         write_gguf(tmp_path / "whole.gguf", model, "llama")
         monkeypatch.setattr(gguf, "GGUFWriter", partial(gguf.GGUFWriter, split_max_tensors=7))
         write_gguf(tmp_path / "x.gguf", model, "llama")
-        found = sorted(tmp_path.glob("x-*.gguf"))
-        assert len(found) > 2
-        return found
+        files = sorted(tmp_path.glob("x-*.gguf"))
+        assert len(files) > 2
+        return files
 
     def test_they_are_read_as_one_whichever_is_named(self, parts: list[Path], tmp_path: Path) -> None:
         whole = dict(load_tensors(tmp_path / "whole.gguf"))
         for part in parts:
             assert config_json(part) == config_json(tmp_path / "whole.gguf")
-            found = dict(load_tensors(part))
-            assert found.keys() == whole.keys() and all(found[name].equal(whole[name]) for name in whole)
+            tensors = dict(load_tensors(part))
+            assert tensors.keys() == whole.keys() and all(tensors[name].equal(whole[name]) for name in whole)
 
     def test_a_missing_part_is_named(self, parts: list[Path]) -> None:
         last = parts.pop()
@@ -341,6 +341,6 @@ def test_how_words_are_split(pre: str, words: list[str], tmp_path: Path) -> None
         getattr(writer, key)(value)
     finish(writer)
     backend, _ = our_gguf.build_tokenizer(our_gguf.open_gguf(tmp_path / "t.gguf"))
-    found = [SAID[begin:end] for _, (begin, end) in backend.pre_tokenizer.pre_tokenize_str(SAID)]
-    assert found == words
+    pieces = [SAID[begin:end] for _, (begin, end) in backend.pre_tokenizer.pre_tokenize_str(SAID)]
+    assert pieces == words
     assert backend.decode(backend.encode(SAID, add_special_tokens=False).ids) == SAID

@@ -56,8 +56,8 @@ def test_a_file_says_what_its_dequantised_folder_says(source: Path, tmp_path: Pa
     texts = []
     for model in (file, dequantised):
         llm = LLM(str(model), drafter="none", dtype="float32", max_len=64, max_batch=2)
-        asked = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-        texts.append([answer.token_ids for answer in llm.generate(["Hello there", "12 he"], asked)])
+        params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+        texts.append([answer.token_ids for answer in llm.generate(["Hello there", "12 he"], params)])
     assert texts[0] == texts[1]
 
 

@@ -257,9 +257,9 @@ class TestRandomWeights:
             assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items())
 
     def test_a_target_is_given_its_own_device_s(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        wanted: list[tuple[Any, ...]] = []
+        calls: list[tuple[Any, ...]] = []
         monkeypatch.setattr(
-            backends, "random_tensors", lambda *given: wanted.append(given) or checkpoint.random_tensors(CONFIG)
+            backends, "random_tensors", lambda *arguments: calls.append(arguments) or checkpoint.random_tensors(CONFIG)
         )
         monkeypatch.setattr(backends, "resolve", lambda name: name)
         monkeypatch.setattr(backends, "load_config", lambda path: CONFIG)
@@ -267,7 +267,7 @@ class TestRandomWeights:
             model="none", weights="random", device="cpu", dtype="bfloat16", backend="torch", max_batch=1, max_len=32
         )
         backends.load_target(settings)
-        assert wanted == [(CONFIG, 0, torch.device("cpu"), torch.bfloat16)]
+        assert calls == [(CONFIG, 0, torch.device("cpu"), torch.bfloat16)]
 
 
 def networks(*placed: Any) -> list[Any]:

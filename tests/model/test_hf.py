@@ -5,101 +5,28 @@ import random
 import pytest
 import torch
 import transformers
+from hf_targets import (
+    ATTENTION,
+    CONFIGS,
+    MAX_LEN,
+    VOCAB,
+    WIDTH,
+    WINDOW,
+    assert_close,
+    build,
+    feed,
+    reference,
+    speculate,
+)
 
 from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundError, UnsupportedModelError
 from paceline.model.hf.target import HFTarget
 from paceline.model.target import ForwardBatch
 
 pytestmark = pytest.mark.slow
-
-VOCAB, WIDTH, WINDOW = 61, 32, 8
-MAX_LEN = 256
-ATTENTION = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-}
-GATED_DELTA = {
-    **ATTENTION,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-}
-MAMBA2 = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 3,
-    "state_size": 8,
-    "head_dim": 16,
-    "num_heads": 4,
-}
-CONFIGS = {
-    "llama": ("LlamaConfig", ATTENTION),
-    "qwen3": ("Qwen3Config", {**ATTENTION, "tie_word_embeddings": True}),
-    "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": 256}),
-    "mistral": ("MistralConfig", {**ATTENTION, "sliding_window": WINDOW}),
-    "gemma2": ("Gemma2Config", {**ATTENTION, "sliding_window": WINDOW, "final_logit_softcapping": 2.0}),
-    "gemma3": ("Gemma3TextConfig", {**ATTENTION, "sliding_window": WINDOW}),
-    "granite": ("GraniteConfig", {**ATTENTION, "embedding_multiplier": 3.0, "logits_scaling": 4.0}),
-    "qwen3_5": ("Qwen3_5TextConfig", GATED_DELTA),
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        {**GATED_DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-         "shared_expert_intermediate_size": 16},
-    ),
-    "mamba": ("MambaConfig", {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 8}),
-    "mamba2": ("Mamba2Config", {**MAMBA2, "expand": 2, "n_groups": 2, "chunk_size": 16}),
-    "falcon_h1": (
-        "FalconH1Config",
-        {**ATTENTION, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8,  # noqa: E501
-         "mamba_chunk_size": 16, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5},
-    ),
-    "bamba": (  # counts positions from 0 unless told
-        "BambaConfig",
-        {**ATTENTION, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16,  # noqa: E501
-         "attn_layer_indices": [1]},
-    ),
-    "jamba": (
-        "JambaConfig",
-        {**ATTENTION, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,  # noqa: E501
-         "num_experts_per_tok": 1, "use_mamba_kernels": False},
-    ),
-    "llama4": (
-        "Llama4TextConfig",
-        {**ATTENTION, "attention_chunk_size": WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 48},
-    ),
-    "lfm2": (
-        "Lfm2Config",
-        {**ATTENTION, "layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},  # noqa: E501
-    ),
-}  # fmt: skip
 RECURRENT = {"qwen3_5", "qwen3_next", "mamba", "mamba2", "falcon_h1", "bamba", "jamba", "lfm2"}
 PURE_MAMBA = {"mamba", "mamba2"}
 NAMES = list(CONFIGS)
-
-
-def build(name: str, seed: int = 0) -> torch.nn.Module:
-    config_class, options = CONFIGS[name]
-    return build_config(getattr(transformers, config_class)(**options), seed)
-
-
-def build_config(config, seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # the usual 0.02 would leave every position's logits almost alike
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.15)
-    return model
 
 
 @pytest.fixture(autouse=True)
@@ -114,34 +41,6 @@ def one_thread():
 @pytest.fixture(scope="module", params=NAMES)
 def named(request):
     return request.param, build(request.param)
-
-
-def reference(model, tokens):
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
-
-
-def feed(target, row, tokens, logits="all"):
-    return target.forward(ForwardBatch([row], [target.cache.lengths[row]], [len(tokens)], tokens, logits))
-
-
-def assert_close(actual, expected):
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-
-
-def speculate(target, row, truth, rng, seen, rounds=8):
-    """Verify random blocks, keep a random part of each; the kept tokens are `truth`, the refused ones are noise."""
-    for _ in range(rounds):
-        at = target.cache.lengths[row]
-        count = rng.choice([1, 3, 6])
-        num_kept = rng.randint(1, count)
-        block = truth[at : at + num_kept] + [rng.randrange(VOCAB) for _ in range(count - num_kept)]
-        out = feed(target, row, block)
-        target.cache.rollback([row], [at + num_kept])
-        assert target.cache.lengths[row] == at + num_kept
-        seen.append(
-            (at, out.logits_TV[:num_kept].clone(), None if out.taps_TF is None else out.taps_TF[:num_kept].clone())
-        )
 
 
 def test_rollback_loop_equals_one_full_pass(named):
@@ -281,60 +180,6 @@ def test_context_is_checked():
     with pytest.raises(ContextLengthError, match="lower max_len"):
         HFTarget(build("llama"), 1, 513)
     assert HFTarget(build("llama"), 1).cache.max_len == 512
-
-
-LONG_ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": 32,
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [1.5, 3.0, 8.0, 20.0],
-}
-LONG = {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 32}
-
-
-def phi(**options):
-    return build_config(transformers.Phi3Config(**ATTENTION | LONG | options))
-
-
-def test_long_rope_is_lossless_across_the_trained_length():
-    """Greedy text with drafts, right ones and wrong ones, equals plain text of a target of the same size."""
-    model, texts = phi(), []
-    prompt = [token % VOCAB for token in range(3, 61, 2)]
-    for draft in (lambda known, at: [], lambda known, at: [*known[at : at + 3], 0]):
-        target = HFTarget(model, 1, 64)
-        row = target.cache.allocate()
-        feed(target, row, prompt[:-1], "none")
-        tokens = list(prompt)
-        while len(tokens) < 56:
-            drafts = draft(texts[0] if texts else [], len(tokens))
-            best = feed(target, row, [tokens[-1], *drafts]).best_T()
-            num_kept = next((index for index, token in enumerate(drafts) if token != best[index]), len(drafts))
-            target.cache.rollback([row], [len(tokens) + num_kept])
-            tokens += best[: num_kept + 1]
-        texts.append(tokens[:56])
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize(("max_len", "factors"), [(32, "short_factor"), (33, "long_factor"), (64, "long_factor")])
-def test_long_rope_factors_follow_max_len(max_len, factors):
-    model = phi()
-    target = HFTarget(model, 1, 96)
-    target.allocate_cache(1, max_len)
-    tokens = list(range(30))
-    logits = feed(target, target.cache.allocate(), tokens).logits_TV
-    fixed = {**LONG_ROPE, "short_factor": LONG_ROPE[factors], "long_factor": LONG_ROPE[factors]}
-    assert_close(logits, reference(phi(rope_parameters=fixed), tokens).logits[0])
-
-
-def test_long_rope_with_two_scales_may_not_cross_the_trained_length():
-    moe = transformers.PhimoeConfig(
-        **ATTENTION | LONG | {"rope_parameters": LONG_ROPE | {"short_mscale": 1.1, "long_mscale": 1.3}},
-        num_local_experts=2,
-    )
-    target = HFTarget(build_config(moe), 1, 32)
-    with pytest.raises(ContextLengthError, match="beyond 32 tokens"):
-        target.allocate_cache(1, 33)
 
 
 def test_pending_tokens_stay_bounded():

@@ -48,9 +48,9 @@ def test_the_kernel_computes_what_its_twin_does() -> None:
     """In a process of its own: Triton chooses its interpreter when it is imported."""
     program = EXPERIMENTS / "gpu_day_stages" / "attention_cases.py"
     done = in_a_process([str(program)], TRITON_INTERPRET="1")
-    found = [json.loads(line) for line in done.splitlines()]
-    assert len(found) > 25
-    assert not [each for each in found if not each[1] < each[2]]
+    cases = [json.loads(line) for line in done.splitlines()]
+    assert len(cases) > 25
+    assert not [each for each in cases if not each[1] < each[2]]
 
 
 @needs_triton
@@ -58,15 +58,15 @@ def test_the_kernel_computes_what_its_twin_does() -> None:
 def test_the_kernels_fit_their_cards(tmp_path: Path) -> None:
     """Compiled to machine code: nothing spills in half precision, and shared memory suffices."""
     h100, *others = CARDS.items()
-    wanted = [(*shape, "bfloat16", count, False, *h100) for shape in SHAPES.values() for count in (1, 2, 8, 16)]
-    wanted += [
+    kernels = [(*shape, "bfloat16", count, False, *h100) for shape in SHAPES.values() for count in (1, 2, 8, 16)]
+    kernels += [
         (*SHAPES["8B"], dtype, 16, has_all, *h100) for dtype, has_all in (("bfloat16", True), ("float32", False))
     ]
-    wanted += [(*SHAPES[name], "bfloat16", 16, False, *card) for name in ("27B", "hybrid 27B") for card in others]
+    kernels += [(*SHAPES[name], "bfloat16", 16, False, *card) for name in ("27B", "hybrid 27B") for card in others]
     program = Path(__file__).with_name("compiled_attend.py")
-    found = json.loads(in_a_process([str(program), json.dumps(wanted)], TRITON_CACHE_DIR=str(tmp_path)))
-    assert len(found) == 2 * len(wanted)
-    for name, limit, shared, usage in found:
+    usages = json.loads(in_a_process([str(program), json.dumps(kernels)], TRITON_CACHE_DIR=str(tmp_path)))
+    assert len(usages) == 2 * len(kernels)
+    for name, limit, shared, usage in usages:
         assert shared <= limit, f"{name}: {shared} bytes of shared memory"
         is_checked = "float32" not in name and "sm_90" in name  # float32 serves checks and small models
         assert not is_checked or re.findall(r"(?:STACK|LOCAL):(\d+)", usage) == ["0", "0"], f"{name} spills: {usage}"

@@ -107,8 +107,8 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
                     outputs.append(layer(inputs_TD, memories[-1], stage)[stage.live_T])
             what = f"{name}, {count} tokens{', tree' if parents else ''}"
             yield what, error(outputs[1], outputs[0])
-            for (part, expected), (_, found) in zip(*(left(memory, stage) for memory in memories), strict=True):
-                yield f"{what}, {part}", error(found, expected)
+            for (part, expected), (_, actual) in zip(*(left(memory, stage) for memory in memories), strict=True):
+                yield f"{what}, {part}", error(actual, expected)
 
 
 def interpreted(dtype: str) -> None:
@@ -163,8 +163,8 @@ def resources() -> dict[str, dict[str, int]]:
         source = ASTSource(
             function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned
         )
-        made: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-        used[f"{kernel} {constants}"] = {"stack": stack_of(made.asm["cubin"]), "shared": made.metadata.shared}
+        binary: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        used[f"{kernel} {constants}"] = {"stack": stack_of(binary.asm["cubin"]), "shared": binary.metadata.shared}
 
     delta._launch = compiled  # pyright: ignore[reportAttributeAccessIssue]
     shape = DeltaShape(16, 48, 128, 128, 4)

@@ -148,8 +148,8 @@ def resources(model: str) -> dict[str, dict[str, int]]:
         source = ASTSource(
             function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned
         )
-        made: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-        used[f"{kernel} {constants}"] = {"stack": stack_of(made.asm["cubin"]), "shared": made.metadata.shared}
+        binary: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        used[f"{kernel} {constants}"] = {"stack": stack_of(binary.asm["cubin"]), "shared": binary.metadata.shared}
 
     experts._launch = compiled  # pyright: ignore[reportAttributeAccessIssue]
     hidden, inner, num_experts, per_token, activation = WIDTHS[model]
@@ -186,9 +186,9 @@ def test_a_pass_of_fixed_shape_is_an_ordinary_one(is_normed: bool, has_biases: b
     inputs_TD, live_T = torch.randn(7, 40), torch.tensor([True, True, False, True, False, True, True])
     expected = layer(inputs_TD[live_T])
     inputs_TD[~live_T] = torch.tensor(float("nan"))
-    found = layer(inputs_TD, live_T)
-    torch.testing.assert_close(found[live_T], expected, atol=1e-5, rtol=1e-5)
-    assert (found[~live_T] == 0.0).all()
+    output = layer(inputs_TD, live_T)
+    torch.testing.assert_close(output[live_T], expected, atol=1e-5, rtol=1e-5)
+    assert (output[~live_T] == 0.0).all()
     assert layer.chosen_TK is not None and (layer.chosen_TK[~live_T] == -1).all()
     assert (layer.chosen_TK[live_T] >= 0).all()
 

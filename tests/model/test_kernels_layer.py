@@ -240,8 +240,8 @@ def resources(model: str) -> dict[str, dict[str, int]]:
         constants["OVERLAPS"] = True
         signature |= dict.fromkeys(constants, "constexpr")
         source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()})
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-        used[f"{kernel} {constants}"] = {"stack": stack_of(made.asm["cubin"]), "shared": made.metadata.shared}
+        binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        used[f"{kernel} {constants}"] = {"stack": stack_of(binary.asm["cubin"]), "shared": binary.metadata.shared}
 
     layer._launch = compiled  # pyright: ignore[reportAttributeAccessIssue]
     hidden, num_heads, num_kv_heads, inner = SIZES[model]

@@ -58,7 +58,7 @@ def errors() -> dict[str, list[float]]:
     poisoned_empties()
     round_to_nearest()
     torch.manual_seed(3)
-    found: dict[str, list[float]] = {}
+    figures: dict[str, list[float]] = {}
     for num_tokens, dtype, size, inner in (
         (1, torch.bfloat16, 32, 1536), (1, torch.float32, 32, 320), (2, torch.bfloat16, 32, 320),
         (3, torch.float32, 48, 128), (16, torch.float32, 16, 512),
@@ -72,8 +72,8 @@ def errors() -> dict[str, list[float]]:
                 name = (
                     f"{num_tokens} x {inner}, {size} rows, {dtype}, {activation}, {'no ' if bias is None else ''}bias"
                 )
-                found[name] = [error(ours, expected), 1e-5 if dtype == torch.float32 else 1e-2]
-    return found
+                figures[name] = [error(ours, expected), 1e-5 if dtype == torch.float32 else 1e-2]
+    return figures
 
 
 def resources() -> dict[str, list[int]]:
@@ -96,9 +96,9 @@ def resources() -> dict[str, list[int]]:
         }  # fmt: skip
         values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
         source = ASTSource(kernel, kinds | dict.fromkeys(constants, "constexpr"), values, aligned)
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.warps})
-        assert made.asm["ptx"].count("griddepcontrol") == 2
-        used[f"{is_one} {is_gated}"] = [stack_of(made.asm["cubin"]), made.metadata.shared]
+        binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.warps})
+        assert binary.asm["ptx"].count("griddepcontrol") == 2
+        used[f"{is_one} {is_gated}"] = [stack_of(binary.asm["cubin"]), binary.metadata.shared]
     return used
 
 
@@ -116,9 +116,9 @@ def in_a_process(call: str, **variables: str) -> Any:
 @needs_triton
 @pytest.mark.slow
 def test_the_kernel_equals_pytorchs_product() -> None:
-    found = in_a_process("errors", TRITON_INTERPRET="1")
-    assert len(found) == 30
-    assert {name: size for name, (size, bound) in found.items() if not size <= bound} == {}
+    figures = in_a_process("errors", TRITON_INTERPRET="1")
+    assert len(figures) == 30
+    assert {name: size for name, (size, bound) in figures.items() if not size <= bound} == {}
 
 
 @needs_triton

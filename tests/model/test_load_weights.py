@@ -25,7 +25,7 @@ KINDS = [pytest.param(Decoder, id="torch"), pytest.param(NativeDecoder, id="nati
 PROMPT = list(range(40, 80))
 
 
-def made(kind: Any, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32, shape: Any = BASE) -> Any:
+def decoder_with(kind: Any, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32, shape: Any = BASE) -> Any:
     return kind(shape, weights.items(), num_rows=4, max_len=128, dtype=dtype)
 
 
@@ -36,7 +36,7 @@ def made(kind: Any, weights: dict[str, Tensor], dtype: torch.dtype = torch.float
 def test_it_computes_as_one_made_of_them(kind: Any, shape: str, dtype: torch.dtype) -> None:
     config = SHAPES[shape]
     old, new = random_weights(config, 0), random_weights(config, 1)
-    target, fresh = made(kind, old, dtype, config), made(kind, new, dtype, config)
+    target, fresh = decoder_with(kind, old, dtype, config), decoder_with(kind, new, dtype, config)
     tell(target)
     target.load_weights(new.items())
     for ours, theirs in zip(tell(target), tell(fresh), strict=True):
@@ -46,7 +46,7 @@ def test_it_computes_as_one_made_of_them(kind: Any, shape: str, dtype: torch.dty
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_owner_may_go_on_changing_them(kind: Any) -> None:
     weights = random_weights(BASE, 1)
-    target = made(kind, random_weights(BASE, 0))
+    target = decoder_with(kind, random_weights(BASE, 0))
     target.load_weights(weights.items())
     before = [each.logits_TV for each in tell(target)]
     for tensor in weights.values():
@@ -58,7 +58,7 @@ def test_the_owner_may_go_on_changing_them(kind: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spoil", ["missing", "unknown", "shape", "nan"])
 def test_wrong_weights_change_nothing(kind: Any, spoil: str) -> None:
-    target, weights = made(kind, random_weights(BASE, 0)), random_weights(BASE, 1)
+    target, weights = decoder_with(kind, random_weights(BASE, 0)), random_weights(BASE, 1)
     before = [each.logits_TV for each in tell(target)]
     if spoil == "missing":
         del weights["model.norm.weight"]
@@ -92,14 +92,14 @@ def test_nothing_cached_is_used_again(tmp_path: Path, backend: str, drafter: str
     weights = {name: 2.0 * tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "backend": backend, "max_batch": 2, "max_len": 128}
     llm, fresh = (LLM(str(folder), drafter=drafter, **settings) for _ in range(2))
-    asked = SamplingParams(max_tokens=24, temperature=1.0, seed=5, ignore_eos=True)
-    before = llm.generate_ids([PROMPT, PROMPT], asked)[0].token_ids
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=5, ignore_eos=True)
+    before = llm.generate_ids([PROMPT, PROMPT], params)[0].token_ids
     llm.load_weights(weights)
     fresh.target.load_weights(weights.items())
     fresh.renew()
-    after = llm.generate_ids([PROMPT, PROMPT], asked)
+    after = llm.generate_ids([PROMPT, PROMPT], params)
     assert [each.token_ids for each in after] == [
-        each.token_ids for each in fresh.generate_ids([PROMPT, PROMPT], asked)
+        each.token_ids for each in fresh.generate_ids([PROMPT, PROMPT], params)
     ]
     assert after[0].token_ids != before
     assert list(llm.members) == [drafter.removeprefix("random-")]
@@ -119,10 +119,10 @@ def test_log_probabilities_at_the_temperature(tmp_path: Path) -> None:
     logits_V = torch.tensor([1.0, 3.0, -2.0])
     assert logprobs_of(logits_V, 0, 0, 0.5).logprob == pytest.approx(float((2 * logits_V).log_softmax(-1)[0]))
     llm = LLM(str(tiny_model(tmp_path)), drafter="random-dflash", device="cpu", dtype="float32", max_len=128)
-    told = []
+    logprobs = []
     for scaled in (False, True):
         for most in (0, None):
-            asked = SamplingParams(
+            params = SamplingParams(
                 max_tokens=12,
                 temperature=0.5,
                 seed=3,
@@ -131,7 +131,7 @@ def test_log_probabilities_at_the_temperature(tmp_path: Path) -> None:
                 max_drafted=most,
                 ignore_eos=True,
             )
-            (answer,) = llm.generate_ids([PROMPT], asked)
-            told.append([each.logprob for each in answer.logprobs])
-    assert told[0] == pytest.approx(told[1], abs=1e-5) and told[2] == pytest.approx(told[3], abs=1e-5)
-    assert told[0] != pytest.approx(told[2], abs=1e-3)
+            (answer,) = llm.generate_ids([PROMPT], params)
+            logprobs.append([each.logprob for each in answer.logprobs])
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-5) and logprobs[2] == pytest.approx(logprobs[3], abs=1e-5)
+    assert logprobs[0] != pytest.approx(logprobs[2], abs=1e-3)

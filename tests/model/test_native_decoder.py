@@ -61,7 +61,7 @@ def tapped_twins(shape: str, dtype: torch.dtype) -> tuple[Decoder, NativeDecoder
 
 
 @cache
-def told(shape: str, dtype: torch.dtype) -> list[ForwardOutput]:
+def reference_outputs(shape: str, dtype: torch.dtype) -> list[ForwardOutput]:
     return tell(tapped_twins(shape, dtype)[0])
 
 
@@ -77,7 +77,7 @@ def test_float32_is_pytorch_s(shape: str, isa: str) -> None:
     for num_threads in (1, 3):
         use(isa, num_threads)
         outputs = tell(native)
-        for ours, theirs in zip(outputs, told(shape, torch.float32), strict=True):
+        for ours, theirs in zip(outputs, reference_outputs(shape, torch.float32), strict=True):
             assert ours.taps_TF is not None and theirs.taps_TF is not None
             assert relative(ours.taps_TF, theirs.taps_TF) < 1e-4
             assert (ours.logits_TV is None) == (theirs.logits_TV is None)
@@ -101,7 +101,9 @@ def test_bfloat16_errs_no_more_than_pytorch_and_flips_near_ties_only(shape: str,
     native = tapped_twins(shape, torch.bfloat16)[1]
     use(isa)
     num_positions, num_flips, ours_off, theirs_off = 0, 0, 0.0, 0.0
-    for ours, theirs, exact in zip(tell(native), told(shape, torch.bfloat16), told(shape, torch.float32), strict=True):
+    for ours, theirs, exact in zip(
+        tell(native), reference_outputs(shape, torch.bfloat16), reference_outputs(shape, torch.float32), strict=True
+    ):
         assert ours.taps_TF is not None and theirs.taps_TF is not None and ours.taps_TF.dtype == torch.bfloat16
         assert relative(ours.taps_TF, theirs.taps_TF) < 0.03
         if ours.logits_TV is None or theirs.logits_TV is None or exact.logits_TV is None:
@@ -125,7 +127,9 @@ def test_bfloat16_errs_no_more_than_pytorch_in_the_middle(shape: str, isa: str) 
     native = tapped_twins(shape, torch.bfloat16)[1]
     use(isa)
     off: tuple[list[Tensor], list[Tensor]] = [], []
-    for *outputs, exact in zip(tell(native), told(shape, torch.bfloat16), told(shape, torch.float32), strict=True):
+    for *outputs, exact in zip(
+        tell(native), reference_outputs(shape, torch.bfloat16), reference_outputs(shape, torch.float32), strict=True
+    ):
         assert exact.taps_TF is not None
         for out, errors in zip(outputs, off, strict=True):
             assert out.taps_TF is not None
@@ -204,17 +208,17 @@ def chunked(
     native.cache.rollback([0, 1, 2, 3], [0] * 4)
     logits, taps, argmax, done = [], [], [], 0
     for count in split:
-        rows, counts, given = [0], [count], tokens[done : done + count]
+        rows, counts, chunk = [0], [count], tokens[done : done + count]
         begin = 0
         if company:
             rows, counts = [3, 2, 0], [company.randint(1, 2), count, company.randint(1, 2)]
             others = company.choices(range(native.vocab_size), k=4)
-            begin, given = counts[0], others[: counts[0]] + given + others[2 : 2 + counts[2]]
+            begin, chunk = counts[0], others[: counts[0]] + chunk + others[2 : 2 + counts[2]]
         starts = [native.cache.lengths[row] for row in rows]
         if company and max(starts) > 100:
             native.cache.rollback([3, 0], [0, 0])
             starts = [native.cache.lengths[row] for row in rows]
-        out = native.forward(ForwardBatch(rows, starts, counts, given))
+        out = native.forward(ForwardBatch(rows, starts, counts, chunk))
         assert out.logits_TV is not None and out.taps_TF is not None and out.argmax_T is not None
         logits.append(out.logits_TV[begin : begin + count].clone())
         taps.append(out.taps_TF[begin : begin + count])
@@ -244,8 +248,10 @@ def assert_at_least_as_close(
     """Integer products round neither weights nor sums: on average no further from float32 than bfloat16 products."""
     errors = []
     for outputs in (ours, theirs):
-        pairs = [(out.logits_TV, told.logits_TV) for out, told in zip(outputs, exact, strict=True)]
-        errors.append([relative(out, told) for out, told in pairs if out is not None and told is not None])
+        pairs = [(out.logits_TV, reference.logits_TV) for out, reference in zip(outputs, exact, strict=True)]
+        errors.append(
+            [relative(out, reference) for out, reference in pairs if out is not None and reference is not None]
+        )
     assert 0 < sum(errors[0]) < 1.1 * sum(errors[1]) and max(errors[0]) < 0.03
 
 
@@ -272,9 +278,9 @@ def test_experts_in_blocks(kind: BlockKind, isa: str) -> None:
         assert same_output(chunked(ours, tokens, split), alone), split
     assert same_output(chunked(ours, tokens, SPLITS[4], random.Random(2)), alone)
     exact.set_taps(TAPS)
-    told = chunked(exact, tokens, SPLITS[5])
-    assert alone.taps_TF is not None and told.taps_TF is not None
-    off = (alone.taps_TF.float() - told.taps_TF).norm(dim=1) / told.taps_TF.norm(dim=1)
+    expected = chunked(exact, tokens, SPLITS[5])
+    assert alone.taps_TF is not None and expected.taps_TF is not None
+    off = (alone.taps_TF.float() - expected.taps_TF).norm(dim=1) / expected.taps_TF.norm(dim=1)
     assert off.median() < 0.01, "few tokens choose another expert by rounding"
 
 
@@ -319,13 +325,13 @@ def test_blocks_give_the_same_bits_on_every_instruction_set() -> None:
     """
     config = replace(WHOLE_BLOCKS, hidden_size=512, intermediate_size=1024, num_heads=8, head_dim=64)
     blocks = blocks_of(random_weights(config), ("Q6_K", "Q5_1"))
-    told = []
+    outputs = []
     for isa in ISAS:
         use(isa, 2)
         target = native_decoder(config, blocks, torch.bfloat16)
-        told.append([out for seed in range(4) for out in tell(target, seed)])
-    for other in told[1:]:
-        assert all(map(same_output, other, told[0]))
+        outputs.append([out for seed in range(4) for out in tell(target, seed)])
+    for other in outputs[1:]:
+        assert all(map(same_output, other, outputs[0]))
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen2-biases"])

@@ -55,12 +55,12 @@ def width_of(kind: BlockKind) -> int:
 def weights_of(rows: int, cols: int) -> list[tuple[Tensor | Blocks, Tensor]]:
     """A random matrix in every format that its columns allow, and what it holds as float32."""
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * 1000 + cols))
-    made: list[tuple[Tensor | Blocks, Tensor]] = [
+    weights: list[tuple[Tensor | Blocks, Tensor]] = [
         (each, each.float()) for each in (values, values.bfloat16(), values.half())
     ]
     for blocks in [quantised(values, kind) for kind in KINDS if cols % width_of(kind) == 0]:
-        made.append((blocks, blocks.dense()))
-    return made
+        weights.append((blocks, blocks.dense()))
+    return weights
 
 
 SIZES = [(1, 1), (4, 32), (5, 33), (66, 96), (18, 160), (19, 512)]
@@ -184,14 +184,14 @@ def test_nothing_in_is_nothing_out() -> None:
 
 
 def test_matrices_refuse() -> None:
-    for rows, cols, format, said in (
+    for rows, cols, format, message in (
         (0, 4, "float32", "at least one row"),
         (4, 0, "float32", "at least one row"),
         (-1, 4, "float32", "at least one row"),
         (4, 33, "Q8_0", "whole blocks of 32"),
         (4, 288, "Q4_K", "whole blocks of 256"),
     ):
-        with pytest.raises(NativeError, match=f"{rows} x {cols}.*{said}"):
+        with pytest.raises(NativeError, match=f"{rows} x {cols}.*{message}"):
             Matrix([(rows, format)], cols)
     matrix = Matrix([(6, "float32")], 32)
     for first, rows in ((0, 9), (1, 8), (8, 1), (-1, 2)):
@@ -331,7 +331,7 @@ print("ratio:", two_s / alone)
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind a process to a core")
 def test_threads_that_share_a_core_give_it_to_each_other() -> None:
     """Two threads on one core: a waiting thread does not keep the other from working."""
-    said = in_a_process(
+    output = in_a_process(
         ONE_CORE, PACELINE_NATIVE_LIBRARY=str(native_lib.library_path()), PYTHONPATH=str(ROOT / "tests" / "support")
     )
-    assert float(said.split("ratio:")[1].split()[0]) < 40
+    assert float(output.split("ratio:")[1].split()[0]) < 40

@@ -40,7 +40,7 @@ def tiny(**changes: Any) -> tuple[DecoderConfig, NativeDecoder]:
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
+    ("batch", "message"),
     [
         (ForwardBatch([0], [0], [1], [97]), "outside the vocabulary"),
         (ForwardBatch([0], [0], [2], [3, -1]), "outside the vocabulary"),
@@ -52,10 +52,10 @@ def tiny(**changes: Any) -> tuple[DecoderConfig, NativeDecoder]:
         (ForwardBatch([], [], [], []), "at least one token"),
     ],
 )
-def test_passes_refuse(batch: ForwardBatch, said: str) -> None:
+def test_passes_refuse(batch: ForwardBatch, message: str) -> None:
     """In words, before anything is written; and the next pass runs."""
     _, native = tiny()
-    with pytest.raises(NativeError, match=said):
+    with pytest.raises(NativeError, match=message):
         native.forward(batch)
     assert native.cache.lengths == [0, 0] and not native.kv.keys.any() and not native.kv.values.any()
     assert native.forward(ForwardBatch([1], [0], [1], [5])).argmax_T is not None
@@ -176,9 +176,9 @@ def test_passes_write_their_own_places_only(seed: int) -> None:
         batch = ForwardBatch(rows, starts, counts, tokens)
         expected = reference.forward(batch)
         before = in_a_row(native)
-        wanted = rng.sample(range(len(tokens)), rng.randint(0, min(len(tokens), 64)))
-        logits, argmax, tapped = guarded_pass(native, batch, taps, wanted)
-        check_close(logits, expected.logits_TV, wanted, dtype)
+        logit_rows = rng.sample(range(len(tokens)), rng.randint(0, min(len(tokens), 64)))
+        logits, argmax, tapped = guarded_pass(native, batch, taps, logit_rows)
+        check_close(logits, expected.logits_TV, logit_rows, dtype)
         check_close(tapped, expected.taps_TF, range(len(tokens)) if taps else [], dtype)
         assert argmax == [int(each.argmax()) for each in logits]
         check_cache(native, before, batch)
@@ -188,23 +188,23 @@ def test_passes_write_their_own_places_only(seed: int) -> None:
 
 
 def guarded_pass(
-    native: NativeDecoder, batch: ForwardBatch, taps: tuple[int, ...], wanted: list[int]
+    native: NativeDecoder, batch: ForwardBatch, taps: tuple[int, ...], logit_rows: list[int]
 ) -> tuple[Tensor, list[int], Tensor]:
     """Logits of the wanted tokens, their largest, and taps: all stand between guards, logits have some in each row."""
     vocab, width = native.vocab_size, len(taps) * native.hidden_size
     logits, tapped = (
-        guarded((len(wanted) + 2, vocab + 3), torch.float32),
+        guarded((len(logit_rows) + 2, vocab + 3), torch.float32),
         guarded((batch.num_tokens + 2, width), native.dtype),
     )
-    argmax = native_lib.int32s([-7] * (len(wanted) + 2))
+    argmax = native_lib.int32s([-7] * (len(logit_rows) + 2))
     arrays = {"rows": batch.rows, "starts": batch.starts, "counts": batch.counts, "tokens": batch.tokens}
-    arrays |= {"tap_layers": list(taps), "logit_rows": wanted}
+    arrays |= {"tap_layers": list(taps), "logit_rows": logit_rows}
     keep = {name: native_lib.int32s(values) for name, values in arrays.items()}
     work = CPass(
         num_rows=len(batch.rows),
         num_taps=len(taps),
         taps=pointer(tapped[1:]) if taps else None,
-        num_logit_rows=len(wanted),
+        num_logit_rows=len(logit_rows),
         logits=pointer(logits[1:]),
         logits_stride=vocab + 3,
         argmax=ctypes.addressof(argmax) + 4,
@@ -212,15 +212,15 @@ def guarded_pass(
     )
     native._model.forward(cache_view(native.kv), work)
     assert is_untouched(logits[0]) and is_untouched(logits[-1]) and is_untouched(logits[:, vocab:])
-    assert is_untouched(tapped[0]) and is_untouched(tapped[-1]) and argmax[0] == argmax[len(wanted) + 1] == -7
+    assert is_untouched(tapped[0]) and is_untouched(tapped[-1]) and argmax[0] == argmax[len(logit_rows) + 1] == -7
     return logits[1:-1, :vocab], list(argmax)[1:-1], tapped[1:-1]
 
 
-def check_close(ours: Tensor, theirs: Tensor | None, wanted: Any, dtype: torch.dtype) -> None:
-    if len(wanted) == 0:
+def check_close(ours: Tensor, theirs: Tensor | None, logit_rows: Any, dtype: torch.dtype) -> None:
+    if len(logit_rows) == 0:
         return
     assert theirs is not None
-    theirs = theirs[list(wanted)]
+    theirs = theirs[list(logit_rows)]
     error = float((ours.float() - theirs).abs().max())
     assert error < (1e-4 if dtype == torch.float32 else 0.1) * float(theirs.abs().max() + 0.1)
 

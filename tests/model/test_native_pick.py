@@ -61,8 +61,8 @@ def test_the_likeliest_and_of_equals_the_lowest(size: int) -> None:
         use(isa)
         ids_KM, logs_KM = native_lib.top_logprobs(logits_KV, count, 1.0)
         assert ids_KM == [ids[:count] for ids in expected], isa
-        told = torch.tensor(logs_KM, dtype=torch.float64)
-        torch.testing.assert_close(told, exact_KV.gather(1, torch.tensor(ids_KM)), atol=1e-4, rtol=1e-6)
+        actual = torch.tensor(logs_KM, dtype=torch.float64)
+        torch.testing.assert_close(actual, exact_KV.gather(1, torch.tensor(ids_KM)), atol=1e-4, rtol=1e-6)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -163,9 +163,9 @@ def test_a_recorded_round_needs_nothing_of_the_host_but_its_result(
     copies = list[Any]()
     copy = torch.Tensor.copy_
 
-    def noted(own: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+    def noted(own: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         copies.append(own)
-        return copy(own, *given, **options)
+        return copy(own, *arguments, **options)
 
     monkeypatch.setattr(torch.Tensor, "copy_", noted)
     total, layers = launches(region, monkeypatch)

@@ -309,6 +309,6 @@ def test_padding_that_can_be_seen_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(StaticPass, "set_parents", wrong)
     first = len(PARENTS[0])
-    found = as_trees(static)[0]
-    torch.testing.assert_close(found[:first], expected[0][:first], atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(found[first:], expected[0][first:], atol=1e-2)
+    logits_TV = as_trees(static)[0]
+    torch.testing.assert_close(logits_TV[:first], expected[0][:first], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(logits_TV[first:], expected[0][first:], atol=1e-2)

@@ -67,8 +67,8 @@ def test_a_kind_is_a_cluster_when_it_has_come_a_few_times() -> None:
 
 def test_a_client_that_makes_up_kinds_makes_no_more_clusters_than_there_may_be() -> None:
     clusters = Clusters()
-    found = {clusters.of((f"tag:{number // SEEN}",)) for number in range(20 * MOST_SEEN)}
-    assert len(found) <= MOST_CLUSTERS + 1 + 20 * MOST_SEEN // IDLE * MOST_CLUSTERS
+    assigned = {clusters.of((f"tag:{number // SEEN}",)) for number in range(20 * MOST_SEEN)}
+    assert len(assigned) <= MOST_CLUSTERS + 1 + 20 * MOST_SEEN // IDLE * MOST_CLUSTERS
     assert len(clusters._known) == MOST_CLUSTERS and len(clusters._seen) <= MOST_SEEN
 
 

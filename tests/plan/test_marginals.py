@@ -47,22 +47,22 @@ def test_candidates_that_depend_on_the_token_before() -> None:
 
 def test_counts_become_chances() -> None:
     tally = Tally()
-    for said, times in ((Said(2, None), 400), (Said(1, 1), 100), (Said(0, 1), 300), (Said(0, NONE_OF_THEM), 200)):
+    for observed, times in ((Said(2, None), 400), (Said(1, 1), 100), (Said(0, 1), 300), (Said(0, NONE_OF_THEM), 200)):
         for _ in range(times):
-            tally.add(said)
+            tally.add(observed)
     assert tally.tried == [1000, 500] and tally.stood == [[500, 300], [400, 100]] and tally.num_rounds == 1000
-    found = Marginals.of(tally)
-    assert found.num_rounds == 1000 and len(found.chances_KM) == 2
-    assert found.chances_KM[0] == pytest.approx((0.5, 0.3), abs=0.01)
-    assert found.chances_KM[1] == pytest.approx((0.8, 0.2), abs=0.02)
+    marginals = Marginals.of(tally)
+    assert marginals.num_rounds == 1000 and len(marginals.chances_KM) == 2
+    assert marginals.chances_KM[0] == pytest.approx((0.5, 0.3), abs=0.01)
+    assert marginals.chances_KM[1] == pytest.approx((0.8, 0.2), abs=0.02)
     assert Tally.of({"tried": tally.tried, "stood": tally.stood}) == tally
 
 
 def test_a_slot_that_few_rounds_reached_leans_on_the_others() -> None:
-    found = Marginals.of(Tally([1000, 2], [[800, 100], [0, 0, 2]]))
-    assert 0.6 < found.chances_KM[1][0] < 0.8, "two rounds do not say that it never stands"
-    assert found.chances_KM[1][2] > found.chances_KM[0][2]
-    assert all(sum(own) <= 1 for own in found.chances_KM)
+    marginals = Marginals.of(Tally([1000, 2], [[800, 100], [0, 0, 2]]))
+    assert 0.6 < marginals.chances_KM[1][0] < 0.8, "two rounds do not say that it never stands"
+    assert marginals.chances_KM[1][2] > marginals.chances_KM[0][2]
+    assert all(sum(own) <= 1 for own in marginals.chances_KM)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,11 @@ def test_one_candidate_a_slot_is_a_chain() -> None:
 
 @pytest.mark.slow
 def test_more_drafts_bring_more_and_the_same_seed_the_same() -> None:
-    found = THREE.expected(20)
-    gains = [after.tokens - before.tokens for before, after in itertools.pairwise(found)]
-    assert found[0] == (1.0, 0.0) and all(gain >= 0 for gain in gains)
+    curve = THREE.expected(20)
+    gains = [after.tokens - before.tokens for before, after in itertools.pairwise(curve)]
+    assert curve[0] == (1.0, 0.0) and all(gain >= 0 for gain in gains)
     assert all(after <= before + 1e-9 for before, after in itertools.pairwise(gains)), "the best come first"
-    assert found == THREE.expected(20) and found[8] == THREE.expected(8)[8]
+    assert curve == THREE.expected(20) and curve[8] == THREE.expected(8)[8]
     assert (
         THREE.expected(8)[8].tokens > Marginals(tuple(own[:1] for own in THREE.chances_KM)).expected(8)[8].tokens + 0.2
     )
@@ -122,9 +122,9 @@ def test_a_drafter_that_is_always_as_sure_grows_one_tree(monkeypatch: pytest.Mon
 
 
 def test_other_chances_of_the_likeliest_keep_the_shares_of_the_rest() -> None:
-    found = THREE.with_firsts([0.9, 0.5])
-    assert found.firsts == [0.9, 0.5]
-    (_, *one), (_, *other) = found.chances_KM
+    changed = THREE.with_firsts([0.9, 0.5])
+    assert changed.firsts == [0.9, 0.5]
+    (_, *one), (_, *other) = changed.chances_KM
     assert [5 * each for each in one] == pytest.approx(other)
     assert sum(one) == pytest.approx(0.1 * (0.17 + 0.25 + 0.15) / (0.3 + 0.4 + 0.35))
     assert Marginals(((1.0,),)).with_firsts([0.4]).chances_KM == ((0.4,),)
@@ -205,13 +205,13 @@ def test_rounds_tell_what_the_target_said(planner: FixedPlanner) -> None:
     while engine.has_work:
         engine.step()
         for stats in engine.rounds:
-            for said in stats.target_ranks_B or ():
-                if said:
-                    tally.add(said)
-    found = Marginals.of(tally)
-    assert found.num_rounds > 300
-    assert found.chances_KM[0][:3] == pytest.approx([0.3, 0.3, 0.3], abs=0.06)
-    assert found.firsts == pytest.approx([0.3] * len(found.firsts), abs=0.15)
+            for observed in stats.target_ranks_B or ():
+                if observed:
+                    tally.add(observed)
+    marginals = Marginals.of(tally)
+    assert marginals.num_rounds > 300
+    assert marginals.chances_KM[0][:3] == pytest.approx([0.3, 0.3, 0.3], abs=0.06)
+    assert marginals.firsts == pytest.approx([0.3] * len(marginals.firsts), abs=0.15)
 
 
 def test_a_planner_that_measures_nothing_is_not_told() -> None:

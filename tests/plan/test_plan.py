@@ -9,15 +9,14 @@ import random
 from collections.abc import Set as AbstractSet
 
 import pytest
-from simulated_rounds import FLAT, STEEP, Machine, UnsteadyMachine, counts, row, stats
+from simulated_rounds import FLAT, STEEP, Machine, counts, row, stats
 
 from paceline.errors import ConfigError
 from paceline.plan.chances import Chances
 from paceline.plan.chunks import LEAST_CHUNK, ChunkSizes
 from paceline.plan.costs import PassCosts, RoundCosts
-from paceline.plan.history import PLAIN_EVERY, TRIAL_SHARE, Pauses, Trials
+from paceline.plan.history import PLAIN_EVERY
 from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Offer, Row, fixed_planner
-from paceline.plan.trees import Candidates, Tree
 from paceline.types import Take
 
 
@@ -102,12 +101,12 @@ class TestNeverBelowPlain:
         """A bad drafter, or a table measured while another program ran: from the first round on at least 0.97 of
         plain."""
         true = PassCosts(((1, 3.0), (2, 3.2), (4, 3.9), (8, 6.0), (16, 11.0), (32, 22.0), (64, 44.0)))
-        told = {
+        costs = {
             "right": true,
             "flat": PassCosts(((1, 100.0), (64, 115.0))),
             "steep": PassCosts(((1, 1.0), (64, 64.0))),
         }[table]
-        machine = Machine(AdaptivePlanner(told), true, 1.4, num_rows=num_rows)
+        machine = Machine(AdaptivePlanner(costs), true, 1.4, num_rows=num_rows)
         first = machine.rounds(300, chances)
         later = machine.rounds(2000, chances)
         plain = num_rows / (true.seconds(num_rows) * 1.015)
@@ -119,8 +118,8 @@ class TestNeverBelowPlain:
     def test_lookups_too_are_weighed_against_rounds_without_drafts(self, num_rows: int) -> None:
         """The plain pass was measured while another program ran, so that lookups seem free; they are not."""
         true = PassCosts(((1, 23.0), (2, 27.0), (4, 36.0), (6, 44.0), (8, 52.0), (32, 140.0)))
-        told = PassCosts(((1, 44.0), (4, 44.0), (6, 44.0), (8, 52.0), (32, 140.0)))
-        machine = Machine(AdaptivePlanner(told), true, 0.0, num_rows=num_rows)
+        costs = PassCosts(((1, 44.0), (4, 44.0), (6, 44.0), (8, 52.0), (32, 140.0)))
+        machine = Machine(AdaptivePlanner(costs), true, 0.0, num_rows=num_rows)
         machine.rounds(100, [], lookup=0.1)
         assert machine.rounds(500, [], lookup=0.1) > 0.97 * num_rows / (true.seconds(num_rows) * 1.015)
 
@@ -181,28 +180,28 @@ class TestAsking:
 
     @pytest.mark.parametrize(("num_rows", "most_share"), [(1, 0.35), (4, 0.2), (8, 0.2)])
     def test_computed_drafts_that_do_not_pay_are_seldom_asked_for(self, num_rows: int, most_share: float) -> None:
-        asked: list[set[str]] = []
+        requests: list[set[str]] = []
         planner = AdaptivePlanner(true := PassCosts(((1, 1.0), (8, 1.6), (16, 3.2), (64, 12.8))))
 
         def ask(unwanted: AbstractSet[str]) -> list[Offer]:
-            asked.append({"dflash", "ngram"} - unwanted)
+            requests.append({"dflash", "ngram"} - unwanted)
             return [] if "dflash" in unwanted else [planner.offer("dflash", "greedy", 7)]
 
         for _ in range(900):
             plan = planner.next([Row(key, "greedy", ask=ask) for key in range(num_rows)])
             drafting = any(counts(plan))
             planner.learn(plan, stats(plan, [0] * num_rows, true.seconds(num_rows + sum(counts(plan))), 0.4 * drafting))
-        wanted = sum("dflash" in each for each in asked) / (900 * num_rows)
-        assert 0.05 < wanted <= most_share and all("ngram" in each for each in asked)
+        share = sum("dflash" in each for each in requests) / (900 * num_rows)
+        assert 0.05 < share <= most_share and all("ngram" in each for each in requests)
 
     def test_what_disappointed_is_not_asked_for_while_it_pauses(self) -> None:
         planner = AdaptivePlanner(FLAT)
         planner._histories["greedy"].pauses._pauses["ngram"] = 3, 64
-        asked = []
+        requests = []
         for _ in range(4):
-            plan = planner.next([Row(0, "greedy", ask=lambda unwanted: asked.append("ngram" not in unwanted) or [])])
+            plan = planner.next([Row(0, "greedy", ask=lambda unwanted: requests.append("ngram" not in unwanted) or [])])
             planner.learn(plan, stats(plan, [0], 1.0))
-        assert asked == [False, False, True, True]
+        assert requests == [False, False, True, True]
 
     def test_a_fixed_plan_without_drafts_asks_for_none(self) -> None:
         def ask(unwanted: AbstractSet[str]) -> list[Offer]:
@@ -237,9 +236,9 @@ class TestSureness:
         assert planner.narrow(plan, [[high, high, low, high, high, high, high]]) == [2]
 
     def test_the_chances_become_what_they_are(self) -> None:
-        known = self.taught()._chances["dflash", "greedy"]
-        found = known.of([math.log(0.1), math.log(0.5), math.log(0.95)])
-        assert found[0] < 0.3 and 0.3 < found[1] < 0.7 and found[2] > 0.8
+        estimate = self.taught()._chances["dflash", "greedy"]
+        chances = estimate.of([math.log(0.1), math.log(0.5), math.log(0.95)])
+        assert chances[0] < 0.3 and 0.3 < chances[1] < 0.7 and chances[2] > 0.8
 
     def test_where_nothing_is_known_a_place_has_its_average(self) -> None:
         chances = Chances(3, 0.5)
@@ -325,99 +324,3 @@ class TestChunks:
         before = sizes.size(4)
         sizes.decoded(30.0, beside_chunk=False)
         assert sizes.size(4) <= 1.06 * before
-
-
-class TestUnsteady:
-    """Estimates that an unsteady machine has led astray must not be believed for long."""
-
-    PASSES = PassCosts(((1, 6.1), (2, 6.5), (3, 7.9), (4, 9.4), (5, 10.3), (8, 14.6), (16, 28.0)))
-
-    @pytest.mark.parametrize("seed", [27, 59, 5, 0, 1, 2])
-    def test_drafts_that_lose_time_are_left(self, seed: int) -> None:
-        """Of seeds 27 and 59 the first rounds make checking look cheap: without pauses they end at 0.77 and 0.91 of
-        plain."""
-        machine = UnsteadyMachine(AdaptivePlanner(self.PASSES), self.PASSES, 2.6, seed=seed)
-        machine.unsteady(800, [0.42, 0.37, 0.28, 0.3, 0.31, 0.32, 0.32])
-        assert machine.tokens / machine.quiet_s * 6.1 > 0.93
-
-    @pytest.mark.slow
-    def test_they_are_taken_up_again_when_they_pay(self) -> None:
-        planner = AdaptivePlanner(self.PASSES)
-        machine = UnsteadyMachine(planner, self.PASSES, 2.6, seed=4)
-        machine.unsteady(300, [0.1] * 7)
-        before = machine.num_drafting
-        machine.unsteady(700, [0.9] * 7)
-        assert machine.num_drafting - before > 350
-
-    def test_a_new_drafter_begins_without_a_pause(self) -> None:
-        planner = AdaptivePlanner(self.PASSES)
-        pauses = planner._histories["greedy"].pauses
-        for _ in range(3):
-            pauses.record(1, 1, 20.0, {"dflash"})
-            pauses.record(1, 1, 6.0, set())
-        assert pauses.next() == {"dflash"}
-        planner.forget("dflash")
-        assert not pauses.next()
-
-    def test_only_the_source_that_disappointed_pauses(self) -> None:
-        pauses = Pauses()
-        for _ in range(3):
-            pauses.record(2, 2, 20.0, {"dflash"})
-            pauses.record(2, 2, 6.0, set())
-            pauses.record(2, 8, 8.0, {"ngram"})
-            pauses.record(2, 2, 6.0, set())
-            pauses.record(2, 2, 60.0, {"ngram", "dflash"})
-            pauses.record(2, 2, 6.0, set())
-        assert pauses.next() == {"dflash"}
-
-    def test_members_of_a_pool_that_disappointed_together_pause_together(self) -> None:
-        pauses = Pauses()
-        for _ in range(3):
-            pauses.record(2, 2, 20.0, {"general", "tickets"})
-            pauses.record(2, 2, 6.0, set())
-        assert pauses.next() == {"general", "tickets"}
-        pauses.forget("tickets")
-        assert pauses.next() == {"general"} and not pauses._gains
-
-
-class TestTrials:
-    @pytest.mark.parametrize("begins", [False, True])
-    def test_a_request_that_begins_may_try_its_drafter(self, begins: bool) -> None:
-        """Time saved by the rounds before a trial is added to its budget, up to the cost of one trial."""
-        planner = AdaptivePlanner(FLAT)
-        trials = planner._histories["greedy"].trials
-        trials.budget_s, trials.wanted_s = -1000.0, 2.0
-        before = []
-        for key in [0] * 500 + [int(begins)]:
-            before.append(trials.budget_s)
-            plan = planner.next([Row(key, "greedy", row(planner).offers)])
-            plan.drafts, plan.is_trial = [Take()], False
-            planner.learn(plan, stats(plan, [0], 1.0))
-        assert trials.budget_s - before[-1] == pytest.approx(TRIAL_SHARE + begins * 2.0)
-
-    @pytest.mark.parametrize(("num_tokens", "is_free"), [(1, False), (2, False), (3, True), (4, True)])
-    def test_one_that_paid_for_itself_takes_nothing_of_the_allowance(self, num_tokens: int, is_free: bool) -> None:
-        """A trial of 2.5 plain rounds: two tokens do not pay for it, three do."""
-        trials = Trials(before := 2.0)
-        trials.record(1, num_tokens, 2.5, plain_s=1.0, is_trial=True)
-        assert (trials.budget_s == before) == is_free
-        if not is_free:
-            assert trials.budget_s == pytest.approx(before - (1.5 if num_tokens == 1 else 0.5))
-
-
-@pytest.mark.parametrize(("sibling", "pays"), [(0.4, True), (1e-6, False)])
-def test_trees_are_asked_for_where_siblings_stand(sibling: float, pays: bool) -> None:
-    planner = AdaptivePlanner(PassCosts(((1, 2.5e-3), (64, 2.5e-3))), grows_trees=True)
-    likely = Candidates([[1, 2]] * 7, [[math.log(0.5), math.log(sibling)]] * 7)
-    asked = siblings = 0
-    for _ in range(170):
-        plan = planner.next([row(planner)])
-        has_trees, count = planner.num_candidates > 0, plan.drafts[0].count
-        asked += has_trees
-        [chosen] = planner.narrow(plan, [[math.log(0.5)] * count], [likely if has_trees else None])
-        siblings += isinstance(chosen, Tree) and any(chosen.ranks)
-        done = stats(plan, [1], 2.5e-3)
-        done.confidence_B = [[math.log(0.5)] * count]
-        planner.learn(plan, done)
-    assert (asked > 160 and siblings > 100) if pays else (asked < 20 and not siblings), (asked, siblings)
-    assert AdaptivePlanner(FLAT).num_candidates == 0

@@ -40,10 +40,10 @@ def test_the_least_mean_time_per_token_by_trying_all(seed: int) -> None:
     costs = PassCosts(list(zip([1, *sizes], points, strict=True)))
     chances = [tuple(source.uniform(0.2, 0.98) for _ in range(4)) for _ in range(source.randint(1, num_rows))]
     wants = [Want(place, Offer("ngram", each)) for place, each in enumerate(chances)]
-    found = share_out(RoundCosts(costs), 0.0, num_rows, wants, math.inf, sooner=True)
+    shares = share_out(RoundCosts(costs), 0.0, num_rows, wants, math.inf, sooner=True)
     each_way = itertools.product(*(range(len(gains_of(each)) + 1) for each in chances))
     best = min(per_token(costs, chances, taken, num_rows) for taken in each_way)
-    assert per_token(costs, chances, tuple(found), num_rows) == pytest.approx(best)
+    assert per_token(costs, chances, tuple(shares), num_rows) == pytest.approx(best)
 
 
 def test_what_one_row_gains_is_weighed_against_what_the_other_waits() -> None:
@@ -95,7 +95,7 @@ def test_a_round_beside_a_prompt_keeps_to_its_time_and_fixed_drafts_count() -> N
 def test_no_text_changes(params: dict[str, float]) -> None:
     prompts = [[7, 8, 9, number] for number in range(4)]
 
-    def said(**options: str) -> list[list[int]]:
+    def answers_with(**options: str) -> list[list[int]]:
         target = FakeTarget(vocab_size=258, num_rows=4)
         drafter = ScriptedDrafter(target, accuracy=0.7) if options else None
         planner = AdaptivePlanner(PassCosts(((1, 1.0), (64, 1.5))), **options) if options else None  # pyright: ignore
@@ -104,7 +104,7 @@ def test_no_text_changes(params: dict[str, float]) -> None:
             seq.output_ids for seq in run(engine, prompts, SamplingParams(max_tokens=40, ignore_eos=True, **params))
         ]  # pyright: ignore
 
-    assert said(objective="latency") == said(objective="throughput") == said()
+    assert answers_with(objective="latency") == answers_with(objective="throughput") == answers_with()
 
 
 def test_it_is_an_option_and_goes_with_plan_auto_alone() -> None:

@@ -98,31 +98,31 @@ def test_a_member_with_random_weights_is_abandoned_within_fifty_requests(gain: f
     """A useless drafter: it costs time, or under a planner that stops drafting only brings nothing."""
     gains = {("all", "general"): 2.0, ("all", "random"): gain}
     served, _ = traffic(lambda _: gains, ["random", "general"], seed=0)
-    given = Counter(member for _, member, _ in served[50:])
-    assert given["random"] <= 0.02 * len(served[50:]) and given["none"] == 0
+    counts = Counter(member for _, member, _ in served[50:])
+    assert counts["random"] <= 0.02 * len(served[50:]) and counts["none"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gain", [0.97, 1.05])
 def test_where_lookups_do_the_work_a_member_without_drafts_of_its_own_gives_way(gain: float) -> None:
     """All are equally fast then, and luck alone would share requests out."""
-    router, luck, given = Router(), random.Random(0), []
+    router, luck, members = Router(), random.Random(0), []
     for key in range(300):
         member, cluster = router.choose(key, ("all",), ["random", "general", "none"])
         serve(router, key, member, cluster, gain * 1.1, luck, own=0 if member == "random" else 1)
-        given.append(member)
-    after = Counter(given[50:])
-    assert after["random"] <= 0.02 * len(given[50:])
+        members.append(member)
+    after = Counter(members[50:])
+    assert after["random"] <= 0.02 * len(members[50:])
 
 
 @pytest.mark.slow
 def test_a_member_whose_drafts_bring_less_is_taken_where_it_is_clearly_faster() -> None:
-    router, luck, given = Router(), random.Random(0), []
+    router, luck, members = Router(), random.Random(0), []
     for key in range(200):
         member, cluster = router.choose(key, ("all",), ["small", "large", "none"])
         serve(router, key, member, cluster, 2.0 if member == "small" else 1.4, luck, own=5 if member == "small" else 16)
-        given.append(member)
-    assert Counter(given[50:])["small"] >= 140
+        members.append(member)
+    assert Counter(members[50:])["small"] >= 140
 
 
 def test_a_member_that_brings_nothing_does_not_keep_a_better_one_away() -> None:
@@ -133,30 +133,30 @@ def test_a_member_that_brings_nothing_does_not_keep_a_better_one_away() -> None:
     for key in range(10, 10 + 2 * FIRST):
         member, cluster = router.choose(key, ("all",), ["useless", "good", "none"])
         router.clusters[cluster].add(member, 64, 64.0 if member == "useless" else 64 / 0.9)
-    given = []
+    members = []
     for key in range(100, 112):
         member, cluster = router.choose(key, ("all",), ["useless", "good", "none"])
         router.clusters[cluster].add(member, 64, 64.0 if member == "useless" else 40.0)
         router._sessions.clear()
         router.begin()
-        given.append(member)
-    assert "good" in given and given[-1] == "good"
+        members.append(member)
+    assert "good" in members and members[-1] == "good"
 
 
 @pytest.mark.slow
 def test_a_useless_member_is_tried_once_in_each_of_many_clusters() -> None:
     gains = {(f"c{number}", name): gain for number in range(10) for name, gain in (("good", 2.0), ("useless", 1.0))}
     served, _ = traffic(lambda _: gains, ["useless", "good"], seed=0, num_requests=600)
-    given = Counter(cluster for cluster, member, _ in served if member == "useless")
-    assert sum(given.values()) <= 2 + FIRST * 4 + 10 + 0.02 * 600
+    counts = Counter(cluster for cluster, member, _ in served if member == "useless")
+    assert sum(counts.values()) <= 2 + FIRST * 4 + 10 + 0.02 * 600
 
 
 @pytest.mark.slow
 def test_where_no_member_is_faster_than_plain_decoding_none_is_chosen() -> None:
     gains = {("all", "a"): 0.7, ("all", "b"): 0.5}
     served, _ = traffic(lambda _: gains, ["a", "b"], seed=0)
-    given = Counter(member for _, member, _ in served[100:])
-    assert given["none"] >= 0.95 * len(served[100:])
+    counts = Counter(member for _, member, _ in served[100:])
+    assert counts["none"] >= 0.95 * len(served[100:])
 
 
 @pytest.mark.slow

@@ -126,17 +126,17 @@ def test_only_trees_that_are_wanted_grow() -> None:
         Drafted(place, Offer("block", (0.45,) * 6), [], Growing(candidates_of(flat, 200), drafter_probs))
         for place in range(2)
     ]
-    asked: list[list[int]] = []
+    sizes: list[list[int]] = []
 
     def share(wants: list[Want]) -> list[int]:
-        asked.append([len(want.gains or ()) for want in wants])
-        return [min(asked[-1][0], 60), 5]
+        sizes.append([len(want.gains or ()) for want in wants])
+        return [min(sizes[-1][0], 60), 5]
 
     assert grown(drafted, share) == [60, 5]
-    assert asked == [[FIRST_NODES] * 2, [2 * FIRST_NODES] * 2, [4 * FIRST_NODES] * 2, [MOST_NODES] * 2], (
+    assert sizes == [[FIRST_NODES] * 2, [2 * FIRST_NODES] * 2, [4 * FIRST_NODES] * 2, [MOST_NODES] * 2], (
         "60 of 96 are more than half"
     )
-    asked.clear()
+    sizes.clear()
     small = [Drafted(0, Offer("block", (0.33,)), [], Growing(candidates_of(flat, 200), drafter_probs))]
     assert grown(small, lambda wants: [len(wants[0].gains or ()) // 2]) == [FIRST_NODES // 2]
     assert grown([Drafted(0, Offer("chain", (0.9, 0.8)), [], None)], lambda wants: [len(wants[0].gains or ())]) == [2]
@@ -151,11 +151,11 @@ def test_trees_are_asked_for_where_they_bring_more_than_their_time() -> None:
     for _ in range(50):
         worth.record([0.0], rate=400)
     assert not worth.is_due
-    asked = []
+    due = []
     for _ in range(4 * (TREE_EVERY + 1)):
-        asked.append(worth.is_due)
-        worth.record([0.0] if asked[-1] else [], rate=400)
-    assert sum(asked) == 4, "now and then they are tried"
+        due.append(worth.is_due)
+        worth.record([0.0] if due[-1] else [], rate=400)
+    assert sum(due) == 4, "now and then they are tried"
     while not worth.is_due:
         worth.record([], rate=400)
     for _ in range(40):

@@ -104,7 +104,7 @@ def test_signatures_are_written_in_pieces_and_go_on_where_they_stopped(script: d
     file, llm = tmp_path / "written.jsonl", Writer()
     script["written_signatures"](llm, 8, [{"prompt": "def is_thing(a):"}], file)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert all(asked.startswith("<user>") and "def " in asked for asked in llm.asked)
+    assert all(request.startswith("<user>") and "def " in request for request in llm.asked)
     names = [re.findall(r"def (\w+)", row["prompt"]) for row in rows]
     assert len(rows) >= 8 and len({name[0] for name in names}) == len(rows) and ["is_thing"] not in names
     assert [row["id"] for row in rows] == [f"signature-{number}" for number in range(len(rows))]

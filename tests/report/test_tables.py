@@ -28,19 +28,19 @@ def printed(table: Table, width: int) -> str:
 
 def test_markdown_has_alignment_and_escapes_bars() -> None:
     figures = Table(COLUMNS, ROWS, title="Speed", notes=["Medians."])
-    made = markdown("Speeds", figures, [])
-    assert "\n## Speed\n\n| drafter | speed-up |\n| --- | ---: |\n| ngram | 1.50 [1.40, 1.60] |\n" in made
-    assert "\n| a\\|<b>[/x] | - |\n\nMedians.\n\nNone.\n" in made
+    text = markdown("Speeds", figures, [])
+    assert "\n## Speed\n\n| drafter | speed-up |\n| --- | ---: |\n| ngram | 1.50 [1.40, 1.60] |\n" in text
+    assert "\n| a\\|<b>[/x] | - |\n\nMedians.\n\nNone.\n" in text
 
 
 def test_a_page_escapes_every_cell() -> None:
     figures = Table(COLUMNS, ROWS, title="<t>", notes=["<n>\x00\ud800"])
-    made = render(
+    page = render(
         "report.html", title="", verdict="", explained=[], sections={"Figures": [figures]}, drawn=[], settings=[]
     )
-    assert "<td>a|&lt;b&gt;[/x]</td>" in made and "<h3>&lt;t&gt;</h3>" in made
-    assert '<p class="note">&lt;n&gt;\ufffd\ufffd</p>' in made
-    assert '<td class="number">1.50 [1.40, 1.60]</td>' in made
+    assert "<td>a|&lt;b&gt;[/x]</td>" in page and "<h3>&lt;t&gt;</h3>" in page
+    assert '<p class="note">&lt;n&gt;\ufffd\ufffd</p>' in page
+    assert '<td class="number">1.50 [1.40, 1.60]</td>' in page
 
 
 def test_a_narrow_terminal_leaves_intervals_out_and_reads_no_markup_in_cells() -> None:

@@ -97,10 +97,10 @@ def test_processes_of_one_torchrun_share_the_folder(tmp_path: Path, monkeypatch:
 
 
 def test_a_disk_without_locks_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: Any) -> None:
+    def refuse(*arguments: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(lock.fcntl, "flock", refuse)
-    said: list[str] = []
-    with only_run(tmp_path, "training", Ranks(), said.append):
-        assert len(said) == 1 and "knows no locks" in said[0]
+    notes: list[str] = []
+    with only_run(tmp_path, "training", Ranks(), notes.append):
+        assert len(notes) == 1 and "knows no locks" in notes[0]

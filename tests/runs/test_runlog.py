@@ -114,9 +114,9 @@ def test_plain_values() -> None:
 class TestWholeFile:
     def test_files_of_one_stem_are_written_side_by_side(self, tmp_path: Path) -> None:
         """Two formats of one thing, and two writers of the same file: the last one to end wins."""
-        with whole_file(tmp_path / "a.safetensors") as weights, whole_file(tmp_path / "a.json") as told:
+        with whole_file(tmp_path / "a.safetensors") as weights, whole_file(tmp_path / "a.json") as metadata:
             weights.write_bytes(b"weights")
-            told.write_text("{}")
+            metadata.write_text("{}")
         with whole_file(tmp_path / "b") as first, whole_file(tmp_path / "b") as second:
             first.write_text("first")
             second.write_text("second")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from live_server import Live, asked, in_engine, serving, wait_until
+from live_server import Live, chat_body, in_engine, serving, wait_until
 from safetensors.torch import load_file, save_file
 from small_llm import tiny_model
 
@@ -76,25 +76,27 @@ def load(live: Live, name: str, folder: Path | str, **headers: str) -> tuple[int
 
 
 def text_of(live: Live, **more: Any) -> str:
-    status, body, _ = live.post("/v1/chat/completions", asked(**(LONG | more)))
+    status, body, _ = live.post("/v1/chat/completions", chat_body(**(LONG | more)))
     assert status == 200, body
     return body["choices"][0]["message"]["content"]
 
 
 def test_list_tells_names_states_rows_and_memory(live: Live) -> None:
     text_of(live, max_tokens=30)
-    found = table(live)
-    assert list(found) == ["general", "words", "none"]
-    assert {row["state"] for row in found.values()} == {"ready"} and {row["rows"] for row in found.values()} == {0}
+    drafters = table(live)
+    assert list(drafters) == ["general", "words", "none"]
+    assert {row["state"] for row in drafters.values()} == {"ready"} and {row["rows"] for row in drafters.values()} == {
+        0
+    }
     pool = live.llm.engine.pool
     general = pool.members["general"].drafter
     assert isinstance(general, DFlashDrafter)
     weights = sum(tensor.nbytes for tensor in general.network.state_dict().values())
-    memory = found["general"]["memory_bytes"]
+    memory = drafters["general"]["memory_bytes"]
     assert memory == general.weight_bytes + general.cache_bytes(live.llm.target) > 2 * weights
-    assert found["words"]["memory_bytes"] == found["none"]["memory_bytes"] == 0
-    assert found["general"]["tokens_per_s"] > 0 and found["general"]["tokens_per_round"] >= 1
-    assert found["words"]["tokens_per_s"] is None
+    assert drafters["words"]["memory_bytes"] == drafters["none"]["memory_bytes"] == 0
+    assert drafters["general"]["tokens_per_s"] > 0 and drafters["general"]["tokens_per_round"] >= 1
+    assert drafters["words"]["tokens_per_s"] is None
     assert live.request("GET", "/v1/models")[1]["data"][0]["drafter"] == "general, words"
 
 
@@ -132,7 +134,7 @@ def test_load_drain_and_unload_under_traffic(live: Live, drafter: Path) -> None:
 
 
 def test_a_drafter_with_rows_is_not_unloaded(live: Live) -> None:
-    streams = [live.open_stream(asked(**(LONG | {"max_tokens": 220}))) for _ in range(6)]
+    streams = [live.open_stream(chat_body(**(LONG | {"max_tokens": 220}))) for _ in range(6)]
     wait_until(lambda: table(live)["general"]["rows"])
     status, body, _ = live.request("DELETE", f"{PATH}/general")
     for stream in streams:
@@ -146,14 +148,14 @@ def test_a_drafter_with_rows_is_not_unloaded(live: Live) -> None:
     assert live.llm.engine.pool.open == ["words", "none"]
 
 
-@pytest.mark.parametrize(("num_rows", "said"), [(1, "1 answer is still made"), (2, "2 answers are still made")])
+@pytest.mark.parametrize(("num_rows", "reason"), [(1, "1 answer is still made"), (2, "2 answers are still made")])
 def test_answers_that_keep_a_drafter_are_counted(
-    steady: Live, monkeypatch: pytest.MonkeyPatch, num_rows: int, said: str
+    steady: Live, monkeypatch: pytest.MonkeyPatch, num_rows: int, reason: str
 ) -> None:
     monkeypatch.setattr(type(steady.llm.engine.pool), "num_rows", lambda pool, member: num_rows)
     status, body, _ = steady.request("DELETE", f"{PATH}/general")
     assert (status, body["error"]["code"]) == (409, "drafter_busy")
-    assert body["error"]["message"] == f"{said} with drafter 'general': drain it, and wait until it has no rows"
+    assert body["error"]["message"] == f"{reason} with drafter 'general': drain it, and wait until it has no rows"
 
 
 def spoiled(drafter: Path, folder: Path, how: str) -> Path:
@@ -197,7 +199,7 @@ def test_a_bad_drafter_is_refused_with_a_reason_and_nothing_changes(
 ) -> None:
     live = steady
     before, taps = table(live), live.llm.target.tap_layers
-    stream = live.open_stream(asked(**(LONG | {"max_tokens": 200})))
+    stream = live.open_stream(chat_body(**(LONG | {"max_tokens": 200})))
     for name in ("new", "general"):
         status, body = load(live, name, spoiled(drafter, tmp_path / name, how))
         assert (status, body["error"]["code"]) == (400, "drafter_refused"), body
@@ -268,7 +270,7 @@ def test_members_that_were_put_in_are_there_after_a_crash(live: Live, drafter: P
     assert load(live, "tickets", drafter)[0] == 200
     assert live.post(f"{PATH}/words/drain", {})[0] == 200
     break_engine(live)
-    assert live.post("/v1/chat/completions", asked(**LONG))[0] == 500
+    assert live.post("/v1/chat/completions", chat_body(**LONG))[0] == 500
     assert text_of(live) == text_of(live, speculate="off")
     assert {name: row["state"] for name, row in table(live).items()} == {
         "general": "ready",
@@ -279,21 +281,21 @@ def test_members_that_were_put_in_are_there_after_a_crash(live: Live, drafter: P
 
 
 def test_an_answer_tells_whose_drafts_it_had(target: Path, drafter: Path) -> None:
-    def made() -> LLM:
+    def make_llm() -> LLM:
         return LLM(str(target), drafters={"general": str(drafter), "words": "ngram"}, **settings())
 
     for route, header in (("tag", "x-paceline-tag"), ("header:X-Drafter", "x-drafter")):
-        with serving(made, route=route) as live:
-            for name, given in (
+        with serving(make_llm, route=route) as live:
+            for name, expected in (
                 ("words", "words"),
                 ("none", "none"),
                 ("general", "general"),
                 ("nobody", "general"),
                 ("", "general"),
             ):
-                body = asked(max_tokens=4, return_metrics=True, paceline_timings=True)
+                body = chat_body(max_tokens=4, return_metrics=True, paceline_timings=True)
                 _, answer, _ = live.post("/v1/chat/completions", body, {header: name} if name else {})
-                assert answer["metrics"]["speculative_decoding"]["drafter"] == answer["paceline"]["drafter"] == given
+                assert answer["metrics"]["speculative_decoding"]["drafter"] == answer["paceline"]["drafter"] == expected
             _, answer, _ = live.post("/v1/completions", {"prompt": "hello", "return_metrics": True}, {header: "words"})
             assert answer["metrics"]["speculative_decoding"]["drafter"] == "words"
 
@@ -301,7 +303,9 @@ def test_an_answer_tells_whose_drafts_it_had(target: Path, drafter: Path) -> Non
 def test_requests_are_counted_by_drafter_and_kind(live: Live) -> None:
     for _ in range(8):
         assert (
-            live.post("/v1/chat/completions", asked(max_tokens=12, temperature=0), {"x-paceline-tag": "user-4711"})[0]
+            live.post("/v1/chat/completions", chat_body(max_tokens=12, temperature=0), {"x-paceline-tag": "user-4711"})[
+                0
+            ]
             == 200
         )
     wait_until(live.is_idle)
@@ -358,7 +362,7 @@ class TestWhoMay:
 def test_a_kind_of_requests_is_sent_to_one_member(live: Live) -> None:
     def drafter_of() -> str:  # one token takes no round, of which a router could learn that plain decoding is faster
         _, answer, _ = live.post(
-            "/v1/chat/completions", asked(max_tokens=1, return_metrics=True), {"x-paceline-tag": "t"}
+            "/v1/chat/completions", chat_body(max_tokens=1, return_metrics=True), {"x-paceline-tag": "t"}
         )
         return answer["metrics"]["speculative_decoding"]["drafter"]
 

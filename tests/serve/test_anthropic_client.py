@@ -73,9 +73,9 @@ def test_an_answer_is_the_chats(client: anthropic.Anthropic, live: Live) -> None
 
 @pytest.mark.slow
 def test_a_stream_is_the_whole_answer_in_pieces(client: anthropic.Anthropic) -> None:
-    asked: Any = {"model": MODEL, "max_tokens": 30, "messages": HELLO, **GREEDY}
-    whole = client.messages.create(**asked)
-    with client.messages.stream(**asked) as stream:
+    request: Any = {"model": MODEL, "max_tokens": 30, "messages": HELLO, **GREEDY}
+    whole = client.messages.create(**request)
+    with client.messages.stream(**request) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
     raw = [kind for kind in kinds if kind != "text"]  # which is the client's own event
@@ -88,12 +88,12 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: anthropic.Anthropic) -> 
 
 
 def test_the_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
-    asked: Any = {"model": MODEL, "max_tokens": 30, "messages": HELLO, **GREEDY}
-    whole = text_of(client.messages.create(**asked))
-    cut = client.messages.create(**asked, stop_sequences=["never said", whole[4:6]])
+    request: Any = {"model": MODEL, "max_tokens": 30, "messages": HELLO, **GREEDY}
+    whole = text_of(client.messages.create(**request))
+    cut = client.messages.create(**request, stop_sequences=["never said", whole[4:6]])
     assert text_of(cut) == whole[: whole.index(whole[4:6])]
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", whole[4:6])
-    with client.messages.stream(**asked, stop_sequences=[whole[4:6]]) as stream:
+    with client.messages.stream(**request, stop_sequences=[whole[4:6]]) as stream:
         assert stream.get_final_message().stop_sequence == whole[4:6]
 
 
@@ -101,7 +101,7 @@ def test_the_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_forced_tool_is_called(client: anthropic.Anthropic, choice: Any, is_stream: bool) -> None:
-    asked: Any = {
+    request: Any = {
         "model": MODEL,
         "messages": HELLO,
         "tools": [WEATHER],
@@ -110,12 +110,12 @@ def test_a_forced_tool_is_called(client: anthropic.Anthropic, choice: Any, is_st
         **GREEDY,
     }
     if is_stream:
-        with client.messages.stream(**asked) as stream:
+        with client.messages.stream(**request) as stream:
             pieces = [event.partial_json for event in stream if event.type == "input_json"]
             message = stream.get_final_message()
         assert json.loads("".join(pieces))["place"] in ("Oslo", "Rome")
     else:
-        message = client.messages.create(**asked)
+        message = client.messages.create(**request)
     (block,) = message.content
     assert block.type == "tool_use"
     assert (block.name, message.stop_reason) == ("weather", "tool_use")
@@ -167,17 +167,17 @@ def test_an_answer_goes_on_with_the_assistants_last_text(client: anthropic.Anthr
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_json_schema_holds(client: anthropic.Anthropic, is_stream: bool) -> None:
-    asked: Any = {
+    request: Any = {
         "model": MODEL,
         "messages": HELLO,
         "max_tokens": 300,
         "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
     }
     if is_stream:
-        with client.messages.stream(**asked) as stream:
+        with client.messages.stream(**request) as stream:
             message = stream.get_final_message()
     else:
-        message = client.messages.create(**asked)
+        message = client.messages.create(**request)
     assert message.stop_reason == "end_turn"
     assert json.loads(text_of(message))["place"] in ("Oslo", "Rome")
 
@@ -224,8 +224,8 @@ def test_the_key_may_come_as_x_api_key() -> None:
 @pytest.mark.slow
 def test_a_failure_ends_a_stream_with_an_error() -> None:
     with serving(talker(0.01)) as live, anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0) as client:
-        asked: Any = {"model": "fake", "max_tokens": 200, "messages": HELLO}
-        with client.messages.stream(**asked) as stream:
+        request: Any = {"model": "fake", "max_tokens": 200, "messages": HELLO}
+        with client.messages.stream(**request) as stream:
             next(event for event in stream if event.type == "content_block_delta")
             break_engine(live)
             with pytest.raises(anthropic.APIStatusError) as failed:

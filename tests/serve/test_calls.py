@@ -118,14 +118,16 @@ def test_a_long_call_is_not_read_again_with_every_piece(
 ) -> None:
     reads: list[int] = []
     read = reading._read_objects
-    monkeypatch.setattr(reading, "_read_objects", lambda *given: (reads.append(len(given[0])), read(*given))[1])
+    monkeypatch.setattr(
+        reading, "_read_objects", lambda *arguments: (reads.append(len(arguments[0])), read(*arguments))[1]
+    )
     parser = CallParser(["f"], is_whole=is_whole)
     parser.push(f'{before}{{"name": "f", "arguments": {{"a": "')
     for piece in ["\\", '"', "{", "text"] * 500:
         assert parser.push(piece) == ("", [])
     assert len(reads) <= 2
-    found = [*parser.push('"}}')[1], *parser.finish()[1]]
-    assert [call.name for call in found] == ([] if is_whole and before.startswith("Sure") else ["f"])
+    calls = [*parser.push('"}}')[1], *parser.finish()[1]]
+    assert [call.name for call in calls] == ([] if is_whole and before.startswith("Sure") else ["f"])
 
 
 def test_arguments_keep_their_own_text() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from live_server import Live, asked, serving, talker, wait_until
+from live_server import Live, chat_body, serving, talker, wait_until
 
 from paceline.errors import ConfigError
 from paceline.serve.http.security import allowed_hosts, host_name
@@ -113,11 +113,11 @@ def test_other_names_are_refused_on_every_path(live: Live) -> None:
 
 def test_small_pieces_are_sent_at_once(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a first token waits for the client's word on what came before: 40 ms on a connection that is used again."""
-    made, seen = Connection.connection_made, list[int]()
+    original, seen = Connection.connection_made, list[int]()
 
     def watch(self: Connection, transport: Any) -> None:
         seen.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        made(self, transport)
+        original(self, transport)
 
     monkeypatch.setattr(Connection, "connection_made", watch)
     connect(live).close()
@@ -130,7 +130,7 @@ def test_headers_that_do_not_come_are_not_waited_for(hasty: Live) -> None:
     began = time.monotonic()
     silent, slow, dripping = connect(hasty), connect(hasty), connect(hasty)
     slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
-    assert hasty.post("/v1/chat/completions", asked(max_tokens=3))[0] == 200
+    assert hasty.post("/v1/chat/completions", chat_body(max_tokens=3))[0] == 200
     dripping.settimeout(0.05)
     text = b""
     while not text and time.monotonic() - began < 30:
@@ -160,7 +160,7 @@ def test_the_second_request_of_a_connection_is_due_as_well(hasty: Live) -> None:
             text += connection.recv(4096)
         assert text.startswith(b"HTTP/1.1 200 ")
         began = time.monotonic()
-        stream, text = hasty.open_stream(asked(max_tokens=150)), b""
+        stream, text = hasty.open_stream(chat_body(max_tokens=150)), b""
         while b"[DONE]" not in text:
             text += stream.recv(4096)
         stream.close()
@@ -200,7 +200,7 @@ def test_a_chunk_that_is_none_is_told_once(live: Live) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_half_closes_gets_its_answer(live: Live, stream: bool) -> None:
-    connection = live.open_stream(asked(max_tokens=40, stream=stream))
+    connection = live.open_stream(chat_body(max_tokens=40, stream=stream))
     connection.shutdown(socket.SHUT_WR)
     text = rest_of(connection)
     assert text.startswith(b"HTTP/1.1 200 ") and text.count(b"HTTP/1.1 ") == 1
@@ -226,7 +226,7 @@ def test_half_a_request_and_no_more_is_not_waited_for(live: Live) -> None:
 
 def test_a_client_that_reads_nothing_is_hung_up_on(live: Live) -> None:
     """Its buffers are full: the answer is aborted, its row is free."""
-    stream = live.open_stream(asked(max_tokens=200))
+    stream = live.open_stream(chat_body(max_tokens=200))
     wait_until(lambda: live.llm.engine.scheduler.running)
     (connection,) = live.server.server_state.connections
     assert live._loop
@@ -238,7 +238,7 @@ def test_a_client_that_reads_nothing_is_hung_up_on(live: Live) -> None:
 
 
 def test_one_that_reads_again_in_time_keeps_its_answer(live: Live) -> None:
-    stream = live.open_stream(asked(max_tokens=60))
+    stream = live.open_stream(chat_body(max_tokens=60))
     wait_until(lambda: live.llm.engine.scheduler.running)
     (connection,) = live.server.server_state.connections
     assert live._loop
@@ -254,7 +254,7 @@ def test_one_that_reads_again_in_time_keeps_its_answer(live: Live) -> None:
 @pytest.mark.parametrize(("asks", "tokens"), [({}, 20), ({"max_tokens": 30}, 30), ({"max_completion_tokens": 5}, 5)])
 def test_chat_answers_without_a_limit_get_the_servers(asks: dict[str, Any], tokens: int) -> None:
     with serving(talker(0.0), default_max_tokens=20) as limited:
-        assert limited.post("/v1/chat/completions", asked(**asks))[1]["usage"]["completion_tokens"] == tokens
+        assert limited.post("/v1/chat/completions", chat_body(**asks))[1]["usage"]["completion_tokens"] == tokens
 
 
 @pytest.mark.parametrize(("context", "most"), [(4096, 1024), (300, 300)])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from doubles import FakeTarget, ScriptedDrafter
-from live_server import Live, asked, serving, wait_until
+from live_server import Live, chat_body, serving, wait_until
 from small_llm import Talker, fake_llm
 from trace_files import BYTES, rows, writer
 
@@ -42,9 +42,9 @@ def live() -> Iterator[Live]:
 
 
 def ask(live: Live, path: str = "/v1/chat/completions", **more: Any) -> tuple[int, Any]:
-    body = asked(max_tokens=60, **more) if "chat" in path else {"prompt": "hello", "max_tokens": 60, **more}
-    status, told, _ = live.post(path, {"temperature": 0} | body)
-    return status, told
+    body = chat_body(max_tokens=60, **more) if "chat" in path else {"prompt": "hello", "max_tokens": 60, **more}
+    status, answer, _ = live.post(path, {"temperature": 0} | body)
+    return status, answer
 
 
 def metrics(live: Live) -> str:
@@ -56,27 +56,27 @@ def metrics(live: Live) -> str:
 def test_without_the_owners_leave_it_is_refused() -> None:
     with serving() as closed:
         for path in ("/v1/chat/completions", "/v1/completions"):
-            status, told = ask(closed, path, lossy="lenience:0.5")
-            error = told["error"]
+            status, answer = ask(closed, path, lossy="lenience:0.5")
+            error = answer["error"]
             assert (status, error["code"], error["param"]) == (403, "lossy_not_allowed", "lossy")
             assert "--allow-lossy" in error["message"]
-        _, told = ask(closed)
-        assert "lossless" not in told and "lossy" not in told
+        _, answer = ask(closed)
+        assert "lossless" not in answer and "lossy" not in answer
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lossy", ["lenient:1", {"rule": "lenience", "l": 7}, {"eps": 0.1}, "typical:eps=x"])
 def test_what_is_no_rule_is_refused(live: Live, lossy: Any) -> None:
-    status, told = ask(live, lossy=lossy)
-    message = told["error"]["message"]
+    status, answer = ask(live, lossy=lossy)
+    message = answer["error"]["message"]
     assert status == 400 and ("lossy" in message or "l must be" in message)
 
 
 @pytest.mark.slow
 def test_every_answer_says_that_it_is_not_lossless_and_what_it_cost(live: Live) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):
-        given = EVERYTHING if "chat" in path else {"rule": "relaxed", "n": 258, "delta": 1}
-        _, body = ask(live, path, lossy=given)
+        rule = EVERYTHING if "chat" in path else {"rule": "relaxed", "n": 258, "delta": 1}
+        _, body = ask(live, path, lossy=rule)
         assert body["lossless"] is False
         price = body["lossy"]
         assert price["rule"] == EVERYTHING and price["max_tv"] == 0.25
@@ -89,7 +89,7 @@ def test_every_answer_says_that_it_is_not_lossless_and_what_it_cost(live: Live) 
 
 
 def test_every_chunk_says_so(live: Live) -> None:
-    body = asked(
+    body = chat_body(
         max_tokens=60,
         temperature=0,
         lossy=EVERYTHING,
@@ -116,19 +116,22 @@ def test_metrics_count_it_apart() -> None:
     with serving(loose, allow_lossy=True) as live:
         ask(live, lossy=EVERYTHING, ignore_eos=True)
         wait_until(lambda: number(metrics(live), "paceline:lossy_requests_total"))
-        told = metrics(live)
-        assert number(told, "paceline:lossy_requests_total") == 1 and number(told, "paceline:lossy_tokens_total") == 60
+        exposition = metrics(live)
+        assert (
+            number(exposition, "paceline:lossy_requests_total") == 1
+            and number(exposition, "paceline:lossy_tokens_total") == 60
+        )
         assert (
             0
-            < number(told, "paceline:lossy_total_variation_total")
-            == number(told, "paceline:lossy_tokens_changed_total")
+            < number(exposition, "paceline:lossy_total_variation_total")
+            == number(exposition, "paceline:lossy_tokens_changed_total")
             <= 15
         )
-        assert number(told, "paceline:lossy_rounds_total") > 5
-        assert number(told, "vllm:spec_decode_num_drafts_total") == 0, (
+        assert number(exposition, "paceline:lossy_rounds_total") > 5
+        assert number(exposition, "vllm:spec_decode_num_drafts_total") == 0, (
             "what stands by a lossy rule is no drafter's merit"
         )
-        assert "paceline:drafter_rounds_total{" not in told
+        assert "paceline:drafter_rounds_total{" not in exposition
         ask(live)
         assert number(metrics(live), "vllm:spec_decode_num_drafts_total") > 0
 

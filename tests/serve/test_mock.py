@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_server import Live, asked, idle_collector, quick_end, serving, wait_until
+from live_server import Live, chat_body, idle_collector, quick_end, serving, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from small_llm import tiny_model
 from typer.testing import CliRunner
@@ -119,9 +119,9 @@ def test_a_config_alone_gets_random_weights(config_only: Path, tmp_path: Path) -
     assert Path(file.model) == tmp_path / "small" and file.weights == "random", "called as its folder"
     assert (file.mocked, file.mocked_as) == ((0.5, 0.25), "survival 0.5, 0.25")
     assert json.loads((tmp_path / "small" / "config.json").read_text()) == SHAPE
-    known = mocked_engine(EngineConfig(model="Qwen3-0.6B"), "3", tmp_path)
-    config = json.loads((Path(known.model) / "config.json").read_text())
-    assert Path(known.model).name == "Qwen3-0.6B" and known.weights == "random"
+    engine_config = mocked_engine(EngineConfig(model="Qwen3-0.6B"), "3", tmp_path)
+    config = json.loads((Path(engine_config.model) / "config.json").read_text())
+    assert Path(engine_config.model).name == "Qwen3-0.6B" and engine_config.weights == "random"
     assert config["architectures"] == ["Qwen3ForCausalLM"] and config["hidden_size"] == 1024, (
         "or only Transformers knew it"
     )
@@ -156,12 +156,12 @@ def test_a_drafter_that_drafts_in_every_round(config_only: Path) -> None:
 @pytest.mark.slow
 def test_answers_of_other_apis_say_it_too(live: Live) -> None:
     messages, responses = (
-        {"messages": asked()["messages"], "max_tokens": 24},
+        {"messages": chat_body()["messages"], "max_tokens": 24},
         {"input": "hello", "max_output_tokens": 24},
     )
     for path, body in (("/v1/messages", messages), ("/v1/responses", responses)):
-        status, told, _ = live.post(path, body)
-        assert status == 200 and told["lossless"] is False
+        status, answer, _ = live.post(path, body)
+        assert status == 200 and answer["lossless"] is False
         _, text, _ = live.post(path, body | {"stream": True})
         events = [json.loads(line[6:]) for line in text.decode().splitlines() if line.startswith("data: ")]
         assert len(events) >= 3 and all(event["lossless"] is False for event in events)
@@ -169,14 +169,14 @@ def test_answers_of_other_apis_say_it_too(live: Live) -> None:
 
 def test_every_answer_says_that_it_is_not_lossless(live: Live) -> None:
     limits = {"max_tokens": 25, "temperature": 0, "ignore_eos": True, "return_metrics": True, "paceline_timings": True}
-    status, told, _ = live.post("/v1/chat/completions", asked(**limits))
-    figures = told["metrics"]["speculative_decoding"]
-    assert status == 200 and told["lossless"] is False and told["paceline"]["lossless"] is False
+    status, answer, _ = live.post("/v1/chat/completions", chat_body(**limits))
+    figures = answer["metrics"]["speculative_decoding"]
+    assert status == 200 and answer["lossless"] is False and answer["paceline"]["lossless"] is False
     assert figures["acceptance_histogram"] == [0, 0, 0, 6], "24 tokens after the first, 4 a round"
-    assert told["usage"]["completion_tokens"] == 25 and told["choices"][0]["message"]["content"]
-    told = live.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 9, "n": 2})[1]
-    assert told["lossless"] is False and len(told["choices"]) == 2
-    body = asked(stream=True, max_tokens=9, stream_options={"include_usage": True})
+    assert answer["usage"]["completion_tokens"] == 25 and answer["choices"][0]["message"]["content"]
+    answer = live.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 9, "n": 2})[1]
+    assert answer["lossless"] is False and len(answer["choices"]) == 2
+    body = chat_body(stream=True, max_tokens=9, stream_options={"include_usage": True})
     text = live.post("/v1/chat/completions", body)[1].decode()
     chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     assert len(chunks) >= 3 and all(chunk["lossless"] is False for chunk in chunks)
@@ -193,10 +193,10 @@ def test_a_grammar_is_refused_and_nothing_is_harmed(live: Live) -> None:
         {"guided_json": {"type": "object"}},
         {"tools": [tool], "tool_choice": "required"},
     ):
-        status, told, _ = live.post("/v1/chat/completions", asked(**more))
-        assert (status, told["error"]["code"]) == (400, "mocked_acceptance"), more
-        assert "4 tokens a round" in told["error"]["message"]
-    assert live.post("/v1/chat/completions", asked(tools=[tool], max_tokens=3))[0] == 200, "the model need not call"
+        status, answer, _ = live.post("/v1/chat/completions", chat_body(**more))
+        assert (status, answer["error"]["code"]) == (400, "mocked_acceptance"), more
+        assert "4 tokens a round" in answer["error"]["message"]
+    assert live.post("/v1/chat/completions", chat_body(tools=[tool], max_tokens=3))[0] == 200, "the model need not call"
     wait_until(live.is_idle)
 
 
@@ -213,8 +213,8 @@ def labels(metrics: Metrics) -> list[tuple[str, dict[str, str]]]:
 def test_every_series_says_so() -> None:
     mocked, real = labels(Metrics("tiny", lossless=False)), labels(Metrics("tiny"))
     assert len(mocked) == len(real) > 100
-    assert all(told["lossless"] == "false" for _, told in mocked)
-    assert not any("lossless" in told for _, told in real)
+    assert all(series_labels["lossless"] == "false" for _, series_labels in mocked)
+    assert not any("lossless" in series_labels for _, series_labels in real)
     values = [
         {
             each.name: each.value
@@ -254,7 +254,7 @@ def refused(*words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ("--mock", "4", "--traces", "traces"),
@@ -270,10 +270,10 @@ def refused(*words: str) -> str:
     ],
 )
 def test_what_does_not_go_together(
-    words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_API_KEY", "key")
-    assert said in refused(*[str(tmp_path / word) if word == "traces" else word for word in words])
+    assert message in refused(*[str(tmp_path / word) if word == "traces" else word for word in words])
     assert not (tmp_path / "traces").exists()
 
 
@@ -296,8 +296,8 @@ def test_the_command_from_a_config_alone(config_only: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_more_than_the_drafter_drafts_is_refused_when_it_is_loaded(config_only: Path) -> None:
-    said = refused("--mock", "4", "--speculate", "2", "--model", str(config_only), "--device", "cpu")
-    assert said.startswith("--mock asks for 4 tokens a round, and the drafter drafts 2")
+    message = refused("--mock", "4", "--speculate", "2", "--model", str(config_only), "--device", "cpu")
+    assert message.startswith("--mock asks for 4 tokens a round, and the drafter drafts 2")
 
 
 @pytest.mark.slow
@@ -306,10 +306,10 @@ def test_the_engine_keeps_a_curve(config_only: Path, temperature: float) -> None
     settings = {"device": "cpu", "dtype": "float32", "weights": "random", "max_batch": 4}
     llm = LLM(str(config_only), drafter="random-dflash", mocked_survival=(0.8, 0.5, 0.2), **settings)
     params = [SamplingParams(temperature=temperature, max_tokens=400, ignore_eos=True, seed=seed) for seed in range(4)]
-    found = llm.generate_ids([[number + 1] * 4 for number in range(4)], params)
-    rounds = add_histograms([one.stats.accepted_histogram for one in found])
+    answers = llm.generate_ids([[number + 1] * 4 for number in range(4)], params)
+    rounds = add_histograms([one.stats.accepted_histogram for one in answers])
     assert survival(rounds) == pytest.approx([0.8, 0.5, 0.2], abs=0.06) and sum(rounds) > 500
-    assert not any(one.stats.lossless for one in found)
+    assert not any(one.stats.lossless for one in answers)
 
 
 @pytest.mark.slow
@@ -319,11 +319,11 @@ def test_the_engine_keeps_what_trees_of_marginals_keep(config_only: Path) -> Non
     settings = {"device": "cpu", "dtype": "float32", "weights": "random", "max_batch": 4, "plan": "tree:8"}
     llm = LLM(str(config_only), drafter="random-dflash", mocked_marginals=marginals.chances_KM, **settings)
     params = [SamplingParams(max_tokens=400, ignore_eos=True, seed=seed) for seed in range(4)]
-    found = llm.generate_ids([[number + 1] * 4 for number in range(4)], params)
-    rounds = add_histograms([one.stats.accepted_histogram for one in found])
+    answers = llm.generate_ids([[number + 1] * 4 for number in range(4)], params)
+    rounds = add_histograms([one.stats.accepted_histogram for one in answers])
     kept = 1 + sum(count * number for number, count in enumerate(rounds)) / sum(rounds)
     assert kept == pytest.approx(marginals.expected(8)[8].tokens, rel=0.06) and sum(rounds) > 400
-    assert not any(one.stats.lossless for one in found)
+    assert not any(one.stats.lossless for one in answers)
 
 
 @pytest.mark.slow

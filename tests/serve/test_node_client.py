@@ -25,10 +25,10 @@ def modules() -> Path | None:
 
 @pytest.mark.slow
 def test_the_node_client_streams_with_usage() -> None:
-    node, found = shutil.which("node"), modules()
+    node, node_modules = shutil.which("node"), modules()
     if node is None:
         pytest.skip("node is not installed")
-    if found is None:
+    if node_modules is None:
         pytest.skip(
             "the npm package openai is in neither NODE_PATH nor CLIENTS_VENV: experiments/serving_clients.sh node "
             "installs it"
@@ -36,7 +36,7 @@ def test_the_node_client_streams_with_usage() -> None:
     with serving(talker()) as live:
         command = [node, str(SCRIPT), live.url, "fake"]
         ran = subprocess.run(
-            command, env={**os.environ, "NODE_PATH": str(found)}, capture_output=True, text=True, timeout=300
+            command, env={**os.environ, "NODE_PATH": str(node_modules)}, capture_output=True, text=True, timeout=300
         )
         assert ran.returncode == 0, ran.stderr
         answer = json.loads(ran.stdout)

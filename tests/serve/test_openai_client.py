@@ -73,9 +73,9 @@ def test_greedy_chat_is_the_offline_answer(client: openai.OpenAI, offline: LLM) 
 
 
 def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
-    asked = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 40}
-    whole = client.chat.completions.create(**asked)
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    request = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 40}
+    whole = client.chat.completions.create(**request)
+    chunks = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(texts) == whole.choices[0].message.content
     assert len(texts) > 3
@@ -101,28 +101,28 @@ def test_n_answers_have_seeds_one_after_the_other(client: openai.OpenAI) -> None
 
 
 def test_n_answers_stream_side_by_side(client: openai.OpenAI) -> None:
-    asked = {"model": MODEL, "messages": MESSAGES, "seed": 3, "n": 2, "max_tokens": 12}
-    whole = client.chat.completions.create(**asked)
+    request = {"model": MODEL, "messages": MESSAGES, "seed": 3, "n": 2, "max_tokens": 12}
+    whole = client.chat.completions.create(**request)
     texts = ["", ""]
-    for chunk in client.chat.completions.create(**asked, stream=True):
+    for chunk in client.chat.completions.create(**request, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert texts == [choice.message.content for choice in whole.choices]
 
 
 def test_stop_strings_end_the_answer(client: openai.OpenAI) -> None:
-    asked = {"model": MODEL, "prompt": "abc", "temperature": 0, "max_tokens": 30}
-    whole = client.completions.create(**asked).choices[0]
+    request = {"model": MODEL, "prompt": "abc", "temperature": 0, "max_tokens": 30}
+    whole = client.completions.create(**request).choices[0]
     stop = whole.text[4:6]
-    cut = client.completions.create(**asked, stop=[stop, "never said"]).choices[0]
+    cut = client.completions.create(**request, stop=[stop, "never said"]).choices[0]
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.finish_reason == "stop"
-    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stop=stop, stream=True))
+    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**request, stop=stop, stream=True))
     assert streamed == cut.text
 
 
 def test_logprobs_of_a_chat(client: openai.OpenAI, offline: LLM) -> None:
-    asked = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 5}
-    answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    request = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 5}
+    answer = client.chat.completions.create(**request, logprobs=True, top_logprobs=3)
     assert answer.choices[0].logprobs is not None
     content = answer.choices[0].logprobs.content
     assert content is not None
@@ -131,7 +131,7 @@ def test_logprobs_of_a_chat(client: openai.OpenAI, offline: LLM) -> None:
     assert all(len(token.top_logprobs) == 3 for token in content)
     assert all(token.top_logprobs[0].logprob == pytest.approx(token.logprob) for token in content)
     streamed = []
-    for chunk in client.chat.completions.create(**asked, logprobs=True, stream=True):
+    for chunk in client.chat.completions.create(**request, logprobs=True, stream=True):
         logprobs = chunk.choices[0].logprobs
         streamed += (logprobs.content if logprobs else None) or []
     assert [token.token for token in streamed] == [token.token for token in content]
@@ -146,21 +146,21 @@ def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
 
 
 def test_several_prompts_and_token_ids(client: openai.OpenAI) -> None:
-    asked = {"model": MODEL, "temperature": 0, "max_tokens": 8}
-    apart = [client.completions.create(**asked, prompt=prompt).choices[0].text for prompt in ("abc", "xyz")]
-    together = client.completions.create(**asked, prompt=["abc", "xyz"])
+    request = {"model": MODEL, "temperature": 0, "max_tokens": 8}
+    apart = [client.completions.create(**request, prompt=prompt).choices[0].text for prompt in ("abc", "xyz")]
+    together = client.completions.create(**request, prompt=["abc", "xyz"])
     assert [choice.text for choice in together.choices] == apart
     ids = client.post("/../tokenize", body={"prompt": "abc"}, cast_to=object)
     assert isinstance(ids, dict)
-    assert client.completions.create(**asked, prompt=ids["tokens"]).choices[0].text == apart[0]
-    assert client.completions.create(**asked, prompt="abc", echo=True).choices[0].text == "abc" + apart[0]
+    assert client.completions.create(**request, prompt=ids["tokens"]).choices[0].text == apart[0]
+    assert client.completions.create(**request, prompt="abc", echo=True).choices[0].text == "abc" + apart[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_tool_call_parses(client: openai.OpenAI, choice: object, stream: bool) -> None:
-    asked = {
+    request = {
         "model": MODEL,
         "messages": MESSAGES,
         "tools": [WEATHER],
@@ -169,11 +169,11 @@ def test_a_forced_tool_call_parses(client: openai.OpenAI, choice: object, stream
         "seed": 1,
     }
     if stream:
-        chunks = list(client.chat.completions.create(**asked, stream=True))
+        chunks = list(client.chat.completions.create(**request, stream=True))
         calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
         reason = chunks[-1].choices[0].finish_reason
     else:
-        answer = client.chat.completions.create(**asked).choices[0]
+        answer = client.chat.completions.create(**request).choices[0]
         calls, reason = answer.message.tool_calls or [], answer.finish_reason
         assert answer.message.content is None
     assert reason == "tool_calls"
@@ -195,16 +195,16 @@ def test_tools_and_their_results_reach_the_prompt(client: openai.OpenAI) -> None
         {"role": "tool", "tool_call_id": "1", "content": "snow"},
     ]
     plain = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1).usage
-    told = client.chat.completions.create(model=MODEL, messages=conversation, max_tokens=1).usage
+    usage = client.chat.completions.create(model=MODEL, messages=conversation, max_tokens=1).usage
     with_tools = client.chat.completions.create(model=MODEL, messages=conversation, tools=[WEATHER], max_tokens=1).usage
     without = client.chat.completions.create(
         model=MODEL, messages=conversation, tools=[WEATHER], tool_choice="none", max_tokens=1
     ).usage
     assert plain
-    assert told
+    assert usage
     assert with_tools
     assert without
-    assert plain.prompt_tokens < told.prompt_tokens == without.prompt_tokens < with_tools.prompt_tokens
+    assert plain.prompt_tokens < usage.prompt_tokens == without.prompt_tokens < with_tools.prompt_tokens
 
 
 @pytest.mark.slow
@@ -232,8 +232,8 @@ def test_a_regex_holds(client: openai.OpenAI) -> None:
 
 def test_speculation_is_accounted_for(client: openai.OpenAI) -> None:
     extra = {"return_metrics": True, "paceline_timings": True}
-    asked = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 120}
-    answer = client.chat.completions.create(**asked, extra_body=extra)
+    request = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 120}
+    answer = client.chat.completions.create(**request, extra_body=extra)
     assert answer.usage is not None
     details = answer.usage.completion_tokens_details
     assert details is not None
@@ -261,12 +261,12 @@ def test_speculation_is_accounted_for(client: openai.OpenAI) -> None:
         < timings["plain_s"]
         < timings["total_s"]
     )
-    streamed = list(client.chat.completions.create(**asked, extra_body=extra, stream=True))
-    told = [chunk.model_extra["paceline"] for chunk in streamed if chunk.choices]
-    assert sum(len(each["tokens"]) for each in told) == 120
-    assert sum(each["drafted"] for each in told) == timings["drafted"]
-    assert "".join(token["text"] for each in told for token in each["tokens"]) == answer.choices[0].message.content
-    assert told[-1]["verify_s"] > 0
+    streamed = list(client.chat.completions.create(**request, extra_body=extra, stream=True))
+    extras = [chunk.model_extra["paceline"] for chunk in streamed if chunk.choices]
+    assert sum(len(each["tokens"]) for each in extras) == 120
+    assert sum(each["drafted"] for each in extras) == timings["drafted"]
+    assert "".join(token["text"] for each in extras for token in each["tokens"]) == answer.choices[0].message.content
+    assert extras[-1]["verify_s"] > 0
     assert streamed[-1].model_extra["metrics"]["speculative_decoding"] == figures
 
 
@@ -301,7 +301,7 @@ def test_embeddings_are_refused_clearly(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"temperature": -1}, "temperature"),
         ({"top_p": -0.1}, "top_p"),
@@ -322,8 +322,10 @@ def test_embeddings_are_refused_clearly(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "xml"}}, "response_format"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_sentence(client: openai.OpenAI, more: dict[str, object], said: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=said) as caught:
+def test_what_cannot_be_is_refused_in_one_sentence(
+    client: openai.OpenAI, more: dict[str, object], message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
         client.chat.completions.create(**({"model": MODEL, "messages": MESSAGES} | more))
     assert isinstance(caught.value.body, dict)
     assert set(caught.value.body) == {"message", "type", "param", "code"}

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from doubles import ByteTokenizer
-from live_server import asked, break_engine, serving, wait_until
+from live_server import break_engine, chat_body, serving, wait_until
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Chunk
@@ -45,10 +45,10 @@ class EchoEngine:
         return self._num_added
 
     def abort(self, request_id: int) -> Sequence | None:
-        found = next((seq for seq in self.scheduler.running if seq.request_id == request_id), None)
-        if found:
-            self.scheduler.running.remove(found)
-        return found
+        sequence = next((seq for seq in self.scheduler.running if seq.request_id == request_id), None)
+        if sequence:
+            self.scheduler.running.remove(sequence)
+        return sequence
 
     def step(self) -> list[Chunk]:
         chunks = []
@@ -94,7 +94,9 @@ def test_another_engine_is_served() -> None:
         assert [each["id"] for each in live.request("GET", "/v1/models")[1]["data"]] == ["echo"]
         status, body, _ = live.post("/v1/completions", prompt("hello"))
         assert status == 200 and body["choices"][0]["text"] == "hello" and body["usage"]["completion_tokens"] == 6
-        events = live.post("/v1/chat/completions", asked("hey", stream=True, max_tokens=90))[1].decode().split("\n\n")
+        events = (
+            live.post("/v1/chat/completions", chat_body("hey", stream=True, max_tokens=90))[1].decode().split("\n\n")
+        )
         deltas = [json.loads(event[6:])["choices"][0]["delta"] for event in events if event.startswith("data: {")]
         assert "hey" in "".join(delta.get("content", "") for delta in deltas)
         status, body, _ = live.post("/v1/completions", prompt("hello", top_k=3))

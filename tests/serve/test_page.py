@@ -77,9 +77,9 @@ def test_the_vendored_file_is_that_of_the_package_and_brings_its_licence() -> No
     notes = (folder / "README.md").read_text()
     version = re.search(r"marked (\d+\.\d+\.\d+)", notes)
     assert version and f"marked v{version[1]} " in (folder / "marked.esm.js").read_text()[:100]
-    for digest, name in (found := re.findall(r"([0-9a-f]{64})  (\S+)", notes)):
+    for digest, name in (digests := re.findall(r"([0-9a-f]{64})  (\S+)", notes)):
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
-    assert len(found) == 2 and PAGES["/page/vendor/marked.LICENSE"].read_text().count("Permission is hereby granted")
+    assert len(digests) == 2 and PAGES["/page/vendor/marked.LICENSE"].read_text().count("Permission is hereby granted")
 
 
 def test_an_answer_streams_and_its_tokens_are_coloured(chat: Any, server: PageServer) -> None:

@@ -24,10 +24,10 @@ def test_a_slow_disk_does_not_hold_up_the_end_of_the_process() -> None:
     """Python waits for threads that are no daemons, and for those of its executors; the loop may be gone when it is
     done."""
     gate, is_reading = threading.Event(), threading.Event()
-    found: list[threading.Thread] = []
+    threads: list[threading.Thread] = []
 
     def slow() -> None:
-        found.append(threading.current_thread())
+        threads.append(threading.current_thread())
         is_reading.set()
         gate.wait(60)
 
@@ -39,7 +39,7 @@ def test_a_slow_disk_does_not_hold_up_the_end_of_the_process() -> None:
             await task
 
     asyncio.run(given_up())
-    (thread,) = found
+    (thread,) = threads
     assert thread.daemon and thread.is_alive()
     gate.set()
     thread.join(60)

@@ -58,8 +58,8 @@ def client(live: Live) -> Iterator[openai.OpenAI]:
         yield opened
 
 
-def chat(client: openai.OpenAI, **asked: Any) -> Any:
-    return client.chat.completions.create(model=MODEL, temperature=0, **asked)
+def chat(client: openai.OpenAI, **options: Any) -> Any:
+    return client.chat.completions.create(model=MODEL, temperature=0, **options)
 
 
 @pytest.mark.slow
@@ -78,9 +78,9 @@ def test_an_answer_is_the_chats(client: openai.OpenAI) -> None:
 
 @pytest.mark.slow
 def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "input": HELLO, "temperature": 0, "max_output_tokens": 30}
-    whole = client.responses.create(**asked)
-    events = list(client.responses.create(**asked, stream=True))
+    request: Any = {"model": MODEL, "input": HELLO, "temperature": 0, "max_output_tokens": 30}
+    whole = client.responses.create(**request)
+    events = list(client.responses.create(**request, stream=True))
     kinds = [event.type for event in events]
     begin = ["created", "in_progress", "output_item.added", "content_part.added", "output_text.delta"]
     end = ["output_text.delta", "output_text.done", "content_part.done", "output_item.done", "incomplete"]
@@ -94,7 +94,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
     assert last.response.output_text == whole.output_text
     assert last.response.usage and whole.usage
     assert last.response.usage.output_tokens == whole.usage.output_tokens == 30
-    with client.responses.stream(**asked) as stream:
+    with client.responses.stream(**request) as stream:
         assert (
             "".join(event.delta for event in stream if event.type == "response.output_text.delta") == whole.output_text
         )
@@ -104,9 +104,9 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_forced_tool_is_called(client: openai.OpenAI, choice: Any, is_stream: bool) -> None:
-    asked: Any = {"model": MODEL, "input": HELLO, "tools": [WEATHER], "tool_choice": choice, "temperature": 0}
+    request: Any = {"model": MODEL, "input": HELLO, "tools": [WEATHER], "tool_choice": choice, "temperature": 0}
     if is_stream:
-        events = list(client.responses.create(**asked, stream=True))
+        events = list(client.responses.create(**request, stream=True))
         pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
         done = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
         assert ["".join(pieces)] == done
@@ -114,7 +114,7 @@ def test_a_forced_tool_is_called(client: openai.OpenAI, choice: Any, is_stream: 
         assert last.type == "response.completed"
         answer = last.response
     else:
-        answer = client.responses.create(**asked)
+        answer = client.responses.create(**request)
     (call,) = answer.output
     assert call.type == "function_call"
     assert (call.name, answer.status, call.status) == ("weather", "completed", "completed")
@@ -159,9 +159,19 @@ def test_items_of_one_answer_are_one_message() -> None:
     def thought(text: str) -> dict[str, Any]:
         return {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 
-    said = {"type": "message", "role": "assistant", "content": "I look."}
+    first_message = {"type": "message", "role": "assistant", "content": "I look."}
     call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
-    items = [*HELLO, thought("Hm."), thought("So."), said, call, {**call, "call_id": "2"}, thought("Then."), said, said]
+    items = [
+        *HELLO,
+        thought("Hm."),
+        thought("So."),
+        first_message,
+        call,
+        {**call, "call_id": "2"},
+        thought("Then."),
+        first_message,
+        first_message,
+    ]
     chat, names = chat_of(ResponsesRequest.model_validate({"input": items}))
     sent = [message.as_sent() for message in chat.messages]
     assert [(each["content"], each.get("reasoning_content"), len(each.get("tool_calls", ()))) for each in sent] == [
@@ -184,9 +194,9 @@ def test_a_json_schema_holds(client: openai.OpenAI) -> None:
 
 
 def test_log_probabilities_are_the_chats(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "temperature": 0, "top_logprobs": 2}
+    request: Any = {"model": MODEL, "temperature": 0, "top_logprobs": 2}
     answer = client.responses.create(
-        **asked,
+        **request,
         input=QUESTION,
         max_output_tokens=5,
         include=["message.output_text.logprobs", "reasoning.encrypted_content"],
@@ -195,13 +205,15 @@ def test_log_probabilities_are_the_chats(client: openai.OpenAI) -> None:
     assert item.type == "message"
     (part,) = item.content
     assert part.type == "output_text"
-    expected = client.chat.completions.create(**asked, messages=HELLO, logprobs=True, max_tokens=5).choices[0].logprobs  # type: ignore[arg-type]
+    expected = (
+        client.chat.completions.create(**request, messages=HELLO, logprobs=True, max_tokens=5).choices[0].logprobs
+    )  # type: ignore[arg-type]
     assert expected and expected.content and part.logprobs
     assert [(each.token, each.logprob) for each in part.logprobs] == [
         (each.token, each.logprob) for each in expected.content
     ]
     with pytest.raises(openai.BadRequestError, match="include") as wrong:
-        client.responses.create(**asked, input=QUESTION)
+        client.responses.create(**request, input=QUESTION)
     assert wrong.value.param == "top_logprobs"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live_server import Live, asked, serving, talker
+from live_server import Live, chat_body, serving, talker
 
 from paceline.config import read_api_keys
 from paceline.errors import ConfigError
@@ -35,11 +35,13 @@ def test_keys_open_the_api() -> None:
             {"authorization": "Basic first"},
             {"authorization": "Bearer "},
         ):
-            status, body, headers = live.post("/v1/chat/completions", asked(max_tokens=1), header)
+            status, body, headers = live.post("/v1/chat/completions", chat_body(max_tokens=1), header)
             assert (status, body["error"]["code"]) == (401, "invalid_api_key")
             assert headers["www-authenticate"] == "Bearer"
         for key in ("first", "second"):
-            assert live.post("/v1/chat/completions", asked(max_tokens=1), {"authorization": f"Bearer {key}"})[0] == 200
+            assert (
+                live.post("/v1/chat/completions", chat_body(max_tokens=1), {"authorization": f"Bearer {key}"})[0] == 200
+            )
         assert live.request("GET", "/v1/models")[0] == 401
         assert live.request("GET", "/nothing")[0] == 401
         assert [live.request("GET", path)[0] for path in ("/health", "/ready", "/version", "/openapi.json")] == [
@@ -111,7 +113,7 @@ def test_only_json_is_read(live: Live) -> None:
 
 
 def test_long_bodies_are_refused(live: Live) -> None:
-    status, body, _ = live.post("/v1/chat/completions", asked("x" * 30_000))
+    status, body, _ = live.post("/v1/chat/completions", chat_body("x" * 30_000))
     assert (status, body["error"]["code"]) == (413, "body_too_large")
     with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 104857600\r\n\r\n{")
@@ -168,13 +170,13 @@ def test_what_is_not_wanted_is_not_read_for_ever(live: Live, monkeypatch: pytest
     "key", [" 5", "5 ", "+5", "-5", "-0", "1_0", "５", "٣", "007", "5.0", "0x5", "1e1", "", "9" * 5000, "²"]
 )
 def test_a_bias_of_a_token_that_is_no_plain_number_is_refused(live: Live, key: str) -> None:
-    status, body, _ = live.post("/v1/chat/completions", asked(max_tokens=1, logit_bias={"7": 1, key: 1}))
+    status, body, _ = live.post("/v1/chat/completions", chat_body(max_tokens=1, logit_bias={"7": 1, key: 1}))
     assert (status, body["error"]["param"]) == (400, "logit_bias")
     assert "logit_bias" in body["error"]["message"] and len(body["error"]["message"]) < 200
 
 
 def test_a_bias_of_plain_numbers_is_taken(live: Live) -> None:
-    assert live.post("/v1/chat/completions", asked(max_tokens=1, logit_bias={"0": 1, "105": -100}))[0] == 200
+    assert live.post("/v1/chat/completions", chat_body(max_tokens=1, logit_bias={"0": 1, "105": -100}))[0] == 200
 
 
 @pytest.mark.slow
@@ -244,7 +246,7 @@ FIELDS = [
 )
 @given(more=st.dictionaries(st.sampled_from(" ".join(FIELDS).split()), JSON, min_size=1, max_size=2))
 def test_no_field_takes_the_server_down(live: Live, more: dict[str, Any]) -> None:
-    status, _, _ = live.post("/v1/chat/completions", json.dumps(asked("x", max_tokens=2) | more).encode())
+    status, _, _ = live.post("/v1/chat/completions", json.dumps(chat_body("x", max_tokens=2) | more).encode())
     assert status in (200, 400, 404, 413)
     assert live.seen.num_crashes == 0
 

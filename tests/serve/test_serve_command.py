@@ -61,8 +61,8 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     with process:
         try:
             assert process.stderr
-            said = process.stderr.readline()
-            port = int(re.findall(r"http://127.0.0.1:(\d+)", said)[0])
+            line = process.stderr.readline()
+            port = int(re.findall(r"http://127.0.0.1:(\d+)", line)[0])
             lines = [process.stderr.readline() for _ in range(3)]
             assert re.search(r"drafters words, blocks \(\d+ MB\); weights ", lines[0])
             assert f"http://127.0.0.1:{port}/ in a browser" in lines[1]
@@ -100,8 +100,8 @@ def test_sigterm_under_load_finishes_what_waits_too_and_refuses_the_rest(
 
     Before, a request that names one of the drafters is answered with it."""
     process, port = running
-    told = json.loads(ask(port, {"prompt": "abc", "max_tokens": 4, "return_metrics": True}, tag="blocks")[1])
-    assert told["metrics"]["speculative_decoding"]["drafter"] == "blocks"
+    answer = json.loads(ask(port, {"prompt": "abc", "max_tokens": 4, "return_metrics": True}, tag="blocks")[1])
+    assert answer["metrics"]["speculative_decoding"]["drafter"] == "blocks"
     answers: list[bytes] = []
     body: dict[str, object] = {"prompt": "abc", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
     clients = [
@@ -139,22 +139,22 @@ def test_sigterm_under_load_finishes_what_waits_too_and_refuses_the_rest(
 
 def test_ctrl_c_ends_an_idle_server() -> None:
     """In this process: the signal comes when the server has said that it is ready."""
-    worker, said = EngineWorker(talker(), ServeConfig(port=0), Metrics("test")), list[str]()
+    worker, lines = EngineWorker(talker(), ServeConfig(port=0), Metrics("test")), list[str]()
 
     def say(text: str) -> None:
-        said.append(text)
+        lines.append(text)
         if text.startswith("ready"):
             signal.raise_signal(signal.SIGINT)
 
     with idle_collector(), quick_end():
         run(worker, say=say, introduce=lambda llm: llm.config.model)
     wait_until(lambda: worker.state == "stopped")
-    assert said[0].startswith("listening on http://127.0.0.1:") and said[1] == "fake"
+    assert lines[0].startswith("listening on http://127.0.0.1:") and lines[1] == "fake"
 
 
 def test_options_from_a_file(call: Call, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    for text, said in (
+    for text, message in (
         ("host: 127.0.0.1\nmax-queue: -1\n", "--max-queue must be 0 or more"),
         ("api-key: [a, 'ü']\n", "ASCII"),
         ("speed: 3\n", "'speed', which is no option"),
@@ -174,7 +174,7 @@ def test_options_from_a_file(call: Call, tmp_path: Path) -> None:
         done = call("serve", "--config", str(file))
         assert done.returncode == 2
         assert done.stderr.startswith("error: ")
-        assert said in done.stderr
+        assert message in done.stderr
     file.write_text("max-queue: -1\n")
     assert "deadline" in call("serve", "--config", str(file), "--max-queue", "3", "--deadline", "-1").stderr
 
@@ -182,7 +182,7 @@ def test_options_from_a_file(call: Call, tmp_path: Path) -> None:
 def test_what_cannot_start_says_why_in_one_line(call: Call, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        for words, said in (
+        for words, message in (
             (("--model", str(tmp_path / "nothing")), "no"),
             (("--port", str(port)), "cannot listen on 127.0.0.1"),
             (("--speculate", "sometimes"), "--speculate"),
@@ -201,4 +201,4 @@ def test_what_cannot_start_says_why_in_one_line(call: Call, tmp_path: Path) -> N
             assert done.returncode == 2, done.stderr
             assert len(lines) == 1
             assert lines[0].startswith("error: ")
-            assert said in lines[0]
+            assert message in lines[0]

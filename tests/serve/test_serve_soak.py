@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from live_server import Live, asked, serving, wait_until
+from live_server import Live, chat_body, serving, wait_until
 from small_llm import tiny_model
 from soak_clients import GONE, Soak, check_error
 
@@ -67,7 +67,7 @@ def test_requests_of_which_many_are_bad(tmp_path: Path) -> None:
     offline = LLM(folder, drafter="none", max_batch=1, **settings)
     prompts = [f"About {number}." for number in range(12)]
     params = SamplingParams(max_tokens=MAX_TOKENS)
-    expected = {prompt: offline.chat([asked(prompt)["messages"]], params)[0].text for prompt in prompts}
+    expected = {prompt: offline.chat([chat_body(prompt)["messages"]], params)[0].text for prompt in prompts}
     assert len(set(expected.values())) > 6, "the test needs answers that differ"
     threads_before = threading.active_count()
     with serving(lambda: LLM(folder, drafter="ngram", max_batch=4, **settings)) as live:
@@ -84,7 +84,7 @@ def test_requests_of_which_many_are_bad(tmp_path: Path) -> None:
         assert soak.wrong == []
         expected_outcomes = {"whole: right", "streamed: right", "absurd: refused"} | {f"{kind}: left" for kind in GONE}
         assert set(soak.outcomes) == expected_outcomes and soak.outcomes.total() == NUM_REQUESTS
-        assert sum(count for told, count in soak.outcomes.items() if told.endswith("left")) >= 0.3 * NUM_REQUESTS
+        assert sum(count for outcome, count in soak.outcomes.items() if outcome.endswith("left")) >= 0.3 * NUM_REQUESTS
         assert live.seen.num_crashes == 0 and live.llm.engine.prefix is not None
         assert "abort" in live.seen.outcomes, "no client was missed while its answer was written"
         assert {"stop", "length", "abort"} >= set(live.seen.outcomes)

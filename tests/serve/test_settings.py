@@ -12,7 +12,7 @@ from paceline.types import Route
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("options", "named"),
     [
         (("default",), {"": "default"}),
         (("runs/lr=1e-3/drafter",), {"": "runs/lr=1e-3/drafter"}),
@@ -21,12 +21,12 @@ from paceline.types import Route
         ((), {"": "none"}),
     ],
 )
-def test_names_of_drafters(given: tuple[str, ...], named: dict[str, str]) -> None:
-    assert named_drafters(given) == named == ServeConfig(drafters=given).named_drafters()
+def test_names_of_drafters(options: tuple[str, ...], named: dict[str, str]) -> None:
+    assert named_drafters(options) == named == ServeConfig(drafters=options).named_drafters()
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         (("default", "a=ngram"), "'default' is one of several and needs a name"),
         (("a=default", "a=ngram"), "two drafters are called 'a'"),
@@ -38,9 +38,9 @@ def test_names_of_drafters(given: tuple[str, ...], named: dict[str, str]) -> Non
         (tuple(f"d{number}=ngram" for number in range(9)), "at most 8 drafters"),
     ],
 )
-def test_names_that_cannot_be(given: tuple[str, ...], words: str) -> None:
+def test_names_that_cannot_be(options: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        ServeConfig(drafters=given)
+        ServeConfig(drafters=options)
 
 
 @pytest.mark.parametrize("route", ["", "random", "header:", "header:a b", "auto "])
@@ -68,5 +68,5 @@ def test_a_request_names_its_drafter_or_is_of_a_kind() -> None:
         CompletionRequest.model_validate({"prompt": "x" * 100_000}),
         CompletionRequest.model_validate({"prompt": [1, 2, 3]}),
     ]
-    found = [route_of("auto", body, headers, None) for body in kinds]
-    assert len({route.clusters for route in found if route}) == len(kinds)
+    routes = [route_of("auto", body, headers, None) for body in kinds]
+    assert len({route.clusters for route in routes if route}) == len(kinds)

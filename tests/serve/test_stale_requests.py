@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from live_server import LONG, Gated, asked, break_engine, serving, wait_until
+from live_server import LONG, Gated, break_engine, chat_body, serving, wait_until
 from small_llm import fake_llm
 
 from paceline.draft.base import NoDrafter
@@ -21,7 +21,7 @@ def test_a_client_that_was_lost_in_a_crash_ends_no_other_client_s_answer() -> No
     targets = [Gated(num_rows=2, max_len=256, eos_bonus=-60.0) for _ in range(2)]
     left = iter(targets)
     with serving(lambda: fake_llm(next(left))) as live:
-        stream = live.open_stream(asked(**LONG))
+        stream = live.open_stream(chat_body(**LONG))
         wait_until(lambda: live.llm.engine.scheduler.running)
         [lost] = list(live.worker._open)
         wait_until(lambda: targets[0].is_waiting)
@@ -29,7 +29,7 @@ def test_a_client_that_was_lost_in_a_crash_ends_no_other_client_s_answer() -> No
         targets[0].gate.set()
         wait_until(lambda: len(live.llms) == 2 and live.worker.state == "ready")
         stream.close()
-        other = live.open_stream(asked(max_tokens=40, temperature=0))
+        other = live.open_stream(chat_body(max_tokens=40, temperature=0))
         wait_until(lambda: targets[1].is_waiting)
         assert list(live.llm.engine._requests) == lost.request_ids
         live.worker.abort(lost)  # as its connection closes, late

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from doubles import ByteTokenizer
-from live_server import Live, asked, serving, talker
+from live_server import Live, chat_body, serving, talker
 
 from paceline.serve.http.clock import BEFORE, Clock
 from paceline.turnaround import Timings
@@ -30,7 +30,9 @@ def last_of(text: bytes) -> dict[str, Any]:
 
 
 def timed(live: Live, **more: Any) -> dict[str, float]:
-    status, body, _ = live.post("/v1/chat/completions", asked(max_tokens=20, temperature=0, return_timings=True) | more)
+    status, body, _ = live.post(
+        "/v1/chat/completions", chat_body(max_tokens=20, temperature=0, return_timings=True) | more
+    )
     assert status == 200
     return body["timings"] if isinstance(body, dict) else last_of(body)
 
@@ -41,15 +43,15 @@ def test_parts_add_up_and_say_who_waited() -> None:
     unexplained."""
     with serving(talker(PASS_S)) as live, ThreadPoolExecutor(5) as threads:
         timed(live)
-        told = list(threads.map(lambda place: timed(live, stream=place % 2 == 0), range(5)))
-    for place, each in enumerate(told):
+        timings = list(threads.map(lambda place: timed(live, stream=place % 2 == 0), range(5)))
+    for place, each in enumerate(timings):
         assert each.keys() == {*(f"{part}_s" for part in PARTS), "first_byte_s", "total_s"}
         assert sum(each[f"{part}_s"] for part in PARTS) == pytest.approx(each["total_s"])
         assert abs(each["other_s"]) < 0.02 * each["total_s"]
         assert min(each.values()) > -1e-3
         assert each["verify_s"] >= 19 * PASS_S and each["prefill_s"] >= PASS_S and each["draft_s"] < 5 * PASS_S
         assert (each["first_byte_s"] == each["total_s"]) is (place % 2 == 1)
-    waited = sorted(each["queue_s"] for each in told)
+    waited = sorted(each["queue_s"] for each in timings)
     assert waited[-1] > 2 * 19 * PASS_S > 2 * waited[0]  # the last one waits for two others, one after the other
 
 
@@ -83,6 +85,6 @@ def test_an_engine_that_tells_no_times_leaves_them_unexplained() -> None:
     clock = Clock()
     seq = Sequence(0, [1, 2], 1, SamplingParams(), timings=Timings(arrival_s=0.0))
     time.sleep(0.02)
-    told = clock.timings([seq])
-    assert told["other_s"] > 0.015 and told["queue_s"] == 0.0
-    assert sum(told[f"{part}_s"] for part in PARTS) == pytest.approx(told["total_s"])
+    timings = clock.timings([seq])
+    assert timings["other_s"] > 0.015 and timings["queue_s"] == 0.0
+    assert sum(timings[f"{part}_s"] for part in PARTS) == pytest.approx(timings["total_s"])

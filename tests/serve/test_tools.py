@@ -21,21 +21,21 @@ def request(**more: object) -> ChatRequest:
     return ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], "tools": tools} | more)
 
 
-def in_prompt(asked: ChatRequest, template: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    messages = normalised(message.as_sent() for message in asked.messages)
-    return with_tools(messages, plain_tools(tools_of(asked)), template)
+def in_prompt(chat_request: ChatRequest, template: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    messages = normalised(message.as_sent() for message in chat_request.messages)
+    return with_tools(messages, plain_tools(tools_of(chat_request)), template)
 
 
 def test_a_template_that_knows_tools_gets_them() -> None:
-    asked = request()
-    messages, variables = in_prompt(asked, "{% if tools %}{{ tools }}{% endif %}")
+    chat_request = request()
+    messages, variables = in_prompt(chat_request, "{% if tools %}{{ tools }}{% endif %}")
     assert [tool["function"]["name"] for tool in variables["tools"]] == ["f", "g"]
     assert messages == [{"role": "user", "content": "hi"}]
 
 
 def test_any_other_gets_a_system_message() -> None:
-    asked = request(messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}])
-    messages, variables = in_prompt(asked, "{{ messages }}")
+    chat_request = request(messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}])
+    messages, variables = in_prompt(chat_request, "{{ messages }}")
     assert variables == {}
     assert [message["role"] for message in messages] == ["system", "user"]
     assert messages[0]["content"].startswith("Be brief.\n\nYou are")
@@ -48,11 +48,11 @@ def test_earlier_calls_become_text_or_objects() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "done"}]},
     ]
-    asked = request(messages=turns, tool_choice="none")
-    text, _ = in_prompt(asked, "plain")
+    chat_request = request(messages=turns, tool_choice="none")
+    text, _ = in_prompt(chat_request, "plain")
     assert text[0]["content"] == CALL
     assert text[1] == {"role": "user", "content": "<tool_response>\ndone\n</tool_response>"}
-    native, _ = in_prompt(asked, "knows tools")
+    native, _ = in_prompt(chat_request, "knows tools")
     assert native[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
     assert native[0]["tool_calls"][0]["id"] == "1"
     assert native[1] == {"role": "tool", "content": "done", "tool_call_id": "1"}

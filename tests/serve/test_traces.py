@@ -52,9 +52,9 @@ def test_a_trace_says_what_the_engine_did(tmp_path: Path) -> None:
                 done[chunk.sequence.request_id] = chunk.sequence
                 one.offer(chunk.sequence, chunk.finish_reason, None)
     one.close()
-    found = {bytes(row["prompt_ids"][1:]): row for row in rows(tmp_path)}
+    by_prompt = {bytes(row["prompt_ids"][1:]): row for row in rows(tmp_path)}
     for text, request_id in zip((b"one", b"two"), ids, strict=True):
-        row, seq = found[text], done[request_id]
+        row, seq = by_prompt[text], done[request_id]
         assert row["prompt_ids"] + row["answer_ids"] == seq.tokens and row["answer_ids"] == seq.output_ids
         assert list(zip(row["drafted"], row["accepted"], strict=True)) == [one[:2] for one in seq.rounds]
         assert 1 + sum(row["accepted"]) + len(seq.rounds) == len(row["answer_ids"])
@@ -62,9 +62,9 @@ def test_a_trace_says_what_the_engine_did(tmp_path: Path) -> None:
         assert 0 < row["first_token_s"] <= row["total_s"] and row["verify_s"] == pytest.approx(seq.timings.verify_s)
         assert (row["model"], row["tag"], row["turn"], row["source"]) == ("tiny", None, 0, "traces")
         assert row["seed"] == seq.seed and abs(row["ended"].timestamp() - began) < 60
-    assert json.loads(found[b"one"]["sampling"]) == {"max_tokens": 20}
+    assert json.loads(by_prompt[b"one"]["sampling"]) == {"max_tokens": 20}
     sampling = {"temperature": 0.7, "top_k": 5, "seed": 3, "max_tokens": 9, "stop": ["\0\0\0"]}
-    assert json.loads(found[b"two"]["sampling"]) == sampling
+    assert json.loads(by_prompt[b"two"]["sampling"]) == sampling
     assert one.written == 2 and not any(one.dropped.values())
 
 
@@ -79,11 +79,11 @@ def test_whose_drafts_an_answer_had_and_what_it_was_taken_for(tmp_path: Path) ->
 
 
 def test_the_columns_are_those_of_answers_and_nothing_about_the_client(tmp_path: Path) -> None:
-    known = list(answers.SCHEMA)
-    assert list(SCHEMA)[: len(known)] == known
+    columns = list(answers.SCHEMA)
+    assert list(SCHEMA)[: len(columns)] == columns
     more = {"model", "tag", "ended", "sampling", "seed", "drafted", "accepted", "num_reused", "drafter", "cluster"}
     more |= {f"{name}_s" for name in ("queue", "prefill", "first_token", "draft", "verify", "host", "total")}
-    assert {field.name for field in SCHEMA} - {field.name for field in known} == more
+    assert {field.name for field in SCHEMA} - {field.name for field in columns} == more
     written(tmp_path, sequence())
     (path,) = tmp_path.iterdir()
     assert parquet.ParquetFile(path).schema_arrow.remove_metadata() == SCHEMA
@@ -93,9 +93,9 @@ def test_the_columns_are_those_of_answers_and_nothing_about_the_client(tmp_path:
 def test_the_same_prompt_is_held_out_as_one(tmp_path: Path) -> None:
     from paceline.train.documents.dataset import prompt_of
 
-    found = written(tmp_path, sequence(), sequence(temperature=0.5), sequence("Other."))
-    assert len({row["key"] for row in found}) == 3
-    assert len({prompt_of(row["key"]) for row in found}) == 2
+    written_rows = written(tmp_path, sequence(), sequence(temperature=0.5), sequence("Other."))
+    assert len({row["key"] for row in written_rows}) == 3
+    assert len({prompt_of(row["key"]) for row in written_rows}) == 2
 
 
 def test_every_kind_of_parameter_and_odd_text(tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_requests_that_ended_before_they_began_and_mocked_ones(tmp_path: Path) -
 
 
 def test_sampling(tmp_path: Path) -> None:
-    found = written(tmp_path, *(sequence() for _ in range(400)), sample=0.25)
-    assert 50 < len(found) < 150
+    written_rows = written(tmp_path, *(sequence() for _ in range(400)), sample=0.25)
+    assert 50 < len(written_rows) < 150
 
 
 def test_a_full_queue_drops_and_counts_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +162,8 @@ def test_a_full_queue_drops_and_counts_without_waiting(tmp_path: Path, monkeypat
 
 
 def test_shards_by_number_and_by_time(tmp_path: Path) -> None:
-    found = written(tmp_path, *(sequence() for _ in range(7)), rows_per_file=3)
-    assert len(found) == 7
+    written_rows = written(tmp_path, *(sequence() for _ in range(7)), rows_per_file=3)
+    assert len(written_rows) == 7
     sizes = [parquet.ParquetFile(path).metadata.num_rows for path in sorted(tmp_path.iterdir())]
     assert sum(sizes) == 7 and max(sizes) == 3
     soon = writer(tmp_path / "soon", flush_s=0.05)
@@ -308,7 +308,7 @@ def test_a_shard_that_cannot_be_deleted_keeps_no_other(
 def test_a_row_that_fits_no_column_takes_no_other_with_it(tmp_path: Path, odd: dict[str, Any]) -> None:
     """Nor does it end the thread that writes."""
     one = writer(tmp_path)
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "prompt_ids": [1],
         "answer_ids": [2],
         "finish_reason": "stop",
@@ -316,7 +316,7 @@ def test_a_row_that_fits_no_column_takes_no_other_with_it(tmp_path: Path, odd: d
         "temperature": 0.0,
     }
     for more in ({}, odd, {}):
-        one.put(lambda more=more: [Trace(**{**told, "sampling": {}, **more})])
+        one.put(lambda more=more: [Trace(**{**fields, "sampling": {}, **more})])
     one.close()
     assert one.written == len(rows(tmp_path)) == 2 and one.dropped["error"] == 1 and one.dropped["disk"] == 0
 

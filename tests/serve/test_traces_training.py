@@ -67,8 +67,8 @@ def first(traced: tuple[Path, list[Sequence]], tmp_path: Path, monkeypatch: pyte
 
 def test_traces_feed_training_without_conversion(traced: tuple[Path, list[Sequence]], first: RunFolder) -> None:
     folder, done = traced
-    said = {(tuple(answer.prompt_ids), tuple(answer.answer_ids)) for answer in AnswerShards(folder)}
-    assert said == {(tuple(seq.tokens[: seq.prompt_len]), tuple(seq.output_ids)) for seq in done}
+    stored = {(tuple(answer.prompt_ids), tuple(answer.answer_ids)) for answer in AnswerShards(folder)}
+    assert stored == {(tuple(seq.tokens[: seq.prompt_len]), tuple(seq.output_ids)) for seq in done}
     assert first.metrics()[-1]["step"] == 2
     assert (first.path / "drafter" / "model.safetensors").is_file()
 

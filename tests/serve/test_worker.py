@@ -15,7 +15,7 @@ from live_server import (
     LONG,
     Live,
     SlowTalker,
-    asked,
+    chat_body,
     idle_collector,
     in_engine,
     in_threads,
@@ -38,12 +38,12 @@ pytestmark = pytest.mark.slow
 
 def test_greedy_answers_equal_the_offline_ones_in_company() -> None:
     texts = [f"prompt {index}" for index in range(12)]
-    expected = fake_llm().chat([asked(text)["messages"] for text in texts], SamplingParams(max_tokens=30))
+    expected = fake_llm().chat([chat_body(text)["messages"] for text in texts], SamplingParams(max_tokens=30))
     with serving(talker()) as live:
         answers: dict[int, Any] = {}
 
         def ask(index: int) -> None:
-            answers[index] = live.post("/v1/chat/completions", asked(texts[index], max_tokens=30, temperature=0))[1]
+            answers[index] = live.post("/v1/chat/completions", chat_body(texts[index], max_tokens=30, temperature=0))[1]
 
         for thread in in_threads(len(texts), ask):
             thread.join()
@@ -57,33 +57,33 @@ def test_greedy_answers_equal_the_offline_ones_in_company() -> None:
 
 def test_a_full_queue_says_when_to_come_back() -> None:
     with serving(talker(0.01), max_queue=1) as live:
-        streams = [live.open_stream(asked(**LONG)) for _ in range(3)]
+        streams = [live.open_stream(chat_body(**LONG)) for _ in range(3)]
         wait_until(lambda: live.worker.num_open == 3)
-        status, body, headers = live.post("/v1/chat/completions", asked(**LONG))
+        status, body, headers = live.post("/v1/chat/completions", chat_body(**LONG))
         assert status == 429
         assert body["error"]["code"] == "queue_full"
         assert int(headers["retry-after"]) >= 1
         assert live.seen.refusals == ["queue_full"]
         with live.client() as client, pytest.raises(openai.RateLimitError):
-            client.chat.completions.create(model="fake", messages=cast(Any, asked()["messages"]))
-        status, body, _ = live.post("/v1/chat/completions", asked(**LONG, n=4))
+            client.chat.completions.create(model="fake", messages=cast(Any, chat_body()["messages"]))
+        status, body, _ = live.post("/v1/chat/completions", chat_body(**LONG, n=4))
         assert status == 400
         for stream in streams:
             stream.close()
         wait_until(live.is_idle)
-        assert live.post("/v1/chat/completions", asked(max_tokens=2))[0] == 200
+        assert live.post("/v1/chat/completions", chat_body(max_tokens=2))[0] == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_row(stream: bool) -> None:
     with serving(talker(0.01)) as live:
         if stream:
-            connection = live.open_stream(asked(**LONG, n=2))
+            connection = live.open_stream(chat_body(**LONG, n=2))
             assert b"200 OK" in connection.recv(4096)
         else:
             client = http.client.HTTPConnection("127.0.0.1", live.port)
             client.request(
-                "POST", "/v1/chat/completions", json.dumps(asked(**LONG)), {"content-type": "application/json"}
+                "POST", "/v1/chat/completions", json.dumps(chat_body(**LONG)), {"content-type": "application/json"}
             )
             wait_until(lambda: live.llm.engine.scheduler.running)
             assert client.sock
@@ -95,8 +95,8 @@ def test_a_client_that_leaves_frees_its_row(stream: bool) -> None:
 
 def test_one_that_leaves_while_waiting_leaves_no_trace() -> None:
     with serving(talker(0.01, num_rows=1)) as live:
-        first = live.open_stream(asked(max_tokens=60))
-        waiting = live.open_stream(asked(max_tokens=60))
+        first = live.open_stream(chat_body(max_tokens=60))
+        waiting = live.open_stream(chat_body(max_tokens=60))
         wait_until(lambda: live.llm.engine.scheduler.waiting)
         waiting.close()
         wait_until(lambda: not live.llm.engine.scheduler.waiting)
@@ -116,9 +116,9 @@ def test_the_first_token_is_no_draft_and_has_its_own_logprob() -> None:
         return llm
 
     with serving(drafting, stream_interval_ms=0.0) as live:
-        other = live.open_stream(asked(**LONG))
+        other = live.open_stream(chat_body(**LONG))
         wait_until(lambda: live.llm.engine.scheduler.running)
-        body = asked("x", max_tokens=9, temperature=0, stream=True, paceline_timings=True, logprobs=True)
+        body = chat_body("x", max_tokens=9, temperature=0, stream=True, paceline_timings=True, logprobs=True)
         events = live.post("/v1/chat/completions", body)[1].decode().split("\n\n")
         chunks = [json.loads(event[6:]) for event in events if event.startswith("data: {")]
         other.close()
@@ -130,8 +130,8 @@ def test_the_first_token_is_no_draft_and_has_its_own_logprob() -> None:
 
 def test_a_bad_request_found_late_harms_no_other() -> None:
     with serving(talker(0.005)) as live:
-        other = live.open_stream(asked(max_tokens=50))
-        status, body, _ = live.post("/v1/chat/completions", asked(max_tokens=5, logit_bias={"5000": 1}))
+        other = live.open_stream(chat_body(max_tokens=50))
+        status, body, _ = live.post("/v1/chat/completions", chat_body(max_tokens=5, logit_bias={"5000": 1}))
         assert status == 400
         assert "vocabulary" in body["error"]["message"]
         text = b""
@@ -144,14 +144,14 @@ def test_a_bad_request_found_late_harms_no_other() -> None:
 
 def test_an_unforeseen_error_of_one_request_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(talker(0.005)) as live:
-        other = live.open_stream(asked(max_tokens=50))
+        other = live.open_stream(chat_body(max_tokens=50))
         wait_until(lambda: live.llm.engine.scheduler.running)
 
         def refuse(*arguments: Any) -> None:
             raise ZeroDivisionError("secret")
 
         monkeypatch.setattr(live.llm.engine, "_check", refuse)
-        status, body, _ = live.post("/v1/chat/completions", asked(max_tokens=5))
+        status, body, _ = live.post("/v1/chat/completions", chat_body(max_tokens=5))
         assert (status, body["error"]["code"]) == (500, "request_failed")
         assert "secret" not in json.dumps(body)
         text = b""
@@ -164,22 +164,22 @@ def test_an_unforeseen_error_of_one_request_harms_no_other(monkeypatch: pytest.M
 
 def test_deadlines_end_what_takes_too_long() -> None:
     with serving(talker(0.02), deadline=0.3) as live:
-        status, body, _ = live.post("/v1/chat/completions", asked(**LONG))
+        status, body, _ = live.post("/v1/chat/completions", chat_body(**LONG))
         assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
         wait_until(live.is_idle)
-        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 200
+        assert live.post("/v1/chat/completions", chat_body(max_tokens=3))[0] == 200
 
 
 def test_a_drain_finishes_what_is_under_way_and_takes_nothing_new() -> None:
     with serving(talker(0.01)) as live:
-        stream = live.open_stream(asked(max_tokens=60))
+        stream = live.open_stream(chat_body(max_tokens=60))
         text = stream.recv(4096)
         live.drain()
         wait_until(lambda: live.worker.state == "draining")
         status, body, _ = live.request("GET", "/ready")
         assert (status, body["error"]["code"]) == (503, "draining")
         assert live.request("GET", "/health")[0] == 200
-        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 503
+        assert live.post("/v1/chat/completions", chat_body(max_tokens=3))[0] == 503
         while b"[DONE]" not in text:
             text += stream.recv(4096)
         stream.close()
@@ -189,7 +189,7 @@ def test_a_drain_finishes_what_is_under_way_and_takes_nothing_new() -> None:
 
 def test_a_drain_does_not_wait_for_ever() -> None:
     with serving(talker(0.05), drain_seconds=0.2) as live:
-        stream = live.open_stream(asked(**LONG))
+        stream = live.open_stream(chat_body(**LONG))
         text = stream.recv(4096)
         live.drain()
         while b"[DONE]" not in text:
@@ -262,10 +262,12 @@ def test_a_first_token_is_not_held_back_beside_others() -> None:
     """Tokens may wait for a second here; the first one of the later answer comes while that answer is still being
     made."""
     with serving(talker(0.02), stream_interval_ms=1000.0) as live:
-        other = live.client().chat.completions.create(model="fake", stream=True, max_tokens=200, **asked("one"))
+        other = live.client().chat.completions.create(model="fake", stream=True, max_tokens=200, **chat_body("one"))
         next(iter(other))
         times = []
-        for chunk in live.client().chat.completions.create(model="fake", stream=True, max_tokens=50, **asked("two")):
+        for chunk in live.client().chat.completions.create(
+            model="fake", stream=True, max_tokens=50, **chat_body("two")
+        ):
             if chunk.choices and chunk.choices[0].delta.content:
                 times.append(time.monotonic())
         other.close()

@@ -30,7 +30,7 @@ def idle() -> Iterator[None]:
         yield
 
 
-def made(factory: Callable[[], Any] | None = None, **settings: Any) -> EngineWorker[Any]:
+def worker_of(factory: Callable[[], Any] | None = None, **settings: Any) -> EngineWorker[Any]:
     return EngineWorker(factory or talker(), ServeConfig(**settings), Metrics("test"))
 
 
@@ -52,7 +52,7 @@ async def read_all(ticket: Ticket) -> int:
 
 def test_a_call_after_the_end_is_refused() -> None:
     async def run() -> None:
-        worker = made()
+        worker = worker_of()
         worker.start()
         await result_of(worker.loaded())
         assert await result_of(worker.call(lambda llm: llm.config.model)) == "fake"
@@ -73,7 +73,7 @@ def test_a_call_that_waits_for_a_model_that_never_comes_is_refused(error: BaseEx
         raise error
 
     async def run() -> None:
-        worker = made(never)
+        worker = worker_of(never)
         worker.start()
         calls = [asyncio.create_task(worker.call(lambda llm: llm)) for _ in range(3)]
         await asyncio.sleep(0)
@@ -98,7 +98,7 @@ def test_a_drain_while_the_model_loads_answers_everybody() -> None:
         raise ModelNotFoundError("gone")
 
     async def run() -> None:
-        worker = made(slowly)
+        worker = worker_of(slowly)
         worker.start()
         call, loaded = asyncio.create_task(worker.call(len)), asyncio.create_task(worker.loaded())
         drain = asyncio.create_task(worker.drain(1.0))
@@ -126,7 +126,7 @@ def test_a_thread_that_dies_of_something_unforeseen_leaves_nobody_waiting(monkey
     monkeypatch.setattr(EngineWorker, "_crash", harmed)
 
     async def run() -> None:
-        worker = made(deadline=0)
+        worker = worker_of(deadline=0)
         worker.start()
         await result_of(worker.loaded())
         hold = threading.Event()
@@ -154,7 +154,7 @@ def test_a_request_that_is_done_is_forgotten_while_others_run(deadline: float) -
     target = Gated(num_rows=2, max_len=256)
 
     async def run() -> None:
-        worker = made(lambda: fake_llm(target), deadline=deadline)
+        worker = worker_of(lambda: fake_llm(target), deadline=deadline)
         worker.start()
         await result_of(worker.loaded())
         longer, shorter = worker.submit([job(100)]), worker.submit([job(2)])

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from live_server import asked, break_engine, serving, talker, wait_until
+from live_server import break_engine, chat_body, serving, talker, wait_until
 
 from paceline.engine.grammar import Grammars
 from paceline.types import GrammarSpec
@@ -29,13 +29,13 @@ def test_compiling_a_grammar_delays_no_other(monkeypatch: pytest.MonkeyPatch) ->
 
         def ask() -> None:
             regex = {"guided_regex": "[0-9]{3}", "max_tokens": 20, "n": 2}
-            whole.append(live.post("/v1/chat/completions", asked(**regex)))
+            whole.append(live.post("/v1/chat/completions", chat_body(**regex)))
 
         waits = [threading.Thread(target=ask) for _ in range(3)]
         for thread in waits:
             thread.start()
         wait_until(lambda: live.worker._compiling._work_queue.qsize() == 1)
-        assert live.post("/v1/chat/completions", asked(max_tokens=50))[1]["usage"]["completion_tokens"] == 50
+        assert live.post("/v1/chat/completions", chat_body(max_tokens=50))[1]["usage"]["completion_tokens"] == 50
         assert not whole
         go.set()
         for thread in waits:
@@ -48,11 +48,11 @@ def test_compiling_a_grammar_delays_no_other(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_vocabulary_is_read_once_whatever_happens_to_the_engine() -> None:
     with serving(talker()) as live:
-        regex = asked(guided_regex="a+b", max_tokens=20)
+        regex = chat_body(guided_regex="a+b", max_tokens=20)
         assert live.post("/v1/chat/completions", regex)[0] == 200
         vocabulary = live.llm.engine.grammars._vocabulary
         break_engine(live)
-        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 500
+        assert live.post("/v1/chat/completions", chat_body(max_tokens=3))[0] == 500
         assert live.post("/v1/chat/completions", regex)[0] == 200
         assert len(live.llms) == 2
         assert vocabulary is not None and live.llm.engine.grammars._vocabulary is vocabulary
@@ -69,8 +69,8 @@ def test_a_vocabulary_is_read_once_whatever_happens_to_the_engine() -> None:
 )
 def test_grammars_that_are_none_are_the_requests_fault(grammar: dict[str, Any]) -> None:
     with serving(talker()) as live:
-        status, body, _ = live.post("/v1/chat/completions", asked(max_tokens=5, **grammar))
+        status, body, _ = live.post("/v1/chat/completions", chat_body(max_tokens=5, **grammar))
         assert status == 400
         assert body["error"]["code"] == "invalid_value" and body["error"]["type"] == "invalid_request_error"
-        assert live.post("/v1/chat/completions", asked(max_tokens=3))[0] == 200
+        assert live.post("/v1/chat/completions", chat_body(max_tokens=3))[0] == 200
         assert live.seen.num_crashes == 0

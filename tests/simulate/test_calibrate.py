@@ -37,33 +37,33 @@ from paceline.simulate.speedup import Load
 def test_planted_overheads_come_back() -> None:
     """Two contexts tell rows from cached tokens; widths on both sides of the ridge tell reading from computing."""
     files = [steps_file(context=100), steps_file(context=2000)]
-    found = fit(steps_of(files), SHAPE, DEPLOYMENT)
+    calibration = fit(steps_of(files), SHAPE, DEPLOYMENT)
     for name in ("reading", "computing", "cached_token_s"):
-        assert getattr(found.verify, name) == pytest.approx(getattr(PLANTED.verify, name), rel=0.01), name
-    assert found.verify.fixed_s == pytest.approx(4e-4, rel=0.02)
-    assert found.verify.token_s == pytest.approx(3e-5, rel=0.02)
-    assert found.draft is not None
+        assert getattr(calibration.verify, name) == pytest.approx(getattr(PLANTED.verify, name), rel=0.01), name
+    assert calibration.verify.fixed_s == pytest.approx(4e-4, rel=0.02)
+    assert calibration.verify.token_s == pytest.approx(3e-5, rel=0.02)
+    assert calibration.draft is not None
     for name in ("fixed_s", "position_s", "floor", "row_s"):
-        assert getattr(found.draft, name) == pytest.approx(getattr(PLANTED.draft, name), rel=0.01), name
-    assert found.draft.is_block
-    assert found.host_s == 3e-4
+        assert getattr(calibration.draft, name) == pytest.approx(getattr(PLANTED.draft, name), rel=0.01), name
+    assert calibration.draft.is_block
+    assert calibration.host_s == 3e-4
 
 
 @pytest.mark.slow
 def test_a_drafter_that_goes_token_by_token_is_told_apart() -> None:
     planted = replace(PLANTED, draft=DraftFit(fixed_s=5e-4, position_s=2e-4, floor=3.0, row_s=1e-5, is_block=False))
-    found = fit(steps_of([steps_file(planted)]), SHAPE, DEPLOYMENT).draft
-    assert found is not None and not found.is_block
-    assert found.position_s == pytest.approx(2e-4, rel=0.01)
+    draft = fit(steps_of([steps_file(planted)]), SHAPE, DEPLOYMENT).draft
+    assert draft is not None and not draft.is_block
+    assert draft.position_s == pytest.approx(2e-4, rel=0.01)
 
 
 @pytest.mark.slow
 def test_held_out_sizes_are_predicted() -> None:
     steps = steps_of([steps_file()])
-    found = fitted(steps, SHAPE, DEPLOYMENT)
-    assert {(point.batch, point.positions) for point in found.held_out} == held_out_sizes(steps)
-    assert len(found.held_out) >= 20
-    assert found.worst_error < 1e-3
+    result = fitted(steps, SHAPE, DEPLOYMENT)
+    assert {(point.batch, point.positions) for point in result.held_out} == held_out_sizes(steps)
+    assert len(result.held_out) >= 20
+    assert result.worst_error < 1e-3
     noisy = fitted(steps_of([steps_file(noise=0.05)]), SHAPE, DEPLOYMENT)
     assert 0.005 < noisy.mean_error < 0.05, "the errors are those of sizes that were not fitted"
 
@@ -77,8 +77,8 @@ def test_held_out_sizes_are_not_fitted() -> None:
     file["draft"] = [
         [batch, width, spent * (1 + ((batch, width + 1) in held))] for batch, width, spent in file["draft"]
     ]
-    found = fitted(steps_of([file]), SHAPE, DEPLOYMENT)
-    assert all(point.error == pytest.approx(1.0, abs=2e-3) for point in found.held_out)
+    result = fitted(steps_of([file]), SHAPE, DEPLOYMENT)
+    assert all(point.error == pytest.approx(1.0, abs=2e-3) for point in result.held_out)
 
 
 @pytest.mark.slow
@@ -97,8 +97,8 @@ def test_whole_rounds_count_where_they_were_measured() -> None:
         [batch, width, 1.1 * (seconds + costs.draft_s(batch, width - 1, 0) + costs.host_s)]
         for batch, width, seconds in file["verify"]
     ]
-    found = fitted(steps_of([file]), SHAPE, DEPLOYMENT)
-    assert all(point.error == pytest.approx(0.1, abs=0.005) for point in found.held_out)
+    result = fitted(steps_of([file]), SHAPE, DEPLOYMENT)
+    assert all(point.error == pytest.approx(0.1, abs=0.005) for point in result.held_out)
 
 
 def test_shares_that_were_reached() -> None:
@@ -125,16 +125,16 @@ def test_what_was_measured_is_read_back() -> None:
     file = steps_file(dtype="bfloat16", weight_format="Q4_1+Q8_0")
     assert machine_of(file) == MACHINE
     assert machine_of({"machine": "box"}) is None
-    found = precisions_of(file, Precisions(kv="float8"))
-    assert (found.weights, found.attention, found.kv) == ("q4_1", "bfloat16", "bfloat16")
+    precisions = precisions_of(file, Precisions(kv="float8"))
+    assert (precisions.weights, precisions.attention, precisions.kv) == ("q4_1", "bfloat16", "bfloat16")
     assert precisions_of({}, Precisions(weights="float8", kv="float8")).kv == "float8"
 
 
 @pytest.mark.slow
 def test_calibrations_survive_their_file(tmp_path: Path) -> None:
-    found = fit(steps_of([steps_file()]), SHAPE, DEPLOYMENT)
-    (tmp_path / "calibration.json").write_text(json.dumps(found.as_json()))
-    assert read_calibration(tmp_path) == found
+    calibration = fit(steps_of([steps_file()]), SHAPE, DEPLOYMENT)
+    (tmp_path / "calibration.json").write_text(json.dumps(calibration.as_json()))
+    assert read_calibration(tmp_path) == calibration
     assert read_calibration(tmp_path / "calibration.json").machine == MACHINE
 
 
@@ -163,12 +163,12 @@ def test_least_squares_without_negative_terms() -> None:
     draw = np.random.default_rng(0)
     for _ in range(50):
         columns = draw.normal(size=(12, 1)) + draw.normal(size=(12, 8))
-        wanted = columns @ draw.normal(size=8)
+        target = columns @ draw.normal(size=8)
         columns *= 10.0 ** draw.integers(-6, 6, size=8)
-        found = nnls(columns, wanted)
-        assert (found >= 0).all()
-        assert np.linalg.norm(columns @ found - wanted) == pytest.approx(
-            optimize.nnls(columns, wanted)[1], rel=1e-6, abs=1e-9
+        solution = nnls(columns, target)
+        assert (solution >= 0).all()
+        assert np.linalg.norm(columns @ solution - target) == pytest.approx(
+            optimize.nnls(columns, target)[1], rel=1e-6, abs=1e-9
         )
     assert list(nnls(np.zeros((3, 2)), np.ones(3))) == [0.0, 0.0]
 
@@ -192,16 +192,16 @@ def moe_steps(locality: float) -> dict[str, Any]:
     }
 
 
-def calibrated_moe(tmp_path: Path, steps: dict[str, Any], **asked: Any) -> Fitted:
+def calibrated_moe(tmp_path: Path, steps: dict[str, Any], **options: Any) -> Fitted:
     (tmp_path / "steps.json").write_text(json.dumps(steps))
-    return calibrate(CostsConfig(model="Qwen3-30B-A3B", **asked), [tmp_path])
+    return calibrate(CostsConfig(model="Qwen3-30B-A3B", **options), [tmp_path])
 
 
 @pytest.mark.slow
 def test_experts_that_were_counted_tell_the_locality_of_what_was_measured(tmp_path: Path) -> None:
-    found = calibrated_moe(tmp_path, moe_steps(0.5))
-    assert found.calibration.expert_locality == pytest.approx(0.5)
-    assert found.worst_error < 2e-3
+    result = calibrated_moe(tmp_path, moe_steps(0.5))
+    assert result.calibration.expert_locality == pytest.approx(0.5)
+    assert result.worst_error < 2e-3
     uncounted = calibrated_moe(tmp_path, moe_steps(0.5) | {"experts": []})
     assert uncounted.calibration.expert_locality == 0 and uncounted.worst_error > 0.05, (
         "uniform experts do not fit these times"
@@ -211,13 +211,13 @@ def test_experts_that_were_counted_tell_the_locality_of_what_was_measured(tmp_pa
 
 @pytest.mark.slow
 def test_a_calibration_predicts_with_the_locality_that_was_counted_unless_another_is_asked_for(tmp_path: Path) -> None:
-    found = calibrated_moe(tmp_path, moe_steps(0.5))
+    result = calibrated_moe(tmp_path, moe_steps(0.5))
     file = tmp_path / "calibration.json"
-    file.write_text(json.dumps(found.as_json()))
-    assert read_calibration(file) == found.calibration
+    file.write_text(json.dumps(result.as_json()))
+    assert read_calibration(file) == result.calibration
 
-    def deployment(**asked: Any) -> Deployment | None:
-        return set_up(CostsConfig(model="Qwen3-30B-A3B", calibration=file, **asked), [Load()]).deployment
+    def deployment(**options: Any) -> Deployment | None:
+        return set_up(CostsConfig(model="Qwen3-30B-A3B", calibration=file, **options), [Load()]).deployment
 
     counted, uniform = deployment(), deployment(expert_locality=0.0)
     assert counted and uniform

@@ -154,7 +154,7 @@ def test_machines_by_their_names() -> None:
         "laptop": "laptop CPU",
         "L4": "L4",
     }.items():
-        found = catalogue.machine(written)
-        assert found and found.name == name
+        machine = catalogue.machine(written)
+        assert machine and machine.name == name
     assert catalogue.machine("RTX") is None and catalogue.machine("Apple") is None, "several begin so"
     assert catalogue.machine("abacus") is None

@@ -62,10 +62,12 @@ def test_unknown_methods() -> None:
 def test_a_method_s_default_cost_is_its_own_or_said_to_be_assumed() -> None:
     """A look-up runs no model; what a drafter's pass costs is not known from the method's name."""
     on = CostsConfig(model="Qwen3-8B", hardware="H100")
-    found = {name: predict_all(on, PredictConfig(method=name)) for name in METHODS}
-    speedups = {name: answer.predictions[0].speedup for name, answer in found.items()}
+    answers = {name: predict_all(on, PredictConfig(method=name)) for name in METHODS}
+    speedups = {name: answer.predictions[0].speedup for name, answer in answers.items()}
     assert speedups["ngram"] > speedups["mtp"] == speedups["eagle3"]
-    assert any("look-up costs no pass" in limit for limit in found["ngram"].setup.limits)
-    assert any("10% of a target pass, an assumption" in limit for limit in found["eagle3"].setup.limits)
-    said = predict_all(replace(on, drafter_cost=0.2), PredictConfig(method="ngram"))
-    assert said.predictions[0].speedup < speedups["mtp"] and not any("look-up" in limit for limit in said.setup.limits)
+    assert any("look-up costs no pass" in limit for limit in answers["ngram"].setup.limits)
+    assert any("10% of a target pass, an assumption" in limit for limit in answers["eagle3"].setup.limits)
+    stated = predict_all(replace(on, drafter_cost=0.2), PredictConfig(method="ngram"))
+    assert stated.predictions[0].speedup < speedups["mtp"] and not any(
+        "look-up" in limit for limit in stated.setup.limits
+    )

@@ -15,17 +15,18 @@ from paceline.errors import ModelNotFoundError, UnsupportedModelError
 from paceline.model.checkpoint import config_json
 from paceline.simulate.answer import predict_all
 from paceline.simulate.config import CostsConfig, PredictConfig
-from paceline.simulate.costs.catalogue import find, shape_of
+from paceline.simulate.costs.catalogue import find
+from paceline.simulate.costs.model_config import shape_of
 
 
 def test_it_has_the_shape_that_the_model_s_own_reader_finds(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     write_gguf(file, transformers_model("LlamaForCausalLM"), "llama")
-    found, expected = find(str(file)), shape_of(config_json(file))
-    assert (found.name, found.source) == ("m", "the header of m.gguf")
+    shape, expected = find(str(file)), shape_of(config_json(file))
+    assert (shape.name, shape.source) == ("m", "the header of m.gguf")
     for name in ("num_layers", "hidden_size", "dense", "attention", "embedding", "vocab_size"):
-        assert getattr(found, name) == getattr(expected, name), name
-    assert found.precisions.weights == "float32"
+        assert getattr(shape, name) == getattr(expected, name), name
+    assert shape.precisions.weights == "float32"
     answer = predict_all(CostsConfig(model=str(file), hardware="H100"), PredictConfig())
     assert answer.predictions[0].plain_tokens_per_s
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import PacelineError, UnsupportedModelError
 from paceline.simulate.costs import catalogue
-from paceline.simulate.costs.catalogue import shape_of
+from paceline.simulate.costs.model_config import shape_of
 from paceline.simulate.costs.shapes import Attention, Experts, from_json
 
 SMALL: dict[str, Any] = {
@@ -71,8 +71,8 @@ def test_head_width_of_its_own_and_no_groups() -> None:
     ],
 )
 def test_sliding_windows(extra: dict[str, Any], windows: list[int | None]) -> None:
-    found = {group.window: group.layers for group in shape_of({**SMALL, **extra}).attention}
-    assert found == {window: windows.count(window) for window in windows}
+    layers = {group.window: group.layers for group in shape_of({**SMALL, **extra}).attention}
+    assert layers == {window: windows.count(window) for window in windows}
 
 
 def test_mixture_of_experts() -> None:
@@ -169,11 +169,11 @@ V4_FLASH = {
 
 def test_compressed_attention_agrees_with_the_performance_model() -> None:
     """DeepSeek-V4-Flash: its config gives the catalogue's experts and attention, and the rest within a thousandth."""
-    shape, known = shape_of(V4_FLASH), catalogue.find("DeepSeek-V4-Flash")
-    assert shape.experts == known.experts
-    assert set(shape.attention) == set(known.attention)
-    assert shape.precisions == known.precisions
-    assert shape.dense == pytest.approx(known.dense, rel=1e-3)
+    shape, expected = shape_of(V4_FLASH), catalogue.find("DeepSeek-V4-Flash")
+    assert shape.experts == expected.experts
+    assert set(shape.attention) == set(expected.attention)
+    assert shape.precisions == expected.precisions
+    assert shape.dense == pytest.approx(expected.dense, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -54,13 +54,13 @@ def predicted(model: str, batch: int, chance: float, block: int | None) -> Predi
 def test_the_published_four(
     model: str, batch: int, chance: float, block: int | None, length: int, speedup: float, published: str
 ) -> None:
-    found = predicted(model, batch, chance, block)
-    assert (found.best_draft_length, round(found.speedup, 2)) == (length, speedup)
+    prediction = predicted(model, batch, chance, block)
+    assert (prediction.best_draft_length, round(prediction.speedup, 2)) == (length, speedup)
     as_published = {
-        "0, 1.0x": f"{found.best_draft_length}, {found.speedup:.1f}x",
-        "16, 1.6x": f"{found.best_draft_length}, {found.speedup:.1f}x",
-        "20%": f"{100 * round(found.speedup - 1, 1):.0f}%",
-        "3x": f"{found.speedup:.0f}x",
+        "0, 1.0x": f"{prediction.best_draft_length}, {prediction.speedup:.1f}x",
+        "16, 1.6x": f"{prediction.best_draft_length}, {prediction.speedup:.1f}x",
+        "20%": f"{100 * round(prediction.speedup - 1, 1):.0f}%",
+        "3x": f"{prediction.speedup:.0f}x",
     }[published]
     assert as_published == published
 
@@ -69,10 +69,10 @@ def test_the_published_four(
 def test_the_tables(model: str, batch: int) -> None:
     cases = zip(TABLE[model, batch], ((0.75, None), (0.89, 16)), strict=True)
     for (speedup, length), (chance, block) in cases:
-        found = predicted(model, batch, chance, block)
-        assert found.speedup == pytest.approx(speedup, rel=0.02)
-        assert abs(found.speedup - speedup) < 0.0101, "the tables are rounded to two places"
-        assert length is None or found.best_draft_length == length
+        prediction = predicted(model, batch, chance, block)
+        assert prediction.speedup == pytest.approx(speedup, rel=0.02)
+        assert abs(prediction.speedup - speedup) < 0.0101, "the tables are rounded to two places"
+        assert length is None or prediction.best_draft_length == length
 
 
 def test_tokens_per_round() -> None:
@@ -99,5 +99,5 @@ def test_a_hub_config_of_the_dense_model_predicts_nearly_the_same() -> None:
     shape = catalogue.find("Qwen3.5-27B")
     deployment = Deployment(catalogue.machines()["B200"], catalogue.find(DENSE).precisions)
     costs = RooflineCosts(shape, deployment, FractionDrafter(0.10, 16))
-    found = predict(costs, constant(0.89), Load(32, 4096, 16))
-    assert found.speedup == pytest.approx(5.29, rel=0.02)
+    prediction = predict(costs, constant(0.89), Load(32, 4096, 16))
+    assert prediction.speedup == pytest.approx(5.29, rel=0.02)

@@ -15,23 +15,23 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_the_page_is_current() -> None:
-    made = runpy.run_path(str(ROOT / "docs" / "make_landmarks.py"))["render"]()
-    assert made == (ROOT / "docs" / "explanation" / "landmarks.md").read_text(encoding="utf-8"), (
+    page = runpy.run_path(str(ROOT / "docs" / "make_landmarks.py"))["render"]()
+    assert page == (ROOT / "docs" / "explanation" / "landmarks.md").read_text(encoding="utf-8"), (
         "run python docs/make_landmarks.py"
     )
 
 
 def test_speedups_of_the_mocked_model_are_within_ten_percent_from_its_plain_rate_alone() -> None:
     """140, 268 and 422 tokens/s over 75, at 2, 4 and 8 tokens a round, and the same by hand."""
-    found = [each for each in landmarks.served() if each.system == TOLD["systems"][0]["name"]]
-    assert [each.tokens_per_round for each in found] == [2, 4, 8]
-    assert [each.published for each in found] == pytest.approx([140 / 75, 268 / 75, 422 / 75])
-    assert all(abs(each.error_with) < 0.10 for each in found)
-    assert max(abs(each.error_without) for each in found) > 0.10, "without an overhead it is not"
+    points = [each for each in landmarks.served() if each.system == TOLD["systems"][0]["name"]]
+    assert [each.tokens_per_round for each in points] == [2, 4, 8]
+    assert [each.published for each in points] == pytest.approx([140 / 75, 268 / 75, 422 / 75])
+    assert all(abs(each.error_with) < 0.10 for each in points)
+    assert max(abs(each.error_without) for each in points) > 0.10, "without an overhead it is not"
     plain_s = 1 / 75
-    bare_s = plain_s - found[0].overhead_ms / 1e3
+    bare_s = plain_s - points[0].overhead_ms / 1e3
     by_hand = [count * plain_s / (plain_s + (count - 1) * 0.10 * bare_s) for count in (2, 4, 8)]
-    assert [each.within for each in found] == pytest.approx(by_hand, rel=1e-3)
+    assert [each.within for each in points] == pytest.approx(by_hand, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -49,11 +49,11 @@ def test_needed_tokens_bring_the_published_speedup() -> None:
 
 
 def test_the_walkthrough_is_reproduced() -> None:
-    found = list(landmarks.walked())
-    assert len(found) == 36
-    assert max(abs(each.error) for each in found) < 0.01
-    said = {each.said: each.predicted for each in found if each.said}
-    assert said == pytest.approx({"20%": 1.17, "3x": 2.98, "1.0x": 1.0, "1.6x": 1.64}, abs=0.005)
+    points = list(landmarks.walked())
+    assert len(points) == 36
+    assert max(abs(each.error) for each in points) < 0.01
+    by_statement = {each.said: each.predicted for each in points if each.said}
+    assert by_statement == pytest.approx({"20%": 1.17, "3x": 2.98, "1.0x": 1.0, "1.6x": 1.64}, abs=0.005)
 
 
 def test_best_lengths_and_experts() -> None:

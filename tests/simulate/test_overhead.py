@@ -54,15 +54,15 @@ def test_measured_times_take_one_too_and_the_toy_does_not() -> None:
 
 def test_the_answer_says_it_and_what_would_be_without() -> None:
     bare = predict_all(CostsConfig(**ON), PredictConfig(batch=(1, 8)))
-    found = predict_all(CostsConfig(**ON, plain_rate=75.0), PredictConfig(batch=(1, 8)))
-    told = found.as_json()["overhead"]
-    assert found.predictions[0].plain_tokens_per_s == pytest.approx(75.0)
-    assert told["speedup_without"] == bare.predictions[0].speedup < found.predictions[0].speedup
-    assert [speedup for _, speedup in found.without] == [each.speedup for each in bare.predictions]
-    assert any("Overhead" in sentence for sentence in found.setup.limits)
+    prediction = predict_all(CostsConfig(**ON, plain_rate=75.0), PredictConfig(batch=(1, 8)))
+    overhead = prediction.as_json()["overhead"]
+    assert prediction.predictions[0].plain_tokens_per_s == pytest.approx(75.0)
+    assert overhead["speedup_without"] == bare.predictions[0].speedup < prediction.predictions[0].speedup
+    assert [speedup for _, speedup in prediction.without] == [each.speedup for each in bare.predictions]
+    assert any("Overhead" in sentence for sentence in prediction.setup.limits)
     assert bare.as_json()["overhead"] is None
-    given = predict_all(CostsConfig(**ON, overhead_ms=told["ms"]), PredictConfig())
-    assert given.predictions[0].speedup == pytest.approx(found.predictions[0].speedup)
+    stated = predict_all(CostsConfig(**ON, overhead_ms=overhead["ms"]), PredictConfig())
+    assert stated.predictions[0].speedup == pytest.approx(prediction.predictions[0].speedup)
 
 
 @pytest.mark.slow

@@ -252,16 +252,16 @@ def test_nonsense_is_told_and_nothing_is_drawn(visit: Any) -> None:
     tab = visit()
     tab.set("batch", "7")
     tab.page.get_by_role("button", name="Reset").click()
-    for name, value, told in WRONG:
-        assert_told(tab, name, value, told)
+    for name, value, message in WRONG:
+        assert_told(tab, name, value, message)
 
 
-def assert_told(tab: Any, name: str, value: str, told: str) -> None:
+def assert_told(tab: Any, name: str, value: str, message: str) -> None:
     shown, link = tab.shown(), tab.link()
     tab.set(name, value)
-    expect(tab.page.locator("#fault")).to_contain_text(told)
+    expect(tab.page.locator("#fault")).to_contain_text(message)
     assert tab.page.locator(f"#{name}").get_attribute("aria-invalid") == "true"
-    expect(tab.page.locator(f"#{name}-fault")).to_contain_text(told)
+    expect(tab.page.locator(f"#{name}-fault")).to_contain_text(message)
     assert {tab.page.locator(f"#{each}").text_content() for each in FIGURES} == {"–"}
     assert "NaN" not in tab.page.locator("body").inner_text() and tab.link() == link
     tab.page.get_by_role("button", name="Reset").click()
@@ -279,9 +279,9 @@ UNPREDICTABLE = [
 
 def test_what_cannot_be_predicted_says_why(visit: Any) -> None:
     tab = visit()
-    for link, told in UNPREDICTABLE:
+    for link, message in UNPREDICTABLE:
         tab.follow(link)
-        expect(tab.page.locator("#fault")).to_contain_text(told)
+        expect(tab.page.locator("#fault")).to_contain_text(message)
         assert {tab.page.locator(f"#{each}").text_content() for each in FIGURES} == {"–"}, link
     tab.follow("#batch=3")
     assert tab.page.locator("#fault").is_hidden()

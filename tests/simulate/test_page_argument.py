@@ -106,9 +106,9 @@ def test_a_pasted_run_is_a_drafter_and_bad_json_takes_nothing_away(visit: Any) -
 
 
 def test_a_long_run_is_read_and_travels_as_what_was_read_of_it(visit: Any) -> None:
-    told = json.loads(RUN) | {"texts": ["as long as runs are " * 50] * 12}
+    long_run = json.loads(RUN) | {"texts": ["as long as runs are " * 50] * 12}
     tab = visit("#drafter=yours")
-    tab.set("recorded", json.dumps(told, indent=1))
+    tab.set("recorded", json.dumps(long_run, indent=1))
     link = tab.link()
     assert len(link) < 2000 < 10_000 < len(tab.page.locator("#recorded").input_value())
     shown = tab.shown()
@@ -170,10 +170,10 @@ def test_units_and_assumptions_are_one_click_away(visit: Any) -> None:
     tab.set("plain_rate", "75")
     assert tab.figure("speedup") > bare and "--plain-rate 75" in tab.code("command")
     assert tab.figure("rate") / tab.figure("speedup") == pytest.approx(75)
-    found = re.search(
+    match = re.search(
         r"overhead[^%]*%, ([\d.]+) ms", tab.page.locator("#time-chart .legend").inner_text().replace("\n", " ")
     )
-    assert found and found[1] == "6.87"
+    assert match and match[1] == "6.87"
 
 
 def test_text_and_lines_stand_out(visit: Any) -> None:

@@ -1,4 +1,4 @@
-"""A pasted config.json read by the calculator page, against `catalogue.shape_of`: the catalogue's, and spoiled ones.
+"""A pasted config.json read by the calculator page, against `model_config.shape_of`: the catalogue's, and spoiled ones.
 
     pytest tests/simulate/test_page_configs.py
 
@@ -18,7 +18,7 @@ from javascript import run_js
 from paceline.errors import PacelineError
 from paceline.simulate.calculator import data
 from paceline.simulate.costs import catalogue
-from paceline.simulate.costs.catalogue import shape_of
+from paceline.simulate.costs.model_config import shape_of
 
 QUANTIZATIONS = (
     {"quant_method": "fp8"},
@@ -68,9 +68,9 @@ def spoiled(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_every_config_of_the_catalogue_is_read_as_python_reads_it() -> None:
-    found = run_js(READ, {"formats": data()["formats"], "configs": configs()})
-    assert len(found) > 20
-    for ours, config in zip(found, configs(), strict=True):
+    results = run_js(READ, {"formats": data()["formats"], "configs": configs()})
+    assert len(results) > 20
+    for ours, config in zip(results, configs(), strict=True):
         assert comparable(ours["shape"]) == comparable(asdict(shape_of(config))), config
         assert ours["again"] == ours["shape"]
 
@@ -79,9 +79,9 @@ def test_every_config_of_the_catalogue_is_read_as_python_reads_it() -> None:
 def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
     rng = random.Random(1)
     cases = [spoiled(rng, config) for config in configs() for _ in range(9)]
-    found = run_js(READ, {"formats": data()["formats"], "configs": cases})
+    results = run_js(READ, {"formats": data()["formats"], "configs": cases})
     refused = 0
-    for ours, config in zip(found, cases, strict=True):
+    for ours, config in zip(results, cases, strict=True):
         try:
             expected = comparable(asdict(shape_of(config)))
         except (PacelineError, ZeroDivisionError, TypeError):
@@ -105,12 +105,12 @@ def test_a_pasted_shape_is_checked() -> None:
         {**good, "experts": {**good["experts"], "per_token": 0}},
         {**good, "precisions": {"weights": "constructor"}},
     ]
-    found = run_js(
+    results = run_js(
         READ,
         {
             "formats": data()["formats"],
             "configs": [good, *wrong, {"model_type": "mamba"}, {"num_hidden_layers": 10**9}],
         },
     )
-    assert comparable(found[0]["shape"]) == comparable(good)
-    assert all("error" in each for each in found[1:])
+    assert comparable(results[0]["shape"]) == comparable(good)
+    assert all("error" in each for each in results[1:])

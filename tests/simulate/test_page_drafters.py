@@ -60,8 +60,10 @@ def python_options(own: dict[str, str]) -> tuple[dict[str, Any], str]:
         else {"drafter_params": 1e9 * float(own["params"])}
     )
     block = int(own.get("block", "1"))
-    said = {"constant": own.get("chance"), "curve": f"conditional:{own.get('curve')}"}
-    return cost | ({"block": block} if block > 1 else {}), said.get(own["acceptance"]) or f"histogram:{own['recorded']}"
+    acceptance = {"constant": own.get("chance"), "curve": f"conditional:{own.get('curve')}"}
+    return cost | ({"block": block} if block > 1 else {}), acceptance.get(
+        own["acceptance"]
+    ) or f"histogram:{own['recorded']}"
 
 
 @pytest.mark.nightly
@@ -69,7 +71,7 @@ def python_options(own: dict[str, str]) -> tuple[dict[str, Any], str]:
 def test_every_drafter_of_the_page_is_predicted_as_the_command_does() -> None:
     """280 predictions: 70 links that set four drafters each, with and without overhead."""
     rng, kinds = random.Random(17), ("ideal", "autoregressive", "block", "yours")
-    links, asked = [], []
+    links, cases = [], []
     for _ in range(NUM_INPUTS // len(kinds)):
         own = {kind: drawn_own(rng, kind) for kind in kinds}
         load = {
@@ -81,18 +83,18 @@ def test_every_drafter_of_the_page_is_predicted_as_the_command_does() -> None:
             ({}, {"overhead_ms": round(rng.uniform(0, 20), 2)}, {"plain_rate": round(rng.uniform(0.5, 3), 2)})
         )
         way = {"overhead_ms": {"overhead": "ms"}, "plain_rate": {"overhead": "rate"}}.get(next(iter(over), ""), {})
-        told = {f"{kind}.{name}": value for kind, each in own.items() for name, value in each.items()}
-        links.append("#" + urlencode({**load, **over, **way, **told}))
-        asked.append((own, load, over))
-    found = run_js(ALL, {"data": data(), "links": links})
-    for ours, (own, load, over) in zip(found, asked, strict=True):
+        parameters = {f"{kind}.{name}": value for kind, each in own.items() for name, value in each.items()}
+        links.append("#" + urlencode({**load, **over, **way, **parameters}))
+        cases.append((own, load, over))
+    results = run_js(ALL, {"data": data(), "links": links})
+    for ours, (own, load, over) in zip(results, cases, strict=True):
         for kind, each in own.items():
-            options, said = python_options(each)
+            options, acceptance = python_options(each)
             costs = CostsConfig(model=load["model"], hardware=load["hardware"], **over, **options)
-            wanted = PredictConfig(
-                batch=(load["batch"],), context=load["context"], acceptance=said, max_draft=load["max_draft"]
+            prediction_config = PredictConfig(
+                batch=(load["batch"],), context=load["context"], acceptance=acceptance, max_draft=load["max_draft"]
             )
-            (expected,) = predict_all(costs, wanted).predictions
+            (expected,) = predict_all(costs, prediction_config).predictions
             assert ours["drafters"][kind]["curve"] == [close(speedup) for _, speedup in expected.curve], (kind, each)
             assert ours["drafters"][kind]["plain_tokens_per_s"] == close(expected.plain_tokens_per_s)
 
@@ -117,9 +119,9 @@ def test_links_of_the_first_page_keep_their_meaning(
       const fields = fieldsOf(data), state = fromHash(fields, link), found = resolve(state, fields, data).drafters;
       const told = ({ acceptance, drafter }) => [acceptance.conditional[0], drafter.fraction, drafter.block];
       return { chosen: state.drafter, both: [told(found.autoregressive), told(found.block)] }; }"""
-    found = run_js(main, {"data": data(), "link": link})
-    assert found["chosen"] == kind and list(expected) in found["both"]
-    assert found["both"][0][:2] == found["both"][1][:2] and found["both"][0][2] is None
+    result = run_js(main, {"data": data(), "link": link})
+    assert result["chosen"] == kind and list(expected) in result["both"]
+    assert result["both"][0][:2] == result["both"][1][:2] and result["both"][0][2] is None
 
 
 RUNS = [
@@ -136,5 +138,5 @@ def test_runs_are_read_as_they_are_printed() -> None:
     """bench decode's line, evaluation.json, generate's line; after other lines; several traces as their sum."""
     pasted = [json.dumps(RUNS[0]), json.dumps(RUNS[1], indent=2), f"decoding ...\nreport: x\n{json.dumps(RUNS[2])}\n"]
     pasted.append("\n".join(json.dumps({"accepted_histogram": [1, 2, 3]}) for _ in range(2)))
-    found = run_js("(pasted) => pasted.map((each) => readRecorded(each).values)", pasted)
-    assert found == [[5, 5, 20], [4, 6, 20], [9, 1, 1], [2, 4, 6]]
+    values = run_js("(pasted) => pasted.map((each) => readRecorded(each).values)", pasted)
+    assert values == [[5, 5, 20], [4, 6, 20], [9, 1, 1], [2, 4, 6]]

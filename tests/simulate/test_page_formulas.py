@@ -122,32 +122,32 @@ def drawn_case(rng: random.Random, place: int) -> tuple[dict[str, Any], dict[str
     drafter, host_s = drawn_drafter(rng, deployment), rng.choice((0.0, rng.random() * 1e-3, None))
     kind, values = drawn_acceptance(rng)
     load = Load(round(2 ** rng.uniform(0, 12)), round(2 ** rng.uniform(0, 21)), rng.randrange(0, 33))
-    made = acceptances.constant(values[0]) if kind == "constant" else acceptances.WRITTEN[kind](values)
+    acceptance = acceptances.constant(values[0]) if kind == "constant" else acceptances.WRITTEN[kind](values)
     costs, plain_rate = RooflineCosts(shape, deployment, drafter, 0.0), None
     if host_s is None:  # solved from a rate below what the roofline allows
         plain_rate = rng.uniform(0.1, 1.0) / costs.round_s(1, 0, load.context)
         host_s = overhead_s(costs, Load(1, load.context), plain_rate)
     costs = with_overhead(costs, host_s)
-    expected = asdict(predict(costs, made, load)) | {"host_s": host_s}
+    expected = asdict(predict(costs, acceptance, load)) | {"host_s": host_s}
     length = expected["best_draft_length"]
     expected["parts"] = costs.split(load.batch, length + 1, load.context)
     expected["memory"] = memory_need(shape, deployment, load.batch, load.context)
     given_s = 0.0 if plain_rate else host_s
-    told = {"shape": asdict(shape), "deployment": told_deployment(deployment, given_s), "drafter": asdict(drafter)}
-    return {**told, "plain_rate": plain_rate, "kind": kind, "values": values, "load": asdict(load)}, expected
+    inputs = {"shape": asdict(shape), "deployment": told_deployment(deployment, given_s), "drafter": asdict(drafter)}
+    return {**inputs, "plain_rate": plain_rate, "kind": kind, "values": values, "load": asdict(load)}, expected
 
 
 @pytest.mark.slow
 def test_random_inputs_agree() -> None:
     rng = random.Random(6)
     cases = [drawn_case(rng, place) for place in range(NUM_INPUTS)]
-    found = run_js(PREDICT, [told for told, _ in cases])
-    assert len(found) == NUM_INPUTS
-    for ours, (told, expected) in zip(found, cases, strict=True):
-        agree(ours, expected, told)
+    results = run_js(PREDICT, [inputs for inputs, _ in cases])
+    assert len(results) == NUM_INPUTS
+    for ours, (inputs, expected) in zip(results, cases, strict=True):
+        agree(ours, expected, inputs)
     assert len({expected["best_draft_length"] for _, expected in cases}) > 10, "the inputs are too alike to tell much"
     least = NUM_INPUTS // 5
-    assert sum(told["plain_rate"] is not None for told, _ in cases) > least
+    assert sum(inputs["plain_rate"] is not None for inputs, _ in cases) > least
     assert sum(expected["host_s"] == 0 for _, expected in cases) > least
 
 
@@ -161,8 +161,8 @@ def test_a_rate_that_cannot_be_is_refused_as_python_refuses_it() -> None:
       catch (error) { return error instanceof InputError ? error.message : null; }
     })"""
     rates = [75.0, 154.0, 157.0, 0.0, -3.0]
-    told = {"shape": asdict(shape), "deployment": told_deployment(deployment, 0.0), "rates": rates}
-    for rate, ours in zip(rates, run_js(main, told), strict=True):
+    inputs = {"shape": asdict(shape), "deployment": told_deployment(deployment, 0.0), "rates": rates}
+    for rate, ours in zip(rates, run_js(main, inputs), strict=True):
         if rate in (75.0, 154.0):
             assert ours == close(overhead_s(costs, Load(1, 4096), rate))
             continue
@@ -172,7 +172,7 @@ def test_a_rate_that_cannot_be_is_refused_as_python_refuses_it() -> None:
         assert told_why in ours
 
 
-def agree(ours: dict[str, Any], expected: dict[str, Any], told: dict[str, Any]) -> None:
+def agree(ours: dict[str, Any], expected: dict[str, Any], inputs: dict[str, Any]) -> None:
     assert ours["host_s"] == pytest.approx(expected["host_s"], rel=1e-6, abs=1e-12 * expected["plain_round_s"])
     assert ours["curve"] == [close(speedup) for _, speedup in expected["curve"]]
     for name in ("speedup", "tokens_per_s", "plain_tokens_per_s", "plain_round_s"):
@@ -210,7 +210,7 @@ def landmarks() -> Any:
 @pytest.mark.slow
 def test_the_landmarks_come_out_of_links() -> None:
     """Both tables, through the very code that turns a link into a prediction."""
-    wanted = [
+    expected = [
         (model, batch, chance, kind, *cell)
         for (model, batch), cells in landmarks().TABLE.items()
         for (chance, kind), cell in zip(((0.75, "autoregressive"), (0.89, "block")), cells, strict=True)
@@ -218,15 +218,15 @@ def test_the_landmarks_come_out_of_links() -> None:
     links = [
         f"#model={model}&hardware=B200&batch={batch}&context=4096&max_draft=16&acceptance=constant&chance={chance}"
         f"&drafter={kind}&cost=share&fraction=0.1&block=16"
-        for model, batch, chance, kind, *_ in wanted
+        for model, batch, chance, kind, *_ in expected
     ]
-    found = run_js(FROM_LINK, {"data": data(), "links": links})
-    assert len(found) == 36
-    for ours, (model, batch, _, kind, speedup, length) in zip(found, wanted, strict=True):
+    results = run_js(FROM_LINK, {"data": data(), "links": links})
+    assert len(results) == 36
+    for ours, (model, batch, _, kind, speedup, length) in zip(results, expected, strict=True):
         assert abs(ours["speedup"] - speedup) < 0.0101, (model, batch, kind)
         assert length is None or ours["best_draft_length"] == length
     four = [
-        found[links.index(link)]
+        results[links.index(link)]
         for link in links
         if "Flash&hardware=B200&batch=8&" in link or "Pro&hardware=B200&batch=32&" in link
     ]
@@ -264,8 +264,8 @@ def test_flags_are_pythons_to_the_letter() -> None:
         )
         for _ in range(300)
     ]
-    found = run_js("(servings) => servings.map(serverFlags)", [asdict(serving) for serving in servings])
-    assert found == [server_flags(serving) for serving in servings]
+    flags = run_js("(servings) => servings.map(serverFlags)", [asdict(serving) for serving in servings])
+    assert flags == [server_flags(serving) for serving in servings]
 
 
 CONFIG = next(entry["config"] for entry in catalogue.entries().values() if "config" in entry)
@@ -313,14 +313,14 @@ def test_limits_are_as_many_as_pythons() -> None:
             drawn_deployment(rng, shape, machine),
             Load(rng.choice((1, 5000)), rng.choice((4096, 10**6)), 12),
         )
-        made = rng.choice(
+        acceptance = rng.choice(
             (acceptances.constant(0.5), acceptances.from_survival([0.7, 0.5]), acceptances.from_histogram([3, 2] * 9))
         )
         need = memory_need(shape, deployment, load.batch, load.context)
         warned = (limits.memory_warning(need, load, deployment), limits.context_warning(shape, load))
-        told = limits.roofline_limits(shape, deployment) + limits.acceptance_limits(made, load)
-        expected.append((told, sum(each is not None for each in warned)))
-        words = {"conditional": made.conditional, "kind": made.kind, "numRounds": made.num_rounds}
+        own_limits = limits.roofline_limits(shape, deployment) + limits.acceptance_limits(acceptance, load)
+        expected.append((own_limits, sum(each is not None for each in warned)))
+        words = {"conditional": acceptance.conditional, "kind": acceptance.kind, "numRounds": acceptance.num_rounds}
         cases.append(
             {
                 "shape": asdict(shape),
@@ -329,10 +329,12 @@ def test_limits_are_as_many_as_pythons() -> None:
                 "load": asdict(load),
             }
         )
-    for (told, warned), (sentences, num_warnings) in zip(
+    for (own_limits, warned), (sentences, num_warnings) in zip(
         run_js(main, {"data": data(), "cases": cases}), expected, strict=True
     ):
-        assert [sentence.replace("(an expert locality of", "(--expert-locality") for sentence in told] == sentences
+        assert [
+            sentence.replace("(an expert locality of", "(--expert-locality") for sentence in own_limits
+        ] == sentences
         assert len(warned) == num_warnings
 
 
@@ -349,8 +351,8 @@ HOSTILE = [
 def test_hostile_links_change_nothing() -> None:
     main = """({ data, links }) => { const fields = fieldsOf(data);
       return [JSON.stringify(standards(fields)), ...links.map((link) => JSON.stringify(fromHash(fields, link)))]; }"""
-    standard, *found = run_js(main, {"data": data(), "links": HOSTILE})
-    assert [each == standard for each in found] == [True] * len(HOSTILE)
+    standard, *results = run_js(main, {"data": data(), "links": HOSTILE})
+    assert [each == standard for each in results] == [True] * len(HOSTILE)
 
 
 NONSENSE = [
@@ -376,5 +378,5 @@ def test_nonsense_recordings_are_refused() -> None:
       const { yours, block } = resolve(state, fields, data).drafters;
       return { isInput: yours.error instanceof InputError, message: yours.error?.message, others: !block.error };
     })"""
-    for pasted, found in zip(NONSENSE, run_js(main, {"data": data(), "pasted": NONSENSE}), strict=True):
-        assert found["isInput"] and len(found["message"]) > 20 and found["others"], pasted
+    for pasted, result in zip(NONSENSE, run_js(main, {"data": data(), "pasted": NONSENSE}), strict=True):
+        assert result["isInput"] and len(result["message"]) > 20 and result["others"], pasted

@@ -65,8 +65,8 @@ def test_tabs_are_chosen_by_arrow_keys_and_travel_in_the_link(visit: Any) -> Non
     ):
         tab.page.keyboard.press(key)
         expect(names[chosen]).to_be_focused()
-        told = tab.page.evaluate(TABS, list(names))
-        assert told == [
+        tabs = tab.page.evaluate(TABS, list(names))
+        assert tabs == [
             [str(name == chosen).lower(), 0 if name == chosen else -1, name == chosen, f"tab-{name}"] for name in names
         ]
     names["tokens"].click()
@@ -95,9 +95,9 @@ def test_published_points_stand_beside_the_roofline_within_a_tenth(visit: Any) -
     tab = visit()
     tab.page.locator("#say-mocked").click()
     expect(tab.page.locator("#panel-tokens")).to_be_visible()
-    found = [row for row in rows(tab) if "mocked" in row[0]]
-    assert [row[1:3] for row in found] == [["2.00", "1.87×"], ["4.00", "3.57×"], ["8.00", "5.63×"]]
-    assert all(abs(int(row[4].replace("−", "-").rstrip("%"))) <= 10 for row in found)
+    mocked_rows = [row for row in rows(tab) if "mocked" in row[0]]
+    assert [row[1:3] for row in mocked_rows] == [["2.00", "1.87×"], ["4.00", "3.57×"], ["8.00", "5.63×"]]
+    assert all(abs(int(row[4].replace("−", "-").rstrip("%"))) <= 10 for row in mocked_rows)
     expect(tab.page.locator("#points-note")).to_contain_text("SGLANG_SIMULATE_ACC_LEN")
     expect(tab.page.locator("#slopes")).to_contain_text("mocked 0.69")
     assert tab.page.evaluate(INK) > 20
@@ -107,8 +107,8 @@ def test_pasted_runs_are_points_of_their_batch_and_bad_json_is_told(visit: Any) 
     tab = visit(MOCKED)
     before = len(rows(tab))
     tab.set("runs", json.dumps(RUN))
-    found = rows(tab)
-    assert len(found) == before + 1 and found[-1][:3] == ["1: d (mine)", "3.00", "2.00×"]
+    after = rows(tab)
+    assert len(after) == before + 1 and after[-1][:3] == ["1: d (mine)", "3.00", "2.00×"]
     expect(tab.page.locator("#points-note")).to_contain_text("Points at batch 8 are left out")
     broken = json.dumps(RUN)[:-2]
     tab.set("runs", broken)
@@ -125,9 +125,9 @@ def test_built_in_points_are_those_of_the_results_they_name(visit: Any) -> None:
     tab = visit("#tab=tokens&batch=1&measured=own")
     kept = [row for row in rows(tab) if re.match(r"\d+: ", row[0])]
     folder = Path(__file__).parents[2] / "experiments" / "results"
-    told = json.loads((Path(__file__).parents[2] / "paceline" / "simulate" / "measured.json").read_text())
+    measured = json.loads((Path(__file__).parents[2] / "paceline" / "simulate" / "measured.json").read_text())
     expected = []
-    for name in told["sources"]:
+    for name in measured["sources"]:
         for result in json.loads((folder / name).read_text())["results"]:
             for each in result["contenders"] if result["streams"] == 1 else ():
                 if each["name"].startswith("paceline/") and each["name"] != "paceline/none":
@@ -160,9 +160,9 @@ def test_two_columns_fill_at_predicted_rates(visit: Any) -> None:
     expect(tab.page.locator("#watch-play")).to_have_text("Play")  # it plays by itself, to its end
     for side, rate in (("plain", 250.0), ("best", 250.0 * best)):
         assert watched(tab, side) == count
-        found = re.search(r"([\d.]+) s", tab.page.locator(f"#watch-{side}").text_content())
-        assert found
-        seconds = float(found[1])
+        match = re.search(r"([\d.]+) s", tab.page.locator(f"#watch-{side}").text_content())
+        assert match
+        seconds = float(match[1])
         assert count / seconds == pytest.approx(rate, rel=0.05)
         assert tab.page.locator(f"#watch-{side}-text").text_content() == "".join(passage())
 
@@ -215,11 +215,11 @@ def test_every_tab_fits_and_is_photographed(visit: Any) -> None:
 
 def test_everything_in_a_tab_is_reached_by_keys(visit: Any) -> None:
     tab = visit(reduced_motion="reduce")
-    for link, wanted in ((MOCKED, {"measured", "runs"}), (WATCH, {"watch-play", "watch-restart", "watch-speed"})):
+    for link, expected in ((MOCKED, {"measured", "runs"}), (WATCH, {"watch-play", "watch-restart", "watch-speed"})):
         tab.follow(link)
         tab.page.locator(f"#tab-{link.rpartition('=')[2]}").focus()
         reached = set()
         for _ in range(6):
             tab.page.keyboard.press("Tab")
             reached.add(tab.page.evaluate("document.activeElement.id"))
-        assert wanted <= reached
+        assert expected <= reached

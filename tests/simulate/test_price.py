@@ -25,20 +25,20 @@ def costs(pass_s: float = 0.01) -> MeasuredCosts:
 
 
 def question(**changes: object) -> PriceConfig:
-    told = {"price_per_hour": 3.6, "requests": 40, "answer_tokens": "20", "prompt_tokens": "16"}
-    return PriceConfig(**{**told, **changes})  # pyright: ignore[reportArgumentType]
+    defaults = {"price_per_hour": 3.6, "requests": 40, "answer_tokens": "20", "prompt_tokens": "16"}
+    return PriceConfig(**{**defaults, **changes})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.slow
 def test_without_limits_it_is_what_the_server_can_finish() -> None:
-    found = priced(costs(), constant(0.8), LOAD, question())
-    plain, drafts, more = found.rows
+    result = priced(costs(), constant(0.8), LOAD, question())
+    plain, drafts, more = result.rows
     assert plain.requests_per_s == pytest.approx(2 / (20 * 0.01), rel=0.1), "two rows of 20 steps of 10 ms each"
     assert drafts.requests_per_s > 1.8 * plain.requests_per_s
     assert more.requests_per_s > drafts.requests_per_s
-    assert [row.per_thousand for row in found.rows] == pytest.approx([1 / row.requests_per_s for row in found.rows])
-    assert [row.name for row in found.rows] == ["plain", "with drafts", "one more token"]
-    assert "drafts serve" in found.sentences[0] and "less for 1,000 answers" in found.sentences[0]
+    assert [row.per_thousand for row in result.rows] == pytest.approx([1 / row.requests_per_s for row in result.rows])
+    assert [row.name for row in result.rows] == ["plain", "with drafts", "one more token"]
+    assert "drafts serve" in result.sentences[0] and "less for 1,000 answers" in result.sentences[0]
 
 
 @pytest.mark.slow
@@ -53,10 +53,10 @@ def test_a_tighter_limit_serves_fewer_and_holds() -> None:
 
 @pytest.mark.slow
 def test_only_drafts_meet_some_limits_and_nothing_meets_others() -> None:
-    found = priced(costs(), constant(0.9), LOAD, question(slo="p50-total=150ms"))
-    assert found.rows[PLAIN].requests_per_s == 0 and found.rows[PLAIN].per_thousand is None
-    assert found.rows[DRAFTS].requests_per_s > 0
-    assert "only drafts meet" in found.sentences[0]
+    result = priced(costs(), constant(0.9), LOAD, question(slo="p50-total=150ms"))
+    assert result.rows[PLAIN].requests_per_s == 0 and result.rows[PLAIN].per_thousand is None
+    assert result.rows[DRAFTS].requests_per_s > 0
+    assert "only drafts meet" in result.sentences[0]
     none = priced(costs(), constant(0.9), LOAD, question(slo="p50-total=1ms"))
     assert "cannot be met" in none.sentences[0]
 
@@ -115,7 +115,7 @@ def test_the_command() -> None:
         "--json",
     ]
     result = CliRunner().invoke(app, words, catch_exceptions=False)
-    told = json.loads(result.stdout.splitlines()[-1])["price"]
-    assert [row["name"] for row in told["rows"]] == ["plain", "with drafts", "one more token"]
-    assert all(row["total"]["p90"] <= 1 for row in told["rows"])
+    figures = json.loads(result.stdout.splitlines()[-1])["price"]
+    assert [row["name"] for row in figures["rows"]] == ["plain", "with drafts", "one more token"]
+    assert all(row["total"]["p90"] <= 1 for row in figures["rows"])
     assert "one more token a round" in result.stderr

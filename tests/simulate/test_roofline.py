@@ -49,9 +49,9 @@ def test_experts_by_hand() -> None:
     """Two routed experts of eight and one shared: 1e8 parameters each over all layers."""
     experts = Experts(8, 2, active=3e8, resident=9e8)
     assert (experts.each, experts.shared) == (1e8, 1e8)
-    found = pass_seconds(dense_shape(experts=experts), Deployment(machine(), BF16), 1, 3, 10)["experts"]
+    seconds = pass_seconds(dense_shape(experts=experts), Deployment(machine(), BF16), 1, 3, 10)["experts"]
     distinct = 8 * (1 - (1 - 2 / 8) ** 3)
-    assert found == pytest.approx((1e8 + distinct * 1e8) * 2 / 1e12)
+    assert seconds == pytest.approx((1e8 + distinct * 1e8) * 2 / 1e12)
 
 
 def test_distinct_experts() -> None:
@@ -93,11 +93,11 @@ def test_mla_and_indexer_by_hand() -> None:
         "mla", 3, heads=8, latent=512, rope=64, window=128, ratio=4, topk=512, indexer_heads=2, indexer_dim=16
     )
     precisions = Precisions(kv="float8")
-    found = pass_seconds(dense_shape(group), Deployment(machine(bfloat16=1e13), precisions), 5, 2, 4096)["attention"]
+    seconds = pass_seconds(dense_shape(group), Deployment(machine(bfloat16=1e13), precisions), 5, 2, 4096)["attention"]
     flops = 5 * 3 * 2 * 8 * (2 * 512 + 64) * 2 * 640
     num_bytes = 5 * 3 * (512 + 64) * 1 * 640
     index_flops, index_bytes = 5 * 3 * 2 * 2 * 16 * 1024 * 2, 5 * 3 * 1024 * 16
-    assert found == pytest.approx(max(flops / 1e13, num_bytes / 1e12) + max(index_flops / 1e13, index_bytes / 1e12))
+    assert seconds == pytest.approx(max(flops / 1e13, num_bytes / 1e12) + max(index_flops / 1e13, index_bytes / 1e12))
 
 
 def test_linear_attention_reads_its_state_whatever_the_context() -> None:
@@ -127,8 +127,8 @@ def test_several_gpus() -> None:
     four = pass_seconds(shape, Deployment(machine(), BF16, num_gpus=4), 1, 8, 10)
     assert four["projections"] == pytest.approx(one["projections"] / 4)
     assert four["collectives"] == pytest.approx(2 * 2 * (5e-6 + 2 * 3 / 4 * 8 * 64 * 2 / 1e11))
-    told = " ".join(roofline_limits(shape, Deployment(machine(), BF16, num_gpus=4)))
-    assert "all-reduces" in told
+    text = " ".join(roofline_limits(shape, Deployment(machine(), BF16, num_gpus=4)))
+    assert "all-reduces" in text
 
 
 def test_missing_formats_are_multiplied_wider_and_said_so() -> None:

@@ -184,10 +184,10 @@ def test_an_overhead_is_fitted_to_the_rounds(tmp_path: Path) -> None:
     assert plain
     file = tmp_path / "vllm.log"
     file.write_text("\n".join(engine(round(plain, 1), 8) for _ in range(4)))
-    found = predict_all(CostsConfig(**on, server_log=file), load)
-    assert found.as_json()["overhead"]["ms"] == pytest.approx(5.0, rel=0.01)
-    assert "3 intervals of vllm.log" in found.as_json()["overhead"]["source"]
-    assert found.predictions[0].speedup == pytest.approx(truth.predictions[0].speedup, rel=0.01)
+    prediction = predict_all(CostsConfig(**on, server_log=file), load)
+    assert prediction.as_json()["overhead"]["ms"] == pytest.approx(5.0, rel=0.01)
+    assert "3 intervals of vllm.log" in prediction.as_json()["overhead"]["source"]
+    assert prediction.predictions[0].speedup == pytest.approx(truth.predictions[0].speedup, rel=0.01)
     file.write_text("\n".join(engine(20 * plain, 8) for _ in range(4)))
     with pytest.raises(ConfigError, match="without any overhead"):
         predict_all(CostsConfig(**on, server_log=file), load)
@@ -211,8 +211,8 @@ def test_what_tells_nothing_is_refused(text: str) -> None:
         parse_server(text)
 
 
-@pytest.mark.parametrize("wanted", [1.0, 1.8, 3.2, 7.9, 8.0])
-def test_a_chance_for_tokens_a_round(wanted: float) -> None:
-    assert tokens_per_round(constant(chance_for(wanted, 7)), 7) == pytest.approx(wanted)
+@pytest.mark.parametrize("expected", [1.0, 1.8, 3.2, 7.9, 8.0])
+def test_a_chance_for_tokens_a_round(expected: float) -> None:
+    assert tokens_per_round(constant(chance_for(expected, 7)), 7) == pytest.approx(expected)
     with pytest.raises(ConfigError, match="between 1 and 8"):
         chance_for(8.1, 7)

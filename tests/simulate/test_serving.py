@@ -6,20 +6,17 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
+from simulated_servers import COSTS, HALF, ONE_ROW, Adapting, Costs, jobs_of, run
 
 from paceline.errors import ConfigError
 from paceline.plan.chunks import LEAST_CHUNK
-from paceline.plan.marginals import Marginals
 from paceline.plan.planner import FixedPlanner
 from paceline.report.statistics import Spread
-from paceline.simulate.answer import simulate_server
-from paceline.simulate.config import CostsConfig, ServingConfig
-from paceline.simulate.costs.rounds import StepCosts
-from paceline.simulate.marginals import read_marginals
-from paceline.simulate.server.drafts import Survival, drafted, num_accepted
+from paceline.simulate.config import ServingConfig
+from paceline.simulate.server.drafts import drafted, num_accepted
 from paceline.simulate.server.load import (
     Lengths,
     LoadFigures,
@@ -35,36 +32,12 @@ from paceline.simulate.server.server import (
     BestPlanner,
     Case,
     Job,
-    Outcome,
     ServerShape,
     Simulation,
     make_planner,
 )
 
 pytestmark = pytest.mark.slow
-
-ONE_ROW = ServerShape(max_rows=1, prefill_chunk=None)
-HALF: Survival = tuple(0.5**place for place in range(1, 8))
-
-
-@dataclass(frozen=True)
-class Costs(StepCosts):
-    """A pass is a constant and something for every position beyond the first few, as on real machines."""
-
-    base_s: float = 0.010
-    position_s: float = 0.001
-    free: float = 4
-    draft: float = 0.001
-    host_s: float = 0.0005
-
-    def verify_s(self, batch: float, positions: float, context: float) -> float:
-        return self.base_s + self.position_s * max(batch * positions - self.free, 0)
-
-    def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
-        return self.draft * num_drafted
-
-
-COSTS = Costs()
 
 
 def lengths(text: str) -> Lengths:
@@ -73,22 +46,6 @@ def lengths(text: str) -> Lengths:
 
 CHUNKY = Costs(base_s=0.0, position_s=0.001, free=0, host_s=0.0)
 """A millisecond a position, nothing else."""
-
-
-class Adapting(Costs):
-    """Steps of an engine that shortens prompt chunks while requests run."""
-
-    prefill_adapts = True
-
-
-def jobs_of(number: int, prompt: int = 10, answer: int = 20, rate: float | None = None, seed: int = 0) -> list[Job]:
-    jobs = [Job(0.0, prompt, answer)] * number
-    return arriving(jobs, poisson(rate, number, seed)) if rate else jobs
-
-
-def run(jobs: list[Job], policy: str = "off", server: ServerShape | None = None, **options: object) -> Outcome:
-    case = Case(jobs, options.pop("costs", COSTS), server or ServerShape(), options.pop("survival", HALF))  # type: ignore[arg-type]
-    return case.run(policy, **options)  # type: ignore[arg-type]
 
 
 # Queueing theory
@@ -118,9 +75,9 @@ def test_littles_law() -> None:
     last = 0.0
     for when, change in events:
         area, now, last = area + now * (when - last), now + change, when
-    made = figures_of(outcome, "off", 1.0, rate=6.0)
-    assert made.mean_queue == pytest.approx(area / outcome.wall_s)
-    assert made.mean_queue > 0.1 and made.max_queue >= 3
+    figures = figures_of(outcome, "off", 1.0, rate=6.0)
+    assert figures.mean_queue == pytest.approx(area / outcome.wall_s)
+    assert figures.mean_queue > 0.1 and figures.max_queue >= 3
 
 
 def test_capacity_is_where_the_queue_begins_to_grow() -> None:
@@ -224,9 +181,9 @@ def test_the_same_seed_gives_the_same_figures(policy: str) -> None:
 def test_acceptance_is_drawn_from_the_survival_curve() -> None:
     survival = (0.9, 0.6, 0.6, 0.1)
     outcome = run(jobs_of(200, answer=200, rate=100.0), "4", survival=survival)
-    made = figures_of(outcome, "4", 1.0)
-    assert made.tokens_per_round == pytest.approx(1 + sum(survival), rel=0.02)
-    assert made.drafted_per_round == pytest.approx(4, rel=0.03)
+    figures = figures_of(outcome, "4", 1.0)
+    assert figures.tokens_per_round == pytest.approx(1 + sum(survival), rel=0.02)
+    assert figures.drafted_per_round == pytest.approx(4, rel=0.03)
     kept = [num_accepted(survival, luck / 1000, 4) for luck in range(1000)]
     assert [sum(each >= place for each in kept) / 1000 for place in range(1, 5)] == pytest.approx(survival, abs=0.002)
     certain = run(jobs_of(1, answer=41), "4", survival=(1.0,) * 4).requests[0]
@@ -280,17 +237,17 @@ def test_the_best_length_for_a_batch() -> None:
 def test_a_drafter_knows_what_it_is_sure_of() -> None:
     """Its drafts come to the survival curve, and what it was sure of stood more often."""
     luck, survival = random.Random(5), (0.8, 0.5, 0.4)
-    made = [drafted(survival, luck, 3, has_confidence=True) for _ in range(6000)]
+    drafts = [drafted(survival, luck, 3, has_confidence=True) for _ in range(6000)]
     for place, share in enumerate(survival):
-        assert statistics.fmean(each.num_right > place for each in made) == pytest.approx(share, abs=0.02)
-    firsts = sorted((each.confidence[0], each.num_right > 0) for each in made if each.confidence)
+        assert statistics.fmean(each.num_right > place for each in drafts) == pytest.approx(share, abs=0.02)
+    firsts = sorted((each.confidence[0], each.num_right > 0) for each in drafts if each.confidence)
     low, high = firsts[:1500], firsts[-1500:]
     assert statistics.fmean(stood for _, stood in low) < 0.6 and statistics.fmean(stood for _, stood in high) > 0.97
 
 
 def test_a_fixed_number_draws_by_the_curve_alone() -> None:
-    made = drafted(HALF, random.Random(1), 7, has_confidence=False)
-    assert made.confidence is None and 0 <= made.num_right <= 7
+    draft = drafted(HALF, random.Random(1), 7, has_confidence=False)
+    assert draft.confidence is None and 0 <= draft.num_right <= 7
 
 
 # Workloads and nonsense
@@ -343,61 +300,9 @@ def test_spreads() -> None:
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
-    made: LoadFigures = figures_of(run(jobs_of(2, answer=1)), "off", 1.0)
-    assert made.inter_token == Spread(None, None, None, None) and made.tokens_per_round == 1.0
+    figures: LoadFigures = figures_of(run(jobs_of(2, answer=1)), "off", 1.0)
+    assert figures.inter_token == Spread(None, None, None, None) and figures.tokens_per_round == 1.0
 
 
 def test_nobody_asks() -> None:
     assert Simulation(Case([], COSTS, ServerShape(), HALF), FixedPlanner(0), []).run().wall_s == 0.0
-
-
-THREE = Marginals(((0.7, 0.12, 0.05), (0.6, 0.2, 0.05), (0.65, 0.1, 0.05)))
-
-
-@dataclass(frozen=True)
-class BlockCosts(Costs):
-    """A drafter whose pass drafts a block, and passes that hardly get dearer."""
-
-    position_s: float = 0.00002
-
-    def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
-        return self.draft
-
-
-def tokens_per_round(outcome: Outcome) -> float:
-    done = outcome.requests
-    return 1 + sum(each.num_accepted_total for each in done) / sum(each.num_rounds for each in done)
-
-
-def test_trees_of_a_simulated_server_keep_what_marginals_make_expected() -> None:
-    case = Case(jobs_of(60, answer=200), BlockCosts(), ServerShape(max_rows=4), THREE.survival, marginals=THREE)
-    for policy, nodes in (("tree:4", 4), ("tree:12", 12)):
-        assert tokens_per_round(case.run(policy)) == pytest.approx(THREE.expected(nodes)[nodes].tokens, rel=0.03)
-    assert tokens_per_round(case.run("3")) == pytest.approx(1 + sum(THREE.survival), rel=0.03)
-
-
-def test_an_adaptive_server_grows_trees_where_passes_are_cheap() -> None:
-    case = Case(jobs_of(24, answer=200), BlockCosts(), ServerShape(max_rows=4), THREE.survival, marginals=THREE)
-    chains, trees = (each.run("adaptive") for each in (replace(case, marginals=None), case))
-    assert tokens_per_round(trees) > 1.08 * tokens_per_round(chains)
-    assert chains.wall_s > trees.wall_s
-
-
-def test_trees_need_to_know_what_they_are_made_of() -> None:
-    with pytest.raises(ConfigError, match="add --marginals"):
-        make_planner("tree:4", HALF, COSTS, 100, 256)
-    with pytest.raises(ConfigError, match="leave one of them out"):
-        ServingConfig(marginals="greedy", acceptance="0.8")
-    found = simulate_server(
-        CostsConfig(toy=True), ServingConfig(marginals="greedy", requests=5, policy=("off",), rate=(1.0,))
-    )
-    assert found.survival == read_marginals("greedy").survival
-
-
-@pytest.mark.parametrize("block", [15, pytest.param(None, marks=pytest.mark.nightly)], ids=["block", "chain"])
-def test_adaptive_keeps_up_with_the_best_length_at_64_streams(block: int | None) -> None:
-    """Qwen3-8B on 8 H100, 64 in flight: it had 1.11x where the best length has 1.25x, drafting 0.6 tokens a round."""
-    costs = CostsConfig(model="Qwen3-8B", hardware="8x H100", block=block)
-    config = ServingConfig(acceptance="0.65", concurrency=(64,), max_rows=64, requests=160 if block else 400)
-    off, best, adaptive = (each.tokens_per_s for each in simulate_server(costs, config).loads)
-    assert best > 1.2 * off and adaptive - off > 0.85 * (best - off)

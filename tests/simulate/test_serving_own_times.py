@@ -93,20 +93,20 @@ def test_own_times_leave_their_sum_as_it_was() -> None:
         ("draft", 12, 10, 0.9),
         ("prefill", 8, 2, 0.3),
     ]
-    told = [[*common, ("step", 1, 151, 2.1)], [*slow, ("step", 1, 200, 14.3)]]
+    steps = [[*common, ("step", 1, 151, 2.1)], [*slow, ("step", 1, 200, 14.3)]]
     jobs = [Job(0.0, 8, 1), Job(0.0, 8, 1)]
     passes = [
-        Recorded("off", Arrivals(concurrency=1), jobs, 1.0, [0.1], Rounds(), Rounds(), steps=each) for each in told
+        Recorded("off", Arrivals(concurrency=1), jobs, 1.0, [0.1], Rounds(), Rounds(), steps=each) for each in steps
     ]
-    found = own_costs(passes)
-    for costs, own in zip(found, told, strict=True):
+    costs_by_pass = own_costs(passes)
+    for costs, own in zip(costs_by_pass, steps, strict=True):
         passed = [(size, count, seconds) for kind, size, count, seconds in own if kind == "verify"]
         assert sum(count * costs.verify_s(1, size, 0) for size, count, _ in passed) == pytest.approx(
             sum(s for *_, s in passed)
         )
         times = [costs.verify_s(1, size, 0) for size in range(1, 100)]
         assert times == pytest.approx(sorted(times)) and times[0] > 0
-    fast_costs, slow_costs = found
+    fast_costs, slow_costs = costs_by_pass
     assert fast_costs.verify_s(1, 1, 0) == fast_costs.verify_s(1, 2, 0), (
         "50 passes of two positions took less than those of one"
     )

@@ -91,16 +91,18 @@ def test_a_real_run_can_be_replayed(tmp_path: Path) -> None:
     assert all([job.arrives_at for job in each.jobs] == sorted(job.arrives_at for job in each.jobs) for each in opened)
     assert [job.arrives_at for job in opened[0].jobs] == pytest.approx(poisson(50.0, 4, 0), abs=0.002)
     assert [job.arrives_at for job in opened[-1].jobs] == pytest.approx(poisson(50.0, 4, 1), abs=0.002)
-    found = compare(passes, table_of(STEPS), ServerShape(), SURVIVAL)
-    assert len(found) == 4 and all(each.num_requests == 8 and each.measured_tokens_per_s > 0 for each in found)
+    comparisons = compare(passes, table_of(STEPS), ServerShape(), SURVIVAL)
+    assert len(comparisons) == 4 and all(
+        each.num_requests == 8 and each.measured_tokens_per_s > 0 for each in comparisons
+    )
 
 
 def test_the_simulator_agrees_with_itself(folder: Path) -> None:
     passes = read_passes(folder)
     costs = table_of(STEPS)
-    found = compare(passes, costs, ServerShape(), SURVIVAL)
-    assert [each.policy for each in found] == ["off", "7", "off", "7"]
-    for each in found:
+    comparisons = compare(passes, costs, ServerShape(), SURVIVAL)
+    assert [each.policy for each in comparisons] == ["off", "7", "off", "7"]
+    for each in comparisons:
         assert each.throughput_error == pytest.approx(0, abs=1e-6) and each.first_token_error == pytest.approx(
             0, abs=1e-6
         )
@@ -112,8 +114,8 @@ def test_the_simulator_agrees_with_itself(folder: Path) -> None:
 
 
 def test_how_drafts_fared_is_read_from_the_pass_that_drafted_most(folder: Path) -> None:
-    found = recorded_survival(read_passes(folder))
-    assert len(found) == 7 and found == pytest.approx(SURVIVAL, abs=0.08)
+    survival = recorded_survival(read_passes(folder))
+    assert len(survival) == 7 and survival == pytest.approx(SURVIVAL, abs=0.08)
     assert recorded_survival([each for each in read_passes(folder) if each.speculate == "off"]) == ()
 
 
@@ -121,18 +123,18 @@ def test_places_that_were_seldom_tried_are_estimated() -> None:
     """Four drafts a round on average, some of six: the places beyond the fourth stand as often as the first four."""
     chance = 0.8
     rounds = [round(1000 * chance**count * (1 - chance)) for count in range(4)]
-    found = Rounds(1000, 4000, (*rounds, 300, 50, 60))
-    recorded = Recorded("auto", Arrivals(concurrency=1), [Job(0.0, 1, 1)], 1.0, [0.1], found, found)
-    found = recorded_survival([recorded])
-    assert len(found) == 6
-    conditional = [later / sooner for sooner, later in zip((1.0, *found), found, strict=False)]
+    counted = Rounds(1000, 4000, (*rounds, 300, 50, 60))
+    recorded = Recorded("auto", Arrivals(concurrency=1), [Job(0.0, 1, 1)], 1.0, [0.1], counted, counted)
+    survival = recorded_survival([recorded])
+    assert len(survival) == 6
+    conditional = [later / sooner for sooner, later in zip((1.0, *survival), survival, strict=False)]
     assert conditional[:4] == pytest.approx([chance] * 4, abs=0.01)
     assert conditional[4:] == pytest.approx([sum(conditional[:4]) / 4] * 2)
 
 
 def line_of(**rounds: Any) -> dict[str, Any]:
     """A request of a run, as `paceline bench serving` logs it."""
-    told = {
+    fields = {
         "repetition": 0,
         "due_s": 0.0,
         "first_s": 0.1,
@@ -141,7 +143,7 @@ def line_of(**rounds: Any) -> dict[str, Any]:
         "num_tokens": 40,
         "wall_s": 1.0,
     }
-    return {"speculate": "auto", "concurrency": 1, "rate": None, **told, **rounds}
+    return {"speculate": "auto", "concurrency": 1, "rate": None, **fields, **rounds}
 
 
 BY_SOURCE = {
@@ -160,10 +162,10 @@ def written(folder: Path, *lines: dict[str, Any]) -> Path:
 def test_lookups_do_not_count_as_the_drafters_rounds(tmp_path: Path) -> None:
     """Half of the drafter's rounds keep one draft; lookups, which all stand, and rounds without drafts say nothing of
     it."""
-    [told] = read_passes(written(tmp_path, line_of(**ALL, rounds_by_source=BY_SOURCE)))
-    assert recorded_survival([told]) == (0.5, 0.25)
-    assert (told.own.num_rounds, told.own.tokens_per_round) == (100, 1.75)
-    assert (told.rounds.tokens_per_round, told.rounds.drafted_per_round) == (pytest.approx(1 + 555 / 200), 3.4)
+    [recorded] = read_passes(written(tmp_path, line_of(**ALL, rounds_by_source=BY_SOURCE)))
+    assert recorded_survival([recorded]) == (0.5, 0.25)
+    assert (recorded.own.num_rounds, recorded.own.tokens_per_round) == (100, 1.75)
+    assert (recorded.rounds.tokens_per_round, recorded.rounds.drafted_per_round) == (pytest.approx(1 + 555 / 200), 3.4)
     [untold] = read_passes(written(tmp_path, line_of(**ALL)))
     assert len(recorded_survival([untold])) == 8
 
@@ -175,8 +177,8 @@ def test_auto_finds_text_to_draft_as_often_as_recorded(tmp_path: Path) -> None:
         line_of(**ALL, rounds_by_source=BY_SOURCE) | {"speculate": "off"},
     ]
     passes = read_passes(written(tmp_path, *lines))
-    found = recorded_lookups(passes[:1])
-    assert found == Lookups(0.3, (1.0,) * 8) and found.chance == 1.0
+    lookups = recorded_lookups(passes[:1])
+    assert lookups == Lookups(0.3, (1.0,) * 8) and lookups.chance == 1.0
     auto, off = compare(passes, table_of(STEPS), ServerShape(), recorded_survival(passes))
     assert auto.simulated_tokens_per_round > 2 and off.simulated_tokens_per_round == 1
     dear = table_of({**STEPS, "draft": [[rows, width, 0.2] for rows, width, _ in STEPS["draft"]]})
@@ -238,7 +240,7 @@ def test_prefill_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda file: file.unlink(), "takes the folder of a run of paceline bench serving"),
         (lambda file: file.write_text("{"), "neither JSON nor JSON lines"),
@@ -257,11 +259,11 @@ def test_prefill_times() -> None:
         ),
     ],
 )
-def test_runs_that_cannot_be_replayed(tmp_path: Path, spoil: Callable[[Path], Any], said: str) -> None:
+def test_runs_that_cannot_be_replayed(tmp_path: Path, spoil: Callable[[Path], Any], message: str) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text("")
     spoil(file)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_passes(tmp_path)
 
 
@@ -332,14 +334,14 @@ def test_a_sweep_over_measured_steps(steps: Path, tmp_path: Path) -> None:
 
 def test_usual_rates_reach_from_idle_to_too_much() -> None:
     words = ("--model", "smollm2-135m", "--hardware", "H100", "--requests", "30", "--policy", "off", "--max-draft", "2")
-    told = run(*words)
-    assert told.count("per second") >= 5 and "saturated" in told and "Limits:" in told
+    output = run(*words)
+    assert output.count("per second") >= 5 and "saturated" in output and "Limits:" in output
 
 
 def test_replayed_against_a_run(steps: Path, folder: Path, tmp_path: Path) -> None:
     words = ("--steps", str(steps), "--against", str(folder), "--request-overhead", "0")
-    given = ("--acceptance", "survival:" + ",".join(map(str, SURVIVAL)))
-    line = last_line(run(*words, *given, "--json", "--out", str(tmp_path / "run")))
+    options = ("--acceptance", "survival:" + ",".join(map(str, SURVIVAL)))
+    line = last_line(run(*words, *options, "--json", "--out", str(tmp_path / "run")))
     assert line["num_within"] == len(line["compared"]) == 4
     assert max(abs(each["throughput_error"]) for each in line["compared"]) < 1e-6
     page = (tmp_path / "run" / "report.html").read_text()
@@ -355,13 +357,13 @@ def test_a_policy_that_is_none_is_refused_before_the_work(monkeypatch: pytest.Mo
         raise AssertionError("it simulates before it has read --policy")
 
     monkeypatch.setattr("paceline.simulate.answer.capacity", worked)
-    for policy, said in (("fastest", "'fastest' is not known"), (",", "at least one request, one policy")):
-        with pytest.raises(ConfigError, match=said):
+    for policy, message in (("fastest", "'fastest' is not known"), (",", "at least one request, one policy")):
+        with pytest.raises(ConfigError, match=message):
             run("--model", "smollm2-135m", "--hardware", "H100", "--policy", policy)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--rate", "0"), "--rate must be above 0"),
         (("--rate", "soon"), "is no list of numbers"),
@@ -377,7 +379,7 @@ def test_a_policy_that_is_none_is_refused_before_the_work(monkeypatch: pytest.Mo
         (("--against", "/no/such/run", "--rate", "1"), "--against has its own loads"),
     ],
 )
-def test_bad_words(words: tuple[str, ...], said: str) -> None:
-    given = words if "--steps" in words or "--model" in words else (*words, "--hardware", "H100")
-    with pytest.raises((ConfigError, FileNotFoundError), match=re.escape(said)):
-        run(*given)
+def test_bad_words(words: tuple[str, ...], message: str) -> None:
+    options = words if "--steps" in words or "--model" in words else (*words, "--hardware", "H100")
+    with pytest.raises((ConfigError, FileNotFoundError), match=re.escape(message)):
+        run(*options)

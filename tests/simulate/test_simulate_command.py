@@ -31,17 +31,17 @@ def line(*words: str) -> dict[str, Any]:
 
 
 def test_the_json_line() -> None:
-    found = line(*BLOCK, "--batch", "32", "--drafter-cost", "0.1")
-    assert (found["best_draft_length"], round(found["speedup"], 2)) == (16, 2.98)
-    assert [length for length, _ in found["curve"]] == list(range(17))
-    assert found["curve"][0][1] == 1.0
-    assert found["tokens_per_s"] / found["plain_tokens_per_s"] == pytest.approx(found["speedup"])
-    assert sum(found["time_split"].values()) == pytest.approx(1.0)
-    assert set(found["flags"]) == {"paceline", "vllm", "sglang"}
-    assert "deepseek-ai/DeepSeek-V4-Pro" in found["flags"]["vllm"]
-    assert found["limits"] and found["sensitivity"]
-    assert any("does not fit" in warning for warning in found["warnings"])
-    assert found["sweep"] is None
+    result = line(*BLOCK, "--batch", "32", "--drafter-cost", "0.1")
+    assert (result["best_draft_length"], round(result["speedup"], 2)) == (16, 2.98)
+    assert [length for length, _ in result["curve"]] == list(range(17))
+    assert result["curve"][0][1] == 1.0
+    assert result["tokens_per_s"] / result["plain_tokens_per_s"] == pytest.approx(result["speedup"])
+    assert sum(result["time_split"].values()) == pytest.approx(1.0)
+    assert set(result["flags"]) == {"paceline", "vllm", "sglang"}
+    assert "deepseek-ai/DeepSeek-V4-Pro" in result["flags"]["vllm"]
+    assert result["limits"] and result["sensitivity"]
+    assert any("does not fit" in warning for warning in result["warnings"])
+    assert result["sweep"] is None
 
 
 def test_a_limit_that_is_none_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +80,11 @@ def test_every_prediction_says_what_it_assumes_and_what_differs() -> None:
 
 
 def test_a_sweep_over_batches() -> None:
-    found = line(*BLOCK, "--batch", "1,4,32,128")
-    assert [each["batch"] for each in found["sweep"]] == [1, 4, 32, 128]
-    assert [round(each["speedup"], 2) for each in found["sweep"]] == [1.63, 1.16, 2.98, 5.06]
-    assert found["speedup"] == found["sweep"][0]["speedup"]
-    assert len([warning for warning in found["warnings"] if "does not fit" in warning]) == 1
+    result = line(*BLOCK, "--batch", "1,4,32,128")
+    assert [each["batch"] for each in result["sweep"]] == [1, 4, 32, 128]
+    assert [round(each["speedup"], 2) for each in result["sweep"]] == [1.63, 1.16, 2.98, 5.06]
+    assert result["speedup"] == result["sweep"][0]["speedup"]
+    assert len([warning for warning in result["warnings"] if "does not fit" in warning]) == 1
 
 
 def test_people_read_stdout_unless_it_is_json() -> None:
@@ -118,18 +118,18 @@ def test_the_layered_variant_differs_where_layers_do() -> None:
 
 
 def test_the_toy_needs_no_machine() -> None:
-    found = line("--toy", "--acceptance", "0.75", "--max-draft", "6")
-    assert found["speedup"] == pytest.approx(3.466, abs=1e-3)
-    assert (found["kind"], found["tokens_per_s"], found["hardware"]) == ("toy", None, None)
+    result = line("--toy", "--acceptance", "0.75", "--max-draft", "6")
+    assert result["speedup"] == pytest.approx(3.466, abs=1e-3)
+    assert (result["kind"], result["tokens_per_s"], result["hardware"]) == ("toy", None, None)
     assert any("--block has no effect" in warning for warning in line("--toy", "--block", "4")["warnings"])
 
 
 def test_a_table_of_step_times(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     file.write_text(json.dumps(steps_file()))
-    found = line("--table", str(file), "--acceptance", "0.8", "--batch", "1,8", "--context", "256")
-    assert found["kind"] == "measured"
-    assert found["plain_tokens_per_s"] == pytest.approx(1 / (steps_file()["verify"][0][2] + steps_file()["host_s"]))
+    result = line("--table", str(file), "--acceptance", "0.8", "--batch", "1,8", "--context", "256")
+    assert result["kind"] == "measured"
+    assert result["plain_tokens_per_s"] == pytest.approx(1 / (steps_file()["verify"][0][2] + steps_file()["host_s"]))
     beyond = line("--table", str(file), "--batch", "16", "--hardware", "B200")
     assert any("extrapolated" in warning for warning in beyond["warnings"])
     assert any("--hardware has no effect" in warning for warning in beyond["warnings"])
@@ -137,8 +137,8 @@ def test_a_table_of_step_times(tmp_path: Path) -> None:
 
 def test_calibrate_and_predict(tmp_path: Path) -> None:
     (tmp_path / "steps.json").write_text(json.dumps(steps_file()))
-    told = line("--calibrate", str(tmp_path))
-    assert told["held_out"]["worst_error"] < 1e-3
+    result = line("--calibrate", str(tmp_path))
+    assert result["held_out"]["worst_error"] < 1e-3
     assert {path.name for path in tmp_path.iterdir()} >= {"calibration.json", "calibration.md", "calibration.svg"}
     assert "<svg" in (tmp_path / "calibration.svg").read_text()
     assert "held-out sizes" in (tmp_path / "calibration.md").read_text()
@@ -150,19 +150,19 @@ def test_calibrate_and_predict(tmp_path: Path) -> None:
 
 
 def test_listing() -> None:
-    told = line("--list")
-    assert {"DeepSeek-V4-Flash", "smollm2-135m"} <= set(told["models"])
-    assert "Qwen3.6-Max" in told["unavailable"] and "Qwen3.6-Max" not in told["models"]
-    assert "laptop CPU" in told["machines"]
+    result = line("--list")
+    assert {"DeepSeek-V4-Flash", "smollm2-135m"} <= set(result["models"])
+    assert "Qwen3.6-Max" in result["unavailable"] and "Qwen3.6-Max" not in result["models"]
+    assert "laptop CPU" in result["machines"]
     assert "not public" in run("--list")
 
 
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/test_hardware.py measures."""
     monkeypatch.setattr("paceline.simulate.answer.this_machine", lambda device: MACHINE)
-    found = line("--model", "smollm2-135m", "--acceptance", "0.8,0.7", "--max-draft", "4")
-    assert found["hardware"] == MACHINE.name
-    assert any("place 2" in sentence for sentence in found["limits"])
+    result = line("--model", "smollm2-135m", "--acceptance", "0.8,0.7", "--max-draft", "4")
+    assert result["hardware"] == MACHINE.name
+    assert any("place 2" in sentence for sentence in result["limits"])
 
 
 @pytest.mark.parametrize(

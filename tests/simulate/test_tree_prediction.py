@@ -71,9 +71,12 @@ def test_marginals_predict_what_chains_kept(name: str) -> None:
 @pytest.mark.slow
 def test_a_chain_of_marginals_and_the_same_acceptance_are_one(steps: CostsConfig) -> None:
     marginals = read_marginals("greedy")
-    found = predict_all(steps, PredictConfig(tree="best"))
-    told = predict_all(steps, PredictConfig(acceptance=",".join(map(str, marginals.firsts)), max_draft=7))
-    assert found.predictions == told.predictions and found.acceptance.num_rounds == marginals.num_rounds
+    by_marginals = predict_all(steps, PredictConfig(tree="best"))
+    by_acceptance = predict_all(steps, PredictConfig(acceptance=",".join(map(str, marginals.firsts)), max_draft=7))
+    assert (
+        by_marginals.predictions == by_acceptance.predictions
+        and by_marginals.acceptance.num_rounds == marginals.num_rounds
+    )
     assert (
         predict_all(steps, PredictConfig()).trees == []
         and predict_all(steps, PredictConfig()).as_json()["trees"] is None
@@ -82,8 +85,8 @@ def test_a_chain_of_marginals_and_the_same_acceptance_are_one(steps: CostsConfig
 
 @pytest.mark.slow
 def test_speed_ups_follow_from_tokens_and_costs(steps: CostsConfig) -> None:
-    found = predict_all(steps, PredictConfig(tree="8,16,128"))
-    expected, (trees,), (chain,) = read_marginals("greedy").expected(128), found.trees, found.predictions
+    prediction = predict_all(steps, PredictConfig(tree="8,16,128"))
+    expected, (trees,), (chain,) = read_marginals("greedy").expected(128), prediction.trees, prediction.predictions
     for point, round_s in zip(trees.points, (1.3, 1.7, 9.1), strict=True):
         assert point.round_s == pytest.approx(round_s) and point.tokens_per_round == expected[point.nodes].tokens
         assert point.speedup == pytest.approx(expected[point.nodes].tokens / round_s)
@@ -92,7 +95,7 @@ def test_speed_ups_follow_from_tokens_and_costs(steps: CostsConfig) -> None:
     every = predict_all(steps, PredictConfig(tree=",".join(map(str, range(1, 129)))))
     assert trees.best == max(every.trees[0].points, key=lambda each: each.speedup) and 6 <= trees.best_nodes <= 12
     assert trees.best.speedup > chain.speedup > 1 > trees.points[2].speedup
-    assert found.as_json()["trees"][0]["best_nodes"] == trees.best_nodes
+    assert prediction.as_json()["trees"][0]["best_nodes"] == trees.best_nodes
 
 
 @pytest.mark.slow
@@ -160,11 +163,14 @@ def test_marginals_of_runs_and_files(tmp_path: Path) -> None:
     assert read_marginals(str(tmp_path)) == read_marginals(f"{tmp_path}:b") == expected
     assert read_marginals(f"{tmp_path}:a") == Marginals.of(Tally.of(small))
     file = tmp_path / "mine.json"
-    for told, found in (({"marginals": counts}, expected), ([[0.7, 0.1], [0.5]], Marginals(((0.7, 0.1), (0.5,))))):
-        file.write_text(json.dumps(told))
-        assert read_marginals(str(file)) == found
-    for told in ({"survival": [0.5]}, [0.7, 0.1], {"results": [{"drafter": "none"}]}, {"marginals": "x"}):
-        file.write_text(json.dumps(told))
+    for content, expected_marginals in (
+        ({"marginals": counts}, expected),
+        ([[0.7, 0.1], [0.5]], Marginals(((0.7, 0.1), (0.5,)))),
+    ):
+        file.write_text(json.dumps(content))
+        assert read_marginals(str(file)) == expected_marginals
+    for content in ({"survival": [0.5]}, [0.7, 0.1], {"results": [{"drafter": "none"}]}, {"marginals": "x"}):
+        file.write_text(json.dumps(content))
         with pytest.raises(ConfigError, match=r"paceline bench decode --plan tree:32"):
             read_marginals(str(file))
     for text in ("no-such-thing", "", f"{tmp_path}:c"):
@@ -173,8 +179,8 @@ def test_marginals_of_runs_and_files(tmp_path: Path) -> None:
 
 
 def test_what_is_built_in_says_where_it_was_measured() -> None:
-    for told in built_in().values():
-        assert "paceline bench decode" in told["about"] and Tally.of(told).num_rounds > 1000
+    for record in built_in().values():
+        assert "paceline bench decode" in record["about"] and Tally.of(record).num_rounds > 1000
 
 
 @pytest.mark.parametrize("wrong", ["0", "129", "-4", "8,", "many", "3.5", "best,8"])
@@ -200,5 +206,5 @@ def test_the_command(steps: CostsConfig) -> None:
         and "tree of 32" in shown.stdout
         and ", the best" in shown.stdout
     )
-    told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout.splitlines()[-1])
-    assert [each["nodes"] for each in told["trees"][0]["points"]] == [8, 32]
+    result = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout.splitlines()[-1])
+    assert [each["nodes"] for each in result["trees"][0]["points"]] == [8, 32]

@@ -41,7 +41,7 @@ class Tab:
         self.page = self.context.new_page()
         self.errors: list[str] = []
         self.urls: list[str] = []
-        self.page.on("console", lambda told: self.errors.append(f"{told.type}: {told.text}"))
+        self.page.on("console", lambda message: self.errors.append(f"{message.type}: {message.text}"))
         self.page.on("pageerror", lambda error: self.errors.append(f"error: {error}"))
         self.page.on("request", lambda request: self.urls.append(request.url))
 

@@ -53,10 +53,10 @@ class Visit:
     def shown(self) -> str:
         return self.page.evaluate(SHOWN)
 
-    def script(self, body: str, *given: Any) -> Any:
+    def script(self, body: str, *arguments: Any) -> Any:
         """Returns the result of an async function over `given`, `follow(link)` and `shown()`, in one call to the
         page."""
-        return self.page.evaluate(f"async (given) => {{ const follow = {FOLLOW}, shown = {SHOWN}; {body} }}", given)
+        return self.page.evaluate(f"async (given) => {{ const follow = {FOLLOW}, shown = {SHOWN}; {body} }}", arguments)
 
     def unfold(self, control: Any) -> Any:
         if not control.is_visible():

@@ -226,9 +226,9 @@ class ScriptedDrafter(Drafter):
         drafts = [self._draft(seq, limit) for seq, limit in zip(batch.sequences, limits, strict=True)]
         return DraftBlock([tokens for tokens, _ in drafts], [probs for _, probs in drafts])
 
-    def chances_of(self, seq: Request, said: list[int], probs_KV: Tensor) -> list[float]:
+    def chances_of(self, seq: Request, tokens: list[int], probs_KV: Tensor) -> list[float]:
         """Chances as DFlashDrafter computes them, for drafts independent of each other."""
-        return [float(probs_V[token]) for probs_V, token in zip(probs_KV, said, strict=False)]
+        return [float(probs_V[token]) for probs_V, token in zip(probs_KV, tokens, strict=False)]
 
     def _draft(self, seq: Request, num_tokens: int) -> tuple[list[int], Tensor | None]:
         tokens: list[int] = []

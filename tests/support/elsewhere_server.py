@@ -58,8 +58,8 @@ class Elsewhere:
         self.keys.append(key)
         if self.key is not None and key != f"Bearer {self.key}":
             return 401, b"no"
-        if (told := self.other(method, path, body)) is not None:
-            return told
+        if (reply := self.other(method, path, body)) is not None:
+            return reply
         if path == "/v1/models":
             return 200, json.dumps({"data": [{"id": "the-model"}]}).encode()
         self.bodies.append(body)
@@ -101,8 +101,8 @@ def served(fake: Elsewhere) -> Iterator[Elsewhere]:
 
     class Handler(BaseHTTPRequestHandler):
         def _any(self) -> None:
-            told = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            body = json.loads(told) if told else {}
+            raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = json.loads(raw) if raw else {}
             status, data = fake.answer(self.command, self.path, self.headers.get("Authorization"), body)
             if not status:
                 self.close_connection = True

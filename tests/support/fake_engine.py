@@ -40,15 +40,15 @@ def main(kind: str, words: list[str]) -> None:
         time.sleep(600)
     if kind == "low":
         low(int(named(words, "--port")))
-    asked = json.loads(named(words, "--speculative-config"))
+    config = json.loads(named(words, "--speculative-config"))
     ours = ["serve", "--model", words[0] if "--model" not in words else named(words, "--model"), "--dtype", "float32"]
     ours += [
         "--port",
         named(words, "--port"),
         "--drafter",
-        asked["model"],
+        config["model"],
         "--speculate",
-        str(asked["num_speculative_tokens"]),
+        str(config["num_speculative_tokens"]),
     ]
     os.execv(sys.executable, [sys.executable, "-m", "paceline", *ours])
 

@@ -20,8 +20,8 @@ def sent(value: Any) -> Any:
 class Rows:
     """A data set of Ray's: what is asked, and what goes through it to workers and back is pickled."""
 
-    def __init__(self, asked: list[Any]) -> None:
-        self.asked, self.options = asked, dict[str, Any]()
+    def __init__(self, rows: list[Any]) -> None:
+        self.asked, self.options = rows, dict[str, Any]()
         self.work: Callable[[dict[str, Any]], dict[str, list[Any]]] = lambda batch: {}
 
     def map_batches(self, worker: Any, **options: Any) -> Rows:
@@ -32,8 +32,8 @@ class Rows:
         size = self.options["batch_size"]
         for at in reversed(range(0, len(self.asked), size)):
             batch = {"asked": sent(self.asked[at : at + size])}
-            (made,) = self.work(batch)["made"]
-            yield {"made": sent(made)}
+            (result,) = self.work(batch)["made"]
+            yield {"made": sent(result)}
 
 
 class FakeRay:

@@ -47,8 +47,8 @@ class FakeServer:
     def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
         self.calls.append((method, path, body))
         if path in self.refuses:
-            status, told = self.refuses[path]
-            return status, json.dumps(told)
+            status, content = self.refuses[path]
+            return status, json.dumps(content)
         if path == "/health":
             return (200, "") if self.is_well else (503, "")
         if path == "/metrics":
@@ -64,8 +64,13 @@ class FakeServer:
         match method, words:
             case "GET", ["drafters"]:
                 rows = [
-                    {"name": name, "drafter": made, "state": "draining" if name in self.drained else "ready", "rows": 0}
-                    for name, made in self.members.items()
+                    {
+                        "name": name,
+                        "drafter": drafter,
+                        "state": "draining" if name in self.drained else "ready",
+                        "rows": 0,
+                    }
+                    for name, drafter in self.members.items()
                 ]
                 clusters = [{"label": label, "pinned": name} for label, name in self.clusters.items()]
                 return 200, json.dumps({"drafters": rows, "clusters": clusters})
@@ -150,5 +155,5 @@ def restart_command(folder: Path, status: int = 0) -> str:
     return f"{sys.executable} {script}"
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def recorded_environments(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]

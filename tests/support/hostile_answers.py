@@ -173,14 +173,14 @@ class World:
 
     def harm(self) -> list[str]:
         """Forbidden effects that happened."""
-        found = []
+        damage = []
         if not self.file.is_file() or self.file.read_text() != "ours" or [*self.file.parent.iterdir()] != [self.file]:
-            found.append("a file was changed")
+            damage.append("a file was changed")
         if self.visits:
-            found.append("a server was reached")
+            damage.append("a server was reached")
         if left := [name for name in names_of_processes() if name == MARK[:15]]:
-            found.append(f"{len(left)} processes are left")
-        return found
+            damage.append(f"{len(left)} processes are left")
+        return damage
 
 
 def names_of_processes() -> list[str]:

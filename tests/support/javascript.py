@@ -28,8 +28,8 @@ def run_js(main: str, value: Any) -> Any:
     script = f"{source}\nconst found = JSON.stringify(({main})({json.dumps(value)}));\n"
     node = shutil.which("node")
     if node and not os.environ.get("PACELINE_NO_NODE"):
-        told = '"use strict";\n' + script + "process.stdout.write(found);"
-        done = subprocess.run([node, "-"], input=told, capture_output=True, text=True, timeout=TIMEOUT_S)
+        program = '"use strict";\n' + script + "process.stdout.write(found);"
+        done = subprocess.run([node, "-"], input=program, capture_output=True, text=True, timeout=TIMEOUT_S)
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads(done.stdout)
     return json.loads(_in_chromium(script))
@@ -42,6 +42,6 @@ def _in_chromium(script: str) -> str:
         pytest.skip("neither Node nor Chromium is installed")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path)
-        found = browser.new_page().evaluate(f'() => {{ "use strict"; {script} return found; }}')
+        result = browser.new_page().evaluate(f'() => {{ "use strict"; {script} return found; }}')
         browser.close()
-    return found
+    return result

@@ -229,7 +229,7 @@ def wait_until(is_true: Callable[[], object], seconds: float = 30.0) -> None:
         assert waited < seconds, "it did not happen in time"
 
 
-def asked(text: str = "hello", **more: Any) -> dict[str, Any]:
+def chat_body(text: str = "hello", **more: Any) -> dict[str, Any]:
     """A chat request."""
     return {"messages": [{"role": "user", "content": text}], **more}
 

@@ -192,9 +192,9 @@ def precision(folder: Path, ranks: Ranks) -> None:
     """In which numbers a sharded network computes, and in which it is kept."""
     seen: dict[str, str] = {}
 
-    def look(layer: Any, given: tuple[Any, ...]) -> None:
+    def look(layer: Any, arguments: tuple[Any, ...]) -> None:
         seen.update(weight=str(layer.self_attn.q_proj.weight.dtype), norm=str(layer.input_layernorm.weight.dtype))
-        seen.update(stream=str(given[1].dtype))
+        seen.update(stream=str(arguments[1].dtype))
 
     trainer = make_trainer(replace(BASE, autocast=True, parallel="sharded", max_steps=1), folder / "precision", ranks)
     next(iter(trainer.drafter.layers)).register_forward_pre_hook(look)
@@ -234,7 +234,7 @@ def overlap(folder: Path, ranks: Ranks) -> None:
 def differ(folder: Path, ranks: Ranks) -> None:
     """Networks that differ: at the beginning, where nothing repairs it, later on; and checkpoints of different
     steps."""
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def spoil(trainer: Trainer) -> None:
         if ranks.rank == ranks.world - 1:
@@ -243,21 +243,21 @@ def differ(folder: Path, ranks: Ranks) -> None:
 
     repaired = make_trainer(BASE, folder / "repaired", ranks)
     spoil(repaired)
-    told["repaired"] = run(repaired)
+    results["repaired"] = run(repaired)
     with mock.patch("paceline.train.processes.parallel.give_first", return_value=None):
         left = make_trainer(BASE, folder / "left", ranks)
         spoil(left)
-        told["left"] = refused(left)
+        results["left"] = refused(left)
     later = make_trainer(replace(BASE, checkpoint_minutes=0), folder / "later", ranks)
-    told["later"] = refused(later, lambda seen: spoil(later) if seen["step"] == 3 else None)
-    told["later step"] = later.state.step
+    results["later"] = refused(later, lambda seen: spoil(later) if seen["step"] == 3 else None)
+    results["later step"] = later.state.step
     elsewhere = "killed-replicated" if ranks.is_first else "resumed-replicated"
     other = make_trainer(BASE, folder / elsewhere, ranks)
     try:
         other.resume()
     except ProcessesError as error:
-        told["resumed"] = str(error)
-    (folder / f"differ-{ranks.rank}.json").write_text(json.dumps(told))
+        results["resumed"] = str(error)
+    (folder / f"differ-{ranks.rank}.json").write_text(json.dumps(results))
 
 
 def refused(trainer: Trainer, on_step: Any = lambda seen: None) -> str:

@@ -24,12 +24,12 @@ def mtp_folders(folders: pytest.TempPathFactory) -> Folder:
     """A family's tiny model, by its name in `FAMILIES`, without such a layer; "name+" has one, a copy as `new_layer`
     makes it, its weights shaken. "few" is Qwen3.5 with few tokens, whose next one is mostly the last one's doing."""
     written: Written = {}
-    made: dict[str, Path] = {}
+    folders_by_name: dict[str, Path] = {}
 
     def one(name: str) -> Path:
-        if name not in made:
-            made[name] = write(name.removesuffix("+"), name.endswith("+"), folders.mktemp("mtp") / "model")
-        return made[name]
+        if name not in folders_by_name:
+            folders_by_name[name] = write(name.removesuffix("+"), name.endswith("+"), folders.mktemp("mtp") / "model")
+        return folders_by_name[name]
 
     def write(name: str, has_layer: bool, folder: Path) -> Path:
         if name == "few":

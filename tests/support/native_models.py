@@ -196,11 +196,11 @@ def random_weights(config: DecoderConfig, seed: int = 0) -> dict[str, Tensor]:
 
 def blocks_of(weights: dict[str, Tensor], kinds: tuple[BlockKind | None, ...]) -> dict[str, Tensor | Blocks]:
     """The matrices in these formats by turns; None stays dense."""
-    made: dict[str, Tensor | Blocks] = {}
+    blocks: dict[str, Tensor | Blocks] = {}
     for index, (name, tensor) in enumerate(weights.items()):
         kind = kinds[index % len(kinds)] if tensor.ndim == 2 else None
-        made[name] = tensor if kind is None else quantised(tensor, kind)
-    return made
+        blocks[name] = tensor if kind is None else quantised(tensor, kind)
+    return blocks
 
 
 def quantised(tensor: Tensor, kind: BlockKind) -> Blocks:
@@ -221,9 +221,9 @@ def quantised(tensor: Tensor, kind: BlockKind) -> Blocks:
 def native_decoder(
     config: DecoderConfig, weights: dict[str, Any], dtype: torch.dtype, num_rows: int = 4
 ) -> NativeDecoder:
-    made = NativeDecoder(config, weights.items(), num_rows=num_rows, max_len=128, dtype=dtype)
+    decoder = NativeDecoder(config, weights.items(), num_rows=num_rows, max_len=128, dtype=dtype)
     native_lib.set_threads(1)
-    return made
+    return decoder
 
 
 def twins(config: DecoderConfig, dtype: torch.dtype, num_rows: int = 4) -> tuple[Decoder, NativeDecoder]:

@@ -157,8 +157,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        told = {"auth": self.headers["Authorization"], "drafter": self.headers["X-Paceline-Drafter"]}
-        self.server.asked.append({"path": self.path, **told, **body})
+        headers = {"auth": self.headers["Authorization"], "drafter": self.headers["X-Paceline-Drafter"]}
+        self.server.asked.append({"path": self.path, **headers, **body})
         prompt = body["messages"][-1]["content"]
         if prompt == "refuse" and not self.server.lenient:
             error = json.dumps({"error": {"message": "16 requests are waiting", "type": "rate_limit_error"}})
@@ -189,11 +189,11 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.second_half.wait(60)
             count += len(tokens)
             pieces = [{"text": text, "drafted": drafted} for text, drafted in tokens]
-            told = {
+            figures = {
                 "drafted": sum(drafted for _, drafted in tokens),
                 "tokens": len(tokens) if prompt == "counts" else pieces,
             }
-            self.event({"choices": [choice(text)], "paceline": told})
+            self.event({"choices": [choice(text)], "paceline": figures})
         if prompt == "break" and not self.server.lenient:
             self.event({"error": {"message": "The worker stopped; ask again."}})
             return

@@ -59,11 +59,11 @@ def wrong_top_p(ask: Ask) -> Ask:
 
 
 def lossy(ask: Ask, rule: str) -> Ask:
-    def asked(body: JSON) -> JSON:
-        told = ask(body | ({"lossy": rule} if body["temperature"] else {}))
-        return {name: value for name, value in told.items() if name not in ("lossy", "lossless")}
+    def ask_lossy(body: JSON) -> JSON:
+        answer = ask(body | ({"lossy": rule} if body["temperature"] else {}))
+        return {name: value for name, value in answer.items() if name not in ("lossy", "lossless")}
 
-    return asked
+    return ask_lossy
 
 
 def another(ask: Ask, other: Ask) -> Ask:
@@ -78,28 +78,34 @@ class Slipping:
         self._reader, self._numbers, self._lock = AnswerReader(tokenizer), itertools.count(1), threading.Lock()
 
     def __call__(self, body: JSON) -> JSON:
-        prompt, said, reason = list(body["prompt"]), list[int](), "length"
+        prompt, answer_ids, reason = list(body["prompt"]), list[int](), "length"
         with self._lock:
             slips = [next(self._numbers) % self._every == 0 for _ in range(body["max_tokens"])]
-        while len(said) < len(slips) and reason == "length":
-            left = slips[len(said) :]
+        while len(answer_ids) < len(slips) and reason == "length":
+            left = slips[len(answer_ids) :]
             if left[0]:
-                more, _ = self._told(self._other, {"temperature": 0.0, "max_tokens": 1}, prompt + said)
+                more, _ = self._told(self._other, {"temperature": 0.0, "max_tokens": 1}, prompt + answer_ids)
             else:
                 until = left.index(True) if True in left else len(left)
-                more, reason = self._told(self._ask, body | {"max_tokens": until}, prompt + said)
-            said += more
-        if reason == "length" and len(said) < len(slips):
+                more, reason = self._told(self._ask, body | {"max_tokens": until}, prompt + answer_ids)
+            answer_ids += more
+        if reason == "length" and len(answer_ids) < len(slips):
             reason = "stop"
-        text = self._tokenizer.decode(said)
-        choice = {"index": 0, "text": text, "finish_reason": reason, "token_ids": said, "prompt_token_ids": prompt}
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(said)}
+        text = self._tokenizer.decode(answer_ids)
+        choice = {
+            "index": 0,
+            "text": text,
+            "finish_reason": reason,
+            "token_ids": answer_ids,
+            "prompt_token_ids": prompt,
+        }
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(answer_ids)}
         return {"object": "text_completion", "choices": [choice], "usage": usage}
 
     def _told(self, ask: Ask, body: JSON, prompt: list[int]) -> tuple[list[int], str]:
-        told = self._reader.read(ask(body | {"prompt": prompt, "return_token_ids": True}), "stop" in body)
-        assert told is not None and told.token_ids
-        return told.token_ids, told.finish_reason
+        answer = self._reader.read(ask(body | {"prompt": prompt, "return_token_ids": True}), "stop" in body)
+        assert answer is not None and answer.token_ids
+        return answer.token_ids, answer.finish_reason
 
 
 @contextlib.contextmanager
@@ -132,13 +138,13 @@ def proxy(ask: Ask, name: str = "model") -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer((HOST, 0), Handler) as made:
-        made.daemon_threads = True
-        threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    with http.server.ThreadingHTTPServer((HOST, 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         try:
-            yield f"http://{HOST}:{made.server_address[1]}"
+            yield f"http://{HOST}:{server.server_address[1]}"
         finally:
-            made.shutdown()
+            server.shutdown()
 
 
 def planted(ask: Ask, other: Ask, tokenizer: Tokenizer, rule: str = LOSSY) -> dict[str, Ask]:

@@ -43,7 +43,7 @@ class Played:
     def __init__(self, *ends: tuple[int, dict[str, Any] | str]) -> None:
         self.ends, self.commands = list(ends), list[list[str]]()
 
-    def __call__(self, command: list[str], said: Path) -> Job:
+    def __call__(self, command: list[str], log: Path) -> Job:
         self.commands.append(command)
         status, line = self.ends.pop(0)
 
@@ -67,7 +67,7 @@ def traffic(folder: Path, number: int = 120, **changes: Any) -> Path:
 def watcher(folder: Path, server: HasUrl | None, jobs: Played, **changes: Any) -> Watcher:
     deploy: dict[str, Any] = changes.pop("deploy", {})
     deployment = open_deployment(DeployConfig(**{"servers": (server.url,), **deploy})) if server else None
-    said: list[str] = []
+    messages: list[str] = []
     retrain = changes.pop("retrain", RetrainConfig())
     one = Watcher(
         StoreConfig(folder / "traces", folder / "state"),
@@ -77,7 +77,7 @@ def watcher(folder: Path, server: HasUrl | None, jobs: Played, **changes: Any) -
         changes.pop("candidate", None) or CandidateConfig(),
         retrain,
         WatchConfig(probation_minutes=10.0, **changes),
-        said.append,
+        messages.append,
         jobs,
     )
     one._next = HOUR

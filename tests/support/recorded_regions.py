@@ -38,14 +38,14 @@ class Launches(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, given = str(func).removeprefix("aten."), tensors_in(args, kwargs or {})
+        name, tensors = str(func).removeprefix("aten."), tensors_in(args, kwargs or {})
         if name in UNRECORDABLE or name.partition(".")[0] in UNRECORDABLE:
             raise AssertionError(f"{name} reads values on the host")
-        devices = {tensor.device.type for tensor in given}
+        devices = {tensor.device.type for tensor in tensors}
         if len(devices) > 1 or "cpu" in devices:
             raise AssertionError(f"{name} of tensors on {sorted(devices)}")
         out = func(*args, **(kwargs or {}))
-        fresh = storages(tensors_in(out)) - storages(given)
+        fresh = storages(tensors_in(out)) - storages(tensors)
         if func._schema.is_mutable or (fresh and not name.startswith(("empty", "new_empty"))):
             self.count += 1
         return out
@@ -74,10 +74,10 @@ class Addresses(TorchDispatchMode):
         self._alive: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = tensors_in(args, kwargs or {})
-        self.outside += [each.data_ptr() for each in given if each.untyped_storage()._cdata not in self._made]
+        tensors = tensors_in(args, kwargs or {})
+        self.outside += [each.data_ptr() for each in tensors if each.untyped_storage()._cdata not in self._made]
         out = func(*args, **(kwargs or {}))
-        fresh = [each for each in tensors_in(out) if not storages([each]) & storages(given)]
+        fresh = [each for each in tensors_in(out) if not storages([each]) & storages(tensors)]
         self._made |= storages(fresh)
         self._alive += fresh  # or their memory would be given to others
         return out

@@ -27,10 +27,10 @@ def served(policy: str, rate: float | None, concurrency: int | None) -> Outcome:
 
 def answers_of(outcome: Outcome) -> list[Answer]:
     """Answers as the benchmark's client would have seen them."""
-    made = []
+    answers = []
     for each in outcome.requests:
         accepted = [count - 1 for _, count in each.chunks[1:]]
-        made.append(
+        answers.append(
             Answer(
                 first_s=each.first_token_s,
                 total_s=each.total_s,
@@ -44,4 +44,4 @@ def answers_of(outcome: Outcome) -> list[Answer]:
                 accepted_histogram=[accepted.count(count) for count in range(max(accepted, default=0) + 1)],
             )
         )
-    return made
+    return answers

@@ -40,14 +40,14 @@ def dflash(seed: int) -> DFlashDrafter:
 
 
 def served(
-    llm: LLM, drafter: Drafter, asked: list[tuple[list[int], SamplingParams]], folder: Path | None = None
+    llm: LLM, drafter: Drafter, requests: list[tuple[list[int], SamplingParams]], folder: Path | None = None
 ) -> list[Sequence]:
     """Answers with this drafter, in the order asked; traced as a server would when there is a folder."""
     llm.use_drafter(drafter)
     writer = TraceWriter(TraceConfig(folder), "tiny") if folder else None
     if writer:
         writer.begin(llm.tokenizer)
-    ids = [llm.engine.add(prompt, params) for prompt, params in asked]
+    ids = [llm.engine.add(prompt, params) for prompt, params in requests]
     done: dict[int, Sequence] = {}
     while llm.engine.has_work:
         for chunk in llm.engine.step():

@@ -7,7 +7,7 @@ import json
 from paceline.net.streaming import Stream
 
 
-def said(text: str, **more: object) -> bytes:
+def text_event(text: str, **more: object) -> bytes:
     return event({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None, **more}]})
 
 
@@ -32,4 +32,4 @@ USAGE = {
     },
     "metrics": {"speculative_decoding": {"acceptance_histogram": [1, 0, 1], "rounds_by_source": BY_SOURCE}},
 }
-LAST = said("", finish_reason="stop")
+LAST = text_event("", finish_reason="stop")

@@ -45,8 +45,8 @@ class Talker(FakeTarget):
 class Parrot(FakeTarget):
     """Says the same after every prompt, which ends with `cue`."""
 
-    def __init__(self, cue: str, said: list[int]) -> None:
-        self.cue, self.said = list(cue.encode()), said
+    def __init__(self, cue: str, answer: list[int]) -> None:
+        self.cue, self.said = list(cue.encode()), answer
         super().__init__(vocab_size=258, max_len=256)
 
     def logits_after(self, tokens: Sequence[int]) -> Tensor:

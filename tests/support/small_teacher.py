@@ -100,14 +100,14 @@ def write_teacher(folder: Path, num_prompts: int = 24) -> tuple[Path, Path]:
     return folder / "teacher.gguf", write_answers(folder / "answers", folder / "teacher.gguf", [SAID] * num_prompts)
 
 
-def write_answers(folder: Path, model: Path, said: list[str], ids: list[int] | None = None, first: str = "a") -> Path:
+def write_answers(folder: Path, model: Path, texts: list[str], ids: list[int] | None = None, first: str = "a") -> Path:
     """Answers to tickets that differ in one letter, from `first` on; `ids`: their tokens, whatever the text says."""
     tokenizer = Tokenizer.from_path(model)
-    letters = [chr(ord(first) + number) for number in range(len(said))]
+    letters = [chr(ord(first) + number) for number in range(len(texts))]
     prompts = [tokenizer.encode(prompt_of(letter)) for letter in letters]
-    told = []
-    for letter, prompt, text in zip(letters, prompts, said, strict=True):
+    answers = []
+    for letter, prompt, text in zip(letters, prompts, texts, strict=True):
         tokens = ids or [*tokenizer.encode(text), *([END] if text == SAID else [])]
-        told.append(Answer(f"ticket-{letter}@0", "tickets", 0, 0.0, prompt, tokens, "stop", text))
-    AnswerShards(folder).write(told)
+        answers.append(Answer(f"ticket-{letter}@0", "tickets", 0, 0.0, prompt, tokens, "stop", text))
+    AnswerShards(folder).write(answers)
     return folder

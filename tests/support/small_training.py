@@ -37,8 +37,8 @@ def tiny_decoder(seed: int = 0) -> Decoder:
 def document(number: int, prompt: int = 4, answer: int = 16, **changes: Any) -> Document:
     """Random prompt, then a cycle through the vocabulary in steps of its own: easy to learn."""
     generator = np.random.default_rng(number)
-    said = (generator.integers(VOCAB) + (1 + number % 3) * np.arange(answer)) % (VOCAB - 1)
-    tokens = np.concatenate([generator.integers(0, VOCAB - 1, prompt), said]).astype(np.int32)
+    answer_tokens = (generator.integers(VOCAB) + (1 + number % 3) * np.arange(answer)) % (VOCAB - 1)
+    tokens = np.concatenate([generator.integers(0, VOCAB - 1, prompt), answer_tokens]).astype(np.int32)
     values: dict[str, Any] = {"key": f"doc-{number}@0/0", "tokens": tokens, "answer_start": prompt} | changes
     return Document(**values)
 

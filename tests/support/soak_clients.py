@@ -86,7 +86,7 @@ class Soak:
 
     def _ask(self, kind: str, luck: random.Random) -> str:
         prompt = luck.choice(list(self.expected))
-        body = asked(prompt, self.max_tokens) | (UNKNOWN if luck.random() < 0.2 else {})
+        body = chat_request(prompt, self.max_tokens) | (UNKNOWN if luck.random() < 0.2 else {})
         if kind == "absurd":
             return self._absurd(body, *luck.choice(ABSURD))
         if kind in GONE:
@@ -156,7 +156,7 @@ class Soak:
             return answer.status, answer.read()
 
 
-def asked(prompt: str, max_tokens: int) -> dict[str, Any]:
+def chat_request(prompt: str, max_tokens: int) -> dict[str, Any]:
     """A greedy chat request."""
     return {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "temperature": 0}
 

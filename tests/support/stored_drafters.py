@@ -28,22 +28,22 @@ def raw_2(**keys: Any) -> dict[str, Any]:
 
 def written(folder: Path, raw: dict[str, Any], ids: torch.Tensor | None = None) -> Path:
     config = DFlashConfig.from_json(raw)
-    made = network(raw) if config.second is None else DFlash2Network.random(config)
+    drafter_network = network(raw) if config.second is None else DFlash2Network.random(config)
     if config.second:
-        loud_(made)
-    write_checkpoint(folder, raw, made.of_file(), ids)
+        loud_(drafter_network)
+    write_checkpoint(folder, raw, drafter_network.of_file(), ids)
     return folder
 
 
 def drafted(target: Any, drafter: Drafter) -> list[list[int]]:
     """Every round's drafts."""
-    found, propose = list[list[int]](), drafter.propose
+    drafts, propose = list[list[int]](), drafter.propose
 
     def recorded(batch: Batch) -> DraftBlock:
         block = propose(batch)
-        found.append(block.tokens_B[0])
+        drafts.append(block.tokens_B[0])
         return block
 
     drafter.propose = recorded
     generate(target, drafter, [PROMPT], 16)
-    return found
+    return drafts

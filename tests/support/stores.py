@@ -15,17 +15,17 @@ BYTES = cast(Any, ByteTokenizer())
 HALF = SplitConfig(evals_share=0.5)
 
 
-def answer(prompt: str, said: str, **more: Any) -> Answer:
-    told: dict[str, Any] = {
+def answer(prompt: str, text: str, **more: Any) -> Answer:
+    fields: dict[str, Any] = {
         "key": f"file/{prompt}@0",
         "source": "file",
         "turn": 0,
         "temperature": 0.0,
         "finish_reason": "stop",
-        "text": said,
+        "text": text,
     }
-    told |= {"prompt_ids": BYTES.encode(prompt), "answer_ids": [*said.encode(), 257]}
-    return Answer(**{**told, **more})
+    fields |= {"prompt_ids": BYTES.encode(prompt), "answer_ids": [*text.encode(), 257]}
+    return Answer(**{**fields, **more})
 
 
 def answered(folder: Path, *answers: Answer) -> Path:

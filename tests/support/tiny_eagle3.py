@@ -89,15 +89,15 @@ class Formulas:
         window, out = shape.window(layer), []
         turned = [[self.rotated(head, at + 1) for head in row] for at, row in enumerate(heads[1])]
         for at in range(len(inputs)):
-            said = []
+            rows = []
             for number in range(shape.num_heads):
                 shared = number * shape.num_kv_heads // shape.num_heads
                 first = 0 if window is None else max(0, at - window + 1)
                 query = self.rotated(heads[0][at, number], at + 1)
                 keys = torch.stack([turned[other][shared] for other in range(first, at + 1)])
                 weights = softmax(keys @ query / shape.head_dim**0.5, dim=-1)
-                said.append(weights @ heads[2][first : at + 1, shared])
-            out.append(torch.cat(said))
+                rows.append(weights @ heads[2][first : at + 1, shared])
+            out.append(torch.cat(rows))
         return self.linear(f"{name}.o_proj", torch.stack(out))
 
     def run(self, tokens: list[int], hidden_TD: Tensor) -> Tensor:
@@ -119,11 +119,11 @@ class Formulas:
 
     def chain(self, tokens: list[int], taps_NF: Tensor, drafts: list[int]) -> list[Tensor]:
         """Logits of each of these drafts behind `tokens`, of which all but the last have features."""
-        text, told, logits = list(tokens[1:]), self.features(taps_NF), []
+        text, features, logits = list(tokens[1:]), self.features(taps_NF), []
         for draft in drafts:
-            hidden = self.run(text, told)[-1]
+            hidden = self.run(text, features)[-1]
             normed = self.norm("norm.weight", hidden)
             logits.append(self.linear("lm_head", normed))
-            told = torch.cat([told, (normed if self.config.norm_output else hidden)[None]])
+            features = torch.cat([features, (normed if self.config.norm_output else hidden)[None]])
             text.append(draft)
         return logits

@@ -72,10 +72,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _any(self) -> None:
         body = self._chunks() if "chunked" in self.headers.get("transfer-encoding", "") else self._whole()
-        asked = Asked(self.command, self.path, {name.lower(): value for name, value in self.headers.items()}, body)
-        self.server.asked.append(asked)
+        request = Asked(self.command, self.path, {name.lower(): value for name, value in self.headers.items()}, body)
+        self.server.asked.append(request)
         try:
-            for piece in self.server.answer(asked):
+            for piece in self.server.answer(request):
                 self.wfile.write(piece)
                 self.wfile.flush()
         except CutOff:
@@ -119,7 +119,7 @@ def events(*chunks: Any, done: bool = True) -> list[bytes]:
     return [f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks] + ([b"data: [DONE]\n\n"] if done else [])
 
 
-def said(text: str, reason: str | None = "stop", *, is_delta: bool = False, **more: Any) -> dict[str, Any]:
+def completion(text: str, reason: str | None = "stop", *, is_delta: bool = False, **more: Any) -> dict[str, Any]:
     """A chat completion, or a chunk of one."""
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "delta" if is_delta else "message": message, "finish_reason": reason}

@@ -99,23 +99,25 @@ def test_a_name_alone_is_enough_for_a_decision() -> None:
 
 @pytest.mark.slow
 def test_price_and_break_even_add_up() -> None:
-    told = line(*ON, "--streams", "16", "--price-per-hour", "8", "--busy-hours", "12")
-    chosen = told["chosen"]
-    assert told["verdict"] == "train"
+    advice = line(*ON, "--streams", "16", "--price-per-hour", "8", "--busy-hours", "12")
+    chosen = advice["chosen"]
+    assert advice["verdict"] == "train"
     assert chosen["cost"] == pytest.approx(chosen["hours"] * 8)
     assert chosen["saved_per_hour"] == pytest.approx(8 * (1 - 1 / chosen["gain"]))
     assert chosen["pays_back_days"] == pytest.approx(chosen["cost"] / chosen["saved_per_hour"] / 12)
     twice = line(*ON, "--streams", "16", "--price-per-hour", "8", "--train-on", "8x H100")["chosen"]
     assert twice["cost"] == pytest.approx(twice["hours"] * 32), "four times as many GPUs at the same price each"
-    assert all(each["gain"] <= later["gain"] for each, later in zip(told["steps"], told["steps"][1:], strict=False))
+    assert all(each["gain"] <= later["gain"] for each, later in zip(advice["steps"], advice["steps"][1:], strict=False))
 
 
 @pytest.mark.slow
 def test_several_gpus_are_compared_with_as_many_replicas() -> None:
     eight = line("--model", "Qwen3-8B", "--hardware", "8x H100", "--streams", "16")
-    (told,) = [each for each in eight["basis"] if each.startswith("Replicas: a copy of the model on each of 8 GPUs")]
+    (sentence,) = [
+        each for each in eight["basis"] if each.startswith("Replicas: a copy of the model on each of 8 GPUs")
+    ]
     one = line("--model", "Qwen3-8B", "--hardware", "H100", "--streams", "2")
-    assert f"{8 * one['now']['plain_tokens_per_s']:,.0f} tokens/s" in told
+    assert f"{8 * one['now']['plain_tokens_per_s']:,.0f} tokens/s" in sentence
     large = line("--model", "DeepSeek-V4-Pro", "--hardware", "8x B200", "--streams", "16")
     assert not [each for each in large["basis"] + one["basis"] if each.startswith("Replicas")]
 
@@ -128,9 +130,9 @@ def test_people_read_a_currency_and_hours() -> None:
 
 @pytest.mark.slow
 def test_where_a_server_drafts_better_already_the_answer_is_no(tmp_path: Path) -> None:
-    told = line(str(traces(tmp_path, [7] * 5, [7] * 5)), *ON)
-    assert told["verdict"] == "no" and told["sentences"][0].startswith("No:")
-    assert all(step["gain"] < 1 for step in told["steps"])
+    advice = line(str(traces(tmp_path, [7] * 5, [7] * 5)), *ON)
+    assert advice["verdict"] == "no" and advice["sentences"][0].startswith("No:")
+    assert all(step["gain"] < 1 for step in advice["steps"])
 
 
 @pytest.mark.slow
@@ -139,11 +141,11 @@ def test_traces_tell_what_is_served_and_how_many_answers_there_are(tmp_path: Pat
     seen = seen_in_traces(folder)
     assert (seen.answers, seen.answer_tokens, seen.tokens_per_round) == (500, 40.0, 2.0)
     assert seen.acceptance and seen.acceptance.survival(3) == pytest.approx([0.5, 0.5, 0.5])
-    told = line(str(folder), *ON)
-    assert told["verdict"] == "collect" and "there are 500 answers" in told["sentences"][0]
-    assert told["now"]["speedup"] > 1.2
+    advice = line(str(folder), *ON)
+    assert advice["verdict"] == "collect" and "there are 500 answers" in advice["sentences"][0]
+    assert advice["now"]["speedup"] > 1.2
     written = next(each for each in line(*ON, "--answer-tokens", "40")["steps"] if each["answers"] == 1000)
-    read = next(each for each in told["steps"] if each["answers"] == 1000)
+    read = next(each for each in advice["steps"] if each["answers"] == 1000)
     assert read["hours"] < written["hours"], "answers that exist need not be written"
 
 
@@ -170,10 +172,10 @@ def test_answers_that_the_target_wrote_beforehand_are_counted(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_running_server_tells_it_too() -> None:
     with serving(METRICS) as url:
-        told = line("--url", url, *ON)
-    assert told["now"]["streams"] == 4
-    assert told["now"]["tokens_per_round"] == pytest.approx(2.9)
-    assert any("acceptance length 2.90 since the start" in sentence for sentence in told["basis"])
+        advice = line("--url", url, *ON)
+    assert advice["now"]["streams"] == 4
+    assert advice["now"]["tokens_per_round"] == pytest.approx(2.9)
+    assert any("acceptance length 2.90 since the start" in sentence for sentence in advice["basis"])
     with serving("not found", 404) as url, pytest.raises(ConfigError, match="answered 404"):
         CliRunner().invoke(app, ["advise", "--url", url, *ON], catch_exceptions=False)
     with pytest.raises(ConfigError, match="is a server running there"):
@@ -185,14 +187,14 @@ def test_traces_and_a_server_that_drafts_already_are_read_together(tmp_path: Pat
     """vLLM's traces have no rounds; its counters know that it drafts. The advice compares with that."""
     folder = traces(tmp_path, None, None, number=9000)
     with serving(METRICS) as url:
-        told = line(str(folder), "--url", url, *ON)
+        advice = line(str(folder), "--url", url, *ON)
         alone = line("--url", url, *ON)
     plain = line(str(folder), *ON)
-    assert told["now"] == alone["now"] and told["now"]["speedup"] > 1.2 and told["now"]["streams"] == 4
-    assert plain["now"]["speedup"] == 1.0 and any(step["answers"] == 9000 for step in told["steps"])
-    assert "which drafts already (acceptance length 2.90" in told["sentences"][0]
-    assert "9,000 answers" in told["basis"][1] and "2.90 since the start" in told["basis"][1]
-    step, before = (next(each for each in one["steps"] if each["answers"] == 9000) for one in (told, plain))
+    assert advice["now"] == alone["now"] and advice["now"]["speedup"] > 1.2 and advice["now"]["streams"] == 4
+    assert plain["now"]["speedup"] == 1.0 and any(step["answers"] == 9000 for step in advice["steps"])
+    assert "which drafts already (acceptance length 2.90" in advice["sentences"][0]
+    assert "9,000 answers" in advice["basis"][1] and "2.90 since the start" in advice["basis"][1]
+    step, before = (next(each for each in one["steps"] if each["answers"] == 9000) for one in (advice, plain))
     assert step["gain"] < 0.8 * before["gain"]
 
 
@@ -205,8 +207,8 @@ def test_a_server_that_reports_only_its_acceptance_length_is_as_fast_as_that() -
     """SGLang: 3.2 tokens a round are not the speed of one draft."""
     page = "sglang:spec_accept_length 3.2\nsglang:num_running_reqs 1.0\nsglang:generation_tokens_total 900.0\n"
     seen = seen_in_server(parse_server(page), "here")
-    found = advise(CostsConfig(model="Qwen3-8B", hardware="H100"), AdviceConfig(run="none"), seen)
-    assert found.now["speedup"] > 1.7
+    advice = advise(CostsConfig(model="Qwen3-8B", hardware="H100"), AdviceConfig(run="none"), seen)
+    assert advice.now["speedup"] > 1.7
 
 
 def customers(folder: Path) -> Path:
@@ -219,8 +221,8 @@ def customers(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_customers_are_ranked_by_gain_and_traffic(tmp_path: Path) -> None:
-    told = line(str(customers(tmp_path)), *ON)
-    large, small, fitted = told["customers"]
+    advice = line(str(customers(tmp_path)), *ON)
+    large, small, fitted = advice["customers"]
     assert (large["tag"], small["tag"], fitted["tag"]) == ("large", "small", "fitted")
     assert large["traffic"] == pytest.approx(2000 / 4040) and fitted["tokens_per_round"] == 8.0
     assert fitted["gain"] < 1 and fitted["saved"] < 0 < small["saved"] < large["saved"] < 1
@@ -247,7 +249,7 @@ def test_a_run_of_ones_own_comes_before_published_trainings(tmp_path: Path, monk
     (run / "trained.json").write_text(json.dumps({"prompts": 1000}))
     (run / "heldout.json").write_text(json.dumps({"tokens_per_round": 3.0, "num_prompts": 16}))
     own, guess = line(*ON, "--answers", "1000"), line(*ON, "--answers", "1000", "--run", "none")
-    chosen, other = (next(step for step in told["steps"] if step["answers"] == 1000) for told in (own, guess))
+    chosen, other = (next(step for step in advice["steps"] if step["answers"] == 1000) for advice in (own, guess))
     assert chosen["tokens_per_round"] == 3.0 and "that of runs/mine, 1,000 answers, 3.00 [" in own["basis"][2]
     assert "published trainings" in guess["basis"][2]
     widths = [one["gain_interval"][1] / one["gain_interval"][0] for one in (chosen, other)]
@@ -265,8 +267,8 @@ def test_a_roofline_is_called_a_ceiling_until_one_rate_was_measured() -> None:
 
 
 def test_advice_and_plan_expect_the_same_of_a_target_without_a_curve() -> None:
-    found = advise(CostsConfig(model="Qwen3-8B", hardware="H100"), AdviceConfig(run="none"), Seen())
-    for step in found.steps[::3]:
+    advice = advise(CostsConfig(model="Qwen3-8B", hardware="H100"), AdviceConfig(run="none"), Seen())
+    for step in advice.steps[::3]:
         expected = expected_of("Qwen3-8B", Learned(EPOCHS * 48 * step.answers, step.answers, 48.0))
         assert expected["tokens_per_round"] == round(step.tokens_per_round, 2)
 
@@ -274,8 +276,8 @@ def test_advice_and_plan_expect_the_same_of_a_target_without_a_curve() -> None:
 def test_what_8000_answers_brought_elsewhere_lies_inside() -> None:
     """SGLang's pull request 19952: 2.00 times plain decoding, one stream on 4 H100, from 8,000 examples."""
     costs = CostsConfig(model="Qwen3.5-27B", hardware="4x H100")
-    found = advise(costs, AdviceConfig(streams=1, answers=8000, run="none"), Seen())
-    low, high = next(each for each in found.steps if each.answers == 8000).speedup_interval
+    advice = advise(costs, AdviceConfig(streams=1, answers=8000, run="none"), Seen())
+    low, high = next(each for each in advice.steps if each.answers == 8000).speedup_interval
     assert low <= 2.0 <= high
 
 

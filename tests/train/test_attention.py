@@ -99,11 +99,11 @@ def test_outputs_and_gradients_equal_the_definition(kind: str) -> None:
     tensors = inputs()
     expected = slot_by_slot(kind, tensors)
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5))
-    wanted = torch.autograd.grad(expected, tensors, upstream)
+    gradients = torch.autograd.grad(expected, tensors, upstream)
     for way in ("split", "sdpa"):  # flex has no backward without its kernel
         out = attended(way, kind, tensors)
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5, msg=way)
-        for own, theirs in zip(torch.autograd.grad(out, tensors, upstream), wanted, strict=True):
+        for own, theirs in zip(torch.autograd.grad(out, tensors, upstream), gradients, strict=True):
             torch.testing.assert_close(own, theirs, atol=2e-6, rtol=1e-4, msg=way)
 
 
@@ -186,8 +186,8 @@ def test_contexts_may_begin_where_the_window_does(way: str, kind: str) -> None:
     query, own_key, own_value, context_key, context_value = tensors = [each.detach() for each in inputs()]
     short = Layout(lens, tuple(torch.tensor(each) for each in anchors), SIZE, starts)
     attend = make_attention(way, config_of(kind), short, torch.float32)
-    found = attend(0, query[rows], (own_key[rows], own_value[rows]), (context_key[kept], context_value[kept]))
-    torch.testing.assert_close(found, attended(way, kind, tensors)[rows], atol=2e-6, rtol=1e-5)
+    actual = attend(0, query[rows], (own_key[rows], own_value[rows]), (context_key[kept], context_value[kept]))
+    torch.testing.assert_close(actual, attended(way, kind, tensors)[rows], atol=2e-6, rtol=1e-5)
     assert layout.starts == (0, 0, 0)
 
 
@@ -210,9 +210,9 @@ def test_packs_of_every_size_share_what_is_compiled() -> None:
         layout = Layout(contexts, tuple(torch.tensor(each) for each in anchors), SIZE)
         tensors = inputs_of(layout, seed)
         with mock.patch.object(FlexAttention, "_functions", return_value=functions):
-            found = attend_with("flex", layout, tensors)
+            actual = attend_with("flex", layout, tensors)
         counts.append(tuple(each.frame_count for each in counters))
-        torch.testing.assert_close(found, attend_with("split", layout, tensors), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(actual, attend_with("split", layout, tensors), atol=2e-6, rtol=1e-5)
     assert counts[:2] == [(1, 1)] * 2 and counts[2:] == [(2, 1)] * (len(packs) - 2)
 
 
@@ -253,12 +253,12 @@ def assert_way_equals_split(way: str, number: int, head_dim: int, dtype: torch.d
     rounded = [each.to(device, dtype) for each in inputs_of(layout, number, head_dim)]
     wanted_inputs = [each.float().requires_grad_() for each in rounded]
     found_inputs = [each.requires_grad_() for each in rounded]
-    wanted, found = attend_with("split", layout, wanted_inputs), attend_with(way, layout, found_inputs)
-    upstream = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    pairs = [(found, wanted)]
+    expected, actual = attend_with("split", layout, wanted_inputs), attend_with(way, layout, found_inputs)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    pairs = [(actual, expected)]
     pairs += zip(
-        torch.autograd.grad(found, found_inputs, upstream),
-        torch.autograd.grad(wanted, wanted_inputs, upstream.float()),
+        torch.autograd.grad(actual, found_inputs, upstream),
+        torch.autograd.grad(expected, wanted_inputs, upstream.float()),
         strict=True,
     )
     # TensorFloat-32's, and that of keys rounded after their rotation.

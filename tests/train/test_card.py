@@ -120,8 +120,8 @@ class Hub:
 def test_the_hub_gets_the_folder_privately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     assert push(tmp_path, "me/mine") == "https://huggingface.co/me/mine"
-    (create, made), (upload, sent) = Hub.called
-    assert (create, made["private"], upload, sent["folder_path"]) == ("create", True, "upload", str(tmp_path))
+    (create, created), (upload, sent) = Hub.called
+    assert (create, created["private"], upload, sent["folder_path"]) == ("create", True, "upload", str(tmp_path))
     push(tmp_path, "me/mine", is_public=True)
     assert Hub.called[0][1]["private"] is False
     with pytest.raises(DownloadError, match="was not sent to offline/mine .*the drafter stays where it is"):

@@ -69,13 +69,13 @@ def stopped(_stopped: Path, tmp_path: Path) -> Path:
 def test_a_resumed_run_follows_the_uninterrupted_one(tmp_path: Path, changes: dict[str, Any]) -> None:
     whole = trainer(tmp_path / "whole", config(**changes))
     expected = run(whole)
-    found: dict[int, float] = {}
+    losses: dict[int, float] = {}
     for last, starts_at in ((2, 0), (5, 1), (None, 4)):
         part = trainer(tmp_path / "parts", config(**changes, checkpoint_minutes=EVERY_STEP))
         assert part.resume() == bool(starts_at) and part.state.step == starts_at
-        found |= run(part, last)
-    assert found.keys() == expected.keys() and len(expected) >= 6
-    assert [found[step] for step in expected] == pytest.approx(list(expected.values()), rel=1e-5)
+        losses |= run(part, last)
+    assert losses.keys() == expected.keys() and len(expected) >= 6
+    assert [losses[step] for step in expected] == pytest.approx(list(expected.values()), rel=1e-5)
     for name, tensor in part.network.state_dict().items():
         torch.testing.assert_close(tensor, whole.network.state_dict()[name], atol=1e-6, rtol=1e-4)
     assert replace(part.state, seconds=0.0) == replace(whole.state, seconds=0.0)
@@ -128,10 +128,10 @@ def test_a_run_of_before_dflash_2_goes_on(stopped: Path) -> None:
 def written_before(folder: Path, acted: int = 0, **identity: Any) -> None:
     """Makes the checkpoints those of a version that had `round_starts` and `plateau`."""
     for file in folder.rglob("trainer.json"):
-        told = json.loads(file.read_text())
-        told["identity"] |= {"round_starts": 0.0, "plateau": "act", "plateau_steps": 300} | identity
-        told["state"]["plateau"] = {"recent": 3.0, "halfway": None, "acted": acted, "acted_at": 0, "is_left": False}
-        file.write_text(json.dumps(told))
+        record = json.loads(file.read_text())
+        record["identity"] |= {"round_starts": 0.0, "plateau": "act", "plateau_steps": 300} | identity
+        record["state"]["plateau"] = {"recent": 3.0, "halfway": None, "acted": acted, "acted_at": 0, "is_left": False}
+        file.write_text(json.dumps(record))
 
 
 @pytest.mark.slow
@@ -140,9 +140,9 @@ def test_a_run_with_settings_that_are_gone_goes_on_and_says_so(
     stopped: Path, settings: dict[str, Any], notes: int
 ) -> None:
     written_before(stopped, **settings)
-    said: list[str] = []
+    messages: list[str] = []
     again = trainer(stopped, config(checkpoint_minutes=EVERY_STEP))
-    assert again.resume(said.append) and len(said) == notes and all("(--plateau)" in note for note in said)
+    assert again.resume(messages.append) and len(messages) == notes and all("(--plateau)" in note for note in messages)
     again.run()
     assert trainer(stopped, config()).resume(), "its next checkpoint is one of this version"
 

@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(folder: Path, **changes: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+def write_target(folder: Path, **changes: Any) -> tuple[Path, dict[str, torch.Tensor]]:
     """A random model whose norms are not ones; its biases are as loud as what they are added to."""
     write_config(folder, **{"num_hidden_layers": 4, **changes})
     generator = torch.Generator().manual_seed(3)
@@ -51,7 +51,7 @@ def start(folder: Path, **shape: Any) -> tuple[dict[str, Any], DFlashNetwork]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_matrix_bias_and_norm_is_the_targets(kind: str, tmp_path: Path) -> None:
-    folder, theirs = made(tmp_path, **KINDS[kind])
+    folder, theirs = write_target(tmp_path, **KINDS[kind])
     raw, network = start(folder)
     state, sources = network.state_dict(), {0: 0, 1: 2}
     taken = {name.removeprefix("model."): tensor for name, tensor in theirs.items()}
@@ -70,7 +70,7 @@ def test_every_matrix_bias_and_norm_is_the_targets(kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_head_norms_keep_the_size_that_heads_have_in_the_target(kind: str, tmp_path: Path) -> None:
-    folder, theirs = made(tmp_path, **KINDS[kind])
+    folder, theirs = write_target(tmp_path, **KINDS[kind])
     state = start(folder)[1].state_dict()
     normed = torch.randn(4000, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(0))
     normed = normed * theirs["model.layers.0.input_layernorm.weight"]
@@ -93,7 +93,7 @@ def test_one_loud_head_does_not_decide_for_the_others() -> None:
 
 
 def test_a_narrower_mlp_keeps_the_loudest_neurons(tmp_path: Path) -> None:
-    folder, theirs = made(tmp_path)
+    folder, theirs = write_target(tmp_path)
     state = start(folder, intermediate_size=16)[1].state_dict()
     gate, up, down = (theirs[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
     loudness = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
@@ -106,7 +106,7 @@ def test_a_narrower_mlp_keeps_the_loudest_neurons(tmp_path: Path) -> None:
 
 
 def test_fewer_heads_are_the_first_ones(tmp_path: Path) -> None:
-    folder, theirs = made(tmp_path, **QWEN2)
+    folder, theirs = write_target(tmp_path, **QWEN2)
     raw, network = start(folder, num_heads=2)
     state = network.state_dict()
     assert (raw["num_attention_heads"], raw["num_key_value_heads"]) == (2, 1)
@@ -127,12 +127,12 @@ def test_fewer_heads_are_the_first_ones(tmp_path: Path) -> None:
 )
 def test_heads_that_cannot_be_copied_are_refused(shape: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        start(made(tmp_path)[0], **shape)
+        start(write_target(tmp_path)[0], **shape)
 
 
 def test_what_the_target_lacks_stays_random_but_not_everything(tmp_path: Path) -> None:
     """Experts have no MLP to copy; a model with other names has nothing."""
-    folder, theirs = made(tmp_path)
+    folder, theirs = write_target(tmp_path)
     config = DFlashConfig.from_json(start(folder)[0])
     first, network = DFlashNetwork.random(config, 0), DFlashNetwork.random(config, 0)
     copy_layers(network, ((name, tensor) for name, tensor in theirs.items() if ".mlp." not in name), None)
@@ -146,7 +146,7 @@ def test_what_the_target_lacks_stays_random_but_not_everything(tmp_path: Path) -
 
 
 def test_fused_taps_count_alike_and_come_out_at_about_unit_size(tmp_path: Path) -> None:
-    _, network = start(made(tmp_path)[0], num_taps=2)
+    _, network = start(write_target(tmp_path)[0], num_taps=2)
     size = SHAPE["hidden_size"]
     scale_F = torch.cat([torch.full((size,), 1.0), torch.full((size,), 1 / 128)])
     fuse_taps(network, scale_F)
@@ -170,12 +170,12 @@ def test_a_drafter_with_biases_is_served_as_it_was_trained(tmp_path: Path) -> No
     save_file(weights, folder / "model.safetensors")
     _, network = start(folder)
     DFlashDrafter(network).save(tmp_path / "drafter")
-    prompt, said = [65, 66, 67], []
+    prompt, answers = [65, 66, 67], []
     for backend in ("torch", "auto"):
         llm = LLM(
             str(folder), drafter=str(tmp_path / "drafter"), dtype="float32", device="cpu", backend=backend, plan="fixed"
         )
-        said.append(llm.generate_ids([prompt])[0].token_ids)
+        answers.append(llm.generate_ids([prompt])[0].token_ids)
         llm.use_drafter("none")
-        assert llm.generate_ids([prompt])[0].token_ids == said[-1]
-    assert said[0] == said[1]
+        assert llm.generate_ids([prompt])[0].token_ids == answers[-1]
+    assert answers[0] == answers[1]

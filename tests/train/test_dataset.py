@@ -28,8 +28,8 @@ from paceline.train.documents.dataset import (
 from paceline.train.learn.packs import heldout_anchors, split_into_packs
 
 
-def answers(folder: Path, *given: Answer) -> Path:
-    AnswerShards(folder).write(list(given))
+def answers(folder: Path, *rows: Answer) -> Path:
+    AnswerShards(folder).write(list(rows))
     return folder
 
 
@@ -62,25 +62,25 @@ class TestLoops:
 
 class TestCorpus:
     def test_loops_are_cut_and_short_answers_left_out(self, tmp_path: Path) -> None:
-        given = answers(tmp_path, answer("a@0", [9, 8] + [7] * 40), answer("b@0", [5]), answer("c@0", [5, 6, 4]))
-        corpus = read_corpus([given], max_len=100)
+        folder = answers(tmp_path, answer("a@0", [9, 8] + [7] * 40), answer("b@0", [5]), answer("c@0", [5, 6, 4]))
+        corpus = read_corpus([folder], max_len=100)
         assert (corpus.num_loops_cut, corpus.num_too_short) == (1, 1)
         assert sorted(len(each) for each in corpus.train) == [6, 3 + 2 + 12] and corpus.heldout == []
         assert [each.answer_start for each in corpus.train] == [3, 3]
         assert corpus.token_counts(10).tolist() == [0, 0, 0, 0, 1, 1, 1, 12, 1, 1]
 
     def test_long_documents_are_cut_and_answers_read_twice_count_once(self, tmp_path: Path) -> None:
-        given = answers(tmp_path, answer("a@0", list(range(30))), answer("a@0", list(range(40)), turn=1))
-        corpus = read_corpus([given, given], max_len=8)
+        folder = answers(tmp_path, answer("a@0", list(range(30))), answer("a@0", list(range(40)), turn=1))
+        corpus = read_corpus([folder, folder], max_len=8)
         assert [(each.key, len(each), each.num_anchors) for each in corpus.train] == [("a@0/0", 8, 4), ("a@0/1", 8, 4)]
         with pytest.raises(PromptError, match="no answers to learn from"):
-            read_corpus([given], max_len=4)
+            read_corpus([folder], max_len=4)
         with pytest.raises(PromptError, match="there are no answers at .*nowhere: make them with paceline regenerate"):
             read_corpus([tmp_path / "nowhere"], max_len=8)
 
     def test_all_temperatures_and_turns_of_a_prompt_are_held_out_together(self, tmp_path: Path) -> None:
-        said = [answer(f"p{n}@{heat}", [4, 5, 6], turn) for n in range(40) for heat in ("0", "0.7") for turn in (0, 1)]
-        corpus = read_corpus([answers(tmp_path, *said)], max_len=20, heldout_share=0.1)
+        rows = [answer(f"p{n}@{heat}", [4, 5, 6], turn) for n in range(40) for heat in ("0", "0.7") for turn in (0, 1)]
+        corpus = read_corpus([answers(tmp_path, *rows)], max_len=20, heldout_share=0.1)
         out = {prompt_of(each.key) for each in corpus.heldout}
         assert len(out) == 4 and len(corpus.heldout) == 16
         assert not out & {prompt_of(each.key) for each in corpus.train}

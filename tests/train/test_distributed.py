@@ -170,26 +170,26 @@ def test_all_begin_with_the_first_ones_weights_and_are_told_when_they_differ(gro
 
 def test_a_stage_may_last_longer_than_a_step(group: Path) -> None:
     for rank in range(WORLD):
-        told, seconds = figures_of(group, "uneven", rank)
-        assert told == "no error" and seconds > STEP_TIMEOUT_S
+        error, seconds = figures_of(group, "uneven", rank)
+        assert error == "no error" and seconds > STEP_TIMEOUT_S
 
 
 def test_who_fails_dies_or_is_late_is_named(group: Path) -> None:
     for rank in range(WORLD):
-        told, _ = figures_of(group, "raising", rank)
+        error, _ = figures_of(group, "raising", rank)
         if rank == 1:
-            assert told == "ValueError: the disk is gone"
+            assert error == "ValueError: the disk is gone"
         else:
-            assert told.startswith(
+            assert error.startswith(
                 f"ProcessesError: process 1 of {WORLD} (counted from 0) ended with ValueError: the disk is gone"
             )
-        told, _ = figures_of(group, "late", rank)
-        assert told.startswith("ProcessesError: ") and (
-            rank == 1 or "a longer --step-timeout-minutes waits longer" in told
+        error, _ = figures_of(group, "late", rank)
+        assert error.startswith("ProcessesError: ") and (
+            rank == 1 or "a longer --step-timeout-minutes waits longer" in error
         )
         if rank < WORLD - 1:
-            told, _ = figures_of(group, "dying", rank)
-            assert told.startswith(f"ProcessesError: process {LAST} of {WORLD} (counted from 0) gave no sign of life")
+            error, _ = figures_of(group, "dying", rank)
+            assert error.startswith(f"ProcessesError: process {LAST} of {WORLD} (counted from 0) gave no sign of life")
 
 
 def test_sharded_processes_take_equally_many_pieces() -> None:
@@ -229,7 +229,7 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_less(tmp_path: Path)
             return tensor
 
         for layer in trainer.network.layers:  # the inputs that a recomputed layer keeps are not seen by the hooks below
-            layer.register_forward_pre_hook(lambda _, given, keep=pack: [keep(each) for each in given[1:3]] and None)
+            layer.register_forward_pre_hook(lambda _, inputs, keep=pack: [keep(each) for each in inputs[1:3]] and None)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss, _ = trainer.pack_loss(trainer.packer.pack(chosen[:2]), trainer.head, num_slots)
         kept.append(sum(saved.values()))

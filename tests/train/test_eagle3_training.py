@@ -101,8 +101,8 @@ def test_the_loss_is_the_formula(name: str) -> None:
         own = log_probs[block, slot]
         each = -own[IDS.tolist().index(token)]
         if name == "kl":
-            said = torch.log_softmax(target.head(pack.slots.final_AKD[block, slot][None])[0, IDS], -1)
-            each = (said.exp() * (said - own)).sum()
+            logprobs = torch.log_softmax(target.head(pack.slots.final_AKD[block, slot][None])[0, IDS], -1)
+            each = (logprobs.exp() * (logprobs - own)).sum()
         expected = expected + 0.8**slot * each / 10
     if name != "d-pace":
         torch.testing.assert_close(loss, expected, atol=1e-4, rtol=1e-4)
@@ -164,14 +164,14 @@ def test_teacher_forced_drafts_are_those_of_the_engine(tmp_path: Path) -> None:
     drafter = Eagle3Drafter.from_folder(tmp_path / "drafter", num_drafted=STEPS)
     ready(target, drafter)
     for text in texts[:3]:
-        prompt, said = text.tokens[: text.answer_start].tolist(), text.tokens.tolist()
+        prompt, tokens = text.tokens[: text.answer_start].tolist(), text.tokens.tolist()
         seq = admit(target, drafter, prompt, SamplingParams(max_tokens=9))
-        assert seq.tokens[-1] == said[text.answer_start]
+        assert seq.tokens[-1] == tokens[text.answer_start]
         drafts = drafter.propose(Batch([seq])).tokens_B[0]
         pack = packed(network.config, [text], [(0, np.array([text.answer_start]))])
         hidden_TD = Eagle3Trainable(network, {}, 1 + STEPS).hidden(pack, trainer.embedding_VD, False)
         forced = network.lm_head(hidden_TD).argmax(-1).tolist()
-        pairs = zip(forced, said[text.answer_start + 1 :], strict=False)
+        pairs = zip(forced, tokens[text.answer_start + 1 :], strict=False)
         same = next((at for at, (token, label) in enumerate(pairs) if token != label), STEPS - 1)
         assert forced[: same + 1] == drafts[: same + 1], "alike up to the first draft that the text does not say"
         drafter.drop(seq)
@@ -207,8 +207,8 @@ def test_settings_that_mean_nothing_are_refused(shape: dict[str, Any], loop: dic
 
 def test_what_is_not_asked_for() -> None:
     def of(config: TrainConfig) -> tuple[Any, ...]:
-        shape = (found := for_chains(config)).shape
-        return shape.num_layers, shape.block_size, shape.draft_vocab, found.loop.loss.name
+        shape = (changed := for_chains(config)).shape
+        return shape.num_layers, shape.block_size, shape.draft_vocab, changed.loop.loss.name
 
     assert of(TrainConfig(shape=DrafterShape(kind="eagle3"))) == (1, 4, 32000, "ce")
     shape = DrafterShape(kind="eagle3", num_layers=2, draft_vocab=0, ttt_steps=5)
@@ -232,12 +232,12 @@ def test_the_whole_run_and_one_that_goes_on_from_it(tmp_path: Path) -> None:
     config = replace(
         config, target=replace(config.target, device="cpu", dtype="float32"), asked=PromptsConfig(limit=10)
     )
-    found = train(config)
-    raw = json.loads((found.drafter / "config.json").read_text())
+    result = train(config)
+    raw = json.loads((result.drafter / "config.json").read_text())
     assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["draft_vocab_size"] == 100
-    drafter = Eagle3Drafter.from_folder(found.drafter)
-    assert len(drafter.ids) == 100 and found.heldout["heldout"] >= 1.0
-    assert "EAGLE-3 in SpecForge's format" in (found.drafter / "README.md").read_text()
-    answers = (found.run / "regenerate" / "answers",)
-    again = train(replace(config, out=tmp_path / "again", answers=answers, init=str(found.drafter), heldout_share=0.0))
+    drafter = Eagle3Drafter.from_folder(result.drafter)
+    assert len(drafter.ids) == 100 and result.heldout["heldout"] >= 1.0
+    assert "EAGLE-3 in SpecForge's format" in (result.drafter / "README.md").read_text()
+    answers = (result.run / "regenerate" / "answers",)
+    again = train(replace(config, out=tmp_path / "again", answers=answers, init=str(result.drafter), heldout_share=0.0))
     assert Eagle3Drafter.from_folder(again.drafter).ids.tolist() == drafter.ids.tolist()

@@ -137,15 +137,15 @@ def test_answers_whose_tokens_are_not_known_are_left_out_and_counted(
 
     def completed(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         status, data = answer(path, body)
-        told = json.loads(data)
+        content = json.loads(data)
         if len(seen) in wrong:
             if fault == "prompt":
-                told["usage"]["prompt_tokens"] += 1
+                content["usage"]["prompt_tokens"] += 1
             elif fault == "form":
-                told.pop("choices")
+                content.pop("choices")
             elif fault == "another tokenizer":
-                told["choices"][0]["token_ids"] = [5, 6, 7]
-        return status, json.dumps(told).encode()
+                content["choices"][0]["token_ids"] = [5, 6, 7]
+        return status, json.dumps(content).encode()
 
     fake.reply, fake._completed, fake.tells_ids = sometimes, completed, False
     greedy = replace(CONFIG, temperatures=(0.0,))
@@ -192,10 +192,10 @@ def test_patience_has_an_end_and_what_was_said_stays(tmp_path: Path, model: Path
     fake.reply = dying
     with pytest.raises(DownloadError, match="has not answered for 0.02 minutes .*: start it and run the same command"):
         train.regenerate(ask(tmp_path / "run", model, file, fake.url, patience=0.02, at_once=2))
-    said = len(list(AnswerShards(tmp_path / "run" / "answers")))
-    assert 3 <= said < 12
+    num_answers = len(list(AnswerShards(tmp_path / "run" / "answers")))
+    assert 3 <= num_answers < 12
     fake.reply, fake.refuses = reply, 0
-    assert train.regenerate(ask(tmp_path / "run", model, file, fake.url)).num_found == said
+    assert train.regenerate(ask(tmp_path / "run", model, file, fake.url)).num_found == num_answers
 
 
 @pytest.mark.slow
@@ -247,6 +247,6 @@ def test_a_longer_answer_than_the_limit_is_refused_and_not_retried(fake: Elsewhe
 
 
 def test_likely_tokens_are_not_asked_of_another_server(tmp_path: Path) -> None:
-    asked = ask(tmp_path, tmp_path, "p.jsonl", "http://127.0.0.1:9", AnswerConfig(top_k=32))
+    config = ask(tmp_path, tmp_path, "p.jsonl", "http://127.0.0.1:9", AnswerConfig(top_k=32))
     with pytest.raises(ConfigError, match="leave top_k out"):
-        remote_target_of(asked)
+        remote_target_of(config)

@@ -27,40 +27,40 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def measuring(monkeypatch: pytest.MonkeyPatch, rates: list[float], others: float) -> list[Machine]:
     """Simulate measurements with this share of the processors taken; the list records them."""
-    found: list[Machine] = []
+    machines: list[Machine] = []
 
     def measure(device: str) -> Machine:
-        rate = rates[len(found) % len(rates)]
-        found.append(Machine(device, rate, {"bfloat16": 10 * rate}, 2, 2**30, cached_bytes_per_s={"4": 2 * rate}))
-        return found[-1]
+        rate = rates[len(machines) % len(rates)]
+        machines.append(Machine(device, rate, {"bfloat16": 10 * rate}, 2, 2**30, cached_bytes_per_s={"4": 2 * rate}))
+        return machines[-1]
 
     monkeypatch.setattr(facts, "this_machine", measure)
     monkeypatch.setattr(BusyClock, "others_share", lambda clock: others)
-    return found
+    return machines
 
 
 def test_once_for_each_number_of_threads(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    found = measuring(monkeypatch, [3e9, 5e9], QUIET)
+    machines = measuring(monkeypatch, [3e9, 5e9], QUIET)
     assert [facts.machine_of(None, "cpu").machine.bytes_per_s for _ in range(3)] == [3e9] * 3
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert facts.machine_of(None, "cpu").machine.bytes_per_s == 5e9
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    told = facts.machine_of(None, "cpu")
-    assert told.machine.bytes_per_s == 3e9 and not told.is_busy and len(found) == 2
+    measured = facts.machine_of(None, "cpu")
+    assert measured.machine.bytes_per_s == 3e9 and not measured.is_busy and len(machines) == 2
     assert len(json.loads((home / facts.FILE).read_text())["machines"]) == 2
 
 
 def test_disturbed_the_best_counts_and_is_not_kept(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    found = measuring(monkeypatch, [3e9, 6e9, 4e9], BUSY)
-    told = facts.machine_of(None, "cpu")
-    assert len(found) == facts.MEASUREMENTS == 3 and told.is_busy and not (home / facts.FILE).exists()
-    assert told.machine.bytes_per_s == 6e9 and told.machine.flops_per_s == {"bfloat16": 6e10}
-    assert told.machine.cached_bytes_per_s == {"4": 1.2e10}
+    machines = measuring(monkeypatch, [3e9, 6e9, 4e9], BUSY)
+    measured = facts.machine_of(None, "cpu")
+    assert len(machines) == facts.MEASUREMENTS == 3 and measured.is_busy and not (home / facts.FILE).exists()
+    assert measured.machine.bytes_per_s == 6e9 and measured.machine.flops_per_s == {"bfloat16": 6e10}
+    assert measured.machine.cached_bytes_per_s == {"4": 1.2e10}
     measuring(monkeypatch, [7e9], QUIET)
     assert facts.machine_of(None, "cpu").machine.bytes_per_s == 7e9 and (home / facts.FILE).exists()
 
 
 def test_what_another_version_kept_is_measured_again(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     (home / facts.FILE).write_text('{"mark": {"cpu": "x"}, "machine": {}, "has_gpu": false}')
-    found = measuring(monkeypatch, [2e9], QUIET)
-    assert facts.machine_of(None, "cpu").machine.bytes_per_s == 2e9 and len(found) == 1
+    machines = measuring(monkeypatch, [2e9], QUIET)
+    assert facts.machine_of(None, "cpu").machine.bytes_per_s == 2e9 and len(machines) == 1

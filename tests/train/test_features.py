@@ -109,8 +109,8 @@ def test_online_features_can_be_learned_from() -> None:
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docs, calls = documents(), []
     cache_features(tmp_path, tiny_decoder(), docs, TAPS)
-    wanted = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert sorted(wanted) == [f"document-{number:06d}.safetensors" for number in range(10)]
+    expected = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert sorted(expected) == [f"document-{number:06d}.safetensors" for number in range(10)]
     (tmp_path / "document-000001.safetensors").unlink()
     cut = tmp_path / f"document-000001.safetensors.{'0' * 16}.part"
     cut.write_bytes(b"cut short")
@@ -122,7 +122,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     heard: list[int] = []
     cache_features(tmp_path, target, docs, TAPS, on_document=lambda: heard.append(1))
     assert len(calls) == 1 and len(heard) == 10
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == wanted
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == expected
 
 
 @pytest.mark.slow
@@ -138,11 +138,11 @@ def test_processes_write_files_of_their_own(tmp_path: Path) -> None:
 
 def test_the_size_is_known_beforehand(tmp_path: Path) -> None:
     target, docs = tiny_decoder(), documents()
-    wanted = sum(map(len, docs)) * OnlineFeatures(target, docs, TAPS, needs_final=True).bytes_per_position
-    assert wanted == sum(len(one) for one in docs) * 3 * HIDDEN * 4
+    expected = sum(map(len, docs)) * OnlineFeatures(target, docs, TAPS, needs_final=True).bytes_per_position
+    assert expected == sum(len(one) for one in docs) * 3 * HIDDEN * 4
     cache_features(tmp_path, target, docs, TAPS, needs_final=True)
     written = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert wanted <= written < wanted + 10 * 1000
+    assert expected <= written < expected + 10 * 1000
 
 
 def test_a_small_disk_is_refused_before_anything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,11 +27,11 @@ def rolls() -> Iterator[list[Liveness]]:
     patience = timedelta(seconds=20)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
     stores = [TCPStore("127.0.0.1", server.port, is_master=False, timeout=patience) for _ in range(3)]
-    made = [
+    members = [
         Liveness(PrefixStore("run", each), Ranks(rank, 3), BEAT_S, LOST_AFTER_S) for rank, each in enumerate(stores)
     ]
-    yield made
-    for each in made[1:] + made[:1]:
+    yield members
+    for each in members[1:] + members[:1]:
         each.leave()
 
 
@@ -66,9 +66,9 @@ def test_it_waits_for_the_slow_as_long_as_they_live(rolls: list[Liveness]) -> No
 @pytest.mark.slow
 def test_who_went_silent_is_named(rolls: list[Liveness]) -> None:
     rolls[1]._is_over.set()
-    told = together(rolls[0].wait, lambda: None, rolls[2].wait)
-    assert told[1] is None
-    for each in (told[0], told[2]):
+    errors = together(rolls[0].wait, lambda: None, rolls[2].wait)
+    assert errors[1] is None
+    for each in (errors[0], errors[2]):
         assert isinstance(each, ProcessesError)
         assert "process 1 of 3 (counted from 0) gave no sign of life for" in str(
             each
@@ -88,8 +88,8 @@ def test_who_failed_is_named_with_its_reason_to_victims_of_victims_too(rolls: li
 
 def test_a_victim_passes_on_what_it_was_told(rolls: list[Liveness]) -> None:
     rolls[0].fail(ProcessesError("process 2 of 3 gave no sign of life"))
-    (told,) = together(rolls[1].wait)
-    assert str(told) == "process 2 of 3 gave no sign of life"
+    (error,) = together(rolls[1].wait)
+    assert str(error) == "process 2 of 3 gave no sign of life"
 
 
 @pytest.mark.slow
@@ -99,17 +99,17 @@ def test_a_step_without_a_culprit_says_which_limit_it_was(
     """Whoever looks finds new signs of life of all, then of all but one."""
     beats, dead = itertools.count(), set[int]()
     monkeypatch.setattr(rolls[0], "num_beats", lambda rank: 7 if rank in dead else next(beats))
-    told = rolls[0].blame(RuntimeError("gloo: Timed out waiting 1000ms for recv"))
-    assert "process 0 of 3 (counted from 0) waited in vain" in str(told) and "Timed out waiting 1000ms" in str(told)
-    assert "--step-timeout-minutes" in str(told)
+    error = rolls[0].blame(RuntimeError("gloo: Timed out waiting 1000ms for recv"))
+    assert "process 0 of 3 (counted from 0) waited in vain" in str(error) and "Timed out waiting 1000ms" in str(error)
+    assert "--step-timeout-minutes" in str(error)
     dead.add(2)
     assert "process 2 of 3 (counted from 0) gave no sign of life" in str(rolls[0].blame(RuntimeError("gloo: closed")))
 
 
 def test_a_process_that_torchrun_did_not_start_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    said = r"the 2 processes did not find each other .*MASTER_ADDR.*: start all of them"
-    with pytest.raises(ProcessesError, match=said), process_group(Ranks(0, 2), "cpu"):
+    message = r"the 2 processes did not find each other .*MASTER_ADDR.*: start all of them"
+    with pytest.raises(ProcessesError, match=message), process_group(Ranks(0, 2), "cpu"):
         pass
 
 

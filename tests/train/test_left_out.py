@@ -132,10 +132,10 @@ def test_keys_that_are_not_read_are_told_once_for_each_source(tmp_path: Path, ca
         {"question": "b?", "context": "c"},
         {"question": "c?", "choices": []},
     ]
-    said: list[str] = []
+    notes: list[str] = []
     file = write(tmp_path / "a.jsonl", *rows)
-    read_mixture(PromptsConfig((str(file),)), 0, said.append)
-    assert said == [f"{file}: not read: context (2 rows), choices (1)"]
+    read_mixture(PromptsConfig((str(file),)), 0, notes.append)
+    assert notes == [f"{file}: not read: context (2 rows), choices (1)"]
     read_prompts(file)
     assert caplog.messages == [f"{file}: not read: context (2 rows), choices (1)"], "benchmarks are told too"
 
@@ -210,15 +210,15 @@ def test_prompts_of_tokens_in_json_lines_are_asked(tmp_path: Path) -> None:
 def test_a_training_on_prompts_of_tokens_learns_from_the_targets_answers(tmp_path: Path) -> None:
     prompts, others = [[10, 20, 30, number] for number in range(3)], {"answer_ids": [5, 6], "text": "of another model"}
     file = write(tmp_path / "a.jsonl", *({"prompt_ids": prompt, **others} for prompt in prompts))
-    asked, answering = PromptsConfig((str(file),)), AnswerConfig(4, 64)
-    config = TrainConfig(tmp_path / "run", target(tmp_path / "model"), asked, answering=answering)
+    source, answering = PromptsConfig((str(file),)), AnswerConfig(4, 64)
+    config = TrainConfig(tmp_path / "run", target(tmp_path / "model"), source, answering=answering)
     assert make_plan(config).data.prompts == 3
     stages = _Stages(with_length(config), Ranks(), lambda: None, quiet(), Stop(quiet().say))
     answers, _, _ = stages._answers()
     documents = stages._corpus(answers, None).train
     llm = LLM(config.target.model, drafter="none", dtype="float32", device="cpu")
-    found = llm.generate_ids(prompts, SamplingParams(max_tokens=4, temperature=0.0))
-    expected = [prompt + answer.token_ids for prompt, answer in zip(prompts, found, strict=True)]
+    generated = llm.generate_ids(prompts, SamplingParams(max_tokens=4, temperature=0.0))
+    expected = [prompt + answer.token_ids for prompt, answer in zip(prompts, generated, strict=True)]
     assert sorted(document.tokens.tolist() for document in documents) == sorted(expected)
     assert {document.answer_start for document in documents} == {4}
 
@@ -316,7 +316,7 @@ def test_a_dry_run_says_that_the_target_has_no_template(tmp_path: Path, capsys: 
     app(words, prog_name="paceline", standalone_mode=False)
     assert "no chat template: --raw asks every prompt as it stands" in capsys.readouterr().err
     app([*words, "--raw"], prog_name="paceline", standalone_mode=False)
-    assert "no chat template" not in (said := capsys.readouterr().err) and "'Say hi.'" in said
+    assert "no chat template" not in (output := capsys.readouterr().err) and "'Say hi.'" in output
 
 
 def test_a_dry_run_counts_answers_that_are_there(tmp_path: Path) -> None:
@@ -327,15 +327,15 @@ def test_a_dry_run_counts_answers_that_are_there(tmp_path: Path) -> None:
 
 def test_max_len_has_room_for_the_longest_prompt_and_its_answer(tmp_path: Path) -> None:
     """Prompts longer than max_len would be answered, and the answers thrown away."""
-    asked = PromptsConfig(("a.jsonl",))
-    wide = TrainConfig(tmp_path, asked=asked, answering=AnswerConfig(max_prompt_tokens=2000))
+    prompts = PromptsConfig(("a.jsonl",))
+    wide = TrainConfig(tmp_path, asked=prompts, answering=AnswerConfig(max_prompt_tokens=2000))
     config, why = fit_lengths(wide)
     assert config.max_len == 2256 and [*why] == ["max_len"]
-    config, why = fit_lengths(TrainConfig(tmp_path, asked=asked, max_len=512))
+    config, why = fit_lengths(TrainConfig(tmp_path, asked=prompts, max_len=512))
     assert config.answering.max_prompt_tokens == 256 and [*why] == ["answering.max_prompt_tokens"]
     with pytest.raises(ConfigError, match="raise max_len to 2256, or lower max_prompt_tokens to 768"):
         fit_lengths(replace(wide, max_len=1000 + 24, given=("max_len", "answering.max_prompt_tokens")))
-    config, why = fit_lengths(TrainConfig(tmp_path, asked=asked))
+    config, why = fit_lengths(TrainConfig(tmp_path, asked=prompts))
     assert config.max_len == 512 + 256 and why == {"max_len": "the longest prompt and its answer"}
 
 

@@ -42,14 +42,16 @@ def answers(folder: Path, *lengths: tuple[int, int]) -> Path:
     return folder
 
 
-def asked(folder: Path, *lengths: tuple[int, int], model: str = "qwen2.5-coder-0.5b", **more: Any) -> TrainConfig:
+def train_config(
+    folder: Path, *lengths: tuple[int, int], model: str = "qwen2.5-coder-0.5b", **more: Any
+) -> TrainConfig:
     source = answers(folder / "answers", *lengths)
     return TrainConfig(folder / "run", EngineConfig(model), answers=(source,), **more)
 
 
 def test_prompts_of_1500_tokens_are_learned_from(tmp_path: Path) -> None:
     """They were all left out: "there are no answers to learn from"."""
-    plan = make_plan(asked(tmp_path, *[(1500, 60)] * 30), reads_answers=True)
+    plan = make_plan(train_config(tmp_path, *[(1500, 60)] * 30), reads_answers=True)
     assert longest_of(plan.config) == 1568 == -(-1560 // STEP) * STEP
     assert "99% of 30 prompts with answers are no longer, the longest has 1,560 tokens" in plan.text
     assert "30 documents" in plan.text and "left out" not in plan.text
@@ -57,7 +59,7 @@ def test_prompts_of_1500_tokens_are_learned_from(tmp_path: Path) -> None:
 
 
 def test_one_answer_in_a_hundred_may_be_cut_and_is_counted(tmp_path: Path) -> None:
-    plan = make_plan(asked(tmp_path, *[(20, 76)] * 496, *[(20, 2000)] * 4), reads_answers=True)
+    plan = make_plan(train_config(tmp_path, *[(20, 76)] * 496, *[(20, 2000)] * 4), reads_answers=True)
     assert longest_of(plan.config) == 96 and plan.chosen["max_len"].endswith("; 4 of them are cut or left out")
     assert "4 cut at the longest document (max_len)" in plan.text
     corpus = read_corpus(plan.config.answers, longest_of(plan.config), 0.0)
@@ -65,12 +67,12 @@ def test_one_answer_in_a_hundred_may_be_cut_and_is_counted(tmp_path: Path) -> No
 
 
 def test_a_given_length_stays(tmp_path: Path) -> None:
-    plan = make_plan(asked(tmp_path, (100, 60), (100, 60), max_len=128))
+    plan = make_plan(train_config(tmp_path, (100, 60), (100, 60), max_len=128))
     assert plan.config.max_len == 128 and "max_len" not in plan.chosen
 
 
 def test_the_length_is_within_context_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = asked(tmp_path, *[(40_000, 500)] * 3)
+    config = train_config(tmp_path, *[(40_000, 500)] * 3)
     fitted, why = fit_lengths(config, [Limit(32_768, "the target's context is 32,768 tokens"), Limit(50_000, "memory")])
     assert fitted.max_len == 32_768 and why["max_len"].startswith("the target's context is 32,768 tokens, and 99%")
     assert why["max_len"].endswith("the longest has 40,500 tokens; 3 of them are cut or left out")
@@ -87,16 +89,16 @@ def test_the_length_is_within_context_and_memory(tmp_path: Path, monkeypatch: py
 
 def test_answers_that_the_run_generates_have_room(tmp_path: Path) -> None:
     """Held-out prompts are answered too, up to the limits of prompt and answer."""
-    config = asked(tmp_path, *[(20, 76)] * 30)
+    config = train_config(tmp_path, *[(20, 76)] * 30)
     assert with_length(config).max_len == 96
     for more in ({"heldout": ("a.jsonl",)}, {"ood": ("a.jsonl",)}, {"asked": PromptsConfig(("a.jsonl",))}):
         assert with_length(replace(config, **more)).max_len == 512 + 256
-    longer = asked(tmp_path / "longer", *[(2000, 76)] * 30, heldout=("a.jsonl",))
+    longer = train_config(tmp_path / "longer", *[(2000, 76)] * 30, heldout=("a.jsonl",))
     assert with_length(longer).max_len == 2080
 
 
 def test_a_run_without_a_plan_has_a_length_too(tmp_path: Path) -> None:
-    config = asked(tmp_path, *[(1500, 60)] * 30, plan="off")
+    config = train_config(tmp_path, *[(1500, 60)] * 30, plan="off")
     assert make_plan(config).config.max_len == 1568 == with_length(config).max_len
     missing = TrainConfig(tmp_path / "run", answers=(tmp_path / "later",))
     assert with_length(missing).max_len == 512 + 256, "answers that do not exist yet"
@@ -111,7 +113,7 @@ def test_a_run_that_an_earlier_version_began_keeps_its_length(
     def fails(config: TrainConfig) -> Any:
         raise ModelNotFoundError("a target without known sizes")
 
-    config = asked(tmp_path, *[(1500, 60)] * 30)
+    config = train_config(tmp_path, *[(1500, 60)] * 30)
     config.out.mkdir()
     if has_plan:
         (config.out / "plan.json").write_text(json.dumps({"values": {}}))

@@ -66,13 +66,13 @@ def test_shares_of_a_step_add_up_to_it(tmp_path: Path) -> None:
     """Each of three processes computes its share."""
     one = trainer(tmp_path)
     chosen, num_slots, _ = one.planner.step(Place())
-    found = []
+    runs = []
     for shares in ([chosen], [chosen[rank::3] for rank in range(3)]):
         one.network.zero_grad()
         loss = sum(one.forward_backward(share, num_slots, one.head)[0] for share in shares)
-        found.append((loss, [parameter.grad for parameter in one.network.parameters()]))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
-    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-6, rtol=1e-4)
+        runs.append((loss, [parameter.grad for parameter in one.network.parameters()]))
+    assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-6)
+    torch.testing.assert_close(runs[0][1], runs[1][1], atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -187,17 +187,17 @@ class TestHeldOut:
 
     @pytest.mark.slow
     def test_a_regression_out_of_distribution_is_said(self, tmp_path: Path) -> None:
-        one, said = watched(tmp_path, max_steps=4, heldout_every=1), []
+        one, notices = watched(tmp_path, max_steps=4, heldout_every=1), []
         levels = iter([2.0, 2.5, 2.45, 2.0])
 
         def evaluate(docs: list[Any], features: Any) -> dict[str, Any]:
             return {"eal": next(levels) if len(docs) == 2 else 1.0}
 
         one.evaluate = evaluate  # type: ignore[method-assign]
-        one.run(notice=said.append)
+        one.run(notice=notices.append)
         assert (
-            len(said) == 1
-            and "step 4: out of distribution 2.00 tokens a round are expected, 2.50 were before" in said[0]
+            len(notices) == 1
+            and "step 4: out of distribution 2.00 tokens a round are expected, 2.50 were before" in notices[0]
         )
 
 
@@ -218,8 +218,8 @@ class TestKeepBest:
     def _kept(one: Trainer, looks: list[tuple[float, float]]) -> tuple[int | None, list[torch.Tensor]]:
         """Step whose weights are kept when held-out and other documents look so, and the first weights after each
         step."""
-        found, weights = iter([each for look in looks for each in look]), list[torch.Tensor]()
-        one.evaluate = lambda documents, features: {"eal": next(found)}
+        values, weights = iter([each for look in looks for each in look]), list[torch.Tensor]()
+        one.evaluate = lambda documents, features: {"eal": next(values)}
         one.run(lambda figures: weights.append(one.network.state_dict()["fc.weight"].clone()))
         kept = best_checkpoint(one.folder)
         assert kept is None or torch.equal(kept[0]["fc.weight"], weights[kept[1]["step"] - 1])

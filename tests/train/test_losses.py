@@ -84,45 +84,45 @@ def test_every_loss_and_gradient_as_spelt_out(
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("rows", [1, SLOTS, 3 * SLOTS + 2, 1000])
 def test_chunks_change_nothing(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    results = []
     for chunk in (rows, BLOCKS * SLOTS):
         monkeypatch.setattr(losses, "CHUNK_ROWS", chunk)
         hidden_TD, slots, weight_VD = batch()
         loss, _ = head_loss(hidden_TD, slots, Head(weight_VD), LossConfig(name), 9.0)
         loss.backward()
-        found.append((loss.detach(), hidden_TD.grad))
+        results.append((loss.detach(), hidden_TD.grad))
         _, metrics = head_loss(hidden_TD.detach(), slots, Head(weight_VD), LossConfig(name), 9.0)
         assert metrics.sums_4K[0].tolist() == slots.valid_AK.sum(0).tolist(), (
             "without gradients every chunk is measured"
         )
-    torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["ce", "d-pace"])
 def test_labels_behind_the_end_teach_nothing(name: str) -> None:
-    found = []
+    results = []
     for shift in (0, 1):
         hidden_TD, slots, weight_VD = batch()
         labels = torch.where(slots.valid_AK, slots.labels_AK, (slots.labels_AK + shift) % VOCAB)
         loss, _ = head_loss(hidden_TD, Slots(labels, slots.valid_AK), Head(weight_VD), LossConfig(name), 9.0)
         loss.backward()
-        found.append((loss.detach(), hidden_TD.grad))
-    torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)
+        results.append((loss.detach(), hidden_TD.grad))
+    torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)
 
 
 def test_bfloat16_heads_stay_near_float32() -> None:
     for name in LOSSES:
-        found = []
+        results = []
         for dtype in (torch.float32, torch.bfloat16):
             hidden_TD, slots, weight_VD = batch()
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
                 loss, _ = head_loss(hidden_TD, slots, Head(weight_VD.to(dtype)), LossConfig(name), 9.0)
             loss.backward()
             assert hidden_TD.grad is not None and hidden_TD.grad.dtype is torch.float32
-            found.append((loss.item(), hidden_TD.grad))
-        assert found[1][0] == pytest.approx(found[0][0], rel=0.02)
+            results.append((loss.item(), hidden_TD.grad))
+        assert results[1][0] == pytest.approx(results[0][0], rel=0.02)
         within = 0.15 if name == "lk" else 0.02  # the smaller of two nearly equal probabilities may change sides
-        assert (found[1][1] - found[0][1]).norm() < within * found[0][1].norm()
+        assert (results[1][1] - results[0][1]).norm() < within * results[0][1].norm()
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])

@@ -51,7 +51,7 @@ def runs(script: ModuleType, tmp_path: Path) -> Callable[[float, float], dict[st
     """Beside one process: a run whose loss and one of whose weights are off by so much."""
     weight = torch.linspace(-1, 1, 12)
 
-    def told(way: str, world: int, off: float) -> dict[str, Any]:
+    def run_of(way: str, world: int, off: float) -> dict[str, Any]:
         return {
             "way": way,
             "processes": world,
@@ -66,7 +66,7 @@ def runs(script: ModuleType, tmp_path: Path) -> Callable[[float, float], dict[st
             folder.mkdir(parents=True, exist_ok=True)
             save_file({"same": weight, "other": weight + off}, folder / "model.safetensors")
         bench = script.Bench(script.read_options(["--out", str(tmp_path)]), tmp_path, time.monotonic())
-        return script.beside(bench, told("sharded", 2, loss), told("replicated", 1, 0.0))
+        return script.beside(bench, run_of("sharded", 2, loss), run_of("replicated", 1, 0.0))
 
     return compared
 

@@ -21,13 +21,13 @@ def source(folder: Path, name: str, number: int, *more: str) -> str:
 
 def test_weights(tmp_path: Path) -> None:
     one, two = source(tmp_path, "a.jsonl", 30), source(tmp_path, "b.jsonl", 12)
-    said: list[str] = []
-    mixture = read_mixture(PromptsConfig((f"{one}=2", f"{two}=1")), 0, said.append)
+    notes: list[str] = []
+    mixture = read_mixture(PromptsConfig((f"{one}=2", f"{two}=1")), 0, notes.append)
     assert Counter(prompt.source for prompt in mixture.prompts) == {"a.jsonl": 24, "b.jsonl": 12}
-    assert mixture.dropped.counts == {"beyond the mixture's weights": 6} and "6 of 30 prompts are left out" in said[0]
-    assert len(read_mixture(PromptsConfig((one, two)), 0, said.append).prompts) == 42, "without weights all are taken"
+    assert mixture.dropped.counts == {"beyond the mixture's weights": 6} and "6 of 30 prompts are left out" in notes[0]
+    assert len(read_mixture(PromptsConfig((one, two)), 0, notes.append).prompts) == 42, "without weights all are taken"
     with pytest.raises(PromptError, match="gives nothing to this mixture"):
-        read_mixture(PromptsConfig((f"{one}=1", f"{two}=0.001")), 0, said.append)
+        read_mixture(PromptsConfig((f"{one}=1", f"{two}=0.001")), 0, notes.append)
 
 
 def test_a_mixture_that_grows_keeps_what_it_had(tmp_path: Path) -> None:
@@ -60,9 +60,9 @@ def test_what_a_weight_is(tmp_path: Path) -> None:
 
 
 def test_bad_rows_are_counted_or_refused(tmp_path: Path) -> None:
-    file, said = source(tmp_path, "a.jsonl", 2, "{half"), list[str]()
-    mixture = read_mixture(PromptsConfig((file,)), 0, said.append)
+    file, notes = source(tmp_path, "a.jsonl", 2, "{half"), list[str]()
+    mixture = read_mixture(PromptsConfig((file,)), 0, notes.append)
     assert len(mixture.prompts) == 2 and mixture.dropped.counts == {"not JSON": 1}
-    assert said[0].startswith(f"{file}: 1 rows left out: 1 not JSON")
+    assert notes[0].startswith(f"{file}: 1 rows left out: 1 not JSON")
     with pytest.raises(PromptError, match="line 3: not a line of JSON"):
-        read_mixture(PromptsConfig((file,), strict=True), 0, said.append)
+        read_mixture(PromptsConfig((file,), strict=True), 0, notes.append)

@@ -56,10 +56,10 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 def documents(target: Target, number: int, length: int = 20) -> list[Document]:
     """The target's answers to random prompts."""
     prompts = [[1 + token % (target.vocab_size - 1) for token in text(4 + each % 3, each)] for each in range(number)]
-    said = [(prompt, prompt + generate(target, NoDrafter(), [prompt], length)[0][0]) for prompt in prompts]
+    texts = [(prompt, prompt + generate(target, NoDrafter(), [prompt], length)[0][0]) for prompt in prompts]
     return [
         Document(f"{each}@0/0", np.array(whole, dtype=np.int32), len(prompt))
-        for each, (prompt, whole) in enumerate(said)
+        for each, (prompt, whole) in enumerate(texts)
     ]
 
 
@@ -77,13 +77,13 @@ def forced(target: Target, drafter: MtpDrafter, document: Document, anchor: int)
     drafter.observe([Observed(sequence, 0, anchor, taps)])
     drafter._sort()
     drafter._inject([row])
-    told, found = drafter._states[[row]], []
+    state, logits = drafter._states[[row]], []
     for step in range(STEPS):
-        found.append(drafter._path.logits(told)[0])
+        logits.append(drafter._path.logits(state)[0])
         level = Level([row], [anchor], [step], [[list(range(step + 1))]])
-        told = drafter._path.step(level, [tokens[anchor + 1 + step]], told)
+        state = drafter._path.step(level, [tokens[anchor + 1 + step]], state)
     target.cache.free(row)
-    return torch.stack(found)
+    return torch.stack(logits)
 
 
 def pack_of(target: Target, texts: list[Document], chosen: list[Any]) -> Any:
@@ -126,8 +126,10 @@ def test_gates_have_the_gradient_of_what_they_compute(activation: Any, folder_of
 
 
 def settings(**loop: Any) -> TrainConfig:
-    asked = {"blocks_per_step": 16, "anchors": 16, "autocast": False, "serve_share": 0.0, **loop}
-    return for_chains(TrainConfig(shape=DrafterShape(kind="mtp"), loop=LoopConfig(optim=OptimConfig(lr=3e-3), **asked)))
+    options = {"blocks_per_step": 16, "anchors": 16, "autocast": False, "serve_share": 0.0, **loop}
+    return for_chains(
+        TrainConfig(shape=DrafterShape(kind="mtp"), loop=LoopConfig(optim=OptimConfig(lr=3e-3), **options))
+    )
 
 
 def trained(folder: Path, model: Path, texts: list[Document], **loop: Any) -> Trainer:
@@ -154,9 +156,9 @@ def test_what_is_learned_is_served(folder_of: Folder, tmp_path: Path) -> None:
 
     def served(drafter: Any) -> float:
         num_rounds = 0
-        for prompt, said in zip(prompts, texts, strict=False):
+        for prompt, document in zip(prompts, texts, strict=False):
             answers, rounds = generate(target, drafter, [prompt], 20)
-            assert answers[0] == said.tokens[said.answer_start :][:20].tolist()
+            assert answers[0] == document.tokens[document.answer_start :][:20].tolist()
             num_rounds += len(rounds)
         return 20 * len(prompts) / num_rounds
 
@@ -312,10 +314,10 @@ def test_what_is_not_asked_for_is_fastmtp_s(folder_of: Folder) -> None:
     )
     new = make_plan(replace(asks(folder_of("qwen3"), start="copied"), given=("shape.start",)))
     assert new.config.loop.optim.lr > 5e-4 and new.config.shape.start == "copied"
-    given = replace(
+    chain_config = replace(
         asks(folder_of("qwen3.5+")), loop=LoopConfig(loss=LossConfig("kl", gamma=4.0), optim=OptimConfig(lr=1e-3))
     )
-    kept = for_chains(given).loop
+    kept = for_chains(chain_config).loop
     assert (kept.loss.name, kept.loss.gamma, kept.optim.lr) == ("kl", 4.0, 1e-3)
 
 
@@ -326,15 +328,15 @@ def test_the_whole_run_and_one_that_goes_on_from_it(tmp_path: Path) -> None:
     config = replace(
         config, target=replace(config.target, device="cpu", dtype="float32"), asked=PromptsConfig(limit=10)
     )
-    found = train(config)
-    drafter = MtpDrafter.from_folder(found.drafter)
-    assert drafter.num_drafted == 3 and found.heldout["heldout"] >= 1.0
-    steps = [json.loads(line) for line in (found.run / "metrics.jsonl").read_text().splitlines()]
+    result = train(config)
+    drafter = MtpDrafter.from_folder(result.drafter)
+    assert drafter.num_drafted == 3 and result.heldout["heldout"] >= 1.0
+    steps = [json.loads(line) for line in (result.run / "metrics.jsonl").read_text().splitlines()]
     assert steps[0]["loss"] < math.log(260) + 1, "its logits begin small"
-    card = (found.drafter / "README.md").read_text()
+    card = (result.drafter / "README.md").read_text()
     assert (
         "Drafts 3 tokens a round" in card and "One multi-token-prediction layer, in the layout of DeepSeek-V3" in card
     )
-    answers = (found.run / "regenerate" / "answers",)
-    again = train(replace(config, out=tmp_path / "again", answers=answers, init=str(found.drafter), heldout_share=0.0))
+    answers = (result.run / "regenerate" / "answers",)
+    again = train(replace(config, out=tmp_path / "again", answers=answers, init=str(result.drafter), heldout_share=0.0))
     assert MtpDrafter.from_folder(again.drafter).layer.config == drafter.layer.config

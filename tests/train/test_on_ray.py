@@ -8,44 +8,37 @@ cluster, whose processes take minutes and do not start in time on a busy machine
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from fake_ray import FakeRay, RayFailed, Rows
+from ray_runs import RAY, TARGET, Doubling, Seen, dying, ended, files_of, going_on, training
 from small_llm import tiny_model
 
-from paceline.config import EngineConfig
-from paceline.data.answers import AnswerShards
 from paceline.errors import ConfigError, DownloadError, PromptError
-from paceline.report.tables import Progress
 from paceline.train import regenerate, train
 from paceline.train import run as train_run
 from paceline.train.answers import on_ray as ray_answers
 from paceline.train.answers.conversation import Regenerated
 from paceline.train.config import (
     AnswerConfig,
-    DrafterShape,
     ElsewhereConfig,
-    LoopConfig,
     PromptsConfig,
     RegenerateConfig,
     TrainConfig,
 )
 from paceline.train.features import on_ray as ray_features
 from paceline.train.processes import ray_cluster as on_ray
-from paceline.train.processes.ray_cluster import LOCAL, Job, Share, Work, Worker, connected, distributed
+from paceline.train.processes.ray_cluster import Job, Share, Work, Worker, connected, distributed
 
-RAY = ElsewhereConfig(ray=LOCAL, ray_workers=2)
-TARGET = EngineConfig(device="cpu", dtype="float32", threads=1)
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own warnings
 
 
@@ -68,14 +61,6 @@ def cluster() -> Iterator[Any]:
     ray.shutdown()
 
 
-class Seen(Exception):
-    """Ends a run at what is looked for."""
-
-
-def ended(*given: Any, **named: Any) -> None:
-    raise Seen
-
-
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A double of the cluster, which answers and hidden states are made on."""
@@ -85,45 +70,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     return fake
 
 
-@dataclass(frozen=True)
-class Dying:
-    """A job whose worker is killed once, with its first batch done and nothing of it sent."""
-
-    job: Any
-    died: Path
-
-    def begin(self, num_threads: int | None) -> Work:
-        work = self.job.begin(num_threads)
-
-        def made(batch: list[Any]) -> list[Any]:
-            found = work(batch)
-            try:
-                self.died.touch(exist_ok=False)
-            except FileExistsError:
-                return found
-            os.kill(os.getpid(), signal.SIGKILL)
-            return found
-
-        return made
-
-
-def answers_of(folder: Path) -> str:
-    """A hash in which their order does not count."""
-    lines = sorted(json.dumps(astuple(each)) for each in AnswerShards(folder))
-    assert lines and len(lines) == len({*lines})
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def files_of(run: Path, kind: str) -> dict[str, str]:
-    found = sorted(run.glob(f"{kind}-*/*.safetensors"))
-    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
-
-
 QUESTIONS = [("Hi.", "And then?"), ("Name a colour.",), ("Sing!", "Louder.", "Stop."), ("Count to ten.",), ("Why?",)]
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> RegenerateConfig:
+def regenerate_config(tmp_path_factory: pytest.TempPathFactory) -> RegenerateConfig:
     """Conversations of several turns, two of each at a temperature; one prompt is too long."""
     folder = tmp_path_factory.mktemp("asked")
     lines = [{"turns": turns} for turns in [*QUESTIONS, ("too long " * 40,)]]
@@ -134,65 +85,31 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> RegenerateConfig:
 
 
 @pytest.fixture(scope="module")
-def one(asked: RegenerateConfig) -> Regenerated:
+def one(regenerate_config: RegenerateConfig) -> Regenerated:
     """Answers of one process."""
-    return regenerate(asked)
-
-
-def going_on(asked: RegenerateConfig, one: Regenerated, folder: Path, before: Callable[[], None]) -> None:
-    """The first prompts answered here, then, with `before` called, the others on the cluster: the answers of one
-    process."""
-    first = replace(asked, out=folder, asked=replace(asked.asked, limit=2))
-    assert regenerate(first).num_answers
-    lines: list[str] = []
-
-    class Saying(Progress):
-        def say(self, text: str) -> None:
-            lines.append(text)
-
-    before()
-    two = regenerate(replace(asked, out=folder, elsewhere=RAY), progress=Saying())
-    assert answers_of(one.answers) == answers_of(two.answers)
-    assert any(answer.turn for answer in AnswerShards(one.answers)), "some conversations went on"
-    begun = sum(each.key.split("/")[1].startswith(("0", "1")) for each in AnswerShards(one.answers))
-    assert two.num_found == 6 and two.num_answers + begun == one.num_answers
-    assert (two.num_too_long, two.num_tokens_too_long) == (
-        one.num_too_long,
-        one.num_tokens_too_long,
-    ) and two.num_too_long
-    assert any("the workers of Ray at local answer" in each for each in lines)
-    again = regenerate(replace(asked, out=folder, elsewhere=RAY))
-    assert (again.num_found, again.num_answers) == (15, 0)
-
-
-def training(asked: RegenerateConfig, answers: Path, folder: Path) -> TrainConfig:
-    shape = DrafterShape(num_layers=1, block_size=4, num_taps=2)
-    loop = LoopConfig(max_steps=2, blocks_per_step=8, anchors=4, autocast=False, serve_share=0.0)
-    options: dict[str, Any] = {"plan": "off", "max_len": 256, "shape": shape, "loop": loop, "features": "cached"}
-    return TrainConfig(folder, asked.target, answers=(answers,), **options)
-
-
-def dying(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, died: Path) -> None:
-    """Have the first worker of this job die."""
-    job = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *given: Dying(job(*given), died))
+    return regenerate(regenerate_config)
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_that_goes_on_with_answers_of_two_workers_of_which_one_is_killed(
-    cluster: Any, asked: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, regenerate_config: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    going_on(asked, one, tmp_path / "two", lambda: dying(monkeypatch, ray_answers, "Answering", tmp_path / "died"))
+    going_on(
+        regenerate_config,
+        one,
+        tmp_path / "two",
+        lambda: dying(monkeypatch, ray_answers, "Answering", tmp_path / "died"),
+    )
     assert (tmp_path / "died").exists()
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_hidden_states_of_a_worker_that_is_killed_and_the_drafter_they_train(
-    cluster: Any, asked: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, regenerate_config: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = training(asked, one.answers, tmp_path / "here")
+    config = training(regenerate_config, one.answers, tmp_path / "here")
     here = train(config)
     dying(monkeypatch, ray_features, "Reading", tmp_path / "died")
     there = train(replace(config, out=tmp_path / "there", elsewhere=replace(RAY, ray_workers=1)))
@@ -205,25 +122,12 @@ def test_hidden_states_of_a_worker_that_is_killed_and_the_drafter_they_train(
     assert weights[0] == weights[1]
 
 
-@dataclass(frozen=True)
-class Doubling:
-    """A job that takes no time; -1 is refused."""
-
-    def begin(self, num_threads: int | None) -> Work:
-        def work(batch: list[Any]) -> list[Any]:
-            if -1 in batch:
-                raise PromptError(f"no template for -1 with {num_threads} threads")
-            return [2 * each for each in batch]
-
-        return work
-
-
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_real_cluster_works_and_what_its_worker_refuses_is_raised_here(cluster: Any) -> None:
     with connected(RAY) as ray:
-        found = list(distributed(ray, replace(RAY, ray_workers=1), Doubling(), range(6), 4))
-        assert sorted(found) == [0, 2, 4, 6, 8, 10]
+        results = list(distributed(ray, replace(RAY, ray_workers=1), Doubling(), range(6), 4))
+        assert sorted(results) == [0, 2, 4, 6, 8, 10]
         with pytest.raises(PromptError, match="no template for -1 with 2 threads"):
             list(distributed(ray, replace(RAY, ray_workers=1), Doubling(), [-1], 4))
 
@@ -247,19 +151,24 @@ class TestOnADouble:
 
     @pytest.mark.slow
     def test_a_run_goes_on_with_answers_of_workers(
-        self, fake: FakeRay, asked: RegenerateConfig, one: Regenerated, tmp_path: Path
+        self, fake: FakeRay, regenerate_config: RegenerateConfig, one: Regenerated, tmp_path: Path
     ) -> None:
-        going_on(asked, one, tmp_path, lambda: None)
+        going_on(regenerate_config, one, tmp_path, lambda: None)
         assert [len(rows.asked) for rows in fake.rows] == [4, 1], (
             "only prompts that lack an answer are sent: one is too long"
         )
 
     @pytest.mark.slow
     def test_hidden_states_are_those_of_one_process(
-        self, fake: FakeRay, asked: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        fake: FakeRay,
+        regenerate_config: RegenerateConfig,
+        one: Regenerated,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(train_run, "Trainer", ended)
-        config = training(asked, one.answers, tmp_path / "here")
+        config = training(regenerate_config, one.answers, tmp_path / "here")
         for each in (config, replace(config, out=tmp_path / "there", elsewhere=RAY)):
             with pytest.raises(Seen):
                 train(each)
@@ -267,8 +176,8 @@ class TestOnADouble:
         assert here and here == there and sum(len(rows.asked) for rows in fake.rows) == len(here)
 
     def test_each_worker_has_its_share_and_restarts(self, fake: FakeRay) -> None:
-        found = list(distributed(cast(Any, fake), RAY, Doubling(), range(20), 64))
-        assert sorted(found) == list(range(0, 40, 2))
+        results = list(distributed(cast(Any, fake), RAY, Doubling(), range(20), 64))
+        assert sorted(results) == list(range(0, 40, 2))
         (rows,) = fake.rows
         options = rows.options
         assert (options["batch_size"], options["num_cpus"], options["num_gpus"], options["compute"].size) == (
@@ -312,7 +221,7 @@ class TestOnADouble:
 
 class TestWithoutACluster:
     @pytest.mark.parametrize(
-        ("machines", "given", "share"),
+        ("machines", "num_workers", "share"),
         [
             ([{"CPU": 32.0, "GPU": 4.0}, {"CPU": 32.0, "GPU": 4.0}, {"memory": 1e9}], None, Share(8, 1.0, 1.0)),
             ([{"CPU": 32.0, "GPU": 4.0}, {"CPU": 32.0}], 3, Share(3, 1.0, 1.0)),
@@ -321,27 +230,28 @@ class TestWithoutACluster:
             ([{"CPU": 2.0}], 4, Share(4, 0.5, 0.0)),
         ],
     )
-    def test_shares(self, machines: list[dict[str, float]], given: int | None, share: Share) -> None:
-        assert Share.of(machines, given) == share
+    def test_shares(self, machines: list[dict[str, float]], num_workers: int | None, share: Share) -> None:
+        assert Share.of(machines, num_workers) == share
 
     @pytest.mark.parametrize(
-        ("machines", "said"), [([{"CPU": 4.0, "GPU": 2.0}], "the cluster has 2 GPUs"), ([{"CPU": 0.0}], "no machine")]
+        ("machines", "message"),
+        [([{"CPU": 4.0, "GPU": 2.0}], "the cluster has 2 GPUs"), ([{"CPU": 0.0}], "no machine")],
     )
-    def test_too_little(self, machines: list[dict[str, float]], said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
+    def test_too_little(self, machines: list[dict[str, float]], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             Share.of(machines, 3)
 
     def test_an_error_of_ours_is_a_result(self) -> None:
         job: Job = Doubling()
-        (made,) = Worker(job, 3)({"asked": [-1]})["made"]
-        assert made.error == ("PromptError", "no template for -1 with 3 threads")
+        (result,) = Worker(job, 3)({"asked": [-1]})["made"]
+        assert result.error == ("PromptError", "no template for -1 with 3 threads")
 
     @pytest.mark.slow  # it imports Ray
     def test_no_cluster_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ray = pytest.importorskip("ray")
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
-        def init(**given: Any) -> None:
+        def init(**options: Any) -> None:
             raise ConnectionError("Could not find any running Ray instance")
 
         monkeypatch.setattr(ray, "init", init)
@@ -354,16 +264,16 @@ class TestWithoutACluster:
             pass
 
     @pytest.mark.parametrize(
-        ("given", "said"),
+        ("options", "message"),
         [
             ({"ray": "auto", "answers_from": "http://a:1"}, "ray and answers_from"),
             ({"ray": "auto", "features_from": "http://a:1"}, "ray and features_from"),
             ({"ray_workers": 2}, "ray_workers needs ray"),
         ],
     )
-    def test_what_does_not_go_together(self, given: dict[str, Any], said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
-            ElsewhereConfig(**given)
+    def test_what_does_not_go_together(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            ElsewhereConfig(**options)
 
     @pytest.mark.parametrize("changes", [{"features": "streamed"}, {"features": "online"}, {"feature_dtype": "int8"}])
     def test_hidden_states_are_kept(self, changes: dict[str, Any]) -> None:
@@ -371,27 +281,27 @@ class TestWithoutACluster:
             TrainConfig(elsewhere=RAY, **changes)
 
     def test_a_training_has_its_answers_from_the_cluster(
-        self, asked: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, regenerate_config: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def shared(config: RegenerateConfig, *given: Any) -> None:
+        def shared(config: RegenerateConfig, *arguments: Any) -> None:
             assert config.elsewhere == RAY
             raise Seen
 
         monkeypatch.setattr(ray_answers, "_shared", shared)
         options: dict[str, Any] = {"plan": "off", "features": "cached", "elsewhere": RAY}
         with pytest.raises(Seen):
-            train(TrainConfig(tmp_path / "run", asked.target, asked=asked.asked, **options))
+            train(TrainConfig(tmp_path / "run", regenerate_config.target, asked=regenerate_config.asked, **options))
 
-    def test_prompts_are_given(self, asked: RegenerateConfig, tmp_path: Path) -> None:
+    def test_prompts_are_given(self, regenerate_config: RegenerateConfig, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="give prompts"):
-            regenerate(replace(asked, out=tmp_path / "x", asked=PromptsConfig(), elsewhere=RAY))
+            regenerate(replace(regenerate_config, out=tmp_path / "x", asked=PromptsConfig(), elsewhere=RAY))
 
     @pytest.mark.slow
     def test_others_of_torchrun_ask_nobody(
-        self, asked: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, regenerate_config: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setattr(on_ray, "connected", None)
-        done = regenerate(replace(asked, out=tmp_path / "x", elsewhere=RAY))
+        done = regenerate(replace(regenerate_config, out=tmp_path / "x", elsewhere=RAY))
         assert done.num_answers == 0 and not (tmp_path / "x").exists()

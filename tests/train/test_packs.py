@@ -45,8 +45,8 @@ def gradients(one: Trainer) -> tuple[float, list[torch.Tensor], int]:
     """Loss and gradients of the first step, and in how many packs it was computed."""
     chosen, num_slots, _ = one.planner.step(one.state.place)
     loss, _ = one.forward_backward(chosen, num_slots, one.head)
-    found = [parameter.grad.clone() for parameter in one.network.parameters() if parameter.grad is not None]
-    return loss, found, sum(1 for _ in split_into_packs(chosen, one.budget))
+    grads = [parameter.grad.clone() for parameter in one.network.parameters() if parameter.grad is not None]
+    return loss, grads, sum(1 for _ in split_into_packs(chosen, one.budget))
 
 
 class TestBudget:
@@ -80,13 +80,13 @@ class TestBudget:
 def test_pieces_teach_what_the_whole_would(tmp_path: Path, shape: dict[str, Any]) -> None:
     documents = [document(number, 4, length) for number, length in enumerate((20, 400, 60))]
     settings = config(blocks_per_step=40, anchors=24, blocks_per_pack=64)
-    found = {
+    results = {
         tokens: gradients(trainer(tmp_path, documents, dataclasses.replace(settings, tokens_per_pack=tokens), **shape))
         for tokens in (None, 4096, 64)
     }
-    assert found[4096][2] == found[None][2] == 1 and found[64][2] > 4
-    assert found[64][0] == pytest.approx(found[None][0], rel=1e-6)
-    for whole, in_pieces in zip(found[None][1], found[64][1], strict=True):
+    assert results[4096][2] == results[None][2] == 1 and results[64][2] > 4
+    assert results[64][0] == pytest.approx(results[None][0], rel=1e-6)
+    for whole, in_pieces in zip(results[None][1], results[64][1], strict=True):
         torch.testing.assert_close(in_pieces, whole, atol=1e-7, rtol=1e-4)
 
 

@@ -28,20 +28,22 @@ class Once:
         return loud()
 
 
-def errors(found: Features, exact: Features) -> torch.Tensor:
+def errors(decoded: Features, exact: Features) -> torch.Tensor:
     """Share of each dimension's energy that is error, at positions that are not loud."""
     quiet = torch.arange(200) != 17
-    return (found.taps_SF - exact.taps_SF)[quiet].square().mean(0) / exact.taps_SF[quiet].square().mean(0)
+    return (decoded.taps_SF - exact.taps_SF)[quiet].square().mean(0) / exact.taps_SF[quiet].square().mean(0)
 
 
 def test_loud_dimensions_and_positions_leave_the_others_their_levels() -> None:
     features = loud()
     scale_F, _ = measure_scale(Once(), documents()[:1])
     form = Int8(scale_F, 2, torch.float32)
-    found = form.decode(form.encode(features))
-    assert errors(found, features).max() < 1e-3, "every dimension alone"
+    decoded = form.decode(form.encode(features))
+    assert errors(decoded, features).max() < 1e-3, "every dimension alone"
     assert (
-        found.final_SD is not None and features.final_SD is not None and torch.equal(found.final_SD, features.final_SD)
+        decoded.final_SD is not None
+        and features.final_SD is not None
+        and torch.equal(decoded.final_SD, features.final_SD)
     )
     plain = Int8(torch.ones(128), 2, torch.float32)
     worse = (plain.decode(plain.encode(features)).taps_SF - features.taps_SF).square().mean(
@@ -52,8 +54,8 @@ def test_loud_dimensions_and_positions_leave_the_others_their_levels() -> None:
 
 def test_zeros_and_the_dtype_stay() -> None:
     form = Int8(torch.ones(128), 2, torch.bfloat16)
-    found = form.decode(form.encode(Features(torch.zeros(3, 128, dtype=torch.bfloat16), None)))
-    assert found.taps_SF.dtype == torch.bfloat16 and not found.taps_SF.any()
+    decoded = form.decode(form.encode(Features(torch.zeros(3, 128, dtype=torch.bfloat16), None)))
+    assert decoded.taps_SF.dtype == torch.bfloat16 and not decoded.taps_SF.any()
 
 
 @pytest.mark.slow

@@ -37,15 +37,15 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def talking(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """Instead of loading a model, a talker; the engines that were asked for."""
-    asked: list[EngineConfig] = []
+    configs: list[EngineConfig] = []
 
     def load(engine: EngineConfig) -> Any:
-        asked.append(engine)
+        configs.append(engine)
         assert engine.max_len is not None
         return fake_llm(Talker(max_len=engine.max_len))
 
     monkeypatch.setattr(regenerate_run, "_load", load)
-    return asked
+    return configs
 
 
 def questions(folder: Path, name: str = "questions.jsonl", number: int = 6, text: str = "Question") -> str:
@@ -63,9 +63,9 @@ def ask(
     target: EngineConfig = FAKE,
     answering: AnswerConfig = CONFIG,
     max_batch: int = 32,
-    **asked: Any,
+    **options: Any,
 ) -> RegenerateConfig:
-    return RegenerateConfig(out, target, PromptsConfig(prompts, **asked), answering, max_batch=max_batch)
+    return RegenerateConfig(out, target, PromptsConfig(prompts, **options), answering, max_batch=max_batch)
 
 
 def regenerate(config: RegenerateConfig) -> dict[str, Any]:
@@ -122,11 +122,11 @@ def test_the_same_command_goes_on(
     begun = ask(tmp_path / "run", file)
     step, steps = Regenerator._finish, []
 
-    def killed(*given: Any) -> None:
-        steps.append(given)
+    def killed(*arguments: Any) -> None:
+        steps.append(arguments)
         if len(steps) == 4:
             raise KeyboardInterrupt
-        step(*given)
+        step(*arguments)
 
     monkeypatch.setattr(Regenerator, "_finish", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -149,7 +149,7 @@ def test_the_same_command_goes_on(
 def test_other_settings_are_refused_and_shown(tmp_path: Path, talking: list[EngineConfig]) -> None:
     file = questions(tmp_path)
     regenerate(ask(tmp_path / "run", file))
-    for changes, said in [
+    for changes, message in [
         ({"answering": AnswerConfig(12, 60)}, "max_tokens: 10 there, 12 now"),
         (
             {"answering": AnswerConfig(10, 60, (0.0, 0.7), 3)},
@@ -159,7 +159,7 @@ def test_other_settings_are_refused_and_shown(tmp_path: Path, talking: list[Engi
         ({"answering": AnswerConfig(10, 60, (0.7,))}, r"temperatures: \[0.0\] there, \[0.7\] now"),
         ({"limit": 3}, "limit: None there, 3 now"),
     ]:
-        with pytest.raises(ConfigError, match=rf"run was begun with other settings \(.*{said}.*use the same"):
+        with pytest.raises(ConfigError, match=rf"run was begun with other settings \(.*{message}.*use the same"):
             regenerate(ask(tmp_path / "run", file, **changes))
     assert len(talking) == 1, "refused before a model is loaded"
     (tmp_path / "run" / "config.json").write_text('{"what": "bench-decode"}')
@@ -183,12 +183,12 @@ def test_a_run_may_be_extended(tmp_path: Path, talking: list[EngineConfig], caps
         ({"samples": 2}, (18, 9)),
         ({"self_written": 2}, (27, 6)),
     ]
-    for changes, (found, new) in more:
-        asked = {name: changes.pop(name) for name in ("limit", "prompts", "self_written") if name in changes}
+    for changes, (num_found, new) in more:
+        prompt_changes = {name: changes.pop(name) for name in ("limit", "prompts", "self_written") if name in changes}
         answering = replace(begun.answering, max_prompt_tokens=60, **changes)
-        begun = replace(begun, asked=replace(begun.asked, **asked), answering=answering)
+        begun = replace(begun, asked=replace(begun.asked, **prompt_changes), answering=answering)
         line = regenerate(begun)
-        assert (line["num_found"], line["num_answers"]) == (found, new), changes
+        assert (line["num_found"], line["num_answers"]) == (num_found, new), changes
         assert "the run is extended" in capsys.readouterr().err
     assert regenerate(begun)["num_answers"] == 0 and "the run is extended" not in capsys.readouterr().err
     with pytest.raises(ConfigError, match="samples: 2 there, None now"):
@@ -256,9 +256,9 @@ def test_what_cannot_be_answered(
     answering = AnswerConfig(max_tokens=40, max_prompt_tokens=60)
     line = regenerate(ask(tmp_path / "mixed", str(mixed), answering=answering))
     assert (line["num_answers"], line["num_too_long"], line["num_cut_short"]) == (1, 1, 1)
-    said = capsys.readouterr().err
-    assert "1 prompts left out: longer than 60 tokens, the longest 118" in said
-    assert "1 conversations ended early" in said
+    output = capsys.readouterr().err
+    assert "1 prompts left out: longer than 60 tokens, the longest 118" in output
+    assert "1 conversations ended early" in output
     mixed.write_text(json.dumps({"prompt": "x" * 100}) + "\n")
     with pytest.raises(
         PromptError, match="all 1 prompts are longer than 60 tokens, the longest 118: raise max_prompt_tokens"

@@ -1,60 +1,25 @@
-"""Regeneration: the answers are those of LLM.chat one by one, and a killed run ends as an uninterrupted one."""
+"""Regeneration: the answers are those of LLM.chat one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import pytest
-from pyarrow import parquet
-from small_llm import CHATML, EOS, Parrot, Talker, fake_llm, tiny_model, write_tokenizer
-from torch import Tensor
+from regenerated import Heard, by_place, prompts
+from small_llm import CHATML, EOS, Parrot, fake_llm, tiny_model, write_tokenizer
 
 from paceline.data.answers import Answer, AnswerShards
 from paceline.data.prompts import Prompt
 from paceline.engine.llm import LLM
-from paceline.errors import CacheError, ConfigError, NumericsError, PromptError, SamplingError
+from paceline.errors import ConfigError, SamplingError
 from paceline.model.text.tokenizer import Tokenizer
-from paceline.report.tables import Progress
-from paceline.train.answers import regenerate as module
 from paceline.train.answers.prompt_tokens import REFUSED
 from paceline.train.answers.regenerate import Regenerator
 from paceline.train.config import AnswerConfig
 from paceline.types import GrammarSpec, SamplingParams
-
-TURNS = [("Hi.", "And then?", "Why?"), ("Name a colour.", "Another one."), ("Sing!",), ("Count to ten.", "Go on.")]
-
-
-class Heard(Progress):
-    """Is told of each conversation that is over."""
-
-    def __init__(self, on_one: Callable[[int], None] = lambda number: None) -> None:
-        self.totals, self.texts, self._on_one = list[int](), list[str](), on_one
-
-    @contextmanager
-    def bar(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
-        self.totals.append(total)
-        yield self._one_more
-
-    def _one_more(self, text: str) -> None:
-        self.texts.append(text)
-        self._on_one(len(self.texts))
-
-
-def prompts(*turns: tuple[str, ...], system: str | None = None) -> list[Prompt]:
-    opening = [{"role": "system", "content": system}] if system else []
-    return [
-        Prompt(str(n), [*opening, {"role": "user", "content": each[0]}], each, "test")
-        for n, each in enumerate(turns or TURNS)
-    ]
-
-
-def by_place(answers: AnswerShards) -> dict[tuple[str, int], tuple[Any, ...]]:
-    return {(answer.key, answer.turn): astuple(answer) for answer in answers}
 
 
 def chatted(
@@ -65,14 +30,14 @@ def chatted(
     params = SamplingParams(
         temperature=temperature, max_tokens=config.max_tokens, seed=config.seed ^ crc32(key.encode())
     )
-    messages, said = list(prompt.messages), []
+    messages, turns = list(prompt.messages), []
     for turn in (*prompt.turns[1:], ""):
         (answer,) = llm.chat([messages], params)
-        said.append((answer.prompt_token_ids, answer.token_ids, answer.text))
+        turns.append((answer.prompt_token_ids, answer.token_ids, answer.text))
         if answer.finish_reason != "stop":
             break
         messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": turn}]
-    return said
+    return turns
 
 
 @pytest.mark.slow
@@ -85,18 +50,18 @@ def test_answers_are_those_of_chat_one_by_one(kind: str, tmp_path: Path) -> None
     config = AnswerConfig(max_tokens=12, max_prompt_tokens=200, temperatures=(0.0, 0.9), seed=3)
     shards = AnswerShards(tmp_path / "answers")
     done = Regenerator(llm, shards, config).run(prompts())
-    found: dict[str, list[Answer]] = {}
+    by_key: dict[str, list[Answer]] = {}
     for answer in shards:
-        found.setdefault(answer.key, []).append(answer)
-    assert len(found) == 8 and done.num_answers == sum(map(len, found.values()))
+        by_key.setdefault(answer.key, []).append(answer)
+    assert len(by_key) == 8 and done.num_answers == sum(map(len, by_key.values()))
     assert done.num_tokens == sum(len(answer.answer_ids) for answer in shards)
     for prompt in prompts():
         for temperature in config.temperatures:
             (key,) = [
-                key for key in found if key.startswith(f"test/{prompt.id}#") and key.endswith(f"@{temperature:g}")
+                key for key in by_key if key.startswith(f"test/{prompt.id}#") and key.endswith(f"@{temperature:g}")
             ]
-            assert [answer.turn for answer in found[key]] == list(range(len(found[key])))
-            answers = [(answer.prompt_ids, answer.answer_ids, answer.text) for answer in found[key]]
+            assert [answer.turn for answer in by_key[key]] == list(range(len(by_key[key])))
+            answers = [(answer.prompt_ids, answer.answer_ids, answer.text) for answer in by_key[key]]
             assert answers == chatted(llm, prompt, temperature, config)
     assert llm.target.cache.num_free == llm.target.cache.num_rows
     if kind == "fake":
@@ -138,160 +103,29 @@ def test_an_end_token_that_is_not_marked_special_is_no_text(tmp_path: Path) -> N
 def test_prompts_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
     llm, heard = fake_llm(), Heard()
     regenerator = Regenerator(llm, AnswerShards(tmp_path), AnswerConfig(8, 40))
-    given = prompts(("short",), ("x" * 50,), ("y" * 60,), ("brief",))
-    done = regenerator.run([*given, given[0]], heard)
+    all_prompts = prompts(("short",), ("x" * 50,), ("y" * 60,), ("brief",))
+    done = regenerator.run([*all_prompts, all_prompts[0]], heard)
     assert (done.num_answers, done.num_too_long) == (2, 2)
-    assert done.num_tokens_too_long == len(llm.encode_chat(given[2].messages)) == 78
+    assert done.num_tokens_too_long == len(llm.encode_chat(all_prompts[2].messages)) == 78
     assert heard.totals == [len(heard.texts)] == [4]
     assert {answer.key.split("#")[0] for answer in regenerator.shards} == {"test/0", "test/3"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_heard", [1, 4, 7])
-def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_heard: int) -> None:
-    monkeypatch.setattr(module, "CONVERSATIONS_PER_SHARD", 2)
-    config = AnswerConfig(max_tokens=16, max_prompt_tokens=150, temperatures=(0.0, 0.8))
-    whole = AnswerShards(tmp_path / "whole")
-    Regenerator(fake_llm(Talker(num_rows=2)), whole, config).run(prompts())
-
-    class Killed(Exception):
-        pass
-
-    def kill(number: int) -> None:
-        if number == num_heard:
-            raise Killed
-
-    llm, parts = fake_llm(Talker(num_rows=2)), AnswerShards(tmp_path / "parts")
-    with pytest.raises(Killed):
-        Regenerator(llm, parts, config).run(prompts(), Heard(kill))
-    llm.engine.check_integrity()
-    assert not llm.engine.has_work
-    kept = by_place(parts)
-    files = {path: path.read_bytes() for path in parts.folder.glob("*.parquet")}
-    assert len(parts.keys()) < 8 and kept.items() <= by_place(whole).items()
-
-    done = Regenerator(llm, AnswerShards(tmp_path / "parts"), config).run(prompts())
-    assert by_place(parts) == by_place(whole)
-    assert len(list(parts)) == len(list(whole)), "nothing twice"
-    assert (done.num_found, done.num_answers) == (len({key for key, _ in kept}), len(list(whole)) - len(kept))
-    assert all(path.read_bytes() == content for path, content in files.items()), "what was written stays as it is"
-    assert Regenerator(llm, AnswerShards(tmp_path / "parts"), config).run(prompts()).num_answers == 0
-
-
-class Killed(BaseException):
-    pass
-
-
-class Mortal(Regenerator):
-    """Dies before its `moment`-th answer as SIGKILL has it: nothing is written behind it."""
-
-    moment: float = float("inf")
-
-    def __init__(self, folder: Path, config: AnswerConfig, moment: float = float("inf")) -> None:
-        super().__init__(fake_llm(Talker(num_rows=2)), AnswerShards(folder), config)
-        self.moment, self.said = moment, list[Answer]()
-
-    def _answer_of(self, *given: Any) -> Answer:
-        if len(self.said) == self.moment:
-            raise Killed
-        self.said.append(super()._answer_of(*given))
-        return self.said[-1]
-
-    def _write(self) -> None:
-        if self.moment == float("inf"):
-            super()._write()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", [1, 3, 5, 8, 11])
-def test_a_process_killed_at_any_moment_loses_one_answer_a_row(tmp_path: Path, moment: int) -> None:
-    """Finished answers, also turns of unfinished conversations, are not generated again."""
-    config = AnswerConfig(max_tokens=16, max_prompt_tokens=150, temperatures=(0.0, 0.8))
-    whole, folder = AnswerShards(tmp_path / "whole"), tmp_path / "run"
-    Regenerator(fake_llm(Talker(num_rows=2)), whole, config).run(prompts())
-    first = Mortal(folder, config, moment)
-    with pytest.raises(Killed):
-        first.run(prompts())
-    with next(folder.glob("journal-*")).open("a") as cut:
-        cut.write('{"key": "cut sh')
-    assert by_place(AnswerShards(folder)).items() <= by_place(whole).items(), "what is over can be learned from"
-    again = Mortal(folder, config)
-    again.run(prompts())
-    assert by_place(AnswerShards(folder)) == by_place(whole) and len(list(AnswerShards(folder))) == len(list(whole))
-    assert len(first.said) == moment and moment + len(again.said) == len(list(whole)), "nothing was said twice"
-    assert not list(folder.glob("journal-*"))
-    assert any(answer.turn for answer in again.said)
-
-
 def test_several_samples_of_a_prompt(tmp_path: Path) -> None:
-    shards, asked = AnswerShards(tmp_path), prompts(("Hi.",), ("Sing!",))
+    shards, questions = AnswerShards(tmp_path), prompts(("Hi.",), ("Sing!",))
     one = AnswerConfig(max_tokens=12, max_prompt_tokens=150, temperatures=(0.0, 0.9))
-    Regenerator(fake_llm(), shards, one).run(asked)
+    Regenerator(fake_llm(), shards, one).run(questions)
     first = by_place(shards)
-    done = Regenerator(fake_llm(), AnswerShards(tmp_path), replace(one, samples=3)).run(asked)
-    found = by_place(AnswerShards(tmp_path))
-    assert done.num_found == 4 and done.num_answers == 4 and first.items() <= found.items(), (
+    done = Regenerator(fake_llm(), AnswerShards(tmp_path), replace(one, samples=3)).run(questions)
+    answers = by_place(AnswerShards(tmp_path))
+    assert done.num_found == 4 and done.num_answers == 4 and first.items() <= answers.items(), (
         "greedy answers have one sample"
     )
     texts = {
         answer.text for answer in AnswerShards(tmp_path) if answer.key.startswith("test/0#") and answer.temperature
     }
     assert len(texts) == 3
-    assert {key.rsplit("@")[1] for key, _ in found} == {"0", "0.9", "0.9~1", "0.9~2"}
-
-
-@pytest.mark.slow
-def test_a_conversation_at_which_the_model_fails_is_asked_again(tmp_path: Path) -> None:
-    """Not written as if it were finished, neither the answer that broke off nor the turns before it."""
-
-    class Damaged(Talker):
-        def logits_after(self, tokens: Sequence[int]) -> Tensor:
-            is_bad = bytes(token for token in tokens if token < 256).rstrip().endswith(b"Another one.\nassistant:")
-            return super().logits_after(tokens) * (float("nan") if is_bad else 1.0)
-
-    config = AnswerConfig(max_tokens=16, max_prompt_tokens=150)
-    whole = AnswerShards(tmp_path / "whole")
-    Regenerator(fake_llm(Talker(num_rows=2)), whole, config).run(prompts())
-    assert any(answer.key.startswith("test/1#") and answer.turn == 1 for answer in whole), (
-        "it should come to its second turn"
-    )
-    llm, shards = fake_llm(Damaged(num_rows=2)), AnswerShards(tmp_path / "answers")
-    with pytest.raises(NumericsError):
-        Regenerator(llm, shards, config).run(prompts())
-    assert not llm.engine.has_work
-    assert by_place(shards).items() <= by_place(whole).items()
-    assert not any(answer.key.startswith("test/1#") or answer.finish_reason == "error" for answer in shards)
-    Regenerator(fake_llm(Talker(num_rows=2)), shards, config).run(prompts())
-    assert by_place(shards) == by_place(whole)
-
-
-def test_a_slow_target_is_written_down_every_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WRITE_EVERY_S", -1.0)
-    Regenerator(fake_llm(), AnswerShards(tmp_path), AnswerConfig(4, 100)).run(prompts())
-    assert len(list(tmp_path.glob("*.parquet"))) == len(TURNS)
-
-
-@pytest.mark.slow
-def test_a_full_disk_keeps_what_was_said_for_the_next_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CONVERSATIONS_PER_SHARD", 1)
-    config, shards = AnswerConfig(8, 100), AnswerShards(tmp_path / "answers")
-    regenerator = Regenerator(fake_llm(), shards, config)
-    (tmp_path / "answers").write_text("a file where the folder should be")
-    with pytest.raises(CacheError, match="free space or choose another --out"):
-        regenerator.run(prompts())
-    assert not regenerator.llm.engine.has_work
-    (tmp_path / "answers").unlink()
-    done = regenerator.run(prompts())
-    assert len(shards.keys()) == len(TURNS) and done.num_answers == len(list(shards))
-    assert len({(answer.key, answer.turn) for answer in shards}) == len(list(shards))
-
-
-def test_a_damaged_shard_stops_the_run_before_it_begins(tmp_path: Path) -> None:
-    (tmp_path / "answers-r1-00000.parquet").write_bytes(b"PAR1")
-    llm = fake_llm()
-    with pytest.raises(PromptError, match="delete it and run regenerate again"):
-        Regenerator(llm, AnswerShards(tmp_path), AnswerConfig(8, 100)).run(prompts())
-    assert not llm.engine.has_work
+    assert {key.rsplit("@")[1] for key, _ in answers} == {"0", "0.9", "0.9~1", "0.9~2"}
 
 
 def test_keys_tell_conversations_apart(tmp_path: Path) -> None:
@@ -313,8 +147,8 @@ def test_a_prompt_that_the_template_refuses_is_left_out_and_counted(tmp_path: Pa
     )
     llm.tokenizer.chat_template += "{{ m.content }}{% endfor %}"
     shards = AnswerShards(tmp_path / "answers")
-    given = [*prompts(("Hi.",)), *prompts(("Hi.",), system="A")]
-    done = Regenerator(llm, shards, AnswerConfig(4, 100)).run([*reversed(given)])
+    all_prompts = [*prompts(("Hi.",)), *prompts(("Hi.",), system="A")]
+    done = Regenerator(llm, shards, AnswerConfig(4, 100)).run([*reversed(all_prompts)])
     assert done.num_answers == 1 and done.refused.counts == {REFUSED: 1}
     assert "test, prompt 0: the model's chat template failed (no system" in done.refused.examples[REFUSED]
 
@@ -357,14 +191,14 @@ def tiny_tokenizer(folder: Path, template: str | None) -> Tokenizer:
 
 
 def test_impossible_values() -> None:
-    for values, error, said in [
+    for values, error, message in [
         ({"max_tokens": 0}, ConfigError, "at least 1"),
         ({"temperatures": ()}, ConfigError, "at least one temperature"),
         ({"temperatures": (0.5, -1.0)}, SamplingError, "temperature must be 0"),
         ({"temperatures": (0.5, 0.5)}, ConfigError, "differ from each other"),
         ({"seed": -1}, SamplingError, "seed must be"),
     ]:
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             AnswerConfig(**values)  # pyright: ignore[reportArgumentType]
 
 
@@ -395,17 +229,17 @@ def test_an_application_s_own_form(tmp_path: Path) -> None:
     letters = replace(prompts(("Three?",))[0], grammar=GrammarSpec("regex", "[a-z]{2}"), id="letters")
     shards = AnswerShards(tmp_path / "answers")
     Regenerator(llm, shards, config).run([*prompts(("Two?",)), own, letters])
-    found = {answer.key.split("#")[0]: answer for answer in shards}
-    texts = {name: llm.tokenizer.decode(answer.prompt_ids, False) for name, answer in found.items()}
+    answers = {answer.key.split("#")[0]: answer for answer in shards}
+    texts = {name: llm.tokenizer.decode(answer.prompt_ids, False) for name, answer in answers.items()}
     opening = "count grave\n<|im_start|>system\nBe exact.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n"
     assert texts["test/0"].startswith(opening + "<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\nTwo?")
     assert texts["test/own"].startswith("count grave\n<|im_start|>system\nMy own.<|im_end|>\n<|im_start|>user\nTwo?")
-    assert found["test/0"].text.isdecimal() and found["test/letters"].text.isalpha()
+    assert answers["test/0"].text.isdecimal() and answers["test/letters"].text.isalpha()
 
 
 def test_a_conversation_with_calls_is_answered_once(tmp_path: Path) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "count", "arguments": '{"to": 3}'}}
-    said = [
+    messages = [
         {"role": "user", "content": "Count."},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "1 2 3", "tool_call_id": "1"},
@@ -413,8 +247,8 @@ def test_a_conversation_with_calls_is_answered_once(tmp_path: Path) -> None:
     llm, shards = fake_llm(), AnswerShards(tmp_path)
     Regenerator(llm, shards, AnswerConfig(max_tokens=8)).run(
         [
-            Prompt("a", said, ("Count.",), "test"),
-            Prompt("a", [*said[:2], {**said[2], "content": "4"}], ("Count.",), "test"),
+            Prompt("a", messages, ("Count.",), "test"),
+            Prompt("a", [*messages[:2], {**messages[2], "content": "4"}], ("Count.",), "test"),
         ]
     )
     first, second = sorted((answer for answer in shards), key=lambda answer: len(answer.prompt_ids))
@@ -422,23 +256,3 @@ def test_a_conversation_with_calls_is_answered_once(tmp_path: Path) -> None:
     assert '"arguments": {"to": 3}' in llm.tokenizer.decode(second.prompt_ids) and "1 2 3" in llm.tokenizer.decode(
         second.prompt_ids
     )
-
-
-@pytest.mark.slow
-def test_likely_tokens_are_the_targets_and_survive_a_kill(tmp_path: Path) -> None:
-    llm, config = fake_llm(), AnswerConfig(max_tokens=12, temperatures=(0.0, 0.8), top_k=5)
-    shards = AnswerShards(tmp_path / "answers")
-    Regenerator(llm, shards, config).run(prompts())
-    rows = parquet.read_table(next((tmp_path / "answers").glob("*.parquet"))).to_pylist()
-    assert rows and {answer.key for answer in shards} == {row["key"] for row in rows}
-    for row in rows:
-        assert len(row["top_ids"]) == len(row["top_logprobs"]) == len(row["answer_ids"])
-        for at, (ids, logprobs) in enumerate(zip(row["top_ids"], row["top_logprobs"], strict=True)):
-            logits_V = llm.target.logits_after(row["prompt_ids"] + row["answer_ids"][:at])
-            expected = logits_V.log_softmax(-1)[ids].tolist()
-            assert logprobs == pytest.approx(expected, abs=1e-4) and len(ids) == 5
-            assert row["temperature"] > 0 or row["answer_ids"][at] == ids[0]
-    journalled = AnswerShards(tmp_path / "other")
-    one = Answer(**rows[0])
-    journalled.note(one, is_over=False)
-    assert AnswerShards(tmp_path / "other").recover()[one.key] == [one]

@@ -99,11 +99,11 @@ class VLLM:
         if lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
         threading.Thread(target=self._write, args=(file, lock, self.spoil(tensors))).start()
-        told = {
+        reply = {
             "choices": [{"text": "a"}],
             "kv_transfer_params": {"hidden_states_path": f"/where/vllm/sees/{file.name}"},
         }
-        return 200, json.dumps(told).encode()
+        return 200, json.dumps(reply).encode()
 
     def _write(self, file: Path, lock: Any, tensors: dict[str, torch.Tensor]) -> None:
         data = save(tensors)
@@ -179,12 +179,12 @@ def test_vllm_s_files_give_the_same_drafter(
     one, fake = vllm
     one.has_locks = features == "cached"
     elsewhere = ElsewhereConfig(features_from=fake.url, features_folder=one.folder, at_once=4)
-    said = Said()
-    there = trained(tmp_path / "there", engine, answers, elsewhere, features=features, progress=said)
+    progress = Said()
+    there = trained(tmp_path / "there", engine, answers, elsewhere, features=features, progress=progress)
     assert same(there, here)
-    [(number, command)] = [(number, line) for number, line in enumerate(said.lines) if "vllm serve" in line]
+    [(number, command)] = [(number, line) for number, line in enumerate(progress.lines) if "vllm serve" in line]
     assert command.startswith(f"vLLM at {fake.url} is started like this:\n  vllm serve {engine.model} ")
-    assert "it does not report its layers" in said.lines[number + 1], "said before the server is needed"
+    assert "it does not report its layers" in progress.lines[number + 1], "said before the server is needed"
     assert list(one.folder.iterdir()) == [], "what was read is deleted"
     assert one.number >= 12
 
@@ -213,13 +213,13 @@ def test_a_whole_run_elsewhere_gives_the_same_drafter(
     fake.other = lambda method, path, body: one(method, path, body) if body.get("max_tokens", 1) == 1 else None
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Tell me {n}."}) + "\n" for n in range(12)))
-    asked: dict[str, Any] = {"asked": PromptsConfig((str(file),)), "max_len": 96}
-    asked["answering"] = AnswerConfig(max_tokens=12, max_prompt_tokens=80, temperatures=(0.0, 0.8))
+    options: dict[str, Any] = {"asked": PromptsConfig((str(file),)), "max_len": 96}
+    options["answering"] = AnswerConfig(max_tokens=12, max_prompt_tokens=80, temperatures=(0.0, 0.8))
     elsewhere = ElsewhereConfig(answers_from=fake.url, features_from=fake.url, features_folder=one.folder, at_once=3)
-    there = trained(tmp_path / "there", engine, tmp_path, elsewhere, **asked)
-    assert same(there, trained(tmp_path / "here", engine, tmp_path, **asked))
+    there = trained(tmp_path / "there", engine, tmp_path, elsewhere, **options)
+    assert same(there, trained(tmp_path / "here", engine, tmp_path, **options))
     assert len(fake.bodies) == 24 and one.number >= 24
-    trained(tmp_path / "planned", engine, tmp_path, elsewhere, **asked, plan="auto")
+    trained(tmp_path / "planned", engine, tmp_path, elsewhere, **options, plan="auto")
     plan = json.loads((tmp_path / "planned" / "plan.json").read_text())
     assert "loop.keep" in plan["values"] and "shape.start" not in plan["values"], "no layers of the target are here"
     assert "it ran elsewhere" in (tmp_path / "planned" / "drafter" / "README.md").read_text()
@@ -253,9 +253,9 @@ def test_the_contract_of_our_server(engine: EngineConfig, live: Live) -> None:
         except urllib.error.HTTPError as error:
             return error.code, error.read()
 
-    status, told = ask()
+    status, reply = ask()
     shape = {"num_layers": 2, "hidden_size": 32, "dtype": "float32", "max_tokens": 128}
-    assert status == 200 and shape.items() <= json.loads(told).items()
+    assert status == 200 and shape.items() <= json.loads(reply).items()
     status, data = ask({"token_ids": [1, 2, 3], "layers": [1, 0], "final": True})
     tensors = load(data)
     assert tensors["hidden_states"].shape == (3, 2, 32) and tensors["token_ids"].tolist() == [1, 2, 3]
@@ -270,9 +270,9 @@ def test_the_contract_of_our_server(engine: EngineConfig, live: Live) -> None:
         ({"token_ids": [1], "layers": [0, 0]}, 400, b"each once"),
         ({"token_ids": [], "layers": [0]}, 400, b"token_ids"),
     ]
-    for body, expected, said in refused:
-        status, told = ask(body)
-        assert status == expected and said in told, told
+    for body, expected, message in refused:
+        status, reply = ask(body)
+        assert status == expected and message in reply, reply
     assert ask({"token_ids": [1], "layers": [0]}, key="wrong")[0] == 401
     wait_until(live.is_idle)
 
@@ -314,9 +314,9 @@ def test_what_a_server_gives_is_checked(engine: EngineConfig, vllm: tuple[VLLM, 
         (lambda t: t | {"hidden_states": t["hidden_states"] * float("nan")}, NumericsError, "no numbers"),
         (lambda t: t | {"more": torch.zeros(1 << 20)}, ConfigError, "larger than these layers"),
     ]
-    for spoil, kind, said in spoilt:
+    for spoil, kind, message in spoilt:
         one.spoil = spoil
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=message):
             source.of(0)
     one.spoil = lambda tensors: tensors
     with pytest.raises(CacheError, match="does not come: check that features_folder"):

@@ -51,16 +51,16 @@ def test_what_differs_from_the_default_was_given(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+def started_configs(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """The configs that the command hands to the library, which does nothing here."""
-    found: list[TrainConfig] = []
+    configs: list[TrainConfig] = []
 
     def stop(config: TrainConfig, **options: Any) -> None:
-        found.append(config)
+        configs.append(config)
         raise ConfigError("enough")
 
     monkeypatch.setattr(command, "run_train", stop)
-    return found
+    return configs
 
 
 def typed(*words: object) -> None:
@@ -68,10 +68,10 @@ def typed(*words: object) -> None:
         app(["train", *map(str, words)], prog_name="paceline", standalone_mode=False)
 
 
-def test_what_is_typed_wins_over_the_file(tmp_path: Path, asked: list[TrainConfig]) -> None:
+def test_what_is_typed_wins_over_the_file(tmp_path: Path, started_configs: list[TrainConfig]) -> None:
     file = write_run_file(whole(tmp_path))
     typed("--config", file, "--layers", "5", "--lr", "1e-3", "--block", "6", "--seed", "9", "--out", tmp_path / "other")
-    (config,) = asked
+    (config,) = started_configs
     assert (config.shape.num_layers, config.shape.block_size, config.loop.optim.lr) == (5, 6, 1e-3)
     assert (config.loop.seed, config.answering.seed, config.out) == (9, 9, tmp_path / "other")
     assert config.shape.tap_layers == (1, 4) and config.asked.prompts == ("a.jsonl", "b.jsonl"), (
@@ -80,9 +80,9 @@ def test_what_is_typed_wins_over_the_file(tmp_path: Path, asked: list[TrainConfi
     assert as_tree(config)["loop"]["loss"] == as_tree(whole(tmp_path))["loop"]["loss"]
 
 
-def test_an_option_typed_at_its_default_counts_as_asked_for(tmp_path: Path, asked: list[TrainConfig]) -> None:
+def test_an_option_typed_at_its_default_counts_as_asked_for(tmp_path: Path, started_configs: list[TrainConfig]) -> None:
     typed("--layers", "3", "--loss-vocab", "0", "--first-layers", "copied", "--heads", "4", "--intermediate-size", "64")
-    (config,) = asked
+    (config,) = started_configs
     assert (
         config.is_given("shape.num_layers")
         and config.is_given("loop.loss.vocab")
@@ -119,9 +119,9 @@ def test_bad_files_are_refused_by_name(text: str, message: str, tmp_path: Path) 
 def test_settings_of_earlier_versions_are_left_out_and_said(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("loop: {epochs: 3, round_starts: 0.0, plateau: act, plateau_steps: 300}\n")
-    said: list[str] = []
-    assert read_run_file(file, said.append) == {"loop": {"epochs": 3}}
-    assert said == [f"note: {file}: loop.plateau and loop.plateau_steps are of an earlier version and have no effect"]
+    notes: list[str] = []
+    assert read_run_file(file, notes.append) == {"loop": {"epochs": 3}}
+    assert notes == [f"note: {file}: loop.plateau and loop.plateau_steps are of an earlier version and have no effect"]
     file.write_text("loop: {round_starts: 0.5}\n")
     with pytest.raises(ConfigError, match=r"this version has no loop.round_starts: remove it"):
         read_run_file(file)

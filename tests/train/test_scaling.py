@@ -89,7 +89,7 @@ def test_a_run_keeps_its_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     file = tmp_path / "run" / "scale.safetensors"
     first = stored_scale(file, Loud(), DOCUMENTS, is_first=True)
     monkeypatch.setattr(
-        "paceline.train.features.hidden_states.measure_scale", lambda *given: pytest.fail("measured again")
+        "paceline.train.features.hidden_states.measure_scale", lambda *arguments: pytest.fail("measured again")
     )
     again = stored_scale(file, Loud(), DOCUMENTS, is_first=True)
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))

@@ -269,8 +269,8 @@ def test_codebooks_written_out_score_as_their_factors(tmp_path: Path) -> None:
     whole = DFlash2Network.of(network.config, materialised(network.state_dict(), one.embedding_VD))
     tokens = torch.tensor([[3, 7], [0, 23]])
     for book in ("predecessor_codebook", "successor_codebook"):
-        made = network.candidate_selector.rows(book, tokens, one.embedding_VD)
-        torch.testing.assert_close(made, whole.candidate_selector.rows(book, tokens), atol=1e-5, rtol=1e-5)
+        rows = network.candidate_selector.rows(book, tokens, one.embedding_VD)
+        torch.testing.assert_close(rows, whole.candidate_selector.rows(book, tokens), atol=1e-5, rtol=1e-5)
     assert whole.candidate_selector.get_parameter("successor_codebook").shape == (VOCAB, 6)
 
 

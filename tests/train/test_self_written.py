@@ -63,9 +63,9 @@ def test_templates_that_cannot_be_continued(chatml: Tokenizer) -> None:
         user_turn(chatml)
 
 
-@pytest.mark.parametrize("said", [b" ask you a thing?\nassistant: Yes, of course.", b" ask you a thing?"])
-def test_the_answer_that_follows_is_not_part_of_the_prompt(tmp_path: Path, said: bytes) -> None:
-    llm = fake_llm(Parrot("Can I", [*said, EOS]))
+@pytest.mark.parametrize("answer", [b" ask you a thing?\nassistant: Yes, of course.", b" ask you a thing?"])
+def test_the_answer_that_follows_is_not_part_of_the_prompt(tmp_path: Path, answer: bytes) -> None:
+    llm = fake_llm(Parrot("Can I", [*answer, EOS]))
     (prompt,) = PromptWriter(llm, tmp_path / "own.jsonl", openers=("Can I",)).write(1).prompts
     assert prompt == "Can I ask you a thing?"
 

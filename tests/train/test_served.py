@@ -116,7 +116,9 @@ def test_both_figures_are_told_and_a_warning_where_they_disagree() -> None:
     near = agreement({"teacher_forced": 2.0, "served_of_walked": 2.05}) or ""
     assert near == "teacher-forced blocks give 2.00 tokens a round, the engine 2.05 on the same 8 answers, 2.5% apart"
     assert agreement({}) is None
-    said = agreement({"teacher_forced": 2.0, "served_of_walked": 1.9}) or ""
+    warning = agreement({"teacher_forced": 2.0, "served_of_walked": 1.9}) or ""
     assert (
-        said.startswith("warning: ") and "2.00 tokens a round, the engine 1.90" in said and "more than 3% apart" in said
+        warning.startswith("warning: ")
+        and "2.00 tokens a round, the engine 1.90" in warning
+        and "more than 3% apart" in warning
     )

@@ -142,10 +142,10 @@ def test_parts_follow_the_whole_network_on_a_gpu(optimiser: str, is_autocast: bo
     check(sharded_alone("cuda", optimiser, is_autocast), optimiser, is_autocast)
 
 
-def check(found: dict[str, Any], optimiser: str, is_autocast: bool) -> None:
+def check(figures: dict[str, Any], optimiser: str, is_autocast: bool) -> None:
     """With autocast FSDP2 gathers weights in bfloat16, norms too, which the whole network has in float32. Muon's
     Newton-Schulz steps are in bfloat16, and sum in another order on parts of a matrix."""
     close = 1e-2 if is_autocast else 1e-3 if optimiser == "muon" else 1e-4
-    assert found["steps"] == [1, 2, 3, 4] and found["states_misplaced"] == []
-    assert found["loss_difference"] < (0.1 if is_autocast else 1e-4)
-    assert found["weight_difference"] < close
+    assert figures["steps"] == [1, 2, 3, 4] and figures["states_misplaced"] == []
+    assert figures["loss_difference"] < (0.1 if is_autocast else 1e-4)
+    assert figures["weight_difference"] < close

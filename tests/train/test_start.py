@@ -39,7 +39,7 @@ def test_a_new_drafter_has_the_targets_measures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "found"),
+    ("shape", "expected"),
     [
         ({"is_causal": True}, (True, None, (0, 1, 2, 3), 23)),
         ({"sliding_window": 5}, (False, 5, (0, 1, 2, 3), 23)),
@@ -48,9 +48,9 @@ def test_a_new_drafter_has_the_targets_measures() -> None:
         ({"num_taps": 2}, (False, None, (0, 1), 23)),
     ],
 )
-def test_its_shape_is_what_was_asked_for(shape: dict[str, Any], found: tuple[Any, ...]) -> None:
+def test_its_shape_is_what_was_asked_for(shape: dict[str, Any], expected: tuple[Any, ...]) -> None:
     config = DFlashConfig.from_json(config_for(tiny_decoder(), DrafterShape(num_layers=1, **shape)))
-    assert (config.is_causal[0], config.shape.window(0), config.target_layer_ids, config.mask_token_id) == found
+    assert (config.is_causal[0], config.shape.window(0), config.target_layer_ids, config.mask_token_id) == expected
 
 
 @pytest.mark.slow

@@ -23,14 +23,14 @@ def answers(folder: Path, number: int, length: int = 20) -> Path:
 
 def one(index: int, length: int = 20) -> Answer:
     """Every third is a conversation's second turn; keys have umlauts."""
-    said = [int(each) for each in np.random.default_rng(index).integers(0, 90, length)]
+    answer = [int(each) for each in np.random.default_rng(index).integers(0, 90, length)]
     return Answer(
         f"frägen/{index - (index % 3 == 2)}#x@0",
         "here",
         int(index % 3 == 2),
         0.0,
         [1, 2, 3 + index % 7],
-        said,
+        answer,
         "stop",
         "",
     )
@@ -38,24 +38,27 @@ def one(index: int, length: int = 20) -> Answer:
 
 @pytest.mark.parametrize(("share", "fewest"), [(0.0, 3), (0.1, 1), (1.5 / 40, 1), (0.01, 4)])
 def test_the_same_corpus(tmp_path: Path, share: float, fewest: int) -> None:
-    given = [answers(tmp_path / "a", 60), answers(tmp_path / "b", 45)]
+    folders = [answers(tmp_path / "a", 60), answers(tmp_path / "b", 45)]
     AnswerShards(tmp_path / "b").write([Answer("short@0", "here", 0, 0.0, [1], [2], "stop", "")])
-    expected = read_corpus(given, 18, share, 5, fewest)
-    found = stored_corpus(tmp_path / "documents", given, 18, share, 5, fewest)
-    for own, theirs in ((found.train, expected.train), (found.heldout, expected.heldout)):
+    expected = read_corpus(folders, 18, share, 5, fewest)
+    corpus = stored_corpus(tmp_path / "documents", folders, 18, share, 5, fewest)
+    for own, theirs in ((corpus.train, expected.train), (corpus.heldout, expected.heldout)):
         assert [each.key for each in own] == [each.key for each in theirs]
         for mine, other in zip(own, theirs, strict=True):
             assert mine.tokens.tolist() == other.tokens.tolist() and mine.tokens.dtype == np.int32
             assert mine.answer_start == other.answer_start
-    assert found.told() == expected.told() and found.num_repeated == 45 and found.num_too_short == 1
-    assert len(found.heldout) == len(expected.heldout) and bool(found.heldout) == (share > 0)
-    assert found.token_counts(100).tolist() == expected.token_counts(100).tolist()
-    assert [each.key for each in found.train[3:5]] == [found.train[3].key, found.train[4].key]
+    assert corpus.told() == expected.told() and corpus.num_repeated == 45 and corpus.num_too_short == 1
+    assert len(corpus.heldout) == len(expected.heldout) and bool(corpus.heldout) == (share > 0)
+    assert corpus.token_counts(100).tolist() == expected.token_counts(100).tolist()
+    assert [each.key for each in corpus.train[3:5]] == [corpus.train[3].key, corpus.train[4].key]
 
 
 def test_documents_that_are_tested_on_are_left_out(tmp_path: Path) -> None:
-    given = [answers(tmp_path / "a", 30)]
-    stored, plain = stored_corpus(tmp_path / "documents", given, 64, 0.0, 0).train, read_corpus(given, 64, 0.0).train
+    folders = [answers(tmp_path / "a", 30)]
+    stored, plain = (
+        stored_corpus(tmp_path / "documents", folders, 64, 0.0, 0).train,
+        read_corpus(folders, 64, 0.0).train,
+    )
     keys = {each.key for each in plain[3:7]}
     left = without(stored, keys)
     assert isinstance(left, StoredDocuments) and len(left) == len(plain) - 4
@@ -81,9 +84,9 @@ def test_memory_hardly_grows_with_the_number_of_documents(tmp_path: Path) -> Non
     """Reading, sorting and planning: ten times the documents, a few bytes more for each."""
 
     def peak(number: int) -> tuple[int, int]:
-        given = answers(tmp_path / f"a{number}", number, 400)
+        folder = answers(tmp_path / f"a{number}", number, 400)
         tracemalloc.start()
-        corpus = stored_corpus(tmp_path / f"documents{number}", [given], 512, 0.02, 64)
+        corpus = stored_corpus(tmp_path / f"documents{number}", [folder], 512, 0.02, 64)
         planner = StepPlanner(corpus.train, blocks_per_step=64, anchors=8, block_size=8, seed=0)
         planner.step(Place())
         corpus.token_counts(100)

@@ -37,17 +37,19 @@ class Counted:
 
 
 def stream(source: Counted, budget: int, numbers: Iterable[int], **options: Any) -> StreamedFeatures:
-    made = StreamedFeatures(source, lambda number: 4 * WIDTH * 4, budget, **options)
-    made.begin(iter(numbers))
-    return made
+    features = StreamedFeatures(source, lambda number: 4 * WIDTH * 4, budget, **options)
+    features.begin(iter(numbers))
+    return features
 
 
 def streaming(one: Trainer, budget: int = 20_000) -> StreamedFeatures:
     source = one.packer.features
     assert isinstance(source, OnlineFeatures)
-    made = StreamedFeatures(source, lambda number: source.bytes_per_position * len(source.documents[number]), budget)
-    object.__setattr__(one.packer, "features", made)
-    return made
+    features = StreamedFeatures(
+        source, lambda number: source.bytes_per_position * len(source.documents[number]), budget
+    )
+    object.__setattr__(one.packer, "features", features)
+    return features
 
 
 def curve(one: Trainer, streamed: StreamedFeatures | None = None) -> list[tuple[float, float]]:

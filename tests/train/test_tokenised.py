@@ -57,13 +57,13 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"input_ids": "1 2"}, "'input_ids' must be a list of token ids"),
         ({"input_ids": [1, 2], "loss_mask": [0, 1, 1]}, "one number for each of the 2 tokens"),
         ({"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}, "no two neighbouring tokens"),
     ],
 )
-def test_bad_rows(tmp_path: Path, row: Any, said: str) -> None:
-    with pytest.raises(PromptError, match=f"line 1: .*{said}"):
+def test_bad_rows(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(PromptError, match=f"line 1: .*{message}"):
         list(tokenised_answers(write(tmp_path, row)))

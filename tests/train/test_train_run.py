@@ -126,11 +126,11 @@ def test_killed_and_run_again_it_follows_the_same_losses(finished: Finished, tmp
     answers = finished[0] / "regenerate" / "answers"
     paceline(*TINY, *FORWARD, "--answers", answers, "--checkpoint-minutes", 0, "--out", tmp_path / "run", "--json")
     line = json.loads(capsys.readouterr().out)
-    expected, found = figures(finished[0]), figures(tmp_path / "run")
-    assert list(found) == list(expected)
+    expected, actual = figures(finished[0]), figures(tmp_path / "run")
+    assert list(actual) == list(expected)
     for step, each in expected.items():
         for name in ("loss", "objective", "eal", "grad_norm", "lr"):
-            assert found[step][name] == pytest.approx(each[name], rel=1e-5), (step, name)
+            assert actual[step][name] == pytest.approx(each[name], rel=1e-5), (step, name)
     for name in ("steps", "blocks", "eal", "loss"):
         assert line[name] == pytest.approx(finished[1][name], rel=1e-5)
     assert line["heldout"] == pytest.approx(finished[1]["heldout"], rel=1e-5)
@@ -158,8 +158,8 @@ def test_sigterm_finishes_the_step_and_the_same_command_goes_on(
     message = f"stopped by SIGTERM, the checkpoint of step {step} is written: the same command goes on from there"
     assert capsys.readouterr().err.splitlines()[-1] == message and max(figures(tmp_path / "run")) == step < STEPS
     paceline(*words)
-    expected, found = figures(finished[0]), figures(tmp_path / "run")
-    assert [found[number]["objective"] for number in expected] == pytest.approx(
+    expected, actual = figures(finished[0]), figures(tmp_path / "run")
+    assert [actual[number]["objective"] for number in expected] == pytest.approx(
         [each["objective"] for each in expected.values()], rel=1e-5
     )
 
@@ -184,10 +184,10 @@ def test_streamed_features_give_the_same_curve(finished: Finished, tmp_path: Pat
     """Within what int8 rounds away; that streaming itself changes no bit stands in test_stream.py."""
     answers = finished[0] / "regenerate" / "answers"
     paceline(*TINY, *FORWARD, "--answers", answers, "--features", "streamed", *INT8, "--out", tmp_path / "run")
-    expected, found = figures(finished[0]), figures(tmp_path / "run")
-    assert list(found) == list(expected)
+    expected, actual = figures(finished[0]), figures(tmp_path / "run")
+    assert list(actual) == list(expected)
     for step, each in expected.items():
-        assert found[step]["loss"] == pytest.approx(each["loss"], rel=2e-2), step
+        assert actual[step]["loss"] == pytest.approx(each["loss"], rel=2e-2), step
     assert not list((tmp_path / "run").glob("features-[0-9a-f]*")), "only those of held-out documents are kept"
     assert list((tmp_path / "run").glob("features-heldout-*"))
 
@@ -200,12 +200,12 @@ def test_a_planned_and_streamed_run_goes_on_after_it_was_killed(
     monkeypatch.setattr(facts, "_measured_once", lambda device: facts.MachineFacts(machine))
     target = EngineConfig(str(finished[0] / "target"), device="cpu", dtype="float32", threads=1)
     loop = LoopConfig(max_steps=6, checkpoint_minutes=0.0, serve_share=0.0)
-    given = {
+    options = {
         "answers": (finished[0] / "regenerate" / "answers",),
         "answering": AnswerConfig(max_tokens=16),
         "max_len": 256,
     }
-    whole = TrainConfig(tmp_path / "whole", target, features="streamed", loop=loop, **given)
+    whole = TrainConfig(tmp_path / "whole", target, features="streamed", loop=loop, **options)
     begun = replace(whole, out=tmp_path / "run")
     with monkeypatch.context() as patched:
         kept_at(patched, 3, whole.out, begun.out)
@@ -213,15 +213,15 @@ def test_a_planned_and_streamed_run_goes_on_after_it_was_killed(
     plan = (begun.out / "plan.json").read_text()
     assert max(figures(begun.out)) == 3 and {"shape.start", "loop.blocks_per_step"} <= set(json.loads(plan)["values"])
     assert train(begun).steps == 6 and (begun.out / "plan.json").read_text() == plan
-    expected, found = figures(whole.out), figures(begun.out)
-    assert list(found) == list(expected) == list(range(1, 7))
+    expected, actual = figures(whole.out), figures(begun.out)
+    assert list(actual) == list(expected) == list(range(1, 7))
     for step, each in expected.items():
         for name in ("loss", "grad_norm", "lr", "blocks"):
-            assert found[step][name] == pytest.approx(each[name], rel=1e-5), (step, name)
+            assert actual[step][name] == pytest.approx(each[name], rel=1e-5), (step, name)
 
 
 @pytest.mark.parametrize(
-    ("passed", "given", "step", "minutes"),
+    ("passed", "is_chosen", "step", "minutes"),
     [
         (20.0, False, 0, 40.0),
         (59.0, False, 0, 15.0),  # a quarter is for learning, whatever was before
@@ -231,7 +231,7 @@ def test_a_planned_and_streamed_run_goes_on_after_it_was_killed(
     ],
 )
 def test_steps_get_the_minutes_that_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: float, given: bool, step: int, minutes: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: float, is_chosen: bool, step: int, minutes: float
 ) -> None:
     """45 were planned of 60, and answers and features have taken longer or shorter; a later start keeps what was
     settled."""
@@ -240,7 +240,7 @@ def test_steps_get_the_minutes_that_are_left(
     )
     clock = iter([0.0, 60 * passed])
     monkeypatch.setattr(train_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    names = ("minutes", "loop.max_minutes") if given else ("minutes",)
+    names = ("minutes", "loop.max_minutes") if is_chosen else ("minutes",)
     config = TrainConfig(tmp_path, loop=LoopConfig(max_minutes=45.0), minutes=60.0, given=names)
     stages = train_run._Stages(config, Ranks(), lambda: None, Progress(), Stop(str))
     trainer = cast(Any, SimpleNamespace(state=SimpleNamespace(step=step), config=config.loop))
@@ -252,8 +252,8 @@ def test_steps_get_the_minutes_that_are_left(
 def test_a_plan_whose_minutes_shrink_expects_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new expectation, of fewer blocks, stands in plan.json and is shown."""
     planned = expected_of("smollm2-135m", Learned(9e5, 30_000, 150.0))
-    told = {"minutes": 50.0, "values": {"loop.max_minutes": 45.0}, "target": "smollm2-135m", "blocks": 9e5}
-    RunFolder(tmp_path).write_json("plan.json", told | {"expected": planned})
+    plan = {"minutes": 50.0, "values": {"loop.max_minutes": 45.0}, "target": "smollm2-135m", "blocks": 9e5}
+    RunFolder(tmp_path).write_json("plan.json", plan | {"expected": planned})
     clock = iter([0.0, 60 * 45.0])
     monkeypatch.setattr(train_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     config, shown = TrainConfig(tmp_path, loop=LoopConfig(max_minutes=45.0), minutes=50.0, given=("minutes",)), Heard()

@@ -47,8 +47,8 @@ def test_what_trainings_brought_lies_inside_the_advice(
     """`advise` for a built-in model and as many answers, told nothing of this workload, not even its kind."""
     for row in forget(monkeypatch, workload):
         config = AdviceConfig(answers=row.answers, run="none")
-        found = advise(CostsConfig(model=row.target, hardware="H100"), config, Seen())
-        step = next(step for step in found.steps if step.answers == row.answers)
+        advice = advise(CostsConfig(model=row.target, hardware="H100"), config, Seen())
+        step = next(step for step in advice.steps if step.answers == row.answers)
         low, high = step.tokens_per_round_interval
         assert low <= row.tokens_per_round <= high, (row.answers, row.tokens_per_round, low, high)
         assert step.gain_interval[0] < step.gain < step.gain_interval[1]
@@ -96,8 +96,8 @@ def test_held_out_prompts_of_a_training_foretell_later_ones(tmp_path: Path) -> N
     """The pairs of advice.json, each measured in the engine: the interval of the first holds the second."""
     content = json.loads(Path(trainings.__file__).with_name("advice.json").read_text())
     for number, row in enumerate(content["heldout"]):
-        found = own_run(run_of(tmp_path / str(number), tokens_per_round=row["heldout"], answers=500), "smollm2-135m")
-        assert found and found.measured.low <= row["later"] <= found.measured.high, row
+        evidence = own_run(run_of(tmp_path / str(number), tokens_per_round=row["heldout"], answers=500), "smollm2-135m")
+        assert evidence and evidence.measured.low <= row["later"] <= evidence.measured.high, row
 
 
 def test_a_first_training_foretells_larger_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,11 +109,11 @@ def test_a_first_training_foretells_larger_ones(tmp_path: Path, monkeypatch: pyt
             continue
         forget(monkeypatch, workload)
         run = run_of(tmp_path / str(number), tokens_per_round=first.tokens_per_round, answers=first.answers)
-        found = own_run(run, "smollm2-135m")
-        assert found is not None and found.at(first.answers) == found.measured
-        expected = found.at(more[-1].answers)
+        evidence = own_run(run, "smollm2-135m")
+        assert evidence is not None and evidence.at(first.answers) == evidence.measured
+        expected = evidence.at(more[-1].answers)
         assert expected.low <= more[-1].tokens_per_round <= expected.high, workload
-        assert expected.is_beyond and not found.at(first.answers // 2).is_beyond
+        assert expected.is_beyond and not evidence.at(first.answers // 2).is_beyond
         number += 1
     assert number >= 4 and 0 <= growth()[0] < growth()[1] < growth()[2] < 1
 
@@ -129,9 +129,9 @@ def test_an_evaluation_of_a_runs_drafter_comes_before_its_held_out_prompts(tmp_p
     for row in rows:
         row |= {"prompts": "tickets", "tokens_per_round_interval": [2.5, 3.5]}
     (run / "evaluation.json").write_text(json.dumps({"results": rows}))
-    found = own_run(run, "smollm2-135m")
-    assert found is not None and found.answers == 800 and found.what == "paceline evaluate, tickets"
-    assert (found.measured.low, found.measured.tokens_per_round, found.measured.high) == (2.5, 3.0, 3.5)
+    evidence = own_run(run, "smollm2-135m")
+    assert evidence is not None and evidence.answers == 800 and evidence.what == "paceline evaluate, tickets"
+    assert (evidence.measured.low, evidence.measured.tokens_per_round, evidence.measured.high) == (2.5, 3.0, 3.5)
 
 
 def test_the_newest_run_of_the_target_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +140,8 @@ def test_the_newest_run_of_the_target_is_found(tmp_path: Path, monkeypatch: pyte
     run_of(Path("runs/other"), "Qwen3-8B", tokens_per_round=3.0, answers=9)
     run_of(Path("runs/unmeasured"))
     run = run_of(Path("runs/mine"), tokens_per_round=3.0, answers=900)
-    found = find_run(None, "smollm2-135m")
-    assert found is not None and found.folder == run and find_run("none", "smollm2-135m") is None
+    evidence = find_run(None, "smollm2-135m")
+    assert evidence is not None and evidence.folder == run and find_run("none", "smollm2-135m") is None
     with pytest.raises(ConfigError, match="--run runs/unmeasured has no acceptance length .* paceline evaluate"):
         find_run("runs/unmeasured", "smollm2-135m")
     (run / "heldout.json").write_text('{"tokens_per_round": "three"}')
@@ -166,8 +166,8 @@ def test_a_damaged_run_is_left_out_of_the_search_and_logged(
     os.utime(run / "plan.json", (1, 1))
     damaged = run_of(Path("runs/damaged"), tokens_per_round=3.0)
     (damaged / name).write_text(text)
-    found = find_run(None, "smollm2-135m")
-    assert found is not None and found.folder == run
+    evidence = find_run(None, "smollm2-135m")
+    assert evidence is not None and evidence.folder == run
     assert "left out of the search for a training of smollm2-135m: runs/damaged" in caplog.text
     with pytest.raises(ConfigError, match="choose another --run"):
         find_run("runs/damaged", "smollm2-135m")

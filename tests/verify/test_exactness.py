@@ -179,8 +179,8 @@ def enumerate_text(
             widths.add(num_checked)
             checked_drafts = drafts[:num_checked]
             target_JV = block_probs((*PROMPT, *text), checked_drafts, name).double()
-            found = outcomes(list(checked_drafts), draft_KV[:num_checked], target_JV)
-            for num_accepted, (prob, weights_V) in enumerate(found):
+            results = outcomes(list(checked_drafts), draft_KV[:num_checked], target_JV)
+            for num_accepted, (prob, weights_V) in enumerate(results):
                 if drafted * prob < 1e-13:
                     continue
                 for token, share in enumerate((weights_V / weights_V.sum()).tolist()):
@@ -192,8 +192,8 @@ def enumerate_text(
     return text_from(()), widths
 
 
-def largest_error(found: dict[Context, float], name: str) -> float:
-    return max(abs(found.get(text, 0.0) - prob) for text, prob in exact_text(name).items())
+def largest_error(probs: dict[Context, float], name: str) -> float:
+    return max(abs(probs.get(text, 0.0) - prob) for text, prob in exact_text(name).items())
 
 
 @pytest.mark.slow
@@ -207,8 +207,8 @@ def largest_error(found: dict[Context, float], name: str) -> float:
 )
 def test_enumerated_text_is_the_targets(rule: str, drafter: str, name: str) -> None:
     for num_drafted in (1, 2):
-        found, _ = enumerate_text(RULES[rule], drafter, num_drafted, name)
-        assert largest_error(found, name) < 1e-6  # float32 tables
+        probs, _ = enumerate_text(RULES[rule], drafter, num_drafted, name)
+        assert largest_error(probs, name) < 1e-6  # float32 tables
 
 
 @pytest.mark.slow
@@ -217,22 +217,22 @@ def test_enumerated_text_is_the_targets(rule: str, drafter: str, name: str) -> N
     [(by_likeliest_tokens, "rejection"), (by_entropy, "block")],
 )
 def test_how_many_are_checked_may_depend_on_what_they_are_drawn_from(width: Width, rule: str) -> None:
-    found, widths = enumerate_text(RULES[rule], "block", 3, "plain", width)
+    probs, widths = enumerate_text(RULES[rule], "block", 3, "plain", width)
     assert widths == {0, 1, 2, 3}, "else the choice was not put to the test"
-    assert largest_error(found, "plain") < 1e-6
+    assert largest_error(probs, "plain") < 1e-6
 
 
 @pytest.mark.slow
 def test_enumeration_sees_a_width_chosen_by_the_drawn_tokens() -> None:
-    found, widths = enumerate_text(rejection_outcomes, "block", 3, "plain", by_drawn_tokens)
+    probs, widths = enumerate_text(rejection_outcomes, "block", 3, "plain", by_drawn_tokens)
     assert widths == {0, 1, 2, 3}
-    assert largest_error(found, "plain") > 1e-3
+    assert largest_error(probs, "plain") > 1e-3
 
 
 @pytest.mark.slow
 def test_match_stays_exact_however_the_width_is_chosen() -> None:
-    found, _ = enumerate_text(match_outcomes, "block", 3, "plain", by_drawn_tokens)
-    assert largest_error(found, "plain") < 1e-6
+    probs, _ = enumerate_text(match_outcomes, "block", 3, "plain", by_drawn_tokens)
+    assert largest_error(probs, "plain") < 1e-6
 
 
 @pytest.mark.slow

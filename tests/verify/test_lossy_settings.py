@@ -23,13 +23,13 @@ from paceline.verify.rules import RowVerdict, Uniforms
     ],
 )
 def test_text_and_object_ask_for_the_same(text: str, same: dict[str, float | str]) -> None:
-    asked = Lossy.of(text)
-    assert asked == Lossy.of(same) == Lossy.of(str(asked))
-    assert asked.within(0.01).max_tv == 0.01 and asked.within(None) == asked
+    rule = Lossy.of(text)
+    assert rule == Lossy.of(same) == Lossy.of(str(rule))
+    assert rule.within(0.01).max_tv == 0.01 and rule.within(None) == rule
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("value", "message"),
     [
         ("lenient:0.5", "choose from typical, relaxed"),
         ("", "choose from typical"),
@@ -49,12 +49,12 @@ def test_text_and_object_ask_for_the_same(text: str, same: dict[str, float | str
         ("lenience:0.5,max_tv=2", "max_tv must be between 0 and 1"),
     ],
 )
-def test_what_cannot_be_is_refused(given: str | dict[str, float | str], told: str) -> None:
-    if given == "lenience:":
-        assert Lossy.of(given).rule == Lossy.of("lenience:1").rule
+def test_what_cannot_be_is_refused(value: str | dict[str, float | str], message: str) -> None:
+    if value == "lenience:":
+        assert Lossy.of(value).rule == Lossy.of("lenience:1").rule
         return
-    with pytest.raises(SamplingError, match=told):
-        Lossy.of(given)
+    with pytest.raises(SamplingError, match=message):
+        Lossy.of(value)
 
 
 def test_a_record_of_a_lossy_rule_says_so() -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 from paceline.bench.beside import PEERS
 from paceline.bench.config import BASELINE
-from paceline.bench.decode import Result, sources_table
+from paceline.bench.decode import Result
+from paceline.bench.drafting import sources_table
 from paceline.errors import ConfigError
 from paceline.model.backends import Form
 from paceline.report.pages import Plot, Series, bars, curves, ranges, render, short

@@ -24,7 +24,7 @@ from paceline.hardware import Machine
 from paceline.simulate.answer import deployment_of
 from paceline.simulate.config import CostsConfig
 from paceline.simulate.costs import catalogue
-from paceline.simulate.costs.catalogue import shape_of
+from paceline.simulate.costs.model_config import shape_of
 from paceline.simulate.costs.roofline import Deployment, distinct_experts, works_of
 from paceline.simulate.costs.rounds import (
     Calibration,

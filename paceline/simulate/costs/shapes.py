@@ -1,6 +1,6 @@
 """Shape of a target model: parameters by part, attention by kind of layer, and the number format of each.
 
-Shapes come from the catalogue or from any Hugging Face config.json (`catalogue.py`).
+Shapes come from the catalogue or from any Hugging Face config.json (`catalogue.py`, `model_config.py`).
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from paceline.hub import BUILTINS, cache_home
 from paceline.model.config.decoder import FAMILIES, TABLES, has_llama_layers
 from paceline.runs.folder import write_whole
 from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.model_config import shape_of
 from paceline.simulate.costs.shapes import FORMATS, ModelShape
 from paceline.simulate.files import read_json
 
@@ -84,7 +85,7 @@ def read_target(target: EngineConfig) -> TargetFacts:
     if path.is_dir() or path.suffix == ".json":
         return _folder_facts(name, path)
     raw = _hub_config(name)
-    shape = catalogue.shape_of(raw, name, "its config.json on the hub") if raw else catalogue.find(name)
+    shape = shape_of(raw, name, "its config.json on the hub") if raw else catalogue.find(name)
     known = next((entry for entry in catalogue.entries().values() if entry["name"] == shape.name), {})
     quantised_bytes = BUILTINS[name].gguf_bytes if name in BUILTINS else None
     source = "its config.json on the hub" if raw else "paceline's catalogue of models"
@@ -98,7 +99,7 @@ def _gguf_facts(name: str, path: Path) -> TargetFacts:
     raw = config_json(path)
     raw = {key: value for key, value in raw.items() if value is not None}
     total = sum(tensor.num_bytes for tensor in open_gguf(path).tensors.values())
-    return TargetFacts(name, catalogue.shape_of(raw, name, str(path)), raw, total, True, f"the header of {path.name}")
+    return TargetFacts(name, shape_of(raw, name, str(path)), raw, total, True, f"the header of {path.name}")
 
 
 def _folder_facts(name: str, path: Path) -> TargetFacts:

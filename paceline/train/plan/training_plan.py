@@ -10,11 +10,9 @@ measured efficiency of each stage (`EFFICIENCY`); acceptance lengths from `expec
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from paceline.simulate.costs.roofline import pass_seconds
@@ -380,24 +378,3 @@ def _short(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:.0f}"
-
-
-def apply_stored(config: TrainConfig, plan: dict[str, Any]) -> TrainConfig:
-    """Sets the values stored in `plan` (the run's plan.json), except fields that are given now or no longer exist."""
-    for name, value in (plan.get("values") or {}).items():
-        try:
-            before = value_of(config, name)
-        except AttributeError:
-            continue
-        if not config.is_given(name):
-            config = with_value(config, name, tuple(value) if isinstance(before, tuple) else value)
-    return config
-
-
-def stored_plan(out: Path) -> dict[str, Any] | None:
-    """Returns a run's plan.json; None if it is missing or damaged."""
-    try:
-        plan = json.loads((out / "plan.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return plan if isinstance(plan, dict) else None

@@ -55,11 +55,11 @@ def test_replay_of_stored_traffic(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 def test_check_ends_with_a_status(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     traces = fallen(tmp_path)
-    asked = ("check", "--traces", traces, "--state", tmp_path / "state", "--json")
-    assert paceline(*asked, "--training-price", "0.0001") == 3
-    found = last_line(capsys)
-    assert found["decision"]["action"] == "retrain" and found["seen"]["tickets"]["state"] == "held"
-    assert paceline(*asked) is None
+    arguments = ("check", "--traces", traces, "--state", tmp_path / "state", "--json")
+    assert paceline(*arguments, "--training-price", "0.0001") == 3
+    line = last_line(capsys)
+    assert line["decision"]["action"] == "retrain" and line["seen"]["tickets"]["state"] == "held"
+    assert paceline(*arguments) is None
     assert "cost" in last_line(capsys)["decision"]["declined"]["retrain"]
 
 
@@ -116,8 +116,8 @@ def test_check_of_requests_without_rounds_reads_the_hours_that_watch_counted(
         counted.read((HOUR + at / 12) * 3600.0, Counts(rounds=rounds, accepted=accepted))
         rounds, accepted = rounds + 400, accepted + (800 if at < 204 * 12 else 100)
     counted.hours(HOUR + 11 * 24)
-    asked = ("check", "--traces", tmp_path / "traces", "--state", tmp_path / "state", "--json")
-    assert paceline(*asked, "--training-price", "0.0001") == 3
+    arguments = ("check", "--traces", tmp_path / "traces", "--state", tmp_path / "state", "--json")
+    assert paceline(*arguments, "--training-price", "0.0001") == 3
     line = last_line(capsys)
     assert (line["source"], line["hours"], line["left_out"]) == ("counted.jsonl", 11 * 24, {"no rounds": 40})
     assert line["decision"]["action"] == "retrain" and line["decision"]["clusters"] == [ALL]

@@ -46,8 +46,8 @@ def test_what_was_taken_and_how_evenly() -> None:
 def test_a_choice_is_made_by_narrowing_the_schema() -> None:
     coverage = Coverage(TICKET)
     action, _, kind = coverage.choices
-    made = narrowed(TICKET, action, 2)
-    assert made["properties"]["action"] == {"enum": ["repair"]} and made["required"] == ["action"]
+    narrower = narrowed(TICKET, action, 2)
+    assert narrower["properties"]["action"] == {"enum": ["repair"]} and narrower["required"] == ["action"]
     lines = narrowed(TICKET, kind, 1)["properties"]["lines"]
     assert lines["minItems"] == 1 and lines["items"]["properties"]["kind"] == {"enum": ["two"]}
     assert lines["items"]["required"] == ["kind"] and "lines" in narrowed(TICKET, kind, 1)["required"]
@@ -64,8 +64,8 @@ def test_branches_are_choices_too() -> None:
     coverage.add({"name": "weather", "arguments": {"unit": "F"}})
     which, unit = coverage.taken()
     assert which.counts == {"0": 1, "1": 1} and unit.counts == {"C": 0, "F": 1}
-    made = narrowed(schema, coverage.choices[1], 0)
-    (only,) = made["anyOf"]
+    narrower = narrowed(schema, coverage.choices[1], 0)
+    (only,) = narrower["anyOf"]
     assert only["properties"]["name"] == {"const": "weather"}
     assert only["properties"]["arguments"]["properties"]["unit"] == {"enum": ["C"]}
     assert [each["properties"]["name"]["const"] for each in narrowed(schema, coverage.choices[0], 1)["anyOf"]] == [
@@ -110,10 +110,10 @@ def test_odd_schemas_are_walked(schema: dict[str, Any], counts: dict[str, dict[s
 def test_odd_schemas_are_narrowed() -> None:
     """Of a schema that holds itself only the levels on the way are written out; of branches one is left."""
     [level] = [choice for choice in Coverage(NODE).choices if choice.name == "next.on"]
-    made = narrowed(NODE, level, 1)
-    inner = made["properties"]["next"]
+    narrower = narrowed(NODE, level, 1)
+    inner = narrower["properties"]["next"]
     assert inner["properties"] == {"next": {"$ref": "#/$defs/node"}, "on": {"enum": [True]}}
-    assert (made["required"], inner["required"]) == (["next"], ["on"]) and made["$defs"] == NODE["$defs"]
+    assert (narrower["required"], inner["required"]) == (["next"], ["on"]) and narrower["$defs"] == NODE["$defs"]
     branches = ODD[3][0]
     [choice] = Coverage(branches).choices
     assert [narrowed(branches, choice, place) for place in range(3)] == [

@@ -24,17 +24,17 @@ def decided(view: View, **changes: Any) -> Any:
 
 class TestDecide:
     def test_without_an_alarm_nothing(self) -> None:
-        found = decided(View(100))
-        assert found.action == "none" and set(found.declined) == {"route", "propose", "retrain"}
+        decision = decided(View(100))
+        assert decision.action == "none" and set(decision.declined) == {"route", "propose", "retrain"}
 
     def test_a_training_that_pays(self) -> None:
-        found = decided(View(100, [ALARM]))
-        assert (found.action, found.clusters) == ("retrain", ("tickets",))
-        assert "saves" in found.why and "no member" in found.declined["route"]
+        decision = decided(View(100, [ALARM]))
+        assert (decision.action, decision.clusters) == ("retrain", ("tickets",))
+        assert "saves" in decision.why and "no member" in decision.declined["route"]
 
     def test_one_that_does_not_pay(self) -> None:
-        found = decided(View(100, [replace(ALARM, tokens_per_hour=100.0)]))
-        assert found.action == "none" and "cost" in found.declined["retrain"]
+        decision = decided(View(100, [replace(ALARM, tokens_per_hour=100.0)]))
+        assert decision.action == "none" and "cost" in decision.declined["retrain"]
 
     def test_the_price_is_the_user_s(self) -> None:
         view = View(100, [replace(ALARM, tokens_per_hour=4_000.0)])
@@ -49,28 +49,28 @@ class TestDecide:
         assert saving(prices, 7.0, 1000, 4.0, 2.0) == 0.0
 
     def test_a_member_that_is_there_comes_first(self) -> None:
-        found = decided(View(100, [replace(ALARM, members={"other": 2.0, "old": 2.9})]))
-        assert (found.action, found.member) == ("route", "old")
+        decision = decided(View(100, [replace(ALARM, members={"other": 2.0, "old": 2.9})]))
+        assert (decision.action, decision.member) == ("route", "old")
         assert decided(View(100, [replace(ALARM, members={"other": 2.3})])).action == "retrain"
 
     def test_never_while_one_runs(self) -> None:
-        found = decided(View(100, [ALARM], is_training=True))
-        assert found.action == "none" and "running" in found.declined["retrain"]
+        decision = decided(View(100, [ALARM], is_training=True))
+        assert decision.action == "none" and "running" in decision.declined["retrain"]
 
     def test_cool_down(self) -> None:
         assert decided(View(100, [ALARM], trained_at=80)).action == "none"
         assert decided(View(100, [ALARM], trained_at=40)).action == "retrain"
 
     def test_a_mix_that_returns_proposes_a_member_once(self) -> None:
-        found = decided(View(100, mix=MIX))
-        assert (found.action, found.clusters) == ("propose", ("west",)) and "retrained" in found.why
+        decision = decided(View(100, mix=MIX))
+        assert (decision.action, decision.clusters) == ("propose", ("west",)) and "retrained" in decision.why
         assert decided(View(101, mix=MIX, proposed=frozenset({"west"}))).action == "none"
         assert decided(View(101, mix=replace(MIX, swing=0.1))).action == "none"
         assert decided(View(101, mix=replace(MIX, tokens_per_hour=10.0))).action == "none"
 
     def test_a_mix_that_moved_is_no_reason_to_train(self) -> None:
-        found = decided(View(100, mix=Mix(has_moved=True)))
-        assert found.action == "none" and "mix moved" in found.declined["retrain"]
+        decision = decided(View(100, mix=Mix(has_moved=True)))
+        assert decision.action == "none" and "mix moved" in decision.declined["retrain"]
 
 
 def sums(tokens_per_round: float, requests: int = 100) -> Sums:
@@ -100,9 +100,9 @@ class TestPolicy:
         policy = SeasonalPolicy()
         first = policy.hour(EPOCH, {"a": sums(3, requests=10)}).decision
         assert first.action == "too little" and first.why.startswith("10 requests, 1 hour; ")
-        found = [policy.hour(EPOCH + at, {"a": sums(3, requests=10)}).decision for at in range(1, 2 * DAY + 2)]
-        assert [each.action for each in found] == ["too little"] * (2 * DAY) + ["none"]
-        assert found[-1].why == "acceptance is as it usually is"
+        decisions = [policy.hour(EPOCH + at, {"a": sums(3, requests=10)}).decision for at in range(1, 2 * DAY + 2)]
+        assert [each.action for each in decisions] == ["too little"] * (2 * DAY) + ["none"]
+        assert decisions[-1].why == "acceptance is as it usually is"
         assert policy.hour(EPOCH + 3 * DAY, {"b": sums(3)}).decision.action == "none"
 
     def test_sums_that_are_no_numbers_are_left_out(self) -> None:
@@ -118,17 +118,17 @@ class TestPolicy:
 
     @pytest.mark.slow
     def test_a_route_asks_the_scores_at_an_alarm_only(self) -> None:
-        asked = []
+        clusters = []
 
         def scores(cluster: str) -> dict[str, float]:
-            asked.append(cluster)
+            clusters.append(cluster)
             return {"old": 3.0}
 
         policy = SeasonalPolicy(scores=scores)
         lines = [policy.hour(EPOCH + at, {"a": sums(3.0 if at < 9 * DAY else 2.0)}) for at in range(11 * DAY)]
         first = next(line for line in lines if not line.decision.is_idle)
         assert first.decision.action == "route" and first.decision.member == "old"
-        assert first.hour - EPOCH >= 10 * DAY - 1 and set(asked) == {"a"}
+        assert first.hour - EPOCH >= 10 * DAY - 1 and set(clusters) == {"a"}
 
     def test_a_line_says_what_was_seen_and_why_not(self) -> None:
         policy = SeasonalPolicy()

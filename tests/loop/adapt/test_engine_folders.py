@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_servers import FakeServer, restart_command, serving, told
+from fake_servers import FakeServer, recorded_environments, restart_command, serving
 from safetensors.torch import save_file
 from small_llm import tiny_model
-from test_checkpoints_command import made
+from test_checkpoints_command import write_drafter
 
 from paceline.config import EngineConfig
 from paceline.draft.dflash.checkpoint import read_stored
@@ -33,7 +33,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a draft vocabulary."""
-    return made(tmp_path_factory.mktemp("drafters") / "own")
+    return write_drafter(tmp_path_factory.mktemp("drafters") / "own")
 
 
 def folders_of(target: Path, state: Path, engine: str = "vllm", **changes: Any) -> EngineFolders:
@@ -134,7 +134,7 @@ class TestFolders:
         assert [*(tmp_path / "engine").iterdir()] == []
 
     def test_another_targets_drafter_reaches_no_server(self, target: Path, drafter: Path, tmp_path: Path) -> None:
-        other = made(tmp_path / "other", hidden=64)
+        other = write_drafter(tmp_path / "other", hidden=64)
         with serving(FakeServer()) as fake:
             folders = folders_of(target, tmp_path, servers=(fake.url,), check_length=False)
             deployment = open_deployment(folders.config, drafter, folders)
@@ -149,7 +149,7 @@ class TestFolders:
 
 @pytest.mark.slow
 def test_servers_get_that_folder_and_the_one_before_it(target: Path, drafter: Path, tmp_path: Path) -> None:
-    new = made(tmp_path / "new")
+    new = write_drafter(tmp_path / "new")
     with serving(FakeServer()) as fake:
         folders = folders_of(target, tmp_path, servers=(fake.url,), check_length=False)
         folders.config = DeployConfig(
@@ -162,9 +162,9 @@ def test_servers_get_that_folder_and_the_one_before_it(target: Path, drafter: Pa
         again = open_deployment(folders.config, drafter, folders)
         again.undo = undo
         again.roll_back()
-    read = [Path(each["PACELINE_DRAFTER"]) for each in told(tmp_path)]
+    read = [Path(each["PACELINE_DRAFTER"]) for each in recorded_environments(tmp_path)]
     assert read == [folders.given(new).folder, folders.given(drafter).folder]
-    assert json.loads(told(tmp_path)[0]["PACELINE_SPECULATIVE_CONFIG"]) == {
+    assert json.loads(recorded_environments(tmp_path)[0]["PACELINE_SPECULATIVE_CONFIG"]) == {
         "method": "dflash",
         "model": str(read[0]),
         "num_speculative_tokens": 3,
@@ -237,8 +237,8 @@ class TestLength:
             folders.config = DeployConfig("vllm", (fake.url,), restart=restart_command(tmp_path), num_drafted=3)
             deployment = open_deployment(folders.config, drafter, folders)
             with pytest.raises(DeployError, match="clearly less"):
-                deployment.load("drafter", new := made(tmp_path / "new"))
-            read = [Path(each["PACELINE_DRAFTER"]) for each in told(tmp_path)]
+                deployment.load("drafter", new := write_drafter(tmp_path / "new"))
+            read = [Path(each["PACELINE_DRAFTER"]) for each in recorded_environments(tmp_path)]
             assert read == [folders.given(new).folder, folders.given(drafter).folder] and deployment.undo == []
             with pytest.raises(DeployError):
                 deployment.load("drafter", new)

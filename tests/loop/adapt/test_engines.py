@@ -14,7 +14,7 @@ import pytest
 import torch
 from fake_servers import FakeServer, serving
 from small_llm import tiny_model
-from test_checkpoints_command import made
+from test_checkpoints_command import write_drafter
 from typer.testing import CliRunner
 
 from paceline.cli import app
@@ -44,7 +44,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a draft vocabulary."""
-    return made(tmp_path_factory.mktemp("drafters") / "own")
+    return write_drafter(tmp_path_factory.mktemp("drafters") / "own")
 
 
 def plain_drafter(folder: Path, **keys: Any) -> Path:
@@ -71,11 +71,11 @@ class TestWords:
         start = Start("vllm", "org/m", "d", port=9, dtype="bfloat16", max_batch=3, max_len=99, served_names=("a", "b"))
         words = command_of(start, given)
         assert words[:3] == ["vllm", "serve", "org/m"]
-        told = {"method": "dflash", "model": "d", "num_speculative_tokens": 7}
-        assert json.loads(option(words, "--speculative-config")) == told
+        config = {"method": "dflash", "model": "d", "num_speculative_tokens": 7}
+        assert json.loads(option(words, "--speculative-config")) == config
         assert words[words.index("--served-model-name") + 1 :][:2] == ["a", "b"]
-        found = [option(words, name) for name in ("--port", "--dtype", "--max-num-seqs", "--max-model-len")]
-        assert found == ["9", "bfloat16", "3", "99"]
+        values = [option(words, name) for name in ("--port", "--dtype", "--max-num-seqs", "--max-model-len")]
+        assert values == ["9", "bfloat16", "3", "99"]
 
     def test_vllm_by_another_command(self) -> None:
         start = Start("vllm", "org/m", "d", command="python -m vllm.entrypoints.openai.api_server", words=("--tp", "8"))
@@ -103,8 +103,8 @@ class TestWords:
         assert words[1:5] == ["-m", "sglang.launch_server", "--model-path", "org/m"]
         assert option(words, "--speculative-num-draft-tokens") == "8" and "--speculative-num-steps" not in words
         chain = command_of(Start("sglang", "org/m", "d"), Given(Path("d"), "eagle3", 5))
-        found = [option(chain, f"--speculative-{name}") for name in ("num-steps", "eagle-topk", "num-draft-tokens")]
-        assert found == ["5", "1", "6"]
+        values = [option(chain, f"--speculative-{name}") for name in ("num-steps", "eagle-topk", "num-draft-tokens")]
+        assert values == ["5", "1", "6"]
 
     @pytest.mark.parametrize("method", ["dflash", "eagle3"])
     def test_methods_are_those_of_simulate(self, method: str) -> None:
@@ -123,7 +123,7 @@ class TestWords:
         )
 
     @pytest.mark.parametrize(
-        ("changes", "said"),
+        ("changes", "message"),
         [
             ({"words": ("--speculative-config={}",)}, "--speculative-config is made here for vllm"),
             ({"words": ("--port", "1")}, "--port is made here"),
@@ -132,8 +132,8 @@ class TestWords:
             ({"drafter": "ngram"}, "no drafter 'ngram' of ours"),
         ],
     )
-    def test_what_cannot_be_started(self, changes: dict[str, Any], said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
+    def test_what_cannot_be_started(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             Start(**{"engine": "vllm", "model": "m", "drafter": "d"} | changes)
 
 
@@ -207,7 +207,7 @@ class TestGiven:
             given_to(Start("vllm", str(target), str(tmp_path / "eagle")), tmp_path / "b")
 
     def test_another_targets_drafter_is_refused(self, target: Path, tmp_path: Path) -> None:
-        other = made(tmp_path / "other", hidden=64)
+        other = write_drafter(tmp_path / "other", hidden=64)
         with pytest.raises(DrafterMismatchError, match="hidden size: the drafter says 64, the target has 32"):
             given_to(Start("vllm", str(target), str(other)), tmp_path / "a")
 
@@ -236,15 +236,15 @@ class TestComparison:
 
             def answer(method: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
                 if path == "/v1/completions":
-                    asked = len([each for each in fake.calls if each[1] == path]) + 1
-                    fake.count(100 + 10 * asked, 100 + 25 * asked, 1000)
+                    number = len([each for each in fake.calls if each[1] == path]) + 1
+                    fake.count(100 + 10 * number, 100 + 25 * number, 1000)
                 return before(method, path, body)
 
             fake.answer = answer  # type: ignore[method-assign]
             assert served("vllm", Client(fake.url), "name", [[1, 2], [3]]) == 3.5
-            asked = [body for _, path, body in fake.calls if path == "/v1/completions"]
-            assert [each["prompt"] for each in asked] == [[1, 2], [3]]
-            assert all(each["temperature"] == 0 and each["model"] == "name" for each in asked)
+            requests = [body for _, path, body in fake.calls if path == "/v1/completions"]
+            assert [each["prompt"] for each in requests] == [[1, 2], [3]]
+            assert all(each["temperature"] == 0 and each["model"] == "name" for each in requests)
 
     def test_vllm_s_figures_of_each_answer_go_before_its_counters(self) -> None:
         """Its counters have other clients' rounds, too."""
@@ -270,10 +270,10 @@ class TestComparison:
 
     def test_sglang_tells_the_rounds_of_each_answer(self) -> None:
         with serving(FakeServer()) as fake:
-            told = {"completion_tokens": 49, "spec_verify_ct": 16}
-            fake.refuses["/generate"] = 200, {"text": "", "meta_info": told}
+            meta_info = {"completion_tokens": 49, "spec_verify_ct": 16}
+            fake.refuses["/generate"] = 200, {"text": "", "meta_info": meta_info}
             assert served("sglang", Client(fake.url), "", [[1], [2]]) == 3.0
-            told.clear()
+            meta_info.clear()
             with pytest.raises(DownloadError, match="counts no round with drafts"):
                 served("sglang", Client(fake.url), "", [[1]])
 
@@ -291,10 +291,10 @@ def start_of(kind: str, target: Path, drafter: Path, **more: Any) -> Start:
 class TestProcess:
     @pytest.mark.slow
     def test_an_engine_that_ends_at_once(self, target: Path, drafter: Path) -> None:
-        said: list[str] = []
+        lines: list[str] = []
         with pytest.raises(ConfigError, match="the engine ended with status 3 before it answered"):
-            serve_with(start_of("dies", target, drafter), OtherEngineConfig("vllm", check=False), said.append)
-        assert "3 drafts a round" in said[0] and "--speculative-config" in said[-1]
+            serve_with(start_of("dies", target, drafter), OtherEngineConfig("vllm", check=False), lines.append)
+        assert "3 drafts a round" in lines[0] and "--speculative-config" in lines[-1]
 
     @pytest.mark.slow
     def test_one_that_never_answers_is_ended(self, target: Path, drafter: Path) -> None:
@@ -354,7 +354,7 @@ def test_one_that_drafts_badly_is_stopped(target: Path, drafter: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--strict",), "--strict is for another engine"),
         (("--", "--tp", "8"), "Options behind -- are another engine's"),
@@ -364,6 +364,6 @@ def test_one_that_drafts_badly_is_stopped(target: Path, drafter: Path) -> None:
         (("--engine", "llama"), "--engine must be one of"),
     ],
 )
-def test_options_that_do_not_go_together(words: tuple[str, ...], said: str) -> None:
+def test_options_that_do_not_go_together(words: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(app, ["serve", *words], standalone_mode=False)
-    assert isinstance(result.exception, ConfigError) and said in str(result.exception)
+    assert isinstance(result.exception, ConfigError) and message in str(result.exception)

@@ -51,8 +51,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def judged(candidate: Path | str, model: Path, traces: Path, **changes: Any) -> Verdict:
     engine = EngineConfig(str(model), device="cpu", dtype="float32", threads=1)
-    asked = {"incumbent": "none", "cluster": "tickets"} | changes
-    return examine(Path(candidate), engine, traces, CandidateConfig(**asked))
+    settings = {"incumbent": "none", "cluster": "tickets"} | changes
+    return examine(Path(candidate), engine, traces, CandidateConfig(**settings))
 
 
 def drafter(folder: Path, hidden: int = 32) -> Path:
@@ -124,11 +124,11 @@ def test_drafting_is_timed_in_turns_and_the_fastest_counts(monkeypatch: pytest.M
         return next(taken[drafter])
 
     monkeypatch.setattr(module, "_fastest_draft", timed)
-    asked: Any = ["old", "new"]
-    assert draft_seconds(cast(Any, None), asked) == [1.0, 1.3]
+    drafters: Any = ["old", "new"]
+    assert draft_seconds(cast(Any, None), drafters) == [1.0, 1.3]
     assert order == ["old", "new"] * TURNS
     monkeypatch.setattr(module, "_fastest_draft", lambda llm, drafter: math.inf)
-    assert draft_seconds(cast(Any, None), asked) == [0.0, 0.0], "what drafts nothing"
+    assert draft_seconds(cast(Any, None), drafters) == [0.0, 0.0], "what drafts nothing"
 
 
 def test_times_that_cannot_be_told_apart_are_one() -> None:

@@ -84,8 +84,8 @@ class TestRequests:
         same = [request(key=f"traces/a@0#{number}", hour=number, answer_ids=[1, 2, number]) for number in range(9)]
         loop = request(key="traces/b@0#1", answer_ids=[1, 2, 3] * 30)
         copied = [request(key=f"traces/c{number}@0#1", answer_ids=[7, 8, 9]) for number in range(9)]
-        found = one_a_prompt([*same, loop, *copied])
-        assert [each.answer_ids for each in found] == [[1, 2, 8], [7, 8, 9]]
+        distinct = one_a_prompt([*same, loop, *copied])
+        assert [each.answer_ids for each in distinct] == [[1, 2, 8], [7, 8, 9]]
         assert len(one_a_prompt([*same, *copied], most=1)) == 1
 
 

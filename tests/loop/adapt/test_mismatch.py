@@ -128,10 +128,10 @@ CASES: dict[str, tuple[StoredDrafter, Spoil]] = {
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    made = tiny_llm(FASTEST)
-    made.target = tiny_target(4, vocab=VOCAB, kind=FASTEST)
-    made.engine = made.new_engine(made.drafter)
-    return made
+    tiny = tiny_llm(FASTEST)
+    tiny.target = tiny_target(4, vocab=VOCAB, kind=FASTEST)
+    tiny.engine = tiny.new_engine(tiny.drafter)
+    return tiny
 
 
 def right_eagle3(**keys: Any) -> Eagle3Checkpoint:
@@ -170,9 +170,9 @@ def test_each_mismatch_of_eagle3_is_named(llm: LLM, kind: str) -> None:
     assert whole == pytest.approx(6)
     ranked = rank(llm, spoil(stored), requests)
     assert ranked[0].tokens_per_round < 0.6 * whole
-    found = named(ranked)
-    assert found is not None and found.kind == kind.partition(":")[0], ranked[:4]
-    assert found.tokens_per_round == pytest.approx(whole)
+    mismatch = named(ranked)
+    assert mismatch is not None and mismatch.kind == kind.partition(":")[0], ranked[:4]
+    assert mismatch.tokens_per_round == pytest.approx(whole)
 
 
 def answers(llm: LLM, stored: StoredDrafter | Eagle3Checkpoint, count: int = 1) -> list[Request]:
@@ -199,8 +199,8 @@ def answers(llm: LLM, stored: StoredDrafter | Eagle3Checkpoint, count: int = 1) 
             seq.tokens += drafts
             read = seq.tokens[seq.cached_len :]
         target.cache.free(row)
-        said = [*seq.tokens[PROMPT:], 0]
-        requests.append(Request(str(number), "", 0, prompt, said, SamplingParams(), 0, "length"))
+        answer_ids = [*seq.tokens[PROMPT:], 0]
+        requests.append(Request(str(number), "", 0, prompt, answer_ids, SamplingParams(), 0, "length"))
     return requests
 
 
@@ -215,9 +215,9 @@ def test_each_mismatch_is_named(llm: LLM, kind: str) -> None:
     assert whole == pytest.approx(stored.config.num_slots + 1)
     ranked = rank(llm, spoil(stored), requests)
     assert ranked[0].kind == "as it is" and ranked[0].tokens_per_round < LOW
-    found = named(ranked)
-    assert found is not None and found.kind == kind.partition(":")[0], ranked[:4]
-    assert found.tokens_per_round == pytest.approx(whole)
+    mismatch = named(ranked)
+    assert mismatch is not None and mismatch.kind == kind.partition(":")[0], ranked[:4]
+    assert mismatch.tokens_per_round == pytest.approx(whole)
     figures = [each.tokens_per_round for each in ranked[1:]]
     assert figures == sorted(figures, reverse=True) and len(figures) > 10
 

@@ -55,9 +55,9 @@ def test_one_odd_row_is_left_out_and_ends_nothing(tmp_path: Path, name: str) -> 
     row, types = ROWS[name]
     shard(tmp_path, row, **types)
     hours, left_out = read_hours(tmp_path / "traces", now=NOW)
-    found, more = read_requests(tmp_path / "traces", now=NOW)
+    requests, more = read_requests(tmp_path / "traces", now=NOW)
     spans = read_span(tmp_path / "traces", NOW - 86400, NOW)
-    assert len(found) == 120 and sum((left_out + more).values()) >= 1, "counted, by one of the two"
+    assert len(requests) == 120 and sum((left_out + more).values()) >= 1, "counted, by one of the two"
     assert sum(sums.requests for by in hours.values() for sums in by.values()) >= 120 and spans
     one = watcher(tmp_path, None, Played((0, "")))
     one.tick(NOW)
@@ -156,10 +156,10 @@ def test_odd_events_in_the_log_are_left_out_and_counted(tmp_path: Path) -> None:
     ]
     (tmp_path / "state" / "log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in odd))
     one = watcher(tmp_path, None, Played((0, "")), policy=Alarmed())
-    said: list[str] = []
-    one.say, one._next = said.append, None
+    messages: list[str] = []
+    one.say, one._next = messages.append, None
     one.tick(NOW)
-    assert any("left out 5 events" in each for each in said)
+    assert any("left out 5 events" in each for each in messages)
 
 
 def test_fewer_learning_rates_than_there_are_candidates(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from live_server import Live, asked, serving, wait_until
+from live_server import Live, chat_body, serving, wait_until
 from played import NOW, PASSED, Deciding, Played, events, ticked, traffic, watcher
 from small_llm import tiny_model
 
@@ -46,8 +46,8 @@ def drafters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Pat
 @pytest.fixture
 def live(target: Path, drafters: list[Path]) -> Iterator[Live]:
     settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 2, "max_len": 128}
-    made = {"general": str(drafters[0])}
-    with serving(lambda: LLM(str(target), drafters=made, router=Unmeasured(), **settings), admin_keys=(KEY,)) as live:
+    pool = {"general": str(drafters[0])}
+    with serving(lambda: LLM(str(target), drafters=pool, router=Unmeasured(), **settings), admin_keys=(KEY,)) as live:
         for _ in range(SEEN):
             assert drafter_of(live) == "general"
         yield live
@@ -63,7 +63,7 @@ class Unmeasured(Router):
 
 def drafter_of(live: Live) -> str:
     """Whose drafts a ticket gets."""
-    body = asked(max_tokens=4, temperature=0, return_metrics=True)
+    body = chat_body(max_tokens=4, temperature=0, return_metrics=True)
     status, answer, _ = live.post("/v1/chat/completions", body, {"x-paceline-tag": "tickets"})
     assert status == 200, answer
     return answer["metrics"]["speculative_decoding"]["drafter"]
@@ -114,10 +114,10 @@ def test_the_daemon_adds_a_member(live: Live, drafters: list[Path], tmp_path: Pa
     traffic(tmp_path, cluster=TICKETS)
     ends = Played((0, ""), (0, PASSED))
 
-    def start(command: list[str], said: Path) -> Job:
+    def start(command: list[str], log: Path) -> Job:
         if "train" in command:
             shutil.copytree(drafters[1], Path(command[command.index("--out") + 1]) / "drafter")
-        return ends(command, said)
+        return ends(command, log)
 
     policy = Deciding(Decision("propose", (TICKETS,), why="it returns"))
     config = CandidateConfig(incumbent=str(drafters[0]))

@@ -136,18 +136,18 @@ class TestPolicies:
 
     @pytest.mark.parametrize("scenario", PLAYED)
     def test_ours(self, scenario: str) -> None:
-        found = replayed(scenario)
-        assert found["most_retrains"] <= 2 and found["missed"] == 0
+        result = replayed(scenario)
+        assert result["most_retrains"] <= 2 and result["missed"] == 0
         if scenario in ("slow-drift", "new-schema", "two-bases-drift"):
-            assert found["most_detection_periods"] <= 1 and found["retrains"] >= 1
+            assert result["most_detection_periods"] <= 1 and result["retrains"] >= 1
         else:
-            assert found["detection_periods"] is None and found["retrains"] == 0
-        assert found["second_member_proposed"] == (1 if scenario.startswith("two-bases") else 0)
+            assert result["detection_periods"] is None and result["retrains"] == 0
+        assert result["second_member_proposed"] == (1 if scenario.startswith("two-bases") else 0)
 
     def test_the_naive_one(self) -> None:
-        found = replayed("two-bases", "naive")
-        assert found["retrains"] >= 20
-        assert found["tokens_per_round"] < replayed("two-bases")["tokens_per_round"] * 1.2
+        result = replayed("two-bases", "naive")
+        assert result["retrains"] >= 20
+        assert result["tokens_per_round"] < replayed("two-bases")["tokens_per_round"] * 1.2
 
     def test_a_retrain_wins_acceptance_back(self) -> None:
         world, still = (make_world("new-schema", 4, 14) for _ in range(2))

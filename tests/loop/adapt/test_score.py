@@ -43,15 +43,15 @@ VARIED: list[dict[str, Any]] = [
 def test_another_drafter_is_predicted_to_the_token(kind: Any, tmp_path: Path) -> None:
     """Greedy and seeded requests of every kind: round by round what is served with the other drafter."""
     llm = tiny_llm(kind)
-    asked = [
+    pairs = [
         (prompt, SamplingParams(**({"max_tokens": 24} | VARIED[index]))) for index, prompt in enumerate(prompts(8))
     ]
-    first = served(llm, dflash(0), asked, tmp_path)
+    first = served(llm, dflash(0), pairs, tmp_path)
     requests, left_out = read_requests(tmp_path)
     assert len(requests) == len(first) and not left_out
     for other in (dflash(3), NgramDrafter()):
         predicted = score(llm, other, requests)
-        second = served(llm, other, asked)
+        second = served(llm, other, pairs)
         for seq, each in zip(second, predicted, strict=True):
             assert each.request.answer_ids == seq.output_ids  # the text does not depend on the drafter
             assert [one[:2] for one in each.rounds] == [one[:2] for one in seq.rounds]
@@ -61,25 +61,25 @@ def test_another_drafter_is_predicted_to_the_token(kind: Any, tmp_path: Path) ->
 def test_fewer_drafts_are_predicted_too(tmp_path: Path) -> None:
     """`--plan fixed:K` is a drafter of K drafts."""
     llm = tiny_llm(FASTEST)
-    asked = [(prompt, SamplingParams(max_tokens=30)) for prompt in prompts(6)]
-    served(llm, dflash(0), asked, tmp_path)
+    pairs = [(prompt, SamplingParams(max_tokens=30)) for prompt in prompts(6)]
+    served(llm, dflash(0), pairs, tmp_path)
     narrow = DFlashDrafter(network(raw_config(), 3), num_drafted=2)
     predicted = score(llm, narrow, read_requests(tmp_path)[0])
     assert [[one[:2] for one in each.rounds] for each in predicted] == [
-        [one[:2] for one in seq.rounds] for seq in served(llm, narrow, asked)
+        [one[:2] for one in seq.rounds] for seq in served(llm, narrow, pairs)
     ]
 
 
 def dflash2(seed: int) -> DFlash2Drafter:
     """Whose selector matters: five of eleven tokens are never candidates."""
-    made = DFlash2Network.random(DFlashConfig.from_json(as_dflash2(raw_config(), rank=5, top_k=6)), seed)
-    loud_(made, seed)
-    for name, parameter in made.named_parameters():
+    dflash2_network = DFlash2Network.random(DFlashConfig.from_json(as_dflash2(raw_config(), rank=5, top_k=6)), seed)
+    loud_(dflash2_network, seed)
+    for name, parameter in dflash2_network.named_parameters():
         if name.endswith("base_kernel"):
             parameter.data[:, 0] += 1
         elif name.endswith("kernel_projection.weight"):
             parameter.data *= 0.3
-    return DFlash2Drafter(made)
+    return DFlash2Drafter(dflash2_network)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,12 +124,12 @@ def test_sampled_requests_are_predicted_within_the_interval(make: Any, rule: str
     """Drafts are drawn, and stand by chance: tokens a round agree within four standard errors, by fixed seeds."""
     llm = tiny_llm(FASTEST, rule=rule)
     params = SamplingParams(max_tokens=24, temperature=1.0, top_p=0.95)
-    asked = [(prompt, params) for prompt in prompts(20)]
-    served(llm, dflash(0), asked, tmp_path)
+    pairs = [(prompt, params) for prompt in prompts(20)]
+    served(llm, dflash(0), pairs, tmp_path)
     requests, _ = read_requests(tmp_path)
     requests = list({each.key: each for each in requests}.values())
     predicted = score(llm, make(3), requests)
-    second = served(llm, make(3), asked)
+    second = served(llm, make(3), pairs)
     ours = Rounds.sum(each.figures for each in predicted)
     theirs = Rounds.sum(Rounds.counted(seq.rounds) for seq in second)
     error = (_variance(ours) / ours.num_rounds + _variance(theirs) / theirs.num_rounds) ** 0.5
@@ -139,25 +139,25 @@ def test_sampled_requests_are_predicted_within_the_interval(make: Any, rule: str
 
 def test_chances_follow_from_what_shapes_the_answer() -> None:
     """Tokens that could not come have no share of the target's distribution, here as when it was served."""
-    told: list[tuple[list[float], list[float]]] = []
+    pairs: list[tuple[list[float], list[float]]] = []
 
     class Watched(Scorer):
-        def _target_probs(self, answer: Any, said: list[int]) -> list[float]:
-            chances = super()._target_probs(answer, said)
-            logits_JV = answer.logits_TV[answer.at : answer.at + len(said)].float().clone()
+        def _target_probs(self, answer: Any, text_ids: list[int]) -> list[float]:
+            chances = super()._target_probs(answer, text_ids)
+            logits_JV = answer.logits_TV[answer.at : answer.at + len(text_ids)].float().clone()
             logits_JV[:, [2, 6]] = float("-inf")
-            for place in range(len(said)):
+            for place in range(len(text_ids)):
                 if answer.seq.num_output + place < 5:
                     logits_JV[place, 4] = float("-inf")
             own = torch.softmax(logits_JV, -1)
-            told.append((chances, [float(own[place, token]) for place, token in enumerate(said)]))
+            pairs.append((chances, [float(own[place, token]) for place, token in enumerate(text_ids)]))
             return chances
 
     shaping: dict[str, Any] = {"bad_words": ("\x02", "\x06"), "min_tokens": 5, "stop_token_ids": (4,)}
     params = SamplingParams(temperature=1.0, **shaping)
-    asked = request(prompt_ids=[3, 1, 4], answer_ids=[1, 5, 9, 3, 5, 3, 5, 8, 9, 7, 4], params=params, seed=5)
-    Watched(tiny_llm(FASTEST), dflash(3), "rejection").score([asked])
-    assert told and all(chances == pytest.approx(own, abs=1e-5) for chances, own in told)
+    recorded = request(prompt_ids=[3, 1, 4], answer_ids=[1, 5, 9, 3, 5, 3, 5, 8, 9, 7, 4], params=params, seed=5)
+    Watched(tiny_llm(FASTEST), dflash(3), "rejection").score([recorded])
+    assert pairs and all(chances == pytest.approx(own, abs=1e-5) for chances, own in pairs)
 
 
 def _variance(rounds: Rounds) -> float:
@@ -169,11 +169,11 @@ def _variance(rounds: Rounds) -> float:
 
 def test_numbers_that_nobody_knows_are_not_guessed_with() -> None:
     """An answer that another server drew: drafts are drawn for it, as a drafter without foresight would."""
-    sampled, told = SamplingParams(temperature=1.0), list[tuple[int, bool]]()
+    sampled, drafted_with = SamplingParams(temperature=1.0), list[tuple[int, bool]]()
 
     class Spy(DFlashDrafter):
         def propose(self, batch: Batch) -> DraftBlock:
-            told.extend((seq.seed, batch.noise_aware) for seq in batch.sequences)
+            drafted_with.extend((seq.seed, batch.noise_aware) for seq in batch.sequences)
             return super().propose(batch)
 
     answers = [
@@ -182,10 +182,10 @@ def test_numbers_that_nobody_knows_are_not_guessed_with() -> None:
     ]
     answers.append(request(answer_ids=[3, 4, 5], params=SamplingParams(temperature=1.0, seed=0), seed=0))
     score(tiny_llm(FASTEST), Spy(network(raw_config(), 0)), answers[:2])
-    assert set(told) == {(0, False), (7, True)}
-    told.clear()
+    assert set(drafted_with) == {(0, False), (7, True)}
+    drafted_with.clear()
     score(tiny_llm(FASTEST), Spy(network(raw_config(), 0)), answers[2:])
-    assert set(told) == {(0, True)}, "a seed of 0 that was asked for is known"
+    assert set(drafted_with) == {(0, True)}, "a seed of 0 that was asked for is known"
 
 
 def test_grammars_correct_drafts_as_they_do_when_served() -> None:
@@ -194,8 +194,8 @@ def test_grammars_correct_drafts_as_they_do_when_served() -> None:
     params = SamplingParams(max_tokens=30, grammar=GrammarSpec("regex", "(ab|cd)[a-z]{3,9} end"))
     drafter = ScriptedDrafter(cast(Any, llm.target), accuracy=0.7)
     seq = served(llm, drafter, [(list(b"Go"), params)])[0]
-    asked = request(prompt_ids=list(b"Go"), answer_ids=seq.output_ids, params=params, seed=seq.seed)
-    [predicted] = score(llm, ScriptedDrafter(cast(Any, llm.target), accuracy=0.7), [asked])
+    recorded = request(prompt_ids=list(b"Go"), answer_ids=seq.output_ids, params=params, seed=seq.seed)
+    [predicted] = score(llm, ScriptedDrafter(cast(Any, llm.target), accuracy=0.7), [recorded])
     assert [one[:2] for one in predicted.rounds] == [one[:2] for one in seq.rounds]
 
 

@@ -39,11 +39,11 @@ def standing(rule: str, drafts: list[int], target_JV: Tensor) -> list[float]:
     prefix, row = rules.prefix_probs(drafts, DRAFT, target_JV), checked(drafts, DRAFT, target_JV, rules.Uniforms(0, 0))
     masses = [float(rules.residual_after(row, n, target_JV, prefix[n]).sum()) for n in range(len(drafts))]
     chances = [1.0, *(rules.stop_prob(prefix[n], masses[n]) for n in range(1, len(drafts))), prefix[-1]]
-    left, found = 1.0, list[float]()
+    left, cumulative = 1.0, list[float]()
     for chance in reversed(chances):
-        found.append(left * chance)
+        cumulative.append(left * chance)
         left *= 1 - chance
-    return found[::-1]
+    return cumulative[::-1]
 
 
 def counted_up(rule: str, text: tuple[int, ...]) -> list[float]:
@@ -65,9 +65,9 @@ def counted_up(rule: str, text: tuple[int, ...]) -> list[float]:
                 follows = float(residual_V[text[number]]) / mass if mass else 0.0
                 follows *= float(TARGET[range(number + 1, num_slots), list(text[number + 1 :])].prod())
             joint[number] += drawn * chance * follows
-    said = float(TARGET[range(num_slots), list(text)].prod())
-    assert sum(joint) == pytest.approx(said), "the rule keeps the target's distribution"
-    return [sum(joint[i:]) / said for i in range(1, num_slots + 1)]
+    total = float(TARGET[range(num_slots), list(text)].prod())
+    assert sum(joint) == pytest.approx(total), "the rule keeps the target's distribution"
+    return [sum(joint[i:]) / total for i in range(1, num_slots + 1)]
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_drafts_stand_as_often_as_all_outcomes_together_say(rule: str, monkeypat
     scorer = Scorer.__new__(Scorer)
     scorer._drafter, scorer._rule = dflash(0), rules.RULES[rule]
     monkeypatch.setattr(
-        Scorer, "_target_probs", lambda _, answer, said: [float(TARGET[at, one]) for at, one in enumerate(said)]
+        Scorer, "_target_probs", lambda _, answer, text_ids: [float(TARGET[at, one]) for at, one in enumerate(text_ids)]
     )
     for text in itertools.product(range(3), repeat=3):
         answer = cast(Any, SimpleNamespace(rest=list(text), seq=SimpleNamespace(seed=0, cached_len=0)))
@@ -99,11 +99,11 @@ def test_every_round_has_a_number_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     """That of the round's anchor: its place in prompt and answer, as when a request is served."""
     llm = tiny_llm(FASTEST, rule="rejection")
     seq = served(llm, dflash(0), [(prompts(1)[0], SamplingParams(max_tokens=24, temperature=1.0))])[0]
-    asked = request(prompt_ids=seq.tokens[: seq.prompt_len], answer_ids=seq.output_ids, params=seq.params, seed=77)
+    recorded = request(prompt_ids=seq.tokens[: seq.prompt_len], answer_ids=seq.output_ids, params=seq.params, seed=77)
     places = list[tuple[int, ...]]()
     monkeypatch.setattr(module, "uniform", lambda *place: places.append(place) or 0.999)
-    [scored] = score(llm, dflash(3), [asked])
-    anchor, expected = len(asked.prompt_ids), list[tuple[int, ...]]()
+    [scored] = score(llm, dflash(3), [recorded])
+    anchor, expected = len(recorded.prompt_ids), list[tuple[int, ...]]()
     for one in scored.rounds:
         expected += [(77, ACCEPT, anchor)] if one.num_drafted else []
         anchor += 1 + one.num_accepted
@@ -114,10 +114,10 @@ def seen_chances(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[float]
     """(place in the answer, the target's chances from there on) of every round that is scored from now on."""
     seen, real = list[tuple[int, list[float]]](), Scorer._target_probs
 
-    def chances(self: Scorer, answer: Any, said: list[int]) -> list[float]:
-        found = real(self, answer, said)
-        seen.append((answer.at + 1, found))
-        return found
+    def chances(self: Scorer, answer: Any, tokens: list[int]) -> list[float]:
+        values = real(self, answer, tokens)
+        seen.append((answer.at + 1, values))
+        return values
 
     monkeypatch.setattr(Scorer, "_target_probs", chances)
     return seen
@@ -125,18 +125,18 @@ def seen_chances(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[float]
 
 def one_by_one(llm: LLM, seq: Sequence) -> list[float]:
     """The target's chance of each token of an answer, each read by itself, penalties and all."""
-    row, found = llm.target.cache.allocate(), list[float]()
+    row, probs = llm.target.cache.allocate(), list[float]()
     assert row is not None
     with torch.inference_mode():
         for place, token in enumerate(seq.tokens):
             if place >= seq.prompt_len:
                 answer = seq.tokens[seq.prompt_len : place]
                 logits_JV = penalise(logits_JV.float(), seq.params, seq.tokens[:place], Counter(answer), [])  # noqa: F821
-                found.append(float(target_probs(logits_JV, seq.params)[0, token]))
+                probs.append(float(target_probs(logits_JV, seq.params)[0, token]))
             logits_JV = llm.target.forward(ForwardBatch([row], [place], [1], [token], "last")).logits_TV
             assert logits_JV is not None
     llm.target.cache.free(row)
-    return found
+    return probs
 
 
 @pytest.mark.slow

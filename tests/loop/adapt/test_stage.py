@@ -70,8 +70,8 @@ def test_a_clock_that_was_set_back_proves_nothing_by_traces(tmp_path: Path, with
     store(tmp_path / "traces", [keyed(100 + each, ended=back, **bad) for each in range(20)], "traces-2.parquet")
     counts = BEFORE + Counts(rounds=400, accepted=200)
     stage.look(counts, None)
-    found = stage.fault(tmp_path / "traces", counts, now, WatchConfig())
-    assert found == ("1.50 tokens a round by its metrics, 2.00 before" if with_metrics else None)
+    fault = stage.fault(tmp_path / "traces", counts, now, WatchConfig())
+    assert fault == ("1.50 tokens a round by its metrics, 2.00 before" if with_metrics else None)
     assert stage.is_over(now, WatchConfig(), None) == ("proven" if with_metrics else "unproven")
 
 
@@ -93,9 +93,9 @@ def test_metrics_are_compared_beside_the_traces_from_before_a_clock_was_set_back
 def test_slower_rounds(tmp_path: Path, rounds: int, busy_s: float, is_slower: bool) -> None:
     """200 rounds of the server: 26 or 24 ms each beside 20, with one row, or with more of them, which take longer
     anyway."""
-    found = wrong(begun(tmp_path), tmp_path, rounds=rounds, accepted=rounds, steps=200, busy_s=busy_s)
-    assert (found == "a round takes 26.0 ms, 20.0 before with as many rows") is is_slower
-    assert (found is not None) is is_slower
+    fault = wrong(begun(tmp_path), tmp_path, rounds=rounds, accepted=rounds, steps=200, busy_s=busy_s)
+    assert (fault == "a round takes 26.0 ms, 20.0 before with as many rows") is is_slower
+    assert (fault is not None) is is_slower
 
 
 def test_waits_of_any_number_of_tries_have_a_length(tmp_path: Path) -> None:

@@ -81,11 +81,11 @@ def test_what_a_server_writes_is_read_back(tmp_path: Path) -> None:
     one = writer(tmp_path)
     one.offer(sequence(temperature=0.5, stop=("end",), logit_bias={3: float("-inf")}, max_tokens=9), "stop", "tickets")
     one.close()
-    [found], _ = read_requests(tmp_path)
-    assert found.params == SamplingParams(
+    [recorded], _ = read_requests(tmp_path)
+    assert recorded.params == SamplingParams(
         temperature=0.5, stop=("end",), logit_bias={3: float("-inf")}, max_tokens=9, seed=5
     )
-    assert found.prompt_ids == BYTES.encode("Say it.") and found.seed == 5 and found.cluster == "tickets"
+    assert recorded.prompt_ids == BYTES.encode("Say it.") and recorded.seed == 5 and recorded.cluster == "tickets"
 
 
 def test_sampling_with_a_grammar() -> None:
@@ -101,8 +101,8 @@ def test_a_store_that_is_not_there(tmp_path: Path) -> None:
 def test_requests_without_a_temperature_get_the_server_s_usual_settings(tmp_path: Path) -> None:
     rows = [keyed(0, temperature=None, sampling='{"top_p": 0.5}'), keyed(1, temperature=0.0)]
     store(tmp_path, rows)
-    found, left_out = read_requests(tmp_path, usual={"temperature": 0.6, "top_p": 0.95, "top_k": 20})
-    assert not left_out and [each.knows_temperature for each in found] == [False, True]
-    assert found[0].params == SamplingParams(temperature=0.6, top_p=0.5, top_k=20)
-    assert found[1].params == SamplingParams(), "it said what it wants"
+    requests, left_out = read_requests(tmp_path, usual={"temperature": 0.6, "top_p": 0.95, "top_k": 20})
+    assert not left_out and [each.knows_temperature for each in requests] == [False, True]
+    assert requests[0].params == SamplingParams(temperature=0.6, top_p=0.5, top_k=20)
+    assert requests[1].params == SamplingParams(), "it said what it wants"
     assert read_requests(tmp_path)[1] == {"unknown temperature": 1}

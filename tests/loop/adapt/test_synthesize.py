@@ -66,7 +66,7 @@ def written(folder: Path, count: int) -> Path:
     return file
 
 
-def made(model: Path, out: Path, prompts: Path, **settings: Any) -> Synthesized:
+def synthesize(model: Path, out: Path, prompts: Path, **settings: Any) -> Synthesized:
     answering = {
         "max_tokens": 300,
         "max_prompt_tokens": 1300,
@@ -90,14 +90,14 @@ def answers(done: Synthesized) -> list[Answer]:
 
 
 def test_every_answer_parses_and_the_rare_is_asked_for(model: Path, tmp_path: Path, prompts: Path) -> None:
-    done = made(model, tmp_path / "x", prompts)
+    done = synthesize(model, tmp_path / "x", prompts)
     values = [json.loads(answer.text) for answer in answers(done)]
     assert done.num_answers == len(values) > 12 and done.parsed == 1
     assert all(
         set(value) == {"action", "id"} and value["action"] in SCHEMA["properties"]["action"]["enum"] for value in values
     )
     assert {value["action"] for value in values} == {"refund", "trace", "repair"} and 0 < done.num_steered <= 12
-    free = made(model, tmp_path / "free", prompts, steered=0.0)
+    free = synthesize(model, tmp_path / "free", prompts, steered=0.0)
     card, other = (json.loads((folder / "card.json").read_text()) for folder in (tmp_path / "x", tmp_path / "free"))
     assert card["choices"][0]["evenness"] > other["choices"][0]["evenness"] and free.num_steered == 0
     assert sum(card["choices"][0]["counts"].values()) == card["answers"] == done.num_answers
@@ -113,26 +113,26 @@ def _text(model: Path, ids: list[int]) -> str:
 
 
 def test_a_killed_run_goes_on_and_comes_to_the_same(model: Path, tmp_path: Path, few_prompts: Path) -> None:
-    whole = made(model, tmp_path / "x", few_prompts)
+    whole = synthesize(model, tmp_path / "x", few_prompts)
     before = {answer.key: answer.answer_ids for answer in answers(whole)}
     shards = sorted((tmp_path / "x" / "raw").glob("*.parquet"))
     shards[-1].unlink()
-    again = made(model, tmp_path / "x", few_prompts)
+    again = synthesize(model, tmp_path / "x", few_prompts)
     assert {answer.key: answer.answer_ids for answer in answers(again)} == before
     with pytest.raises(ConfigError, match="begun with other settings"):
-        made(model, tmp_path / "x", few_prompts, steered=0.1)
+        synthesize(model, tmp_path / "x", few_prompts, steered=0.1)
 
 
 def test_production_is_kept_out_by_hash(model: Path, tmp_path: Path, few_prompts: Path) -> None:
     """A store that holds four of the prompts, as the application would send them."""
-    done = made(model, tmp_path / "x", few_prompts)
-    store, known = AnswerShards(tmp_path / "store"), {}
+    done = synthesize(model, tmp_path / "x", few_prompts)
+    store, by_digest = AnswerShards(tmp_path / "store"), {}
     for answer in answers(done):
-        known.setdefault(digest(answer.prompt_ids), answer)
-    store.write([*known.values()][:4])
-    second = made(model, tmp_path / "y", few_prompts, not_in=(tmp_path / "store",))
+        by_digest.setdefault(digest(answer.prompt_ids), answer)
+    store.write([*by_digest.values()][:4])
+    second = synthesize(model, tmp_path / "y", few_prompts, not_in=(tmp_path / "store",))
     assert (second.num_in_store, second.num_compared) == (4, 4)
-    assert not {digest(answer.prompt_ids) for answer in answers(second)} & {*[*known][:4]}
+    assert not {digest(answer.prompt_ids) for answer in answers(second)} & {*[*by_digest][:4]}
     card, readme = json.loads((tmp_path / "y" / "card.json").read_text()), (tmp_path / "y" / "README.md").read_text()
     assert card["production"] == {
         "is_used": False,
@@ -145,17 +145,19 @@ def test_production_is_kept_out_by_hash(model: Path, tmp_path: Path, few_prompts
         and "100% of the answers parse" in readme
         and "| `action` | 3 |" in readme
     )
-    store.write([*known.values()])
+    store.write([*by_digest.values()])
     with pytest.raises(PromptError, match="every prompt stands in the store"):
-        made(model, tmp_path / "z", few_prompts, not_in=(tmp_path / "store",))
+        synthesize(model, tmp_path / "z", few_prompts, not_in=(tmp_path / "store",))
     with pytest.raises(PromptError, match="no store of traces"):
-        made(model, tmp_path / "z", few_prompts, not_in=(tmp_path / "nowhere",))
+        synthesize(model, tmp_path / "z", few_prompts, not_in=(tmp_path / "nowhere",))
 
 
 def test_calls_of_tools(model: Path, tmp_path: Path, few_prompts: Path) -> None:
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps(TOOLS))
-    done = made(model, tmp_path / "x", few_prompts, answering={"grammar": None, "tools": tools}, ood=("gsm8k.jsonl",))
+    done = synthesize(
+        model, tmp_path / "x", few_prompts, answering={"grammar": None, "tools": tools}, ood=("gsm8k.jsonl",)
+    )
     calls = [json.loads(answer.text) for answer in answers(done)]
     assert {call["name"] for call in calls} == {"look", "wait"} and done.parsed == 1
     card = json.loads((tmp_path / "x" / "card.json").read_text())
@@ -167,7 +169,7 @@ def test_a_regex_and_examples_before(model: Path, tmp_path: Path, few_prompts: P
     before = tmp_path / "before.json"
     before.write_text(json.dumps([{"role": "user", "content": "Parcel 0?"}, {"role": "assistant", "content": "AB-1"}]))
     grammar = GrammarSpec("regex", "[A-Z]{2}-[0-9]{1,3}")
-    done = made(model, tmp_path / "x", few_prompts, answering={"grammar": grammar, "before": before})
+    done = synthesize(model, tmp_path / "x", few_prompts, answering={"grammar": grammar, "before": before})
     first = answers(done)[0]
     assert first.text[2] == "-" and done.num_steered == 0
     opening = "<|im_start|>system\nAnswer each ticket.<|im_end|>\n<|im_start|>user\nParcel 0?<|im_end|>\n"
@@ -187,10 +189,10 @@ def test_what_cannot_be_asked(model: Path, tmp_path: Path, few_prompts: Path) ->
         ({"max_tokens": 3}, "no answer can be kept .*unfinished"),
     ):
         with pytest.raises((ConfigError, PromptError), match=text):
-            made(model, tmp_path / text[:6].strip(), few_prompts, answering=changes)
+            synthesize(model, tmp_path / text[:6].strip(), few_prompts, answering=changes)
     tools.write_text(json.dumps(TOOLS))
     with pytest.raises(ConfigError, match="either a call or of a schema"):
-        made(model, tmp_path / "x", few_prompts, answering={"tools": tools})
+        synthesize(model, tmp_path / "x", few_prompts, answering={"tools": tools})
     with pytest.raises(ConfigError, match="NAME=VALUE"):
         AnswerConfig(variables=("thinking",))
 
@@ -202,22 +204,22 @@ def test_users_name_values_of_the_schema(
     monkeypatch.setattr(self_written, "MAX_TOKENS", 40)
     monkeypatch.setattr(self_written, "rejection_reason", lambda *_: None)  # a random model finishes no sentence
     openers, out = tmp_path / "openers.txt", tmp_path / "x"
-    said = Said()
+    progress = Said()
     for text in ("Please look at {id}\n", "Please look\n"):
         openers.write_text(text)
-        asked = PromptsConfig((str(few_prompts),), self_written=6, openers=openers)
-        made(model, out, few_prompts, asked=asked, progress=said)
+        prompts_config = PromptsConfig((str(few_prompts),), self_written=6, openers=openers)
+        synthesize(model, out, few_prompts, asked=prompts_config, progress=progress)
         rows = [json.loads(line)["prompt"] for line in (out / "self-written-r0.jsonl").read_text().splitlines()]
         begun = [row for row in rows if row.startswith("Please look")]
-        named = {found[1] for row in begun if (found := re.match("Please look at ([a-z]{1,3})", row))}
+        named = {match[1] for row in begun if (match := re.match("Please look at ([a-z]{1,3})", row))}
         assert begun and (len(named) > 1 if "{id}" in text else not named)
-        assert any("no opener names {id}, a property with a pattern" in line for line in said.lines) == (
+        assert any("no opener names {id}, a property with a pattern" in line for line in progress.lines) == (
             "{id}" not in text
         )
         shutil.rmtree(out)
     openers.write_text("Please look at {number}\n")
     with pytest.raises(ConfigError, match=r"openers name \{number\}, which the schema does not tell: .* action, id"):
-        made(model, out, few_prompts, asked=PromptsConfig((str(few_prompts),), self_written=6, openers=openers))
+        synthesize(model, out, few_prompts, asked=PromptsConfig((str(few_prompts),), self_written=6, openers=openers))
 
 
 class Said(Progress):

@@ -29,12 +29,12 @@ SCHEMA: dict[str, Any] = {
 def test_values_are_the_schemas_own_and_follow_the_seed() -> None:
     slots = TemplateSlots(SCHEMA)
     assert slots.names == ["day", "number", "order_id"]
-    said = [slots.fill("{number} of {order_id} and {order_id} on {day}, {}", seed) for seed in range(40)]
-    for text in said:
-        found = re.fullmatch(r"([3-9]) of ([A-Z]{2}\d{4}) and ([A-Z]{2}\d{4}) on (Monday|Friday), \{\}", text)
-        assert found and found[2] != found[3]
-    assert len(set(said)) == 40 and {text.partition(" on ")[2] for text in said} == {"Monday, {}", "Friday, {}"}
-    assert said == [
+    texts = [slots.fill("{number} of {order_id} and {order_id} on {day}, {}", seed) for seed in range(40)]
+    for text in texts:
+        match = re.fullmatch(r"([3-9]) of ([A-Z]{2}\d{4}) and ([A-Z]{2}\d{4}) on (Monday|Friday), \{\}", text)
+        assert match and match[2] != match[3]
+    assert len(set(texts)) == 40 and {text.partition(" on ")[2] for text in texts} == {"Monday, {}", "Friday, {}"}
+    assert texts == [
         TemplateSlots(SCHEMA).fill("{number} of {order_id} and {order_id} on {day}, {}", seed) for seed in range(40)
     ]
 

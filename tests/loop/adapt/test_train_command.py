@@ -31,11 +31,11 @@ def server() -> Iterator[FakeServer]:
 class Trained(Played):
     """Runs trainings for real, and waits for them; gates are played."""
 
-    def __call__(self, command: list[str], said: Path) -> Job:
-        if "-training-" not in said.name:
-            return super().__call__(command, said)
+    def __call__(self, command: list[str], log: Path) -> Job:
+        if "-training-" not in log.name:
+            return super().__call__(command, log)
         self.commands.append(command)
-        job = Job(command, said)
+        job = Job(command, log)
         assert job._process is not None
         job._process.wait()
         return job
@@ -88,7 +88,7 @@ def test_a_training_that_used_its_budget_is_stopped(tmp_path: Path, server: Fake
     one = watcher(
         tmp_path,
         server,
-        cast(Any, lambda command, said: running.append(Job(command, said)) or running[-1]),
+        cast(Any, lambda command, log: running.append(Job(command, log)) or running[-1]),
         retrain=retrain,
     )
     one.tick(NOW)
@@ -154,7 +154,7 @@ def test_the_command_is_run_by_a_shell_at_low_priority(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({"train_command": " "}, "train_command is empty"),
         ({"train_command": "x", "features_from": "http://a:1"}, "train_command starts the training itself"),
@@ -163,6 +163,6 @@ def test_the_command_is_run_by_a_shell_at_low_priority(tmp_path: Path) -> None:
         ({"train_hours_budget": -1.0}, "train_hours_budget must be above 0"),
     ],
 )
-def test_what_contradicts_itself_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        RetrainConfig(**given)
+def test_what_contradicts_itself_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RetrainConfig(**options)

@@ -78,10 +78,10 @@ def test_weights_that_were_turned_away_are_not_swapped_in_again(
     traffic(tmp_path)
     earlier, ends = tmp_path / "earlier", Played((0, ""), (0, PASSED))
 
-    def start(command: list[str], said: Path) -> Job:
+    def start(command: list[str], log: Path) -> Job:
         if "train" in command:
             shutil.copytree(earlier, Path(command[command.index("--out") + 1]) / "drafter")
-        return ends(command, said)
+        return ends(command, log)
 
     earlier.mkdir()
     (earlier / "model.safetensors").write_bytes(b"weights")

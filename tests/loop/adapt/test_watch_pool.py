@@ -35,9 +35,9 @@ class TestRoute:
         """A pool of three; what the other two would do was asked for, and the cluster then goes to "old"."""
         traffic(folder)
         server.members |= {"old": "runs/old", "new": "runs/new"}
-        wanted = Decision("score", ("tickets",)), Decision("route", ("tickets",), "old", "it is good enough")
+        decisions = Decision("score", ("tickets",)), Decision("route", ("tickets",), "old", "it is good enough")
         jobs = Played(*((0 if verdict["passed"] else 3, verdict) for verdict in verdicts))
-        one = watcher(folder, server, jobs, policy=Deciding(*wanted), **changes)
+        one = watcher(folder, server, jobs, policy=Deciding(*decisions), **changes)
         ticked(one, 0)
         assert events(one) == ["scored"] and one.stage is None
         assert [command[command.index("gate") + 1] for command in jobs.commands] == ["runs/old", "runs/new"]
@@ -184,8 +184,8 @@ class TestPropose:
     @pytest.mark.slow
     def test_what_comes_while_another_runs_is_decided_again(self, tmp_path: Path, server: FakeServer) -> None:
         traffic(tmp_path)
-        wanted = Decision("retrain", ("tickets",)), Decision("propose", ("tickets",))
-        one = watcher(tmp_path, server, Played((0, ""), (0, PASSED)), policy=Deciding(*wanted))
+        decisions = Decision("retrain", ("tickets",)), Decision("propose", ("tickets",))
+        one = watcher(tmp_path, server, Played((0, ""), (0, PASSED)), policy=Deciding(*decisions))
         ticked(one, 0, 5)
         one.watch = WatchConfig(probation_minutes=600.0)
         ticked(one, 1, 1)
@@ -194,5 +194,5 @@ class TestPropose:
 
 def test_the_policy_asks_before_it_routes() -> None:
     policy, alarm = SeasonalPolicy(), Alarm("tickets", 0.3, 2.1, 60_000, None)
-    found = decide(View(1, [alarm]), policy.config, policy.prices)
-    assert (found.action, found.clusters) == ("score", ("tickets",))
+    decision = decide(View(1, [alarm]), policy.config, policy.prices)
+    assert (decision.action, decision.clusters) == ("score", ("tickets",))

@@ -74,8 +74,8 @@ def test_our_own_server_passes(url: str, model: Path, tmp_path: Path) -> None:
     done = examined(url, model, tmp_path)
     assert done.verdict == "honest", [each.text for each in done.findings]
     assert set(outcomes(done).values()) == {"passed"} and len(outcomes(done)) == 7
-    told = json.loads((tmp_path / "results.json").read_text())
-    assert told["verdict"] == "honest" and len(told["tests"]) > 20
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert report["verdict"] == "honest" and len(report["tests"]) > 20
     page = (tmp_path / "report.html").read_text()
     assert "No fault found" in page and "<svg" in page and "surprisal" in page
 

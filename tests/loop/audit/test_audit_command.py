@@ -24,10 +24,10 @@ WORDS = ["audit", "http://127.0.0.1:9", "--model", "org/tiny", "--json"]
 def test_the_exit_status_is_the_verdict(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verdict: Any, status: int
 ) -> None:
-    asked: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def audited(url: str, engine: Any, config: Any, **more: Any) -> run.Audited:
-        asked.update(url=url, engine=engine, config=config, **more)
+        arguments.update(url=url, engine=engine, config=config, **more)
         return run.Audited(verdict, [Finding("greedy", "passed", "as ours")], [], RunFolder(tmp_path))
 
     monkeypatch.setattr(run, "audit", audited)
@@ -36,8 +36,8 @@ def test_the_exit_status_is_the_verdict(
     assert done.exit_code == status
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["verdict"] == verdict and line["findings"][0]["check"] == "greedy" and line["run"] == str(tmp_path)
-    assert asked["key"] == "secret" and asked["limit"] == 3 and asked["engine"].dtype == "float32"
-    assert asked["config"].temperatures == (1.0, 0.5) and asked["config"].tolerance.tie == 2.0
+    assert arguments["key"] == "secret" and arguments["limit"] == 3 and arguments["engine"].dtype == "float32"
+    assert arguments["config"].temperatures == (1.0, 0.5) and arguments["config"].tolerance.tie == 2.0
 
 
 def test_the_key_is_in_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

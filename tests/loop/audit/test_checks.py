@@ -56,8 +56,8 @@ def draw_of(tokens: list[int], prompt: int = 0) -> Draw:
 
 
 def test_answers_that_are_all_the_same_are_no_draws() -> None:
-    said = [7, 11, 3]
-    group = Group("one", 1.0, draws=[draw_of(said) for _ in range(12)])
+    tokens = [7, 11, 3]
+    group = Group("one", 1.0, draws=[draw_of(tokens) for _ in range(12)])
     (repeated,) = [each for each in judged([group], 0.0, 0.01) if each.statistic == "equal answers"]
     assert repeated.is_fault and repeated.seen == 1 and repeated.num_tokens == 66
     other = Group("two", 1.0, draws=[draw_of([index, 11, 3]) for index in range(12)])
@@ -106,7 +106,7 @@ def test_seeds() -> None:
 def test_logprobs_are_judged_by_their_median() -> None:
     near = [(-1.0, -1.01), (-2.0, -2.02), (-9.0, -8.0)]
     assert checks.logprobs(near, 0.15).outcome == "passed" and checks.logprobs([], 0.15).outcome == "not offered"
-    assert checks.logprobs([(told - 0.5, own) for told, own in near], 0.15).outcome == "fault"
+    assert checks.logprobs([(reported - 0.5, own) for reported, own in near], 0.15).outcome == "fault"
 
 
 def test_stop_strings() -> None:
@@ -164,7 +164,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def told(**choice: Any) -> dict[str, Any]:
+def response(**choice: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "finish_reason": "length", **choice}], "usage": {"completion_tokens": 2}}
 
 
@@ -177,15 +177,15 @@ def test_tokens_of_an_answer(model: Path) -> None:
         assert answer is not None
         return answer.token_ids
 
-    assert ids(told(text="ab")) == ids(told(text="x", token_ids=[one, two])) == [one, two]
-    assert ids(told(message={"content": "ab"})) == [one, two]
-    assert ids(told(text="ab", logprobs={"tokens": ["a", "b"], "token_logprobs": [-1, -2]})) == [one, two]
-    assert ids(told(text="", logprobs={"content": [{"token": "token_id:5", "logprob": -1}]})) == [5]
-    assert ids(told(text="abc")) is None  # three tokens where the server counts two
-    assert ids(told(text="ab", token_ids=[10**6])) is None
-    assert ids(told(text="ab", finish_reason="stop")) == [one, two, end]
-    assert ids(told(text="ab", finish_reason="stop"), has_stop=True) == [one, two]
-    assert ids(told(text="\ufffd", logprobs={"tokens": ["\ufffd"], "token_logprobs": [-1]})) is None
+    assert ids(response(text="ab")) == ids(response(text="x", token_ids=[one, two])) == [one, two]
+    assert ids(response(message={"content": "ab"})) == [one, two]
+    assert ids(response(text="ab", logprobs={"tokens": ["a", "b"], "token_logprobs": [-1, -2]})) == [one, two]
+    assert ids(response(text="", logprobs={"content": [{"token": "token_id:5", "logprob": -1}]})) == [5]
+    assert ids(response(text="abc")) is None  # three tokens where the server counts two
+    assert ids(response(text="ab", token_ids=[10**6])) is None
+    assert ids(response(text="ab", finish_reason="stop")) == [one, two, end]
+    assert ids(response(text="ab", finish_reason="stop"), has_stop=True) == [one, two]
+    assert ids(response(text="\ufffd", logprobs={"tokens": ["\ufffd"], "token_logprobs": [-1]})) is None
     assert reader.read({"choices": []}, False) is None and reader.read("no", False) is None
 
 
@@ -199,14 +199,14 @@ def test_no_server_is_one_line(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "kind", "said"),
+    ("status", "body", "kind", "message"),
     [
         ("401 No", {}, ConfigError, "wants an API key: give the right one with --api-key"),
         ("200 OK", {"data": [{"id": "big"}]}, ModelNotFoundError, "choose --served-name from big"),
         ("404 No", {}, None, ""),
     ],
 )
-def test_servers_that_cannot_be_asked(status: str, body: Any, kind: Any, said: str) -> None:
+def test_servers_that_cannot_be_asked(status: str, body: Any, kind: Any, message: str) -> None:
     with answering(lambda _: whole(body, status=status)) as upstream:
         client = Client(upstream.url, keeps=False)
         if kind is None:
@@ -214,7 +214,7 @@ def test_servers_that_cannot_be_asked(status: str, body: Any, kind: Any, said: s
             with pytest.raises(ConfigError, match="name its model with --served-name"):
                 served_name(client, None)
         else:
-            with pytest.raises(kind, match=said):
+            with pytest.raises(kind, match=message):
                 served_name(client, "small")
         client.close()
 

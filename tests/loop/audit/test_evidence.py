@@ -55,17 +55,17 @@ def smaller_top_p(temperature: float, top_p: float) -> Tensor:
     return honest(temperature, top_p if top_p == 1 else 0.7)
 
 
-def lossy(temperature: float, top_p: float, asked: str = "typical:eps=0.09,delta=0.3") -> Tensor:
+def lossy(temperature: float, top_p: float, text: str = "typical:eps=0.09,delta=0.3") -> Tensor:
     """Output distribution of such a rule, as verify/lossy.py derives it."""
-    rule, lossless = Lossy.of(asked).rule, Lossy.of("lenience:1").rule
+    rule, lossless = Lossy.of(text).rule, Lossy.of("lenience:1").rule
     target_VV, draft_VV = honest(temperature, top_p), honest(temperature, top_p, DRAFTER)
-    said = []
+    rows = []
     for target_V, draft_V in zip(target_VV, draft_VV, strict=True):
         chance_V = chances(rule, target_V, draft_V, allowed(rule, target_V))
         extra_V = draft_V * (chance_V - chances(lossless, target_V, draft_V, None))
         short_V = (target_V - draft_V).clamp(min=0)
-        said.append((target_V + extra_V - short_V * extra_V.sum() / short_V.sum()).clamp(min=0))
-    return torch.stack(said)
+        rows.append((target_V + extra_V - short_V * extra_V.sum() / short_V.sum()).clamp(min=0))
+    return torch.stack(rows)
 
 
 class Server:
@@ -80,7 +80,7 @@ class Server:
     def group(self, temperature: float, top_p: float = 1.0, answers: int = ANSWERS) -> Group:
         rows_VV = self.rows(temperature, top_p) if temperature else self.greedy_VV.argmax(-1)
         prompts = [index % NUM_PROMPTS for index in range(answers)]
-        last_N, said = torch.tensor(prompts), list[Tensor]()
+        last_N, drawn = torch.tensor(prompts), list[Tensor]()
         for _ in range(LENGTH):
             if temperature:
                 next_N = torch.multinomial(rows_VV[last_N], 1, generator=self.random).squeeze(-1)
@@ -91,18 +91,18 @@ class Server:
                 self.num_said += answers
                 is_slip_N = number_N % self.slip_every == self.slip_every - 1
                 next_N = torch.where(is_slip_N, DRAFTER[last_N].argmax(-1), next_N)
-            said.append(next_N)
+            drawn.append(next_N)
             last_N = next_N
         group = Group(f"temperature {temperature:g}, top-p {top_p:g}", temperature, top_p)
-        before_NT = torch.stack([torch.tensor(prompts), *said[:-1]], 1)
+        before_NT = torch.stack([torch.tensor(prompts), *drawn[:-1]], 1)
         scores = scores_of(
-            MODEL[before_NT.flatten()], torch.stack(said, 1).flatten().tolist(), temperature, top_p, 0.02
+            MODEL[before_NT.flatten()], torch.stack(drawn, 1).flatten().tolist(), temperature, top_p, 0.02
         )
         for index, prompt in enumerate(prompts):
             part = slice(index * LENGTH, (index + 1) * LENGTH)
             own = {name: getattr(scores, name)[part] for name in scores.__slots__ if name != "binary"}
             own["binary"] = {name: (one[part], other[part]) for name, (one, other) in scores.binary.items()}
-            tokens = tuple(int(each[index]) for each in said)
+            tokens = tuple(int(each[index]) for each in drawn)
             group.draws.append(Draw(prompt, tokens, type(scores)(**own)))
         return group
 

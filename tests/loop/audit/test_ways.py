@@ -36,14 +36,14 @@ def _our_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def examined(live: Live, change: Change, out: Path) -> Audited:
-    def answer(asked: Asked) -> Iterable[bytes]:
-        if asked.method == "GET":
+    def answer(request: Asked) -> Iterable[bytes]:
+        if request.method == "GET":
             return whole({"data": [{"id": "fake"}]})
-        body = json.loads(asked.body) | {"model": None}
-        if why := change(asked.target, body):
+        body = json.loads(request.body) | {"model": None}
+        if why := change(request.target, body):
             return whole({"error": {"message": why}}, status="400 Bad")
-        status, told, _ = live.post(asked.target, body)
-        return whole(told, status=f"{status} So")
+        status, reply, _ = live.post(request.target, body)
+        return whole(reply, status=f"{status} So")
 
     with answering(answer) as upstream:
         return audit(upstream.url, EngineConfig(model="fake"), CONFIG, limit=6, out=out)
@@ -71,9 +71,11 @@ def chat_alone(path: str, body: dict[str, Any]) -> str:
 @pytest.mark.parametrize(("change", "kind"), [(plain, "ids"), (text_alone, "text"), (chat_alone, "chat")])
 def test_what_a_server_does_not_offer_is_no_fault(live: Live, tmp_path: Path, change: Change, kind: str) -> None:
     done = examined(live, change, tmp_path)
-    found = outcomes(done)
+    results = outcomes(done)
     assert done.verdict == "honest", [each.text for each in done.findings]
-    assert found["seeds"] == found["logprobs"] == "not offered" and found["sampled"] == found["greedy"] == "passed"
+    assert (
+        results["seeds"] == results["logprobs"] == "not offered" and results["sampled"] == results["greedy"] == "passed"
+    )
     assert json.loads((tmp_path / "config.json").read_text())["sent_as"] == kind
 
 

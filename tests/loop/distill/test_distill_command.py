@@ -34,8 +34,8 @@ def typed(out: Path, *answers: Path) -> dict[str, Any]:
 def test_the_exit_status_says_whether_it_was_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = DistillResult(tmp_path, tmp_path / "student", None, passed, "why", (0, 1), 5, 0.1)
-    monkeypatch.setattr("paceline.loop.distill.distill", lambda config, progress: made)
+    result = DistillResult(tmp_path, tmp_path / "student", None, passed, "why", (0, 1), 5, 0.1)
+    monkeypatch.setattr("paceline.loop.distill.distill", lambda config, progress: result)
     if passed:
         distill(**typed(tmp_path, tmp_path))
     else:

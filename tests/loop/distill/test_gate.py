@@ -13,7 +13,7 @@ from paceline.report.tables import Progress
 from paceline.train.documents.dataset import Document
 
 
-def told(right: int, loss: float, wrong: int = 0) -> AnswerLogprobs:
+def answer_logprobs(right: int, loss: float, wrong: int = 0) -> AnswerLogprobs:
     """Log-probabilities at ten positions: this many have token 1 first, the others token 2."""
     first = np.array([1] * right + [2] * (10 - right), dtype=np.int32)
     return AnswerLogprobs(
@@ -23,48 +23,55 @@ def told(right: int, loss: float, wrong: int = 0) -> AnswerLogprobs:
 
 def seat(student: AnswerLogprobs, start: AnswerLogprobs, number: int = 12) -> GateInputs:
     documents = [Document(f"{place}", np.ones(15, dtype=np.int32), 5) for place in range(number)]
-    return GateInputs(fake_llm(), documents, [told(10, 0.1)] * number, [student] * number, [start] * number, Progress())
+    return GateInputs(
+        fake_llm(), documents, [answer_logprobs(10, 0.1)] * number, [student] * number, [start] * number, Progress()
+    )
 
 
 @pytest.mark.parametrize(
     ("student", "passed", "reason"),
     [
-        (told(10, 0.2), True, "100.0% of the teacher's tokens"),
-        (told(8, 0.2), False, "only 80.0% of the teacher's tokens"),
-        (told(10, 5.0), False, "learned nothing: 5.000 nats a held-out token, 4.000 before"),
-        (told(10, float("inf")), False, "learned nothing"),
+        (answer_logprobs(10, 0.2), True, "100.0% of the teacher's tokens"),
+        (answer_logprobs(8, 0.2), False, "only 80.0% of the teacher's tokens"),
+        (answer_logprobs(10, 5.0), False, "learned nothing: 5.000 nats a held-out token, 4.000 before"),
+        (answer_logprobs(10, float("inf")), False, "learned nothing"),
     ],
 )
 def test_agreement_with_the_teacher(student: AnswerLogprobs, passed: bool, reason: str) -> None:
-    finding = Agreement(GateConfig())(seat(student, told(1, 4.0)))
+    finding = Agreement(GateConfig())(seat(student, answer_logprobs(1, 4.0)))
     assert finding.passed is passed and reason in finding.reason
 
 
 def test_the_lower_end_of_the_interval_counts() -> None:
     """On average 92% of 90% needed; but some prompts go wrong, so it may be less."""
-    mixed = seat(told(10, 0.2), told(1, 4.0))
+    mixed = seat(answer_logprobs(10, 0.2), answer_logprobs(1, 4.0))
     mixed = GateInputs(
-        mixed.llm, mixed.documents, mixed.teacher, [told(10, 0.2)] * 11 + [told(0, 0.2)], mixed.start, Progress()
+        mixed.llm,
+        mixed.documents,
+        mixed.teacher,
+        [answer_logprobs(10, 0.2)] * 11 + [answer_logprobs(0, 0.2)],
+        mixed.start,
+        Progress(),
     )
     finding = Agreement(GateConfig())(mixed)
     assert finding.figures["agreement"] == pytest.approx(0.917, abs=1e-3) and not finding.passed
 
 
-def answers_of(said: str, wanted: str) -> tuple[bool, str, dict]:
+def answers_of(answer: str, expected: str) -> tuple[bool, str, dict]:
     """The finding about a student that always says `said`."""
-    llm = fake_llm(Parrot("go:", [*said.encode(), EOS]))
-    tokens = np.array([*b"go:", *wanted.encode()], dtype=np.int32)
+    llm = fake_llm(Parrot("go:", [*answer.encode(), EOS]))
+    tokens = np.array([*b"go:", *expected.encode()], dtype=np.int32)
     documents = [Document(f"{place}", tokens, 3) for place in range(4)]
     finding = OwnAnswers(GateConfig())(GateInputs(llm, documents, [], [], [], Progress()))
     return finding.passed, finding.reason, finding.figures
 
 
 def test_own_answers_field_by_field() -> None:
-    wanted = '{"a": 1, "b": "x"}'
-    assert answers_of(wanted, wanted)[0]
-    passed, reason, figures = answers_of('{"b": "x", "a": 2}', wanted)
+    expected = '{"a": 1, "b": "x"}'
+    assert answers_of(expected, expected)[0]
+    passed, reason, figures = answers_of('{"b": "x", "a": 2}', expected)
     assert not passed and figures["fields"] == 0.5 and "only 50.0% of the teacher's fields" in reason
-    assert answers_of("no JSON", wanted)[2]["fields"] == 0
+    assert answers_of("no JSON", expected)[2]["fields"] == 0
     passed, reason, figures = answers_of("other words", "some words")
     assert passed and figures["identical"] == 0 and "no limit" in reason
 

@@ -42,13 +42,13 @@ def test_it_says_what_transformers_says(llm: LLM, tmp_path: Path) -> None:
     )
     reader = Reader(llm, 5)
     for document in documents(3):
-        told, tokens = reader.read(document), torch.from_numpy(document.tokens).long()
+        logprobs, tokens = reader.read(document), torch.from_numpy(document.tokens).long()
         with torch.no_grad():
             expected_NV = model(tokens[None]).logits[0, 17:-1].log_softmax(-1)
         top = expected_NV.topk(5)
-        assert np.array_equal(told.ids_NK, top.indices.numpy())
-        np.testing.assert_allclose(told.logprobs_NK, top.values, atol=1e-4)
-        np.testing.assert_allclose(told.own_N, expected_NV.gather(-1, tokens[18:, None])[:, 0], atol=1e-4)
+        assert np.array_equal(logprobs.ids_NK, top.indices.numpy())
+        np.testing.assert_allclose(logprobs.logprobs_NK, top.values, atol=1e-4)
+        np.testing.assert_allclose(logprobs.own_N, expected_NV.gather(-1, tokens[18:, None])[:, 0], atol=1e-4)
     reader.close()
     assert llm.target.cache.allocate() is not None
 
@@ -71,7 +71,7 @@ def test_what_is_on_disk_is_not_read_again(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "top-k" / "train-00001.safetensors").unlink()
     stored.write(reader, every, Progress())
     assert reader.num_read == len(every) + 2
-    told = stored.load(every)
-    np.testing.assert_array_equal(told[-1].ids_NK, reader.read(every[-1]).ids_NK)
+    logprobs = stored.load(every)
+    np.testing.assert_array_equal(logprobs[-1].ids_NK, reader.read(every[-1]).ids_NK)
     with pytest.raises(CacheError, match="of other answers"):
         stored.load(every[:-1])

@@ -29,7 +29,7 @@ def test_layers_are_spread_with_both_ends_among_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("settings", "message"),
     [
         ({"layers": 5}, "between 1 and the teacher's 4"),
         ({"keep_layers": (0, 4)}, "the teacher's are 0 to 3"),
@@ -37,9 +37,9 @@ def test_layers_are_spread_with_both_ends_among_them() -> None:
         ({"layers": 2, "keep_layers": (0, 1)}, "exclude each other"),
     ],
 )
-def test_layers_that_are_not_there(asked: dict, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        kept_layers(StudentConfig(**asked), 4)
+def test_layers_that_are_not_there(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kept_layers(StudentConfig(**settings), 4)
 
 
 def test_settings_that_do_not_go_together() -> None:
@@ -70,14 +70,14 @@ def test_layers_that_change_most_are_taken(tmp_path: Path) -> None:
     write_gguf(tmp_path / "teacher.gguf", model, "llama", **WORDS)
     llm = LLM(str(tmp_path / "teacher.gguf"), drafter="none", dtype="float32", max_len=64, max_batch=1)
     documents = [Document(f"{place}", np.arange(5 + place, 40, dtype=np.int32), 10) for place in range(3)]
-    found = influences(llm, documents)
-    assert found[0] == found[3] == float("inf") and found[1] == pytest.approx(0, abs=1e-5) and found[2] > 0.01
-    assert kept_layers(StudentConfig(layers=3), 4, found) == (0, 2, 3)
-    asked = StudentConfig(layers=3)
-    assert write_start(asked, tmp_path / "teacher.gguf", tmp_path / "start", lambda: found) == (0, 2, 3)
-    assert write_start(asked, tmp_path / "teacher.gguf", tmp_path / "start") == (0, 2, 3)
+    scores = influences(llm, documents)
+    assert scores[0] == scores[3] == float("inf") and scores[1] == pytest.approx(0, abs=1e-5) and scores[2] > 0.01
+    assert kept_layers(StudentConfig(layers=3), 4, scores) == (0, 2, 3)
+    config = StudentConfig(layers=3)
+    assert write_start(config, tmp_path / "teacher.gguf", tmp_path / "start", lambda: scores) == (0, 2, 3)
+    assert write_start(config, tmp_path / "teacher.gguf", tmp_path / "start") == (0, 2, 3)
     even = StudentConfig(layers=2, choice="even")
-    assert write_start(even, tmp_path / "teacher.gguf", tmp_path / "even", lambda: found) == (0, 3)
+    assert write_start(even, tmp_path / "teacher.gguf", tmp_path / "even", lambda: scores) == (0, 3)
     assert llm.target.cache.allocate() is not None
 
 

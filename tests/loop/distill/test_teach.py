@@ -38,7 +38,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_teacher(tmp_path_factory.mktemp("teacher"))
 
 
-def asked(taught: tuple[Path, Path], out: Path, layers: int = 3, **teach: Any) -> DistillConfig:
+def distill_config(taught: tuple[Path, Path], out: Path, layers: int = 3, **teach: Any) -> DistillConfig:
     settings: dict[str, Any] = {"max_steps": 8, "batch_size": 4, "max_len": 64, "lr": 5e-3}
     settings |= {"heldout_share": 0.2, "top_k": 8}
     engine = EngineConfig(str(taught[0]), dtype="float32")
@@ -57,7 +57,7 @@ def asked(taught: tuple[Path, Path], out: Path, layers: int = 3, **teach: Any) -
 @pytest.fixture(scope="module")
 def whole(taught: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> DistillResult:
     """A whole run with the method that is the default."""
-    return distill(asked(taught, tmp_path_factory.mktemp("whole") / "run"))
+    return distill(distill_config(taught, tmp_path_factory.mktemp("whole") / "run"))
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -76,20 +76,20 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def test_what_rows_share_is_computed_once_with_the_same_gradients() -> None:
-    given, model = batch(), untaught()
-    columns = (given["labels"][:, 1:] != -100).any(0).nonzero()[:, 0]
-    found = []
+    inputs, model = batch(), untaught()
+    columns = (inputs["labels"][:, 1:] != -100).any(0).nonzero()[:, 0]
+    gradients = []
     for shares in (False, True):
         model.zero_grad()
-        mask = given["attention_mask"]
+        mask = inputs["attention_mask"]
         if shares:
-            assert teaching.num_shared(given["input_ids"], mask, int(columns[0])) == 20
-            logits = teaching.answer_logits(model, given["input_ids"], mask, columns).logits
+            assert teaching.num_shared(inputs["input_ids"], mask, int(columns[0])) == 20
+            logits = teaching.answer_logits(model, inputs["input_ids"], mask, columns).logits
         else:
-            logits = model(given["input_ids"], attention_mask=mask).logits[:, columns]
+            logits = model(inputs["input_ids"], attention_mask=mask).logits[:, columns]
         (logits.log_softmax(-1)[..., 7] * mask[:, columns]).sum().backward()
-        found.append([each.grad.clone() for each in model.parameters()])
-    for one, other in zip(*found, strict=True):
+        gradients.append([each.grad.clone() for each in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-3)
 
 
@@ -99,17 +99,17 @@ def test_the_divergence_over_all_tokens_is_the_whole_one() -> None:
     whole = (teacher.exp() * (teacher - student.log_softmax(-1))).sum(-1)
     for kept in (8, 3):
         top = teacher.topk(kept, dim=-1)
-        found = teaching.kept_divergence(student, top.indices, top.values)
-        assert torch.allclose(found, whole, atol=1e-4) if kept == 8 else bool((found < whole + 1e-5).all())
+        divergence = teaching.kept_divergence(student, top.indices, top.values)
+        assert torch.allclose(divergence, whole, atol=1e-4) if kept == 8 else bool((divergence < whole + 1e-5).all())
 
 
-def trainer_of(told: list[AnswerLogprobs] | None, tmp_path: Path, start: Path) -> Any:
+def trainer_of(logprobs: list[AnswerLogprobs] | None, tmp_path: Path, start: Path) -> Any:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     documents = [Document(f"{place}", np.arange(3, 30, dtype=np.int32), 20) for place in range(4)]
     config = TeachingConfig(max_steps=1, batch_size=2, max_len=96, autocast=False)
-    lesson = teaching.TrainingInputs(start, None, documents, told, tmp_path / "checkpoints")
+    lesson = teaching.TrainingInputs(start, None, documents, logprobs, tmp_path / "checkpoints")
     optimiser = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda _: 1.0)
     with teaching._quiet():
@@ -120,10 +120,10 @@ def test_hard_is_trls_own_loss(taught: tuple[Path, Path], tmp_path: Path) -> Non
     from paceline.loop.distill.start import write_start
 
     write_start(StudentConfig(layers=2), taught[0], tmp_path / "start")
-    trainer, given = trainer_of(None, tmp_path, tmp_path / "start"), batch()
-    given.pop("document")
-    ours = trainer.compute_loss(trainer.model, dict(given))
-    theirs = teaching.SFTTrainer.compute_loss(trainer, trainer.model, dict(given))
+    trainer, inputs = trainer_of(None, tmp_path, tmp_path / "start"), batch()
+    inputs.pop("document")
+    ours = trainer.compute_loss(trainer.model, dict(inputs))
+    theirs = teaching.SFTTrainer.compute_loss(trainer, trainer.model, dict(inputs))
     torch.testing.assert_close(ours, theirs)
 
 
@@ -137,16 +137,16 @@ def test_a_student_is_taught_kept_and_served(
     """
     import transformers
 
-    result = whole if method == "soft" else distill(asked(taught, tmp_path / "run", method=method))
+    result = whole if method == "soft" else distill(distill_config(taught, tmp_path / "run", method=method))
     assert result.passed and result.layers == (0, 2, 3) and result.steps == 8, result.reason
     losses = result.findings[0].figures["loss"]
     assert losses["teacher"] < 0.1 < 0.2 < losses["before"] and losses["student"] < 0.8 * losses["before"]
     assert result.findings[1].figures["fields"] == 1.0
     assert result.gguf is not None and checkpoint.load_config(result.gguf).num_layers == 3
     assert transformers.AutoModelForCausalLM.from_pretrained(result.student).config.num_hidden_layers == 3
-    said = SamplingParams(max_tokens=50)
+    params = SamplingParams(max_tokens=50)
     models = (LLM(str(each), drafter="none", max_len=96) for each in (taught[0], result.gguf))
-    assert [each.generate([prompt_of("z")], said)[0].text for each in models] == [SAID, SAID]
+    assert [each.generate([prompt_of("z")], params)[0].text for each in models] == [SAID, SAID]
     ours, theirs = (dict(checkpoint.load_tensors(each)) for each in (result.run / "trained", result.gguf))
     for name, tensor in theirs.items():  # it was taught as it is stored
         torch.testing.assert_close(tensor, ours[name], atol=2e-3, rtol=0)
@@ -170,10 +170,10 @@ def test_one_that_is_refused_takes_no_ones_place(
     out = tmp_path / "run"
     shutil.copytree(whole.run, out)
     before = (out / "student.gguf").read_bytes()
-    again = distill(asked(taught, out), judges=[Never()])
+    again = distill(distill_config(taught, out), judges=[Never()])
     assert whole.passed and not again.passed and again.findings[-1].name == "never"
     assert again.gguf == out / "refused.gguf" and (out / "student.gguf").read_bytes() == before
-    lacking = asked(taught, tmp_path / "other", max_steps=1, lr=1e-6)
+    lacking = distill_config(taught, tmp_path / "other", max_steps=1, lr=1e-6)
     untrained = distill(replace(lacking, student=StudentConfig(keep_layers=(3,))))
     assert not untrained.passed and len(untrained.findings) == 1 and not (tmp_path / "other" / "student").exists()
 
@@ -181,28 +181,28 @@ def test_one_that_is_refused_takes_no_ones_place(
 def test_a_killed_training_goes_on_to_the_same_weights(
     taught: tuple[Path, Path], whole: DistillResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(self: Any, *given: Any, **named: Any) -> None:
-        on_step_end(self, *given, **named)
+    def killed(self: Any, *arguments: Any, **named: Any) -> None:
+        on_step_end(self, *arguments, **named)
         if self.clock.step == 3:
             signal.raise_signal(signal.SIGTERM)
 
     on_step_end = teaching.Watch.on_step_end
     monkeypatch.setattr(teaching.Watch, "on_step_end", killed)
     with pytest.raises(SystemExit) as ended:
-        distill(asked(taught, tmp_path / "killed"))
+        distill(distill_config(taught, tmp_path / "killed"))
     assert ended.value.code == 143
     monkeypatch.undo()
-    parts = distill(asked(taught, tmp_path / "killed"))
+    parts = distill(distill_config(taught, tmp_path / "killed"))
     assert parts.steps == whole.steps == 8
     ours, theirs = (dict(checkpoint.load_tensors(each.run / "trained")) for each in (parts, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     with pytest.raises(ConfigError, match="other settings.*method"):
-        distill(asked(taught, tmp_path / "killed", method="hard"))
+        distill(distill_config(taught, tmp_path / "killed", method="hard"))
 
 
 def test_numbers_that_diverge_end_the_training(taught: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="lower --lr"):
-        distill(asked(taught, tmp_path / "run", lr=1e30))
+        distill(distill_config(taught, tmp_path / "run", lr=1e30))
     assert not (tmp_path / "run" / "student").exists()
 
 
@@ -231,14 +231,17 @@ def test_a_broken_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_says_what_it_takes_and_writes_nothing(taught: tuple[Path, Path], tmp_path: Path) -> None:
-    found = price(asked(taught, tmp_path / "run", minutes=0.01))
+    estimate = price(distill_config(taught, tmp_path / "run", minutes=0.01))
     assert not (tmp_path / "run").exists()
-    assert found.figures["answers"] == 16 and 1 <= found.figures["steps"] <= 8
-    assert found.figures["weights"]["student"] < found.figures["weights"]["teacher"] and "core-hours" in found.text
+    assert estimate.figures["answers"] == 16 and 1 <= estimate.figures["steps"] <= 8
+    assert (
+        estimate.figures["weights"]["student"] < estimate.figures["weights"]["teacher"]
+        and "core-hours" in estimate.text
+    )
 
 
 def test_forms_and_files(taught: tuple[Path, Path], tmp_path: Path) -> None:
-    config = asked(taught, tmp_path / "run", max_steps=1, method="hard")
+    config = distill_config(taught, tmp_path / "run", max_steps=1, method="hard")
     result = distill(replace(config, files=FilesConfig(gguf="none", save_dtype="float32")))
     assert result.gguf is None and not list((tmp_path / "run").glob("*.gguf"))
     assert {each.dtype for _, each in checkpoint.load_tensors(result.student)} == {torch.float32}

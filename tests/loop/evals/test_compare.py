@@ -57,12 +57,12 @@ def test_verdicts_and_what_would_be_found() -> None:
 def test_power_is_what_simulation_finds() -> None:
     number = cases_needed(0.05, 0.45)
     assert findable(number, 0.45) <= 0.05 < findable(number - 1, 0.45)
-    generator, found = np.random.default_rng(0), 0
+    generator, num_significant = np.random.default_rng(0), 0
     spread = 0.45**2 + 0.05**2
     chances = [(spread + 0.05) / 2, 1 - spread, (spread - 0.05) / 2]
     for seed in range(60):
-        found += sign_flips(generator.choice([-1.0, 0.0, 1.0], number, p=chances), seed, draws=999) < 0.01
-    assert found >= 45, "nine in ten"
+        num_significant += sign_flips(generator.choice([-1.0, 0.0, 1.0], number, p=chances), seed, draws=999) < 0.01
+    assert num_significant >= 45, "nine in ten"
 
 
 def test_other_suites_are_not_compared() -> None:

@@ -31,8 +31,8 @@ def served(answer: Answer) -> Iterator[Client]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, told = answer(self.path, body)
-            data = json.dumps(told).encode()
+            status, reply = answer(self.path, body)
+            data = json.dumps(reply).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -104,17 +104,17 @@ def test_verdicts_in_words() -> None:
 
 
 def test_an_endpoint_is_asked_for_chats_and_for_exact_tokens() -> None:
-    asked: list[tuple[str, dict[str, Any]]] = []
+    requests: list[tuple[str, dict[str, Any]]] = []
 
     def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        asked.append((path, body))
-        said = (
+        requests.append((path, body))
+        choice = (
             {"text": "7"}
             if path == "/v1/completions"
             else {"message": {"content": body["messages"][0]["content"][8:-1]}}
         )
         return 200, {
-            "choices": [{**said, "finish_reason": "stop"}],
+            "choices": [{**choice, "finish_reason": "stop"}],
             "usage": {"prompt_tokens": 4, "completion_tokens": 1},
         }
 
@@ -122,15 +122,15 @@ def test_an_endpoint_is_asked_for_chats_and_for_exact_tokens() -> None:
     with served(answer) as client:
         done = run_suite(Suite("s", (*suite(3).cases, traced)), EndpointAnswerer(client, "m"))
     assert done.mean == 1.0 and done.core_s is None and done.cases[3].answer_tokens == (1,)
-    assert {path for path, _ in asked} == {"/v1/chat/completions", "/v1/completions"}
-    assert [body["prompt"] for path, body in asked if path == "/v1/completions"] == [[1, 2]]
+    assert {path for path, _ in requests} == {"/v1/chat/completions", "/v1/completions"}
+    assert [body["prompt"] for path, body in requests if path == "/v1/completions"] == [[1, 2]]
 
 
 def test_tools_and_template_variables_of_a_case_are_kept_and_asked(tmp_path: Path) -> None:
-    asked: list[dict[str, Any]] = []
+    bodies: list[dict[str, Any]] = []
 
     def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        asked.append(body)
+        bodies.append(body)
         return 200, {"choices": [{"message": {"content": "7"}, "finish_reason": "stop"}]}
 
     tool = {"type": "function", "function": {"name": "f"}}
@@ -139,7 +139,7 @@ def test_tools_and_template_variables_of_a_case_are_kept_and_asked(tmp_path: Pat
     suite = read_suite(make_suite(MakeConfig((str(tmp_path / "rows.jsonl"),))).write(tmp_path / "s.jsonl"))
     with served(answer) as client:
         assert run_suite(suite, EndpointAnswerer(client, "m")).mean == 1.0
-    assert (asked[0]["tools"], asked[0]["chat_template_kwargs"]) == ([tool], {"tone": "dry"})
+    assert (bodies[0]["tools"], bodies[0]["chat_template_kwargs"]) == ([tool], {"tone": "dry"})
     llm = fake_llm()
     llm.tokenizer.chat_template = "{{ tools | length }} tools, {{ tone }}: {{ messages[-1].content }}"
     assert (

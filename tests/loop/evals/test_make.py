@@ -16,14 +16,14 @@ from paceline.loop.evals.make import make_suite
 TICKET = {"id": "7", "messages": [{"role": "user", "content": "Ann: The bed was damaged.\nPolicy RF-204: refund"}]}
 
 
-def made(tmp_path: Path, *rows: dict[str, Any], **config: Any) -> Any:
+def suite_of(tmp_path: Path, *rows: dict[str, Any], **config: Any) -> Any:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return make_suite(MakeConfig((str(file),), **config))
 
 
 def test_published_sets_are_known_by_their_keys(tmp_path: Path) -> None:
-    suite = made(
+    suite = suite_of(
         tmp_path,
         {"question": "How many?", "answer": "Three and four.\n#### 1,007"},
         {
@@ -51,26 +51,26 @@ def test_published_sets_are_known_by_their_keys(tmp_path: Path) -> None:
 def test_what_is_not_told_must_be_said(tmp_path: Path) -> None:
     row = {"prompt": "Capital of France?", "answer": "It is Paris."}
     with pytest.raises(PromptError, match="by exact or judge"):
-        made(tmp_path, row)
-    assert made(tmp_path, row, scorer="exact").cases[0].scorer == {"kind": "exact", "answer": "It is Paris."}
-    judged = made(tmp_path, row, scorer="judge", criteria="Shorter is better.").cases[0].scorer
+        suite_of(tmp_path, row)
+    assert suite_of(tmp_path, row, scorer="exact").cases[0].scorer == {"kind": "exact", "answer": "It is Paris."}
+    judged = suite_of(tmp_path, row, scorer="judge", criteria="Shorter is better.").cases[0].scorer
     assert judged == {"kind": "judge", "reference": "It is Paris.", "criteria": "Shorter is better."}
-    assert made(tmp_path, {"prompt": "?"}, scorer="regex", pattern="Paris").cases[0].scorer["pattern"] == "Paris"
+    assert suite_of(tmp_path, {"prompt": "?"}, scorer="regex", pattern="Paris").cases[0].scorer["pattern"] == "Paris"
     with pytest.raises(PromptError, match="line 1: it has no answer"):
-        made(tmp_path, {"prompt": "?"})
+        suite_of(tmp_path, {"prompt": "?"})
     with pytest.raises(PromptError, match="no JSON object"):
-        made(tmp_path, row, scorer="json")
+        suite_of(tmp_path, row, scorer="json")
     with pytest.raises(ConfigError, match="pattern"):
         MakeConfig(("x",), scorer="regex")
 
 
 def test_fields_limits_and_suites_again(tmp_path: Path) -> None:
     rows = [{"prompt": f"Number {at}?", "answer": json.dumps({"n": at, "why": "so"})} for at in range(20)]
-    suite = made(tmp_path, *rows, fields=("n",), limit=5, seed=3)
+    suite = suite_of(tmp_path, *rows, fields=("n",), limit=5, seed=3)
     assert len(suite) == 5 and all(set(case.scorer["fields"]) == {"n"} for case in suite)
-    assert suite.cases == made(tmp_path, *rows, fields=("n",), limit=5, seed=3).cases
+    assert suite.cases == suite_of(tmp_path, *rows, fields=("n",), limit=5, seed=3).cases
     with pytest.raises(PromptError, match="no field 'm'"):
-        made(tmp_path, *rows, fields=("m",))
+        suite_of(tmp_path, *rows, fields=("m",))
     again = tmp_path / "again.jsonl"
     suite.write(again)
     assert [case.scorer for case in make_suite(MakeConfig((str(again),)))] == [case.scorer for case in suite]
@@ -92,7 +92,7 @@ def test_keys_that_are_not_read_are_counted_by_row(tmp_path: Path) -> None:
 
 
 def test_unread_keys_are_logged_where_nobody_counts_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made(tmp_path, {"question": "How many?", "answer": "7", "context": "Seven."})
+    suite_of(tmp_path, {"question": "How many?", "answer": "7", "context": "Seven."})
     assert "context (1 rows)" in caplog.text
 
 

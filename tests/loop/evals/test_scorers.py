@@ -13,7 +13,7 @@ SCHEMA = {"type": "object", "required": ["action"], "properties": {"action": {"e
 
 
 @pytest.mark.parametrize(
-    ("said", "text", "score"),
+    ("scorer", "text", "score"),
     [
         ({"kind": "exact", "answer": "Paris"}, " Paris\n", 1.0),
         ({"kind": "exact", "answer": "Paris"}, "paris", 0.0),
@@ -42,10 +42,10 @@ SCHEMA = {"type": "object", "required": ["action"], "properties": {"action": {"e
         ({"kind": "json", "schema": SCHEMA}, '{"other": 1}', 0.0),
     ],
 )
-def test_scores(said: dict[str, Any], text: str, score: float) -> None:
-    check_scorer(said, "here")
-    found, why = SCORERS[said["kind"]](said, text)
-    assert found == score
+def test_scores(scorer: dict[str, Any], text: str, score: float) -> None:
+    check_scorer(scorer, "here")
+    actual, why = SCORERS[scorer["kind"]](scorer, text)
+    assert actual == score
     assert bool(why) == (score < 1)
 
 
@@ -56,7 +56,7 @@ def test_an_object_is_found_within_text_and_depth_does_no_harm() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "scorer",
     [
         {"kind": "none"},
         {"kind": "exact"},
@@ -67,9 +67,9 @@ def test_an_object_is_found_within_text_and_depth_does_no_harm() -> None:
         {"kind": "json", "fields": ["action"]},
     ],
 )
-def test_what_cannot_be_scored_is_refused_with_its_place(said: dict[str, Any]) -> None:
+def test_what_cannot_be_scored_is_refused_with_its_place(scorer: dict[str, Any]) -> None:
     with pytest.raises(PromptError, match="line 3"):
-        check_scorer(said, "suite.jsonl, line 3")
+        check_scorer(scorer, "suite.jsonl, line 3")
 
 
 def test_programs_of_humaneval_and_of_plain_tests() -> None:

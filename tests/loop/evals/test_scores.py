@@ -44,10 +44,10 @@ def test_a_judge_is_missed_before_anything_is_asked() -> None:
 def test_suites_there_and_back(tmp_path: Path) -> None:
     traced = Case("t", {"kind": "exact", "answer": "x"}, token_ids=(5, 6), text="hi", origin={"digest": "d"})
     written = Suite("s", (*suite(2).cases, traced))
-    found = read_suite(written.write(tmp_path / "s.jsonl"))
-    assert found.cases == written.cases and found.digest == written.digest
+    reread = read_suite(written.write(tmp_path / "s.jsonl"))
+    assert reread.cases == written.cases and reread.digest == written.digest
     assert len(read_prompts(tmp_path / "s.jsonl")) == 3
-    assert found.digest != found.first(2).digest
+    assert reread.digest != reread.first(2).digest
     (tmp_path / "twice.jsonl").write_text(2 * (json.dumps(traced.as_row()) + "\n"))
     with pytest.raises(PromptError, match="two cases"):
         read_suite(tmp_path / "twice.jsonl")
@@ -63,8 +63,8 @@ def test_a_model_answers_and_a_drafter_changes_nothing() -> None:
     plain = run_suite(suite(), LLMAnswerer(llm, sampling))
     llm.use_drafter("ngram")
     drafted = run_suite(suite(), LLMAnswerer(llm, sampling, "with ngram"))
-    found = compare(plain, drafted)
-    assert found.same_text == 4 and found.verdict == "no difference seen"
+    comparison = compare(plain, drafted)
+    assert comparison.same_text == 4 and comparison.verdict == "no difference seen"
     assert plain.num_tokens == drafted.num_tokens > 0 and plain.core_s is not None and plain.lossless
 
 

@@ -51,7 +51,7 @@ def test_layers_are_said_turn_by_turn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (f"{SHORT}layer: 3\n", "unknown setting layer: did you mean layers"),
         (f"{SHORT}drafter: {{loop: {{max_stepz: 3}}}}\n", "unknown setting drafter.loop.max_stepz: did you mean"),
@@ -72,8 +72,8 @@ def test_layers_are_said_turn_by_turn(tmp_path: Path) -> None:
         ("a: [\n", "cannot be read"),
     ],
 )
-def test_what_cannot_be_is_said_with_the_file(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_is_said_with_the_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read(tmp_path, text)
 
 
@@ -99,11 +99,11 @@ def test_the_recipe_is_one(tmp_path: Path) -> None:
 
 
 def test_a_turn_of_an_earlier_version_goes_on_and_says_so(tmp_path: Path) -> None:
-    config, state, said = read(tmp_path, SHORT), TurnState(tmp_path / "turn-1"), list[str]()
+    config, state, notes = read(tmp_path, SHORT), TurnState(tmp_path / "turn-1"), list[str]()
     state.check(config)
     state.asked["drafter"]["loop"] |= {"round_starts": 0.0, "plateau": "act", "plateau_steps": 300}
-    state.check(config, said.append)
-    assert len(said) == 1 and "loop.plateau and loop.plateau_steps are of an earlier version" in said[0]
+    state.check(config, notes.append)
+    assert len(notes) == 1 and "loop.plateau and loop.plateau_steps are of an earlier version" in notes[0]
     state.asked["drafter"]["loop"] |= {"round_starts": 0.5}
     with pytest.raises(ConfigError, match=r"turn\.json: this version has no loop\.round_starts"):
         state.check(config)

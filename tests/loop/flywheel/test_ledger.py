@@ -55,13 +55,13 @@ def test_a_line_that_is_damaged_is_one_line(tmp_path: Path, odd: str) -> None:
 
 def test_the_table_shows_what_there_is() -> None:
     lines = [KEPT, {"turn": 1, "what": "turn", "state": "kept", "model": "s", "core_s": 1800, "price": 0.5}]
-    made = ledger.table(lines)
-    cells = [dict(zip([column.name for column in made.columns], row, strict=True)) for row in made.texts()]
+    table = ledger.table(lines)
+    cells = [dict(zip([column.name for column in table.columns], row, strict=True)) for row in table.texts()]
     assert (
         cells[0]["evals"] == "0.900 [0.800, 1.000]" and cells[0]["core-hours"] == "-" and "first evals" not in cells[0]
     )
     assert cells[1]["core-hours"] == "0.50" and cells[1]["cost"] == "0.5" and cells[1]["evals"] == "-"
-    assert made.notes == ["turn 1, student: s"]
+    assert table.notes == ["turn 1, student: s"]
     refused = ledger.table([{**KEPT, "state": "refused", "why": "only 45.8% of the fields"}])
     assert refused.notes[1] == "turn 1, student, refused: only 45.8% of the fields"
     assert "first evals" in [column.name for column in ledger.table([{**KEPT, "first_score": 1.0}]).columns]
@@ -85,8 +85,8 @@ def test_a_drafter_is_not_served_when_it_changes_an_answer_or_brings_no_speed() 
     assert slower(alone, quick, compare(alone, quick), 1.0, True) is None
     assert "4.0 tokens/s with it, 8.0 without" in str(slower(alone, slow, compare(alone, slow), 1.0, True))
     assert slower(alone, slow, compare(alone, slow), 0.5, True) is None
-    told = slower(alone, replace(other, wall_s=0.5), compare(alone, other), 1.0, True)
-    assert told == "1 of 4 answers differ from those without it"
+    reason = slower(alone, replace(other, wall_s=0.5), compare(alone, other), 1.0, True)
+    assert reason == "1 of 4 answers differ from those without it"
     assert slower(alone, replace(other, wall_s=0.5), compare(alone, other), 1.0, False) is None, (
         "sampled texts need not agree"
     )
@@ -112,8 +112,8 @@ def test_the_exit_status_says_whether_it_passed(tmp_path: Path, monkeypatch: pyt
 
     file = tmp_path / "flywheel.yaml"
     file.write_text("model: m\nrecord: traces\n")
-    made = TurnResult(1, passed, "" if passed else "why", "m", "none", "", 1.0, None)
-    monkeypatch.setattr("paceline.loop.flywheel.turn", lambda config, progress: made)
+    result = TurnResult(1, passed, "" if passed else "why", "m", "none", "", 1.0, None)
+    monkeypatch.setattr("paceline.loop.flywheel.turn", lambda config, progress: result)
     if passed:
         turn(config=file)
         return

@@ -38,12 +38,12 @@ def test_a_store_of_ones_own_is_taken_as_it_is_and_must_not_change(tmp_path: Pat
     config = FlywheelConfig(str(model), (kept.path,), out=tmp_path / "wheel", gates=GATES)
     turn = open_turn(config, SILENT)
     turn.state.stages["record"] = {"sources": [str(kept.path)]}
-    told = stages.store(turn)
+    result = stages.store(turn)
     rows = list(kept.rows("train"))
-    assert told["store"] == kept.path and told["version"] == 1 and told["rows"] == len(rows) < 20
-    assert told["longest_prompt"] == 40 and told["longest"] == 40 + told["longest_answer"]
-    assert told["max_tokens"] == told["longest_answer"] + 32
-    turn.state.stages["store"] = {**told, "store": str(kept.path)}
+    assert result["store"] == kept.path and result["version"] == 1 and result["rows"] == len(rows) < 20
+    assert result["longest_prompt"] == 40 and result["longest"] == 40 + result["longest_answer"]
+    assert result["max_tokens"] == result["longest_answer"] + 32
+    turn.state.stages["store"] = {**result, "store": str(kept.path)}
     turn.state.write()
     assert open_turn(config, SILENT).number == 1
     kept.add([write_answers(tmp_path / "more", model, [SAID] * 3, first="A")])
@@ -74,12 +74,12 @@ def test_answers_have_the_room_that_the_model_leaves(tmp_path: Path, model: Path
     source = write_answers(tmp_path / "answers", model, [f"{number} is a number. " * 4 for number in range(10, 30)])
     turn = open_turn(FlywheelConfig(str(model), (source,), out=tmp_path / "wheel", gates=GATES), SILENT)
     turn.state.stages["record"] = {"sources": [str(source)]}
-    told = stages.store(turn)
-    assert told["max_tokens"] == 128 - told["longest_prompt"] < told["longest_answer"] + 32
+    result = stages.store(turn)
+    assert result["max_tokens"] == 128 - result["longest_prompt"] < result["longest_answer"] + 32
 
 
 def test_a_dry_run_over_a_store_and_over_prompts(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    configs: list[Any] = []
     figures = {
         "weights": {"teacher": 200, "student": 100},
         "answers": 10,
@@ -87,27 +87,27 @@ def test_a_dry_run_over_a_store_and_over_prompts(tmp_path: Path, model: Path, mo
         "minutes": {"train": 3.0, "read": 1.0},
     }
     monkeypatch.setattr(
-        pricing, "price_student", lambda config: asked.append(config) or SimpleNamespace(figures=figures)
+        pricing, "price_student", lambda config: configs.append(config) or SimpleNamespace(figures=figures)
     )
     kept = Store.create(tmp_path / "kept", str(model), SplitConfig(evals_share=0.3))
     kept.add([write_answers(tmp_path / "answers", model, [SAID] * 20)])
     config = FlywheelConfig(str(model), (kept.path,), out=tmp_path / "wheel", minutes=8, price_per_core_hour=6.0)
-    found = price(config)
-    by_name = {each.stage: each for each in found.stages}
-    assert asked[0].answers == (kept.path / "train",) and by_name["student"].minutes == 4.0
+    estimate = price(config)
+    by_name = {each.stage: each for each in estimate.stages}
+    assert configs[0].answers == (kept.path / "train",) and by_name["student"].minutes == 4.0
     assert by_name["record"].minutes == 0 and by_name["drafter"].minutes == pytest.approx(2.0, rel=0.01)
-    assert found.as_json()["price"] == pytest.approx(found.minutes / 60 * found.threads * 6.0)
+    assert estimate.as_json()["price"] == pytest.approx(estimate.minutes / 60 * estimate.threads * 6.0)
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Say something about number {n}."}) + "\n" for n in range(40)))
     later = price(replace(config, record=(), prompts=(str(file),)))
     assert (
         later.stages[0].stage == "record" and later.stages[0].minutes > 0 and later.stages[0].tokens == 40 * 0.75 * 256
     )
-    assert len(asked) == 1 and "priced by its minutes" in later.notes[0] and not config.out.exists()
+    assert len(configs) == 1 and "priced by its minutes" in later.notes[0] and not config.out.exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"layers": (10**20,)}, r"layers must be between 1 and the teacher's \d, not 1000"),
         ({"student": StudentConfig(layers=99)}, "layers must be between 1"),
@@ -115,22 +115,22 @@ def test_a_dry_run_over_a_store_and_over_prompts(tmp_path: Path, model: Path, mo
     ],
 )
 def test_a_student_of_more_layers_than_its_teacher_is_refused_first(
-    tmp_path: Path, model: Path, changes: dict[str, Any], told: str
+    tmp_path: Path, model: Path, changes: dict[str, Any], message: str
 ) -> None:
     """Before prompts are answered, by the dry run and by the turn."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "Say something."}\n')
     config = FlywheelConfig(str(model), prompts=(str(file),), out=tmp_path / "wheel", **changes)
     for begin in (price, run_turn):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             begin(config)
     assert not [*config.out.glob("turn-*")]
 
 
 def test_a_judge_that_prefers_what_is_wrong_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = [1.0, 0.5, 0.0]
+    preferences = [1.0, 0.5, 0.0]
     monkeypatch.setattr("paceline.loop.evals.run.served_name", lambda client, name: "m")
-    monkeypatch.setattr("paceline.loop.evals.judge.Judge.prefer", lambda *given: said.pop(0))
+    monkeypatch.setattr("paceline.loop.evals.judge.Judge.prefer", lambda *arguments: preferences.pop(0))
     config = JudgeConfig(url="http://127.0.0.1:9")
     checks.check_judge(config)
     checks.check_judge(config)

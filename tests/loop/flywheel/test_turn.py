@@ -65,7 +65,7 @@ def written(folder: Path, teacher: tuple[Path, Path], **changes: Any) -> Path:
     return file
 
 
-def asked(folder: Path, teacher: tuple[Path, Path], **changes: Any) -> FlywheelConfig:
+def flywheel_config(folder: Path, teacher: tuple[Path, Path], **changes: Any) -> FlywheelConfig:
     return read_config(written(folder, teacher, **changes))
 
 
@@ -91,8 +91,8 @@ def serve(command: str, prompts: list[str]) -> None:
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr
-            said = [process.stderr.readline() for _ in range(4)]  # the last of them when it is ready
-            port = int(re.findall(r"http://127.0.0.1:(\d+)", said[0])[0])
+            lines = [process.stderr.readline() for _ in range(4)]  # the last of them when it is ready
+            port = int(re.findall(r"http://127.0.0.1:(\d+)", lines[0])[0])
             for prompt in prompts:
                 client = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
                 body = json.dumps({"prompt": prompt, "max_tokens": 40, "temperature": 0})
@@ -110,8 +110,8 @@ def killed(config: FlywheelConfig) -> int | str | None:
     """A turn that SIGTERM ends while its student learns; its exit status."""
     on_step_end = teaching.Watch.on_step_end
 
-    def ended(watch: Any, *given: Any, **named: Any) -> None:
-        on_step_end(watch, *given, **named)
+    def ended(watch: Any, *arguments: Any, **named: Any) -> None:
+        on_step_end(watch, *arguments, **named)
         if watch.clock.step == 3:
             signal.raise_signal(signal.SIGTERM)
 
@@ -138,7 +138,7 @@ class Turned:
     """A flywheel after one turn, which was killed while its student learned, and after two."""
 
     def __init__(self, folder: Path, teacher: tuple[Path, Path]) -> None:
-        self.config, self.told = asked(folder, teacher), Told()
+        self.config, self.told = flywheel_config(folder, teacher), Told()
         self.killed_with = killed(self.config)
         self.after_kill = TurnState.read(self.config.out / "turn-1")
         self.first = turn(self.config, progress=self.told)
@@ -168,8 +168,8 @@ def test_a_killed_turn_goes_on_at_its_stage(turned: Turned) -> None:
     finished = [line for line in turned.told.lines if line.endswith("finished before")]
     assert finished == [f"{name}: finished before" for name in turned.after_kill.stages]
     state = TurnState.read(turned.config.out / "turn-1")
-    for name, told in turned.after_kill.stages.items():
-        assert state.stages[name] == told and state.spent[name] == turned.after_kill.spent[name]
+    for name, result in turned.after_kill.stages.items():
+        assert state.stages[name] == result and state.spent[name] == turned.after_kill.spent[name]
     assert state.stages["student"]["steps"] == 8
     steps = [json.loads(line) for line in (turned.config.out / "turn-1/student/metrics.jsonl").read_text().splitlines()]
     assert state.spent["student"]["core_s"] > turned.after_kill.spent["student"]["core_s"] and steps
@@ -202,7 +202,7 @@ def test_what_the_first_student_served_begins_the_second_turn(
     turned: Turned, tmp_path: Path, teacher: tuple[Path, Path]
 ) -> None:
     """By the command that the first turn ended with, its folder apart."""
-    config = asked(tmp_path, teacher)
+    config = flywheel_config(tmp_path, teacher)
     shutil.copytree(turned.once / "wheel", config.out)
     traces = traces_of(config, 2)
     command = turned.first.command.replace(str(traces_of(turned.config, 2)), str(traces))
@@ -212,10 +212,10 @@ def test_what_the_first_student_served_begins_the_second_turn(
     assert killed(config) == 143
     state = TurnState.read(config.out / "turn-2")
     assert state.stages["record"]["sources"] == [str(traces)]
-    said = {tuple(row) for row in served.column("answer_ids").to_pylist()}
+    served_answers = {tuple(row) for row in served.column("answer_ids").to_pylist()}
     files = Path(state.stages["store"]["store"], "train").glob("*.parquet")
     learned = [answer for file in files for answer in read_answers(file)]
-    assert len(learned) >= 10 and {tuple(answer.answer_ids) for answer in learned} <= said
+    assert len(learned) >= 10 and {tuple(answer.answer_ids) for answer in learned} <= served_answers
 
 
 def test_the_ledger_has_a_line_for_every_model(turned: Turned) -> None:
@@ -238,7 +238,7 @@ def test_the_ledger_has_a_line_for_every_model(turned: Turned) -> None:
 
 def again(turned: Turned, tmp_path: Path, teacher: tuple[Path, Path], **changes: Any) -> FlywheelConfig:
     """The flywheel as it was after its first turn, its paths included, with traces for the second."""
-    config = asked(tmp_path, teacher, **changes)
+    config = flywheel_config(tmp_path, teacher, **changes)
     shutil.copytree(turned.once / "wheel", config.out)
     shutil.copytree(teacher[1], traces_of(config, 2))
     return config
@@ -261,43 +261,43 @@ def test_a_refused_student_leaves_what_served(
     done = json.loads(capsys.readouterr().out)
     assert not done["passed"] and done["reason"] and done["model"] == turned.first.model
     lenient = {"least_agreement": 0.0, "least_fields": 0.0, "num_answers": 0}
-    patched = asked(tmp_path, teacher, teaching=hardly | {"max_steps": 2}, student_gate=lenient, **changes)
-    found = turn(patched)
-    assert not found.passed and "evals: a loss of more than 0.8 compared with model is not ruled out" in found.reason
+    patched = flywheel_config(tmp_path, teacher, teaching=hardly | {"max_steps": 2}, student_gate=lenient, **changes)
+    result = turn(patched)
+    assert not result.passed and "evals: a loss of more than 0.8 compared with model is not ruled out" in result.reason
     assert (config.out / "serving.json").read_bytes() == before and Path(turned.first.model).read_bytes() == model
     refused = [line for line in ledger.read(config.out) if line["state"] == "refused"]
-    assert [line["why"] for line in refused] == [done["reason"], found.reason] and refused[1]["score"] == 0
+    assert [line["why"] for line in refused] == [done["reason"], result.reason] and refused[1]["score"] == 0
     assert "student" not in TurnState.read(config.out / "turn-2").stages
 
 
 def test_a_dry_run_prices_all_stages_and_writes_nothing(
     turned: Turned, tmp_path: Path, teacher: tuple[Path, Path]
 ) -> None:
-    config = asked(tmp_path, teacher)
-    found = price(config)
+    config = flywheel_config(tmp_path, teacher)
+    estimate = price(config)
     assert not config.out.exists()
-    told = found.as_json()
-    assert [each["stage"] for each in told["stages"]] == [*stages.STAGES]
-    student = told["stages"][4]
+    report = estimate.as_json()
+    assert [each["stage"] for each in report["stages"]] == [*stages.STAGES]
+    student = report["stages"][4]
     assert student["minutes"] > 0 and student["tokens"] > 0 and student["disk_bytes"] > 0
-    assert told["price"] == pytest.approx(told["core_hours"] * 3.6) and told["core_hours"] == pytest.approx(
-        told["minutes"] / 60
+    assert report["price"] == pytest.approx(report["core_hours"] * 3.6) and report["core_hours"] == pytest.approx(
+        report["minutes"] / 60
     )
-    assert found.table().texts()[-1][0] == "all"
+    assert estimate.table().texts()[-1][0] == "all"
 
 
 def test_settings_and_stores_of_a_turn_under_way_do_not_change(
     turned: Turned, tmp_path: Path, teacher: tuple[Path, Path]
 ) -> None:
-    config = asked(tmp_path, teacher)
+    config = flywheel_config(tmp_path, teacher)
     shutil.copytree(turned.once / "wheel", config.out)
     with pytest.raises(ConfigError, match=r"turn 2 begins with what .*student.gguf answers.*--traces"):
         turn(config)
     (config.out / "serving.json").unlink()
     with pytest.raises(ConfigError, match=r"other settings \(layers: \[3, 2\] there, \[4\] now\)"):
-        turn(asked(tmp_path, teacher, layers=[4]))
+        turn(flywheel_config(tmp_path, teacher, layers=[4]))
     shutil.copy(turned.once / "wheel" / "serving.json", config.out)
-    other = asked(tmp_path, (tmp_path / "other.gguf", teacher[1]))
+    other = flywheel_config(tmp_path, (tmp_path / "other.gguf", teacher[1]))
     with pytest.raises(ConfigError, match="is the flywheel of"):
         turn(other)
 
@@ -313,9 +313,9 @@ def test_a_poisoned_or_empty_store_stops_before_anything_is_trained(tmp_path: Pa
             "can be used: left out: 24 of another vocabulary",
         ),
     ]
-    for number, (source, said) in enumerate(cases):
-        config = asked(tmp_path / f"{number}", (teacher[0], source))
-        with pytest.raises(PromptError, match=said):
+    for number, (source, message) in enumerate(cases):
+        config = flywheel_config(tmp_path / f"{number}", (teacher[0], source))
+        with pytest.raises(PromptError, match=message):
             turn(config)
         assert [(line["what"], line["state"]) for line in ledger.read(config.out)] == [("store", "stopped")]
         assert not (config.out / "serving.json").exists() and not (config.out / "turn-1" / "drafter").exists()
@@ -333,22 +333,22 @@ def test_evals_that_leak_are_refused(tmp_path: Path, teacher: tuple[Path, Path])
         for each in range(97, 107)
     ]
     suite.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = asked(tmp_path, teacher, suite=str(suite))
+    config = flywheel_config(tmp_path, teacher, suite=str(suite))
     with pytest.raises(PromptError, match=r"of 10 cases of .*suite.jsonl are what is trained on.*--apart-from"):
         turn(config)
-    few = asked(tmp_path / "few", teacher, gates=SETTINGS["gates"] | {"least_cases": 20})
+    few = flywheel_config(tmp_path / "few", teacher, gates=SETTINGS["gates"] | {"least_cases": 20})
     with pytest.raises(PromptError, match=r"cases are too few .* 20 are needed"):
         turn(few)
     assert [*TurnState.read(few.out / "turn-1").stages] == ["record"], "more may be recorded before the next start"
 
 
 def test_a_judge_that_is_down_stops_at_once(tmp_path: Path, teacher: tuple[Path, Path]) -> None:
-    config = asked(tmp_path, teacher, evals={"scorer": "judge"}, judge={"url": "http://127.0.0.1:9"})
+    config = flywheel_config(tmp_path, teacher, evals={"scorer": "judge"}, judge={"url": "http://127.0.0.1:9"})
     with pytest.raises(JudgeError, match="the judge cannot be asked"):
         turn(config)
     assert not (config.out / "turn-1").exists()
     with pytest.raises(ConfigError, match="needs a judge"):
-        asked(tmp_path, teacher, evals={"scorer": "judge"})
+        flywheel_config(tmp_path, teacher, evals={"scorer": "judge"})
 
 
 def test_a_student_that_diverges_is_a_line_of_the_ledger(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from small_llm import tiny_model
-from upstream import Asked, chunked, events, recorded, said, whole
+from upstream import Asked, chunked, completion, events, recorded, whole
 
 from paceline.errors import ConfigError
 from paceline.loop.record import RecordConfig
@@ -42,9 +42,9 @@ def with_ids(model: Path) -> Any:
     tokenizer = Tokenizer.from_path(model)
     ids = [*tokenizer.encode("Hm.Hello."), *tokenizer.eos_token_ids]
 
-    def answer(asked: Asked) -> Iterable[bytes]:
-        is_requested = json.loads(asked.body).get("return_token_ids")
-        reply = said("Hello.", choice={"token_ids": ids} if is_requested else {})
+    def answer(request: Asked) -> Iterable[bytes]:
+        is_requested = json.loads(request.body).get("return_token_ids")
+        reply = completion("Hello.", choice={"token_ids": ids} if is_requested else {})
         reply["choices"][0]["message"] = {"role": "assistant", "content": "Hello.", "reasoning": "Hm."}
         return whole(reply)
 
@@ -76,9 +76,11 @@ def test_reasoning_keeps_its_tokens(model: Path, tmp_path: Path) -> None:
         body = json.dumps({"messages": HELLO, "temperature": 0.5}).encode()
         status, data = one.ask(body)
         assert one.upstream and status == 200 and json.loads(data)["choices"][0]["token_ids"]
-        (asked,) = one.upstream.asked
-        assert asked.body == body.replace(b"{", b'{"return_token_ids": true, ', 1)
-        assert asked.headers["content-length"] == str(len(asked.body)) and "transfer-encoding" not in asked.headers
+        (request,) = one.upstream.asked
+        assert request.body == body.replace(b"{", b'{"return_token_ids": true, ', 1)
+        assert (
+            request.headers["content-length"] == str(len(request.body)) and "transfer-encoding" not in request.headers
+        )
         assert one.ask({"messages": HELLO, "return_token_ids": False})[0] == 200
         first, second = one.rows()
     assert first["answer_ids"] == [*tokenizer.encode("Hm.Hello."), *tokenizer.eos_token_ids]
@@ -88,18 +90,18 @@ def test_reasoning_keeps_its_tokens(model: Path, tmp_path: Path) -> None:
 def test_it_is_off_by_default_and_for_other_requests(model: Path, tmp_path: Path) -> None:
     for number, (add_fields, path) in enumerate((("none", PATH), ("vllm", "/v1/embeddings"), ("sglang", "/generate"))):
         folder = tmp_path / str(number)
-        with recorded(lambda asked: whole(said("Hi.")), model, folder, add_fields=add_fields) as one:
+        with recorded(lambda request: whole(completion("Hi.")), model, folder, add_fields=add_fields) as one:
             body = json.dumps({"messages": HELLO}).encode()
             assert one.ask(body, path)[0] == 200 and one.upstream
             assert one.upstream.asked[0].body == body
 
 
 def test_sglang_gets_the_fields_that_its_streams_accept(model: Path, tmp_path: Path) -> None:
-    with recorded(lambda asked: whole(said("Hi.")), model, tmp_path / "store", add_fields="sglang") as one:
+    with recorded(lambda request: whole(completion("Hi.")), model, tmp_path / "store", add_fields="sglang") as one:
         one.ask({"messages": HELLO, "stream": True})
         one.ask({"prompt": "a"}, "/v1/completions")
         assert one.upstream
-        chat, text = (json.loads(asked.body) for asked in one.upstream.asked)
+        chat, text = (json.loads(request.body) for request in one.upstream.asked)
     assert {name for name in chat if name.startswith("return_")} == {*ADDED["sglang"][True]}
     assert "return_token_ids" not in chat and text["return_token_ids"] is text["return_spec_tokens_details"] is True
 
@@ -107,8 +109,8 @@ def test_sglang_gets_the_fields_that_its_streams_accept(model: Path, tmp_path: P
 def test_bodies_in_pieces_and_beyond_the_limit(model: Path, tmp_path: Path) -> None:
     """One in chunks is changed and stays in chunks; one too large passes as it came."""
 
-    def answer(asked: Asked) -> Iterable[bytes]:
-        return whole(said("Hi."))
+    def answer(request: Asked) -> Iterable[bytes]:
+        return whole(completion("Hi."))
 
     body = json.dumps({"messages": HELLO}).encode()
     large = body[:-1] + b" " * MAX_BYTES + b"}"
@@ -118,8 +120,8 @@ def test_bodies_in_pieces_and_beyond_the_limit(model: Path, tmp_path: Path) -> N
         connection.request("POST", PATH, iter([body[:9], body[9:]]), encode_chunked=True)
         assert connection.getresponse().status == 200
         connection.close()
-        asked, in_chunks = one.upstream.asked
-        assert asked.body == large and asked.headers["content-length"] == str(len(large))
+        request, in_chunks = one.upstream.asked
+        assert request.body == large and request.headers["content-length"] == str(len(large))
         assert in_chunks.headers["transfer-encoding"] == "chunked" and "content-length" not in in_chunks.headers
         assert in_chunks.body == with_fields(body, ("return_token_ids",))
 
@@ -133,9 +135,9 @@ def figures(metrics: RecordMetrics) -> dict[str, float]:
 def test_64_streams_at_once(model: Path, tmp_path: Path) -> None:
     """Each waits in its middle until all are open; all arrive whole, and none is lost."""
     all_open, go_on = threading.Semaphore(0), threading.Event()
-    pieces = events(said("Hel", None, is_delta=True), said("lo.", is_delta=True))
+    pieces = events(completion("Hel", None, is_delta=True), completion("lo.", is_delta=True))
 
-    def answer(asked: Asked) -> Iterable[bytes]:
+    def answer(request: Asked) -> Iterable[bytes]:
         for number, piece in enumerate(chunked(pieces)):
             yield piece
             if number == 1:
@@ -164,8 +166,8 @@ def test_64_streams_at_once(model: Path, tmp_path: Path) -> None:
 def test_metrics_of_the_proxy_and_of_the_server(model: Path, tmp_path: Path) -> None:
     """The server's own stay where they were; the proxy's have a port on loopback."""
 
-    def answer(asked: Asked) -> Iterable[bytes]:
-        return whole(b"vllm:up 1\n") if asked.target == "/metrics" else whole(said("Hi.", metrics=METRICS))
+    def answer(request: Asked) -> Iterable[bytes]:
+        return whole(b"vllm:up 1\n") if request.target == "/metrics" else whole(completion("Hi.", metrics=METRICS))
 
     with recorded(answer, model, tmp_path / "store") as one:
         assert one.server is not None and one.recorder is not None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_llm import tiny_model
 from trace_files import rows
-from upstream import said
+from upstream import completion
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.loop.record import RecordConfig, read, vllm_log
@@ -47,8 +47,8 @@ def one(tokenizer: Tokenizer, defaults: dict[str, float] | None, answer: dict[st
 def test_where_they_come_from(model: Path, tmp_path: Path) -> None:
     assert defaults_of("model", model) == QWEN
     assert defaults_of("engine", model) == {} and defaults_of("none", model) is None
-    given = defaults_of("temperature=0.7, top_k=-1,top_p=0.8,repetition_penalty=1.05", model)
-    assert given == {"temperature": 0.7, "top_k": 0, "top_p": 0.8, "repetition_penalty": 1.05}
+    defaults = defaults_of("temperature=0.7, top_k=-1,top_p=0.8,repetition_penalty=1.05", model)
+    assert defaults == {"temperature": 0.7, "top_k": 0, "top_p": 0.8, "repetition_penalty": 1.05}
     assert defaults_of("model", tiny_model(tmp_path / "plain")) == {}, "this model has none of its own"
     assert described(QWEN) == "temperature 0.6, top_p 0.95, top_k 20" and described({}) == "temperature 1"
     assert described(None).startswith("unknown")
@@ -59,7 +59,7 @@ def test_where_they_come_from(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("defaults", "text"),
     [
         ("auto", "write model, engine, none, or values such as temperature=0.6"),
         ("temperature=warm", "write model, engine, none"),
@@ -69,9 +69,9 @@ def test_where_they_come_from(model: Path, tmp_path: Path) -> None:
         ("top_k=nan", "--sampling-defaults"),
     ],
 )
-def test_impossible_values(model: Path, given: str, text: str) -> None:
+def test_impossible_values(model: Path, defaults: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        defaults_of(given, model)
+        defaults_of(defaults, model)
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": "0.6"}, {"temperature": -1}, {"top_p": True}, {"top_k": 1e400}])
@@ -82,14 +82,14 @@ def test_a_damaged_generation_config(tmp_path: Path, wrong: dict[str, Any]) -> N
 
 
 def test_each_field_that_is_left_out(tokenizer: Tokenizer) -> None:
-    trace = one(tokenizer, QWEN, said("Hi."))
+    trace = one(tokenizer, QWEN, completion("Hi."))
     assert trace.temperature == 0.6 and trace.sampling == QWEN
-    trace = one(tokenizer, QWEN, said("Hi."), temperature=0.2, top_k=-1)
+    trace = one(tokenizer, QWEN, completion("Hi."), temperature=0.2, top_k=-1)
     assert trace.temperature == 0.2 and trace.sampling == {"temperature": 0.2, "top_p": 0.95}
-    assert one(tokenizer, QWEN, said("Hi."), temperature=0).temperature == 0.0
-    trace = one(tokenizer, {}, said("Hi."))
+    assert one(tokenizer, QWEN, completion("Hi."), temperature=0).temperature == 0.0
+    trace = one(tokenizer, {}, completion("Hi."))
     assert trace.temperature == 1.0 and trace.sampling == {"temperature": 1.0}
-    trace = one(tokenizer, None, said("Hi."), top_p=0.5)
+    trace = one(tokenizer, None, completion("Hi."), top_p=0.5)
     assert trace.temperature is None and trace.sampling == {"top_p": 0.5}
 
 
@@ -100,16 +100,16 @@ def test_completions_of_sglang_have_defaults_of_their_own(tokenizer: Tokenizer) 
     assert one(tokenizer, QWEN, {"choices": [{**text, "matched_stop": 257}]}, prompt="a").sampling == {
         "temperature": 1.0
     }
-    assert one(tokenizer, QWEN, said("Hi.", choice={"matched_stop": 257})).sampling == QWEN
+    assert one(tokenizer, QWEN, completion("Hi.", choice={"matched_stop": 257})).sampling == QWEN
 
 
 def test_beam_search_is_no_sampling(tokenizer: Tokenizer) -> None:
     with pytest.raises(Lost, match="unsupported"):
-        one(tokenizer, QWEN, said("Hi."), use_beam_search=True)
+        one(tokenizer, QWEN, completion("Hi."), use_beam_search=True)
 
 
-@pytest.mark.parametrize(("given", "expected"), [("model", 0.6), ("engine", 1.0), ("none", None)])
-def test_imported_requests(model: Path, tmp_path: Path, given: str, expected: float | None) -> None:
+@pytest.mark.parametrize(("defaults", "expected"), [("model", 0.6), ("engine", 1.0), ("none", None)])
+def test_imported_requests(model: Path, tmp_path: Path, defaults: str, expected: float | None) -> None:
     parts = [{"type": "text", "content": "Hi"}]
     messages = {
         "input": [{"role": "user", "parts": parts}],
@@ -121,7 +121,7 @@ def test_imported_requests(model: Path, tmp_path: Path, given: str, expected: fl
     ]
     file = tmp_path / "spans.jsonl"
     file.write_text(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [{"attributes": attributes}]}]}]}))
-    read(RecordConfig(str(model), imports=(file,), sampling_defaults=given), TraceConfig(tmp_path / "store"))
+    read(RecordConfig(str(model), imports=(file,), sampling_defaults=defaults), TraceConfig(tmp_path / "store"))
     (row,) = rows(tmp_path / "store")
     assert row["temperature"] == (None if expected is None else pytest.approx(expected))
 

@@ -16,7 +16,7 @@ import openai
 import pytest
 from live_server import Live, serving, wait_until
 from small_llm import tiny_model
-from upstream import Asked, CutOff, chunked, events, recorded, recording, said, whole
+from upstream import Asked, CutOff, chunked, completion, events, recorded, recording, whole
 
 from paceline import LLM
 from paceline.data.answers import AnswerShards
@@ -55,9 +55,9 @@ def raw(port: int, body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
         "POST", PATH, json.dumps(body), {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
     )
     answer = connection.getresponse()
-    found = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+    response = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
     connection.close()
-    return found
+    return response
 
 
 def without_id(data: bytes) -> list[Any]:
@@ -67,15 +67,15 @@ def without_id(data: bytes) -> list[Any]:
 
 
 def test_a_real_server_answers_through_it_as_without(live: Live, model: Path, tmp_path: Path) -> None:
-    asked = {"messages": HELLO, "temperature": 0, "max_tokens": 30, "stream": True}
+    request = {"messages": HELLO, "temperature": 0, "max_tokens": 30, "stream": True}
     with recording(live.url, model, tmp_path / "store") as one:
-        through, direct = raw(one.port, asked), raw(live.port, asked)
+        through, direct = raw(one.port, request), raw(live.port, request)
         refused = [openai_error(client) for client in (one.client(), live.client())]
         missing = raw(one.port, {"messages": []})[::2]
         assert missing == raw(live.port, {"messages": []})[::2] and missing[0] == 400
         client = one.client(KEY)
         names = [each.id for each in client.models.list()]
-        texts = [client.chat.completions.create(model=names[0], **whole_of(asked)).choices[0].message.content]
+        texts = [client.chat.completions.create(model=names[0], **whole_of(request)).choices[0].message.content]
         chunks = list(
             client.chat.completions.create(model=names[0], messages=HELLO, temperature=0, max_tokens=30, stream=True)
         )
@@ -86,8 +86,8 @@ def test_a_real_server_answers_through_it_as_without(live: Live, model: Path, tm
     assert texts[0] == texts[1] and names == ["tiny"]
 
 
-def whole_of(asked: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in asked.items() if name != "stream"}
+def whole_of(request: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in request.items() if name != "stream"}
 
 
 def openai_error(client: openai.OpenAI) -> str:
@@ -98,21 +98,25 @@ def openai_error(client: openai.OpenAI) -> str:
 
 def test_every_byte_and_header_passes_and_keys_reach_no_file(model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     stream = events(
-        said("Hel", None, is_delta=True), said("lo.", is_delta=True), {"choices": [], "usage": {"prompt_tokens": 43}}
+        completion("Hel", None, is_delta=True),
+        completion("lo.", is_delta=True),
+        {"choices": [], "usage": {"prompt_tokens": 43}},
     )
     num_prompt = len(tokenizer.encode_chat(HELLO))
     stream[2:3] = events({"choices": [], "usage": {"prompt_tokens": num_prompt, "completion_tokens": 7}}, done=False)
     body = {"model": "tiny", "messages": HELLO, "stream": True, "temperature": 0.5, "seed": 3, "user": "somebody"}
     headers = {"authorization": f"Bearer {KEY}", "x-api-key": KEY, "cookie": f"k={KEY}", "x-paceline-tag": "greetings"}
-    with recorded(lambda asked: chunked(stream), model, tmp_path / "store") as one:
+    with recorded(lambda request: chunked(stream), model, tmp_path / "store") as one:
         status, data = one.ask(body, PATH + f"?api-key={KEY}", headers)
         untagged = {name: value for name, value in headers.items() if name != "x-paceline-tag"}
         assert one.ask(body, PATH, untagged)[0] == 200 and one.upstream
-        asked, _ = one.upstream.asked
+        request, _ = one.upstream.asked
         rows = one.rows()
     assert (status, data) == (200, b"".join(stream))
-    assert asked.target == PATH + f"?api-key={KEY}" and asked.body == json.dumps(body).encode()
-    assert {name: asked.headers[name] for name in headers} == headers and asked.headers["host"] == one.upstream.url[7:]
+    assert request.target == PATH + f"?api-key={KEY}" and request.body == json.dumps(body).encode()
+    assert {name: request.headers[name] for name in headers} == headers and request.headers["host"] == one.upstream.url[
+        7:
+    ]
     row, other = rows
     assert other["tag"] is None
     assert row["prompt_ids"] == tokenizer.encode_chat(HELLO) and row["text"] == "Hello."
@@ -130,8 +134,8 @@ def test_an_answer_arrives_as_it_is_said(model: Path, tmp_path: Path) -> None:
     """The second piece comes only when the first has been read."""
     read = threading.Event()
 
-    def slowly(asked: Asked) -> Iterator[bytes]:
-        for piece in chunked(events(said("a", None, is_delta=True), said("b", is_delta=True))):
+    def slowly(request: Asked) -> Iterator[bytes]:
+        for piece in chunked(events(completion("a", None, is_delta=True), completion("b", is_delta=True))):
             yield piece
             if b'"a"' in piece:
                 assert read.wait(30)
@@ -145,8 +149,8 @@ def test_an_answer_arrives_as_it_is_said(model: Path, tmp_path: Path) -> None:
 
 
 def test_packed_answers_pass_packed_and_are_read(model: Path, tmp_path: Path) -> None:
-    packed = gzip.compress(json.dumps(said("Hello.")).encode())
-    with recorded(lambda asked: whole(packed, "Content-Encoding: gzip\r\n"), model, tmp_path / "store") as one:
+    packed = gzip.compress(json.dumps(completion("Hello.")).encode())
+    with recorded(lambda request: whole(packed, "Content-Encoding: gzip\r\n"), model, tmp_path / "store") as one:
         assert one.ask({"messages": HELLO}, headers={"accept-encoding": "gzip"}) == (200, packed)
         assert [row["text"] for row in one.rows()] == ["Hello."]
 
@@ -154,9 +158,9 @@ def test_packed_answers_pass_packed_and_are_read(model: Path, tmp_path: Path) ->
 def test_failures_pass_as_they_are_and_are_not_kept(model: Path, tmp_path: Path) -> None:
     refusal = {"error": {"message": "no", "code": 429}}
 
-    def answer(asked: Asked) -> Iterator[bytes]:
-        kind = json.loads(asked.body)["kind"]
-        cut = events(said("Hel", None, is_delta=True), done=False)
+    def answer(request: Asked) -> Iterator[bytes]:
+        kind = json.loads(request.body)["kind"]
+        cut = events(completion("Hel", None, is_delta=True), done=False)
         if kind == "status":
             yield from whole(refusal, "Retry-After: 7\r\n", "429 Too Many Requests")
         elif kind == "broken":
@@ -172,14 +176,14 @@ def test_failures_pass_as_they_are_and_are_not_kept(model: Path, tmp_path: Path)
             raise CutOff
 
     with recorded(answer, model, tmp_path / "store") as one:
-        asked = {"messages": HELLO}
-        assert one.ask({**asked, "kind": "status"}) == (429, json.dumps(refusal).encode())
-        assert one.ask({**asked, "kind": "broken"}) == (200, b"{nonsense")
-        assert one.ask({**asked, "kind": "error"}) == (200, b"".join(events(refusal)))
-        assert one.ask({**asked, "kind": "unended"})[0] == 200
+        chat = {"messages": HELLO}
+        assert one.ask({**chat, "kind": "status"}) == (429, json.dumps(refusal).encode())
+        assert one.ask({**chat, "kind": "broken"}) == (200, b"{nonsense")
+        assert one.ask({**chat, "kind": "error"}) == (200, b"".join(events(refusal)))
+        assert one.ask({**chat, "kind": "unended"})[0] == 200
         with pytest.raises(http.client.IncompleteRead):
-            one.ask({**asked, "kind": "dies"})
-        status, body = one.ask({**asked, "kind": "nothing"})
+            one.ask({**chat, "kind": "dies"})
+        status, body = one.ask({**chat, "kind": "nothing"})
         assert status == 502 and json.loads(body)["error"]["code"] == "upstream_unreachable"
         assert one.rows() == []
     assert {reason: number for reason, number in one.writer.dropped.items() if number} == {"unreadable": 1, "failed": 2}
@@ -195,9 +199,9 @@ def test_a_server_that_is_not_there(model: Path, tmp_path: Path) -> None:
 def test_a_client_that_leaves_is_left_upstream_too(model: Path, tmp_path: Path) -> None:
     left = threading.Event()
 
-    def endless(asked: Asked) -> Iterator[bytes]:
+    def endless(request: Asked) -> Iterator[bytes]:
         try:
-            for piece in chunked(events(said("on and ", None, is_delta=True), done=False) * 100_000):
+            for piece in chunked(events(completion("on and ", None, is_delta=True), done=False) * 100_000):
                 yield piece
                 time.sleep(0.002)
         finally:
@@ -216,7 +220,7 @@ def test_a_client_that_does_not_read_is_not_read_for(model: Path, tmp_path: Path
     """The proxy holds no more of an answer than its buffers."""
     sent = [0]
 
-    def large(asked: Asked) -> Iterator[bytes]:
+    def large(request: Asked) -> Iterator[bytes]:
         for piece in chunked([b"data: {}\n\n" * 10_000] * 400):
             yield piece
             sent[0] += len(piece)
@@ -237,7 +241,7 @@ def test_a_client_that_does_not_read_is_not_read_for(model: Path, tmp_path: Path
 
 def test_other_paths_and_methods_pass_and_are_not_kept(model: Path, tmp_path: Path) -> None:
     with recorded(
-        lambda asked: whole({"path": asked.target, "method": asked.method}), model, tmp_path / "store"
+        lambda request: whole({"path": request.target, "method": request.method}), model, tmp_path / "store"
     ) as one:
         connection = http.client.HTTPConnection("127.0.0.1", one.port, timeout=60)
         for method, path in (("GET", "/v1/models"), ("DELETE", "/files/a%2Fb?x=%20"), ("POST", "/v1/embeddings")):
@@ -259,7 +263,7 @@ def test_a_slow_disk_is_in_nobody_s_way(model: Path, tmp_path: Path, monkeypatch
         real(self, rows)
 
     monkeypatch.setattr(TraceWriter, "_write", slow)
-    with recorded(lambda asked: whole(said("Hello.")), model, tmp_path / "store") as one:
+    with recorded(lambda request: whole(completion("Hello.")), model, tmp_path / "store") as one:
         for _ in range(5):
             assert one.ask({"messages": HELLO})[0] == 200
         gate.set()
@@ -269,7 +273,7 @@ def test_a_slow_disk_is_in_nobody_s_way(model: Path, tmp_path: Path, monkeypatch
 
 def test_redaction_reaches_what_is_recorded(model: Path, tmp_path: Path) -> None:
     with recorded(
-        lambda asked: whole(said("Write to a@b.cd now.")), model, tmp_path / "store", redact=(r"\S+@\S+",)
+        lambda request: whole(completion("Write to a@b.cd now.")), model, tmp_path / "store", redact=(r"\S+@\S+",)
     ) as one:
         one.ask({"messages": HELLO})
         one.ask({"messages": [{"role": "user", "content": "I am x@y.zz"}]})
@@ -280,5 +284,5 @@ def test_redaction_reaches_what_is_recorded(model: Path, tmp_path: Path) -> None
 
 def test_a_page_of_another_site_is_refused(model: Path, tmp_path: Path) -> None:
     """The name that the proxy is called by is not passed on, so it checks it as the server would."""
-    with recorded(lambda asked: whole(said("Hello.")), model, tmp_path / "store") as one:
+    with recorded(lambda request: whole(completion("Hello.")), model, tmp_path / "store") as one:
         assert one.ask({"messages": HELLO}, headers={"host": "evil.example"})[0] == 421

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from doubles import ByteTokenizer
 from small_llm import tiny_model
-from upstream import said
+from upstream import completion
 
 from paceline.loop.record.exchange import Exchange
 from paceline.loop.record.reader import Reader
@@ -30,8 +30,8 @@ def reader(tokenizer: Tokenizer) -> Reader:
     return Reader(tokenizer)
 
 
-def read(reader: Reader, *answer: dict[str, Any], is_chat: bool = True, **asked: Any) -> list[Trace]:
-    return list(reader.traces(Exchange(is_chat, ({"messages": HELLO} if is_chat else {}) | asked, list(answer))))
+def read(reader: Reader, *answer: dict[str, Any], is_chat: bool = True, **fields: Any) -> list[Trace]:
+    return list(reader.traces(Exchange(is_chat, ({"messages": HELLO} if is_chat else {}) | fields, list(answer))))
 
 
 def usage(prompt: int, completion: int) -> dict[str, Any]:
@@ -46,49 +46,49 @@ def usage(prompt: int, completion: int) -> dict[str, Any]:
 
 def test_a_text_becomes_tokens_where_their_number_agrees(reader: Reader, tokenizer: Tokenizer) -> None:
     prompt, text, end = tokenizer.encode_chat(HELLO), tokenizer.encode("Hi."), tokenizer.eos_token_ids[0]
-    (whole,) = read(reader, said("Hi.", **usage(len(prompt), 4)))
+    (whole,) = read(reader, completion("Hi.", **usage(len(prompt), 4)))
     assert (whole.prompt_ids, whole.answer_ids, whole.finish_reason) == (prompt, [*text, end], "stop")
     assert whole.temperature is None and "temperature" not in whole.sampling and whole.num_reused == 4
-    (cut,) = read(reader, said("Hi.", "length", **usage(len(prompt), 3)), temperature=0.0, max_tokens=3)
+    (cut,) = read(reader, completion("Hi.", "length", **usage(len(prompt), 3)), temperature=0.0, max_tokens=3)
     assert (cut.answer_ids, cut.finish_reason) == (text[:-1], "length"), "the last token may have been cut"
     assert cut.temperature == 0.0 and cut.sampling == {"max_tokens": 3}
-    (other,) = read(reader, said("Hi.", **usage(len(prompt), 9)))
+    (other,) = read(reader, completion("Hi.", **usage(len(prompt), 9)))
     assert (other.prompt_ids, other.answer_ids, other.finish_reason) == (prompt, [], "unknown")
     with pytest.raises(Lost, match="mismatch"):
-        read(reader, said("Hi.", **usage(len(prompt) + 1, 4)))
+        read(reader, completion("Hi.", **usage(len(prompt) + 1, 4)))
 
 
 def test_tokens_that_the_server_tells_are_taken(reader: Reader, tokenizer: Tokenizer) -> None:
     """vLLM's return_token_ids, whole and streamed, a call that it parsed included."""
     ids, end = tokenizer.encode("Hi."), tokenizer.eos_token_ids[0]
-    told = {"prompt_token_ids": [1, 2, 3], "choice": {"token_ids": [*ids, end]}}
-    (one,) = read(reader, said("Hi.", **told), documents=[{"text": "more"}])
+    tokens = {"prompt_token_ids": [1, 2, 3], "choice": {"token_ids": [*ids, end]}}
+    (one,) = read(reader, completion("Hi.", **tokens), documents=[{"text": "more"}])
     assert (one.prompt_ids, one.answer_ids) == ([1, 2, 3], [*ids, end])
-    first = said("", None, is_delta=True, prompt_token_ids=[1, 2, 3])
+    first = completion("", None, is_delta=True, prompt_token_ids=[1, 2, 3])
     more = [
-        said(letter, None, is_delta=True, choice={"token_ids": [token]})
+        completion(letter, None, is_delta=True, choice={"token_ids": [token]})
         for letter, token in zip("Hi.", ids, strict=True)
     ]
-    last = said("", is_delta=True, choice={"token_ids": [end]})
+    last = completion("", is_delta=True, choice={"token_ids": [end]})
     assert read(reader, first, *more, last)[0].answer_ids == [*ids, end]
-    call = said("", "tool_calls", prompt_token_ids=[1], choice={"token_ids": ids})
+    call = completion("", "tool_calls", prompt_token_ids=[1], choice={"token_ids": ids})
     call["choices"][0]["message"]["tool_calls"] = [{"function": {"name": "weather", "arguments": "{}"}}]
     assert read(reader, call, tools=[TOOL])[0].answer_ids == ids
     for wrong in ([999_999], tokenizer.encode("Other")):
         with pytest.raises(Lost, match="mismatch"):
-            read(reader, said("Hi.", prompt_token_ids=[1], choice={"token_ids": wrong}))
+            read(reader, completion("Hi.", prompt_token_ids=[1], choice={"token_ids": wrong}))
 
 
 def test_what_the_server_has_parsed_leaves_a_prompt(reader: Reader, tokenizer: Tokenizer) -> None:
     for part in ({"tool_calls": [{"function": {"name": "weather", "arguments": "{}"}}]}, {"reasoning_content": "Hm."}):
-        answer = said("Hi.", "tool_calls" if "tool_calls" in part else "stop")
+        answer = completion("Hi.", "tool_calls" if "tool_calls" in part else "stop")
         answer["choices"][0]["message"] |= part
         (one,) = read(reader, answer)
         assert (one.prompt_ids, one.answer_ids, one.finish_reason) == (tokenizer.encode_chat(HELLO), [], "unknown")
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         {"stream_options": {"another_servers": 1}},
@@ -96,20 +96,20 @@ def test_what_the_server_has_parsed_leaves_a_prompt(reader: Reader, tokenizer: T
         {"return_token_ids": "yes"},
     ],
 )
-def test_how_an_answer_is_sent_loses_no_exchange(reader: Reader, tokenizer: Tokenizer, asked: dict[str, Any]) -> None:
-    (one,) = read(reader, said("Hi."), **asked)
+def test_how_an_answer_is_sent_loses_no_exchange(reader: Reader, tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
+    (one,) = read(reader, completion("Hi."), **fields)
     assert one.prompt_ids == tokenizer.encode_chat(HELLO)
 
 
 def test_tools_and_variables_are_rendered(reader: Reader, tokenizer: Tokenizer) -> None:
-    (one,) = read(reader, said("Hi."), tools=[TOOL])
+    (one,) = read(reader, completion("Hi."), tools=[TOOL])
     assert '"weather"' in tokenizer.decode(one.prompt_ids)
-    (none,) = read(reader, said("Hi."), tools=[TOOL], tool_choice="none")
+    (none,) = read(reader, completion("Hi."), tools=[TOOL], tool_choice="none")
     assert none.prompt_ids == tokenizer.encode_chat(HELLO)
 
 
 @pytest.mark.parametrize(
-    ("asked", "prompt"),
+    ("fields", "prompt"),
     [
         ({"reasoning_effort": "high"}, "high|user: Say hello.;assistant:"),
         ({"documents": [{"text": "x"}]}, "|xuser: Say hello.;assistant:"),
@@ -117,19 +117,19 @@ def test_tools_and_variables_are_rendered(reader: Reader, tokenizer: Tokenizer) 
         ({"add_generation_prompt": False, "continue_final_message": True}, "|user: Say hello."),
     ],
 )
-def test_fields_that_the_template_reads_are_rendered(asked: dict[str, Any], prompt: str) -> None:
+def test_fields_that_the_template_reads_are_rendered(fields: dict[str, Any], prompt: str) -> None:
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = (
         "{{ reasoning_effort }}|{% for each in documents or [] %}{{ each.text }}{% endfor %}"
         "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% "
         "endif %}"
     )
-    (one,) = read(Reader(tokenizer), said("Hi."), **asked)
+    (one,) = read(Reader(tokenizer), completion("Hi."), **fields)
     assert tokenizer.decode(one.prompt_ids) == prompt
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         {"chat_template": "{{ messages }}"},
         {"continue_final_message": True, "add_generation_prompt": True},
@@ -141,13 +141,13 @@ def test_fields_that_the_template_reads_are_rendered(asked: dict[str, Any], prom
         {"echo": True},
     ],
 )
-def test_what_is_not_followed_is_left_out(reader: Reader, asked: dict[str, Any]) -> None:
+def test_what_is_not_followed_is_left_out(reader: Reader, fields: dict[str, Any]) -> None:
     with pytest.raises(Lost, match="unsupported"):
-        read(reader, said("Hi."), **asked)
+        read(reader, completion("Hi."), **fields)
 
 
 def test_several_answers_and_prompts(reader: Reader, tokenizer: Tokenizer) -> None:
-    answer = said("One.")
+    answer = completion("One.")
     answer["choices"].append({**answer["choices"][0], "index": 1, "message": {"content": "Two."}})
     one, two = read(reader, answer, n=2, seed=4)
     assert one.prompt_ids == two.prompt_ids and one.seed is None
@@ -164,7 +164,7 @@ def test_several_answers_and_prompts(reader: Reader, tokenizer: Tokenizer) -> No
 
 
 def test_stop_strings_leave_the_end_open(reader: Reader, tokenizer: Tokenizer) -> None:
-    (one,) = read(reader, said("Hello"), stop=["!"])
+    (one,) = read(reader, completion("Hello"), stop=["!"])
     assert one.answer_ids == tokenizer.encode("Hell"), "the last token may have been cut by the stop string"
     assert json.loads(json.dumps(one.sampling)) == {"stop": ["!"]}
 
@@ -173,14 +173,14 @@ def test_stop_strings_leave_the_end_open(reader: Reader, tokenizer: Tokenizer) -
 def test_what_the_server_calls_lossy_is_left_out(reader: Reader, is_delta: bool) -> None:
     """`paceline serve --mock` says it in every piece: neither the answer nor its prompt becomes a trace."""
     with pytest.raises(Lost, match="lossy"):
-        read(reader, said("Hi.", is_delta=is_delta, lossless=False))
+        read(reader, completion("Hi.", is_delta=is_delta, lossless=False))
 
 
 def test_only_the_named_model(tokenizer: Tokenizer) -> None:
     reader = Reader(tokenizer, ["tiny"])
-    assert read(reader, said("Hi."), model="tiny")
+    assert read(reader, completion("Hi."), model="tiny")
     with pytest.raises(Lost, match="model"):
-        read(reader, said("Hi."), model="tiny-lora")
+        read(reader, completion("Hi."), model="tiny-lora")
 
 
 @pytest.mark.parametrize("answer", [{}, {"choices": [3]}, {"choices": "no"}, {"choices": [{"index": "x"}]}])
@@ -195,5 +195,5 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     reader = Reader(Tokenizer.from_path(folder))
     with pytest.raises(Lost, match="unsupported"):
-        read(reader, said("Hi."))
+        read(reader, completion("Hi."))
     assert read(reader, {"choices": [{"text": "b", "finish_reason": "stop"}]}, is_chat=False, prompt="a")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from small_llm import tiny_model
 from trace_files import rows
-from upstream import answering, chunked, events, said
+from upstream import answering, chunked, completion, events
 
 from paceline.cli import app
 from paceline.errors import PacelineError
@@ -33,12 +33,12 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 def test_the_proxy_is_ended_by_a_signal(tmp_path: Path) -> None:
     model, store = tiny_model(tmp_path / "tiny"), tmp_path / "store"
-    pieces = events(said("Hello.", is_delta=True))
-    with answering(lambda asked: chunked(pieces)) as upstream:
+    pieces = events(completion("Hello.", is_delta=True))
+    with answering(lambda incoming: chunked(pieces)) as upstream:
         process = start("--upstream", upstream.url, "--port", "0", "--model", str(model), "--out", str(store), "--json")
         assert process.stderr and process.stdout
-        told = process.stderr.readline()
-        address = re.findall(r"http://127.0.0.1:\d+", told)[0]
+        first_line = process.stderr.readline()
+        address = re.findall(r"http://127.0.0.1:\d+", first_line)[0]
         body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
         for number in range(1200):
             try:
@@ -56,7 +56,7 @@ def test_the_proxy_is_ended_by_a_signal(tmp_path: Path) -> None:
     assert process.returncode == 0, errors
     assert json.loads(output) == {"folder": str(store), "num_written": 1, "num_answers": 1, "dropped": {}}
     assert [row["text"] for row in rows(store)] == ["Hello."]
-    assert KEY not in told + output + errors
+    assert KEY not in first_line + output + errors
     assert all(KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from small_llm import tiny_model
-from upstream import said
+from upstream import completion
 
 from paceline.loop.record.exchange import Exchange
 from paceline.loop.record.reader import Reader
@@ -49,7 +49,7 @@ def read(tokenizer: Tokenizer, *chunks: dict[str, Any], **more: Any) -> Trace:
 
 
 def answer(message: dict[str, Any], num_tokens: int | None, reason: str = "stop", **more: Any) -> dict[str, Any]:
-    reply = said("", reason, **more)
+    reply = completion("", reason, **more)
     reply["choices"][0]["message"] = {"role": "assistant", **message}
     return reply | ({} if num_tokens is None else {"usage": {"completion_tokens": num_tokens}})
 
@@ -107,22 +107,22 @@ def test_a_stream_of_calls(tokenizer: Tokenizer) -> None:
 def test_what_cannot_be_checked_leaves_a_prompt(
     tokenizer: Tokenizer, message: dict[str, Any], num_tokens: int | None, more: dict[str, Any]
 ) -> None:
-    given = {"content": "Rainy.", "reasoning_content": "Is it?\nIt is.", **message}
-    trace = read(tokenizer, answer(given, num_tokens, **more))
+    fields = {"content": "Rainy.", "reasoning_content": "Is it?\nIt is.", **message}
+    trace = read(tokenizer, answer(fields, num_tokens, **more))
     assert (trace.answer_ids, trace.finish_reason) == ([], "unknown")
 
 
 def test_stop_strings_leave_a_prompt(tokenizer: Tokenizer) -> None:
-    given = {"content": "Rainy.", "reasoning_content": "Is it?\nIt is."}
-    assert read(tokenizer, answer(given, len(THOUGHT) + 1), stop=["!"]).answer_ids == []
+    fields = {"content": "Rainy.", "reasoning_content": "Is it?\nIt is."}
+    assert read(tokenizer, answer(fields, len(THOUGHT) + 1), stop=["!"]).answer_ids == []
 
 
 def test_arguments_in_another_form_are_not_taken(tokenizer: Tokenizer) -> None:
     """The same number of other tokens: the model wrote its arguments without the template's spaces."""
-    given = {"content": "", "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": '{"place":"Ærø!"}'}}]}
+    fields = {"content": "", "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": '{"place":"Ærø!"}'}}]}
     text = '\n<tool_call id=call_7>\n{"name": "weather", "arguments": {"place": "Ærø!"}}\n</tool_call>'
     num_tokens = len(tokens(tokenizer, text))
-    assert read(tokenizer, answer(given, num_tokens, "tool_calls"), tools=[TOOL]).answer_ids == []
+    assert read(tokenizer, answer(fields, num_tokens, "tool_calls"), tools=[TOOL]).answer_ids == []
 
 
 def test_a_template_that_drops_reasoning(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

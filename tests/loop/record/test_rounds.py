@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from small_llm import tiny_model
-from upstream import said
+from upstream import completion
 
 from paceline.loop.adapt.traffic.stored import read_hours
 from paceline.loop.record.exchange import Exchange
@@ -60,7 +60,7 @@ def test_answers_without_rounds(tokenizer: Tokenizer) -> None:
     none = {"acceptance_histogram": [0, 0, 0, 0], "mean_acceptance_length": 1.0}
     none |= dict.fromkeys(("draft_acceptance_rate", "num_spec_steps", "num_accepted_draft_tokens"), 0)
     assert rounds_of(SUMMARY | none | {"num_draft_tokens": 0}, 1) == []
-    (trace,) = read(tokenizer, said(SAID, choice={"meta_info": {"id": "x", "completion_tokens": 10}}, **USAGE))
+    (trace,) = read(tokenizer, completion(SAID, choice={"meta_info": {"id": "x", "completion_tokens": 10}}, **USAGE))
     assert trace.drafted is None
 
 
@@ -122,15 +122,15 @@ SAID = "Hi there."
 @pytest.mark.parametrize(
     "chunks",
     [
-        [said(SAID, metrics={"speculative_decoding": SUMMARY}, **USAGE)],
-        [said(SAID, is_delta=True), {"choices": [], "metrics": {"speculative_decoding": SUMMARY}, **USAGE}],
-        [said(SAID, sglext={"spec_tokens_details": SGLANG}, **USAGE)],
+        [completion(SAID, metrics={"speculative_decoding": SUMMARY}, **USAGE)],
+        [completion(SAID, is_delta=True), {"choices": [], "metrics": {"speculative_decoding": SUMMARY}, **USAGE}],
+        [completion(SAID, sglext={"spec_tokens_details": SGLANG}, **USAGE)],
         [
-            said(SAID, is_delta=True),
+            completion(SAID, is_delta=True),
             {"choices": [], "sglext": {"spec_tokens_details": SGLANG}},
             {"choices": [], **USAGE},
         ],
-        [said(SAID, choice={"meta_info": {"completion_tokens": 10, **SGLANG}}, **USAGE)],
+        [completion(SAID, choice={"meta_info": {"completion_tokens": 10, **SGLANG}}, **USAGE)],
     ],
     ids=["vllm", "vllm stream", "sglang", "sglang stream", "sglang meta_info"],
 )
@@ -142,7 +142,7 @@ def test_where_each_engine_puts_it(tokenizer: Tokenizer, chunks: list[dict[str, 
 
 def test_ids_and_acceptance_of_several_answers(tokenizer: Tokenizer) -> None:
     """SGLang's extension: token ids and acceptance, one for each answer; three reports for two answers are wrong."""
-    answer = said("Hi.")
+    answer = completion("Hi.")
     answer["choices"].append({**answer["choices"][0], "index": 1})
     ids = [[*tokenizer.encode("Hi."), *tokenizer.eos_token_ids]] * 2
     more = {"input_ids": [1, 2], "output_ids": ids}
@@ -158,7 +158,7 @@ def test_ids_and_acceptance_of_several_answers(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("odd", [{}, [], 3, "much", SUMMARY | {"num_spec_steps": 3}])
 def test_a_wrong_report_is_counted_and_the_answer_stays(tokenizer: Tokenizer, odd: Any) -> None:
     lost = Counter[str]()
-    (trace,) = read(tokenizer, said(SAID, metrics={"speculative_decoding": odd}, **USAGE), lost=lost)
+    (trace,) = read(tokenizer, completion(SAID, metrics={"speculative_decoding": odd}, **USAGE), lost=lost)
     assert trace.drafted is trace.accepted is None and tokenizer.decode(trace.answer_ids) == SAID
     assert lost == {"rounds": 1}
 
@@ -171,7 +171,7 @@ def test_customers_are_seen_by_their_tags(tokenizer: Tokenizer, tmp_path: Path) 
     worse = SUMMARY | {"acceptance_histogram": [4, 0, 0, 0], "mean_acceptance_length": 1.0}
     worse |= {"draft_acceptance_rate": 0.0, "num_accepted_draft_tokens": 0}
     for tag, report in (("bank", SUMMARY), ("shop", worse), ("shop", SUMMARY | {"num_spec_steps": 9})):
-        answer = said(SAID, metrics={"speculative_decoding": report}, **USAGE)
+        answer = completion(SAID, metrics={"speculative_decoding": report}, **USAGE)
         exchange = Exchange(True, {"messages": HELLO}, [answer], ended=time.time(), tag=tag)
         writer.put(lambda exchange=exchange: reader.traces(exchange))
     writer.close()

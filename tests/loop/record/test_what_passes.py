@@ -31,10 +31,10 @@ PIECES = [
 ]
 
 
-def observed(body: bytes, kind: str = "text/event-stream", encoding: str = "", asked: bytes = b"{}") -> Observed:
+def observed(body: bytes, kind: str = "text/event-stream", encoding: str = "", request: bytes = b"{}") -> Observed:
     """An exchange whose answer is this."""
     one = Observed(True, Headers({}))
-    one.request.take(asked)
+    one.request.take(request)
     one.begins(200, [(b"content-type", kind.encode()), (b"content-encoding", encoding.encode())])
     one.take(body)
     one.ends()

@@ -69,13 +69,21 @@ def test_turns_become_one_sample(endpoint: Endpoint) -> None:
             tokenizer.decode(sample.prompt_ids, False)
             == f"<|im_start|>user\nPlease {each.task}.<|im_end|>\n<|im_start|>assistant\n"
         )
-        between = [token for token, said in zip(sample.completion_ids, sample.mask, strict=True) if not said]
+        between = [
+            token for token, is_sampled in zip(sample.completion_ids, sample.mask, strict=True) if not is_sampled
+        ]
         assert "<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(between, False)
-        assert all((value < 0) == bool(said) for value, said in zip(sample.logprobs, sample.mask, strict=True))
+        assert all(
+            (value < 0) == bool(is_sampled) for value, is_sampled in zip(sample.logprobs, sample.mask, strict=True)
+        )
         assert sum(sample.mask) == each.reward > 1
         assert each.texts == tuple(each.result)
-    told = endpoint.rollouts.figures[-1].as_json()
-    assert told["num_samples"] == 5 and told["turns"] == 2.0 and told["turns_left_out"] == told["failed"] == 0.0
+    figures = endpoint.rollouts.figures[-1].as_json()
+    assert (
+        figures["num_samples"] == 5
+        and figures["turns"] == 2.0
+        and figures["turns_left_out"] == figures["failed"] == 0.0
+    )
 
 
 def test_log_probabilities_are_those_of_the_whole_conversation(endpoint: Endpoint) -> None:
@@ -90,22 +98,22 @@ def test_log_probabilities_are_those_of_the_whole_conversation(endpoint: Endpoin
     logits_TV = target.forward(ForwardBatch([row], [0], [len(tokens)], tokens)).logits_TV
     target.cache.free(row)
     assert logits_TV is not None
-    for place, (token, logprob, said) in enumerate(
+    for place, (token, logprob, is_sampled) in enumerate(
         zip(sample.completion_ids, sample.logprobs, sample.mask, strict=True)
     ):
-        if said:
+        if is_sampled:
             expected = float(logits_TV[len(sample.prompt_ids) + place - 1].log_softmax(-1)[token])
             assert logprob == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.slow
 def test_neither_drafts_nor_company_change_a_sample(folder: Path) -> None:
-    told = []
+    samples = []
     for drafter, at_once in (("none", 1), ("random-dflash", 4)):
         with endpoint_of(folder, drafter) as served, served:
             groups = AgentRollouts(served, two_turns, by_code(length), at_once=at_once).run(TASKS)
-            told.append([each.sample.completion_ids for group in groups for each in group])
-    assert told[0] == told[1]
+            samples.append([each.sample.completion_ids for group in groups for each in group])
+    assert samples[0] == samples[1]
 
 
 def test_prompts_are_read_in_whole_chunks(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,19 +165,19 @@ def test_who_comes_before_the_server_accepts_waits(folder: Path) -> None:
 
 def test_what_would_not_be_the_policys_is_refused(endpoint: Endpoint) -> None:
     attempt = endpoint.begin("refused")
-    access, asked = Access(attempt.base_url, attempt.model), [{"role": "user", "content": "hello"}]
+    access, messages = Access(attempt.base_url, attempt.model), [{"role": "user", "content": "hello"}]
     try:
         for more in ({"response_format": {"type": "json_object"}}, {"n": 2}):
             with pytest.raises(RolloutError, match="leave"):
-                access.chat(asked, **more)
+                access.chat(messages, **more)
         with pytest.raises(RolloutError, match="base_url"):
-            Access(endpoint.url + "/v1", attempt.model).chat(asked)
+            Access(endpoint.url + "/v1", attempt.model).chat(messages)
         with pytest.raises(ConfigError, match="cannot be called"):
             endpoint.begin("refused")
     finally:
         endpoint.end(attempt)
     with pytest.raises(RolloutError, match="under way"):
-        access.chat(asked)
+        access.chat(messages)
     with pytest.raises(RolloutError, match="without asking"):
         attempt.sample()
 
@@ -180,21 +188,21 @@ def test_new_weights_come_between_attempts(folder: Path, endpoint: Endpoint) -> 
 
     before = load_file(folder / "model.safetensors")
     weights = {name: 3.0 * tensor for name, tensor in before.items()}
-    said = []
+    samples = []
     agents = AgentRollouts(endpoint, two_turns, by_code(length))
     for state in (before, weights, before):
         endpoint.call(lambda _, state=state: endpoint.rollouts.load_weights(state, 1))
-        said.append([each.sample.completion_ids for each in agents.run([("count", 2)])[0]])
-    assert said[0] == said[2] != said[1]
+        samples.append([each.sample.completion_ids for each in agents.run([("count", 2)])[0]])
+    assert samples[0] == samples[2] != samples[1]
 
 
 @pytest.mark.slow
 def test_an_agent_that_fails(endpoint: Endpoint) -> None:
     def sometimes(task: str, access: Access) -> str:
-        said = str(access.chat([{"role": "user", "content": "hello"}])["content"])
+        reply = str(access.chat([{"role": "user", "content": "hello"}])["content"])
         if access.base_url.endswith(".1/v1"):
             raise ValueError("no tool of this name")
-        return said
+        return reply
 
     (group,) = AgentRollouts(endpoint, sometimes, by_code(lambda task, each: 1.0), failed=-1.0).run([("a", 3)])
     assert [each.reward for each in group] == [1.0, -1.0, 1.0] and "no tool" in group[1].error
@@ -240,9 +248,9 @@ class Words:
 
 def test_what_was_said_goes_back_as_it_was_said() -> None:
     words, turn = Words(), Turn([3], [0, 1, 3], [-1.0] * 3, "stop")
-    asked = words.encode("|ab|ab")
-    assert asked == [3, 2, 3, 2]
-    assert with_exact_turns(asked, [turn], words) == [3, 0, 1, 3, 2]
+    prompt_ids = words.encode("|ab|ab")
+    assert prompt_ids == [3, 2, 3, 2]
+    assert with_exact_turns(prompt_ids, [turn], words) == [3, 0, 1, 3, 2]
     assert with_exact_turns([3, 0, 1, 3, 1], [turn], words) == [3, 0, 1, 3, 1]
     other = words.encode("|b|ab")
     assert with_exact_turns(other, [turn], words) == other

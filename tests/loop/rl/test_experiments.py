@@ -34,26 +34,26 @@ def test_the_calculator(expression: str, value: int | None) -> None:
 
 
 def test_problems_and_rewards() -> None:
-    made = problems(200, 3)
-    assert made == problems(200, 3) != problems(200, 4)
-    assert all(isinstance(each["answer"], int) and each["question"].endswith("?") for each in made)
+    rows = problems(200, 3)
+    assert rows == problems(200, 3) != problems(200, 4)
+    assert all(isinstance(each["answer"], int) and each["question"].endswith("?") for each in rows)
     task = {"question": "?", "answer": 19}
-    said = [("none",), ("<tool>what</tool>",), ("<tool>1+1</tool>", "It is 2."), ("<tool>12+7</tool>", "It is 18.")]
-    said += [("<tool>12+7</tool>", "12 and 7: The answer is 19.")]
-    assert [reward(task, attempt(*texts)) for texts in said] == pytest.approx([0.0, 0.1, 0.3, 0.7, 1.0])
+    answers = [("none",), ("<tool>what</tool>",), ("<tool>1+1</tool>", "It is 2."), ("<tool>12+7</tool>", "It is 18.")]
+    answers += [("<tool>12+7</tool>", "12 and 7: The answer is 19.")]
+    assert [reward(task, attempt(*texts)) for texts in answers] == pytest.approx([0.0, 0.1, 0.3, 0.7, 1.0])
 
 
 def test_the_agent_hands_the_result_on() -> None:
-    asked: list[Any] = []
+    conversations: list[Any] = []
 
     class Access:
         def chat(self, messages: list[Any]) -> dict[str, Any]:
-            asked.append(list(messages))
-            return {"content": "<tool>80 - 5</tool>" if len(asked) == 1 else "The answer is 75."}
+            conversations.append(list(messages))
+            return {"content": "<tool>80 - 5</tool>" if len(conversations) == 1 else "The answer is 75."}
 
     access: Any = Access()
     assert plain_agent({"question": "How many?"}, access) == ["<tool>80 - 5</tool>", "The answer is 75."]
-    assert asked[1][len(EXAMPLE) + 1 :] == [
+    assert conversations[1][len(EXAMPLE) + 1 :] == [
         {"role": "assistant", "content": "<tool>80 - 5</tool>"},
         {"role": "user", "content": "Result: 75"},
     ]
@@ -96,6 +96,6 @@ def test_both_arms_of_a_drafter_learn_and_are_served(tmp_path: Path) -> None:
     ]
     for _ in range(2):  # the second time there is nothing to do
         drafter_rl.run(drafter_rl.arguments().parse_args(words))
-    told = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [each["arm"] for each in told] == ["begun", "supervised", "rl"]
-    assert all(each["tokens_per_round"] >= 1.0 for each in told) and all(each["steps"] >= 1 for each in told[1:])
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [each["arm"] for each in lines] == ["begun", "supervised", "rl"]
+    assert all(each["tokens_per_round"] >= 1.0 for each in lines) and all(each["steps"] >= 1 for each in lines[1:])

@@ -31,14 +31,16 @@ def judging(say: Callable[[str], Any]) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            said = say(asked["messages"][0]["content"])
+            request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            reply = say(request["messages"][0]["content"])
             body = (
-                {"choices": [{"message": {"content": said}}]} if isinstance(said, str) else {"error": {"message": "no"}}
+                {"choices": [{"message": {"content": reply}}]}
+                if isinstance(reply, str)
+                else {"error": {"message": "no"}}
             )
-            self.send_response(said if isinstance(said, int) else 200)
+            self.send_response(reply if isinstance(reply, int) else 200)
             self.end_headers()
-            self.wfile.write(json.dumps(said if isinstance(said, dict) else body).encode())
+            self.wfile.write(json.dumps(reply if isinstance(reply, dict) else body).encode())
 
         def log_message(self, *words: Any) -> None: ...
 
@@ -101,9 +103,9 @@ def test_the_task_is_told_and_the_order_is_shuffled() -> None:
     assert len({tuple(order) for order in orders}) > 2
 
 
-@pytest.mark.parametrize("said", ["I like them all.", "RANKING: A", "RANKING: A > A", "RANKING: A > B > C", ""])
-def test_nonsense_ends_it(said: str) -> None:
-    with judging(lambda prompt: said) as url, pytest.raises(RolloutError, match="gives no ranking of 2 attempts"):
+@pytest.mark.parametrize("reply", ["I like them all.", "RANKING: A", "RANKING: A > A", "RANKING: A > B > C", ""])
+def test_nonsense_ends_it(reply: str) -> None:
+    with judging(lambda prompt: reply) as url, pytest.raises(RolloutError, match="gives no ranking of 2 attempts"):
         judge_at(url)(attempts("a", "b"))
 
 

@@ -38,18 +38,18 @@ def moved(folder: Path, share: float) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_drafts_change_no_sample(folder: Path) -> None:
-    said = {}
+    samples = {}
     for drafter in ("none", "ngram", "random-dflash"):
-        rollouts, told = rollouts_of(folder, drafter), []
+        rollouts, sampled = rollouts_of(folder, drafter), []
         for step in range(3):
             rollouts.load_weights(moved(folder, 5.0 * step), step)
-            told += rollouts.sample(PROMPTS, num_each=3)
-        said[drafter] = told
+            sampled += rollouts.sample(PROMPTS, num_each=3)
+        samples[drafter] = sampled
     for drafter in ("ngram", "random-dflash"):
-        assert [each.completion_ids for each in said[drafter]] == [each.completion_ids for each in said["none"]]
-        for ours, plain in zip(said[drafter], said["none"], strict=True):
+        assert [each.completion_ids for each in samples[drafter]] == [each.completion_ids for each in samples["none"]]
+        for ours, plain in zip(samples[drafter], samples["none"], strict=True):
             assert ours.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
-    assert len({tuple(each.completion_ids) for each in said["none"][:6]}) == 6
+    assert len({tuple(each.completion_ids) for each in samples["none"][:6]}) == 6
 
 
 @pytest.mark.slow
@@ -86,10 +86,10 @@ def test_figures(folder: Path) -> None:
     rollouts.load_weights(moved(folder, 0.1), 4)
     samples = rollouts.sample(PROMPTS, num_each=2)
     (figures,) = rollouts.figures
-    told = figures.as_json()
-    assert (told["step"], told["num_samples"]) == (4, 4)
-    assert told["num_tokens"] == sum(len(each.completion_ids) for each in samples)
-    assert told["load_s"] > 0 and told["tokens_per_round"] >= 1 and told["tokens_per_s"] > 0
+    record = figures.as_json()
+    assert (record["step"], record["num_samples"]) == (4, 4)
+    assert record["num_tokens"] == sum(len(each.completion_ids) for each in samples)
+    assert record["load_s"] > 0 and record["tokens_per_round"] >= 1 and record["tokens_per_s"] > 0
 
 
 @pytest.mark.slow
@@ -109,8 +109,8 @@ def test_the_drafter_follows(folder: Path) -> None:
             each.completion_ids for each in plain.sample(PROMPTS)
         ]
     assert llm.drafter is drafter
-    told = [each.more for each in rollouts.figures]
-    assert told[0] == {} and told[3]["drafter_loss"] < told[1]["drafter_loss"]
+    metrics = [each.more for each in rollouts.figures]
+    assert metrics[0] == {} and metrics[3]["drafter_loss"] < metrics[1]["drafter_loss"]
     assert any(not torch.equal(tensor, before[name]) for name, tensor in drafter.network.state_dict().items())
     assert rollouts.figures[3].follow_s > 0
 
@@ -121,9 +121,9 @@ def test_the_engine_packs_what_the_drafter_has_learned(folder: Path, monkeypatch
     drafter = DFlashDrafter.random(LLM(str(folder), drafter="none", **SETTINGS).target, num_layers=1, block_size=4)
     llm, bind, bound = LLM(str(folder), drafter=drafter, **SETTINGS), DFlashDrafter.bind, list[torch.Tensor]()
 
-    def watched(self: DFlashDrafter, *args: Any, **given: Any) -> None:
+    def watched(self: DFlashDrafter, *args: Any, **options: Any) -> None:
         bound.append(next(iter(self.network.state_dict().values())).clone())
-        bind(self, *args, **given)
+        bind(self, *args, **options)
 
     monkeypatch.setattr(DFlashDrafter, "bind", watched)
     rollouts = Rollouts(llm, RolloutConfig(max_tokens=24), follower=DFlashFollower(llm.drafter, FollowConfig(steps=2)))

@@ -92,21 +92,21 @@ def test_attempts_of_an_agent(folder: Path, tmp_path: Path) -> None:
 
         trainer = trained(folder, tmp_path, attempt_reward, watched, task_rows([{"ask": "a"}, {"ask": "b"}]), steps=2)
     assert len([each for each in trainer.state.log_history if "reward" in each]) == 2
-    for told in seen:
-        assert len(told["prompt_ids"]) == 4 and any(0 in mask for mask in told["env_mask"])
-        for own, ours, mask in zip(told["own"], told["logprobs"], told["env_mask"], strict=True):
-            kept = [(one, other) for one, other, said in zip(own, ours, mask, strict=True) if said]
+    for batch in seen:
+        assert len(batch["prompt_ids"]) == 4 and any(0 in mask for mask in batch["env_mask"])
+        for own, ours, mask in zip(batch["own"], batch["logprobs"], batch["env_mask"], strict=True):
+            kept = [(one, other) for one, other, is_sampled in zip(own, ours, mask, strict=True) if is_sampled]
             assert [one for one, _ in kept] == pytest.approx([other for _, other in kept], abs=1e-4)
 
 
-def own_logprobs(model: Any, told: dict[str, Any]) -> list[list[float]]:
+def own_logprobs(model: Any, batch: dict[str, Any]) -> list[list[float]]:
     """Log-probabilities of each completion's tokens, by the trainer's model."""
-    found = []
-    for prompt, said in zip(told["prompt_ids"], told["completion_ids"], strict=True):
+    logprobs = []
+    for prompt, completion in zip(batch["prompt_ids"], batch["completion_ids"], strict=True):
         with torch.no_grad():
-            logprobs_TV = model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        found.append(logprobs_TV.gather(-1, torch.tensor(said)[:, None])[:, 0].tolist())
-    return found
+            logprobs_TV = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        logprobs.append(logprobs_TV.gather(-1, torch.tensor(completion)[:, None])[:, 0].tolist())
+    return logprobs
 
 
 def fake_trainer(**changes: Any) -> Any:

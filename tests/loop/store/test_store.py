@@ -46,8 +46,8 @@ def test_traces_and_answers_go_into_one_store_and_training_reads_it(tmp_path: Pa
     tags = {row["text"]: row["tag"] for row in store.rows("train")}
     assert tags["It."] == "a tag" and tags["Because."] is None
     assert STORED.names[: len(SCHEMA.names)] == SCHEMA.names
-    asked = read_prompts(store.path / "train")  # as prompts, it asks their very tokens again
-    assert {each.token_ids for each in asked} == {tuple(row["prompt_ids"]) for row in store.rows("train")}
+    stored_prompts = read_prompts(store.path / "train")  # as prompts, it asks their very tokens again
+    assert {each.token_ids for each in stored_prompts} == {tuple(row["prompt_ids"]) for row in store.rows("train")}
 
 
 @pytest.mark.slow
@@ -160,9 +160,9 @@ def test_a_killed_change_is_taken_back(tmp_path: Path) -> None:
     with (store.path / "versions.jsonl").open("a") as file:
         file.write(json.dumps({"version": 2, "what": "add", "files": {}, "rows": {}}) + "\n")
     store.add([answered(tmp_path / "more", *many(6, "parcel"))], BYTES)
-    found = Store.open(store.path)
-    assert found.version == 2 and [line["version"] for line in found.versions()] == [1, 2]
-    assert sum(found.versions()[-1]["rows"].values()) == 10
+    reopened = Store.open(store.path)
+    assert reopened.version == 2 and [line["version"] for line in reopened.versions()] == [1, 2]
+    assert sum(reopened.versions()[-1]["rows"].values()) == 10
 
 
 @pytest.mark.slow
@@ -177,18 +177,18 @@ def test_split_again(tmp_path: Path) -> None:
 
 def files_with(folder: Path, text: str) -> list[str]:
     """Files in which the text stands, packed or not, or its tokens do."""
-    found = []
+    names = []
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         if file.suffix == ".parquet":
             rows = parquet.read_table(file).to_pylist()
-            said = " ".join(
+            content = " ".join(
                 BYTES.decode([*row["prompt_ids"], *row["answer_ids"]]) + json.dumps(row, default=str) for row in rows
             )
         else:
-            said = file.read_text()
-        if text in said:
-            found.append(str(file.relative_to(folder)))
-    return found
+            content = file.read_text()
+        if text in content:
+            names.append(str(file.relative_to(folder)))
+    return names
 
 
 class Named:
@@ -220,10 +220,14 @@ def test_forgetting_reaches_every_file(tmp_path: Path, monkeypatch: pytest.Monke
     done = run_suite(suite, Named("one"))
     store.label({"digest": case.id, "score": case.score, "text": case.texts[0]} for case in done.cases)
     assert len(store.labels()) == len(suite) and files_with(store.path, "jane@")
-    told = forget(store, r"jane@example\.com")
-    assert told.rows == 9 and told.conversations == 8 and told.sources_with_it
+    forgotten = forget(store, r"jane@example\.com")
+    assert forgotten.rows == 9 and forgotten.conversations == 8 and forgotten.sources_with_it
     assert files_with(store.path, "jane@") == [] and files_with(store.path, "You are welcome") == []
-    assert len(store.labels()) == len((store.path / "suite.jsonl").read_text().splitlines()) == len(suite) - told.cases
+    assert (
+        len(store.labels())
+        == len((store.path / "suite.jsonl").read_text().splitlines())
+        == len(suite) - forgotten.cases
+    )
     assert files_with(tmp_path / "answers", "jane@") == ["answers-r0-00000.parquet"]
     assert store.add([tmp_path / "answers"], BYTES)["left_out"]["forgotten"] == 9, "it does not come back"
     assert files_with(store.path, "jane@") == []
@@ -235,18 +239,18 @@ def test_forgetting_reaches_every_file(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_cases_that_are_trained_on_are_found(tmp_path: Path) -> None:
     page = "Answer the customer in a friendly way and keep to the rules of the shop. "
-    asked = [
+    questions = [
         f"{page} Parcel {at * 7919:x} for {at * 104729:x}, sent from {at * 15485863:x} to {at * 31:x}, is late"
         for at in range(30)
     ]
     store = store_of(
         tmp_path,
-        *(answer(each, f"{at * 7:x}") for at, each in enumerate(asked[:25])),
+        *(answer(each, f"{at * 7:x}") for at, each in enumerate(questions[:25])),
         split=SplitConfig(evals_share=0.0),
     )
     cases = [
         Case(str(at), {"kind": "exact", "answer": "x"}, ({"role": "user", "content": each},))
-        for at, each in enumerate(asked)
+        for at, each in enumerate(questions)
     ]
     assert leaking(Suite("s", tuple(cases)), store) == [str(at) for at in range(25)]
     dropped = Dropped()
@@ -279,8 +283,8 @@ def test_patterns_that_forget_everything_or_nothing_at_all(tmp_path: Path, monke
 
 def test_the_card_says_what_is_in_it(tmp_path: Path) -> None:
     store = store_of(tmp_path, *many(12), answer("Loop", "ab" * 40, answer_ids=list(b"ab" * 40)))
-    told = card_of(store)
-    assert told["on_both_sides"] == 0 and sum(side["loops"] for side in told["sides"].values()) == 1
+    card = card_of(store)
+    assert card["on_both_sides"] == 0 and sum(side["loops"] for side in card["sides"].values()) == 1
     text = (store.path / "card.md").read_text()
     assert "0 conversations are on both sides" in text and "| 1 |" in text
     assert (store.path / "train").stat().st_mode & 0o077 == 0, "for the owner alone"

@@ -55,12 +55,12 @@ def test_versions_older_than_the_store_delete_nothing(tmp_path: Path, store: Sto
 def test_a_store_older_than_its_versions_deletes_nothing(tmp_path: Path, store: Store) -> None:
     """One version behind, it may as well have been killed there: that version is whole, so it stays. Two are
     refused."""
-    told = json.loads((store.path / "store.json").read_text())
+    header = json.loads((store.path / "store.json").read_text())
     before = {row["digest"] for side in SIDES for row in store.rows(side)}
-    (store.path / "store.json").write_text(json.dumps({**told, "version": 1}))
+    (store.path / "store.json").write_text(json.dumps({**header, "version": 1}))
     line = store.add([answered(tmp_path / "third", *many(3, "letter"))], BYTES)
     assert line["version"] == 3 and before < {row["digest"] for side in SIDES for row in store.rows(side)}
-    (store.path / "store.json").write_text(json.dumps({**told, "version": 1}))
+    (store.path / "store.json").write_text(json.dumps({**header, "version": 1}))
     with pytest.raises(ConfigError, match="restore the whole folder"):
         store.add([tmp_path / "third"], BYTES)
 
@@ -142,12 +142,12 @@ def test_rows_of_a_change_that_was_killed_are_not_read(store: Store) -> None:
 @pytest.mark.slow
 def test_a_split_that_was_killed_behind_its_line_is_finished(tmp_path: Path, store: Store) -> None:
     """Its own settings with it."""
-    told = (store.path / "store.json").read_text()
-    wanted = SplitConfig(evals_share=0.25, split_seed=3)
-    line = store.resplit(wanted)
-    (store.path / "store.json").write_text(told)
+    header = (store.path / "store.json").read_text()
+    new_split = SplitConfig(evals_share=0.25, split_seed=3)
+    line = store.resplit(new_split)
+    (store.path / "store.json").write_text(header)
     again = Store.open(store.path)
-    assert again.resplit(wanted) == line and again.split == wanted and again.version == 3
+    assert again.resplit(new_split) == line and again.split == new_split and again.version == 3
 
 
 @pytest.mark.slow
@@ -161,8 +161,8 @@ def test_a_store_whose_versions_are_lost_is_not_read_as_empty(store: Store) -> N
 
 def rolled_back(store: Store, version: int) -> None:
     """Both files of versions as an older copy has them."""
-    told = json.loads((store.path / "store.json").read_text())
-    (store.path / "store.json").write_text(json.dumps({**told, "version": version}))
+    header = json.loads((store.path / "store.json").read_text())
+    (store.path / "store.json").write_text(json.dumps({**header, "version": version}))
     (store.path / "versions.jsonl").write_text("".join(lines(store)[:version]))
 
 

@@ -71,14 +71,14 @@ class TestStore:
         command, template = self.COMMANDS[name], tmp_path / "template"
         shutil.copytree(home, template)
         command(home)
-        wanted, version = self.seen(home), Store.open(home / "store").version
+        expected, version = self.seen(home), Store.open(home / "store").version
         for fault in every_fault(home, lambda: command(home), copied(template, home)):
             Store.open(home / "store").versions()
             command(home)
-            found = self.seen(home)
+            contents = self.seen(home)
             if name == "label":  # it was written before the kill, and again: the same score twice
-                found["labels"] = [*{json.dumps(each): each for each in found["labels"]}.values()]
-            assert found == wanted, str(fault)
+                contents["labels"] = [*{json.dumps(each): each for each in contents["labels"]}.values()]
+            assert contents == expected, str(fault)
             # One more where it was killed behind its end: the same again changes nothing but the version.
             assert Store.open(home / "store").version in (version, version + 1), str(fault)
 
@@ -87,8 +87,8 @@ class TestStore:
 
         def command() -> None:
             store = home / "store"
-            made = Store.open(store) if (store / "store.json").is_file() else Store.create(store, "tiny")
-            made.add([source], BYTES)
+            opened = Store.open(store) if (store / "store.json").is_file() else Store.create(store, "tiny")
+            opened.add([source], BYTES)
 
         def prepare() -> None:
             shutil.rmtree(home, ignore_errors=True)
@@ -97,9 +97,9 @@ class TestStore:
         source = answered(tmp_path / "source", *many(6))
         prepare()
         command()
-        wanted = {side: sorted(row["digest"] for row in Store.open(home / "store").rows(side)) for side in SIDES}
+        expected = {side: sorted(row["digest"] for row in Store.open(home / "store").rows(side)) for side in SIDES}
         for fault in every_fault(home, command, prepare):
             command()
             store = Store.open(home / "store")
-            assert {side: sorted(row["digest"] for row in store.rows(side)) for side in SIDES} == wanted, str(fault)
+            assert {side: sorted(row["digest"] for row in store.rows(side)) for side in SIDES} == expected, str(fault)
             assert store.version in (1, 2), str(fault)

@@ -1,0 +1,70 @@
+"""Acceptance statistics of answers, overall and for each source of drafts, as `decode` and `evaluate` report them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.report.statistics import (
+    Interval,
+    Rounds,
+    bootstrap,
+    ratio_of_sums,
+    survival,
+)
+from paceline.report.tables import Column, Table
+from paceline.types import Round
+
+
+@dataclass(slots=True, kw_only=True)
+class Drafting:
+    """Acceptance length, rate and survival of some answers; None or empty for Transformers (it reports no rounds)."""
+
+    tokens_per_round: float | None = None
+    tokens_per_round_interval: Interval = (None, None)
+    """95% bootstrap interval of `tokens_per_round` over answers."""
+    acceptance_rate: float | None = None
+    """Share of drafts that were accepted; None without drafts."""
+    survival: list[float] = field(default_factory=list)
+    accepted_histogram: list[int] = field(default_factory=list)
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Source of drafts, e.g. "ngram" -> share of rounds, tokens per round and acceptance rate of its rounds."""
+
+
+def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafting:
+    """Return the acceptance statistics of `answers`, each a list of rounds. `num_drafted`: size of the survival curve,
+    whose value i (from 1) is the share of rounds that accept the first i drafts."""
+    rounds = [one for answer in answers for one in answer]
+    if not rounds:
+        return Drafting(tokens_per_round=1.0)
+    whole, by_answer = Rounds.counted(rounds), [Rounds.counted(answer) for answer in answers]
+    pairs = [(float(one.num_rounds + one.num_accepted), float(one.num_rounds)) for one in by_answer]
+    sources = {
+        source: {
+            "share_of_rounds": own.num_rounds / len(rounds),
+            "tokens_per_round": own.tokens_per_round,
+            "acceptance_rate": own.acceptance_rate if own.num_drafted else None,
+        }
+        for source, own in Rounds.by_source(rounds).items()
+    }
+    return Drafting(
+        tokens_per_round=ratio_of_sums(pairs),
+        tokens_per_round_interval=bootstrap(pairs, ratio_of_sums),
+        acceptance_rate=whole.acceptance_rate if whole.num_drafted else None,
+        survival=survival(whole.accepted_histogram, num_drafted),
+        accepted_histogram=list(whole.accepted_histogram),
+        sources=sources,
+    )
+
+
+def sources_table(named: Sequence[tuple[str, Drafting]]) -> Table:
+    rows = [(name, source, share) for name, figures in named for source, share in figures.sources.items()]
+    columns = (
+        Column("setting", lambda row: row[0]),
+        Column("drafts of", lambda row: row[1]),
+        Column("share of rounds", lambda row: row[2]["share_of_rounds"], "{:.0%}", "right"),
+        Column("tokens/round", lambda row: row[2]["tokens_per_round"], "{:.2f}", "right"),
+        Column("accepted", lambda row: row[2]["acceptance_rate"], "{:.0%}", "right"),
+    )
+    return Table(columns, rows)

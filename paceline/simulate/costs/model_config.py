@@ -1,0 +1,272 @@
+"""Reads the shape of a model from its config.json.
+
+`shape_of` counts parameters from matrix sizes and finds the attention of each layer. Dense, GQA, MLA, sliding windows,
+sparse and compressed MLA (DeepSeek V3.2, V4), mixtures of experts, gated delta-net hybrids (Qwen3-Next, Qwen3.5).
+Norms, biases, vision towers and extra prediction layers are ignored: they are about a thousandth of the parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UnsupportedModelError
+from paceline.simulate.costs.shapes import Attention, Experts, ModelShape, Precisions
+
+KEYS: dict[str, Any] = json.loads((Path(__file__).parent / "config_keys.json").read_text(encoding="utf-8"))
+"""Tables of key, family and layer-type names in config.json files; the page reads them too."""
+
+
+def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelShape:
+    """Returns the model shape, with this `name` and `source`, of a config.json. Raises UnsupportedModelError."""
+    read = ConfigReader(config)
+    layers, hidden, vocab = range(read.whole("num_hidden_layers")), read.whole("hidden_size"), read.whole("vocab_size")
+    attention = [attention_of(read, layer) for layer in layers]
+    groups = Counter(group for group, _ in attention)
+    dense = hidden * vocab + sum(parameters for _, parameters in attention)
+    return ModelShape(
+        name=name or read.family,
+        num_layers=len(layers),
+        hidden_size=hidden,
+        dense=float(dense + sum(feed_forward_parameters(read, layer) for layer in layers)),
+        attention=tuple(replace(group, layers=count) for group, count in groups.items()),
+        precisions=read.precisions,
+        experts=experts_of(read),
+        embedding=0.0 if read.is_tied else float(hidden * vocab),
+        vocab_size=vocab,
+        max_context=read.whole("max_position_embeddings", 0),
+        source=source or "its config.json",
+    )
+
+
+class ConfigReader:
+    """Reads values of a config.json (of a multimodal one: the language model's), by any of the names that families use.
+
+    Raises UnsupportedModelError, which names a key that is missing or not a number.
+    """
+
+    def __init__(self, whole_config: dict[str, Any]) -> None:
+        inner = whole_config.get("text_config") or whole_config.get("llm_config") or whole_config
+        if not isinstance(inner, dict):
+            raise UnsupportedModelError(
+                "this is no config.json of a model: it must be a JSON object with hidden_size and so on"
+            )
+        self.whole_config, self.config = whole_config, inner
+        for family, reason in KEYS["not_read"].items():
+            if self.family.startswith(family):
+                raise UnsupportedModelError(
+                    f"{self.family} has {reason}, which is not read: describe the model as a shape "
+                    "(docs/explanation/prediction.md)"
+                )
+
+    @property
+    def family(self) -> str:
+        return str(self.config.get("model_type", self.whole_config.get("model_type", "model")))
+
+    def has(self, name: str) -> bool:
+        return bool(self.config.get(name))
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """Returns the value of a key, an integer. If it is missing or null, returns `default`; without one, raises."""
+        keys = (name, *KEYS["other_names"].get(name, ()))
+        value = next((self.config[key] for key in keys if self.config.get(key) is not None), None)
+        if value is None:
+            if default is None:
+                raise UnsupportedModelError(
+                    f"{self.family}: the config has no {name}, which a prediction needs: give a complete config.json"
+                )
+            return default
+        is_whole = isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
+        if not is_whole or value < (1 if default is None else 0):
+            raise UnsupportedModelError(f"{self.family}: {name} is {value!r}, which is no size: check the config.json")
+        return int(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.config.get(name)
+        return default if value is None else bool(value)
+
+    @property
+    def head_dim(self) -> int:
+        return self.whole("head_dim", self.whole("hidden_size") // self.whole("num_attention_heads"))
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the embedding and the head are one tensor; the default depends on the family."""
+        value = self.config.get("tie_word_embeddings", self.whole_config.get("tie_word_embeddings"))
+        return self.family.startswith(tuple(KEYS["tied"])) if value is None else bool(value)
+
+    @property
+    def num_experts(self) -> int:
+        return next((self.whole(name) for name in KEYS["experts"] if self.has(name)), 0)
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.whole(next(filter(self.has, KEYS["per_token"]), KEYS["per_token"][0]))
+
+    def layer_kind(self, layer: int) -> str:
+        """Returns a layer's attention type: full_attention, sliding_attention or linear_attention. Without
+        "layer_types" it follows the family's pattern: Gemma 3 uses sliding windows in all but every sixth layer,
+        Mistral and similar ones in all layers or none."""
+        kinds = self.config.get("layer_types")
+        if isinstance(kinds, list) and len(kinds) > layer:
+            kind, known = str(kinds[layer]), KEYS["layer_kinds"]
+            if kind not in known and not self.has("compress_ratios"):
+                raise UnsupportedModelError(
+                    f"{self.family}: layer type {kind!r} is not known: choose from {', '.join(known)}"
+                )
+            return kind if kind in known else "full_attention"
+        if self.has("linear_num_value_heads"):
+            return (
+                "full_attention" if (layer + 1) % self.whole("full_attention_interval", 4) == 0 else "linear_attention"
+            )
+        slides = self.has("sliding_window") and self.flag("use_sliding_window", True)
+        pattern = next((every for family, every in KEYS["patterns"].items() if self.family.startswith(family)), None)
+        if slides and pattern is not None:
+            slides = (layer + 1) % self.whole("sliding_window_pattern", pattern) != 0
+        elif slides and self.family.startswith("qwen"):
+            slides = layer >= self.whole("max_window_layers", 0)
+        return "sliding_attention" if slides else "full_attention"
+
+    def compress_ratio(self, layer: int) -> int:
+        """Returns the tokens per entry of a layer's compressed cache (DeepSeek V4); 0: the layer compresses nothing."""
+        values, num_layers = self.config.get("compress_ratios"), self.whole("num_hidden_layers")
+        if (
+            not isinstance(values, list)
+            or len(values) < num_layers
+            or not all(isinstance(value, int) for value in values)
+        ):
+            raise UnsupportedModelError(
+                f"{self.family}: compress_ratios must list a whole number for each of {num_layers} layers"
+            )
+        return values[layer]
+
+    def is_sparse(self, layer: int) -> bool:
+        """True if a layer's feed-forward part is a mixture of experts."""
+        if not self.num_experts or layer < self.whole("first_k_dense_replace", 0):
+            return False
+        if layer in (self.config.get("mlp_only_layers") or ()):
+            return False
+        step = self.whole("decoder_sparse_step", 0) or self.whole("interleave_moe_layer_step", 0) or 1
+        return (layer + 1) % step == 0
+
+    @property
+    def precisions(self) -> Precisions:
+        """Returns number formats by the stored dtype and the quantisation; experts may have another one than the rest
+        (MXFP4 in gpt-oss, fp4 in DeepSeek V4). Attention is assumed to be 16-bit, as is the cache (8-bit in DeepSeek
+        V4), although servers have options for both."""
+        quantisation = self.whole_config.get("quantization_config") or self.config.get("quantization_config")
+        quantisation = quantisation if isinstance(quantisation, dict) else {}
+        method, dtype = quantisation.get("quant_method"), self.config.get("dtype", self.config.get("torch_dtype"))
+        if method == "mxfp4":
+            weights = "bfloat16"
+        elif method in ("fp8", "fbgemm_fp8", "modelopt") or "fp8" in str(quantisation.get("quant_algo", "")).lower():
+            weights = "float8"
+        elif method in ("gptq", "awq") or quantisation.get("load_in_4bit"):
+            weights = "int8" if quantisation.get("bits") == 8 else "int4"
+        else:
+            weights = "float16" if (dtype or self.whole_config.get("torch_dtype")) == "float16" else "bfloat16"
+        experts = "float4" if method == "mxfp4" or self.config.get("expert_dtype") == "fp4" else weights
+        return Precisions(weights, experts, kv="float8" if self.has("compress_ratios") else "bfloat16")
+
+
+def attention_of(read: ConfigReader, layer: int) -> tuple[Attention, int]:
+    """Returns (one layer's attention sizes, as an Attention with layers=1; number of parameters of its matrices)."""
+    kind = read.layer_kind(layer)
+    if kind == "linear_attention":
+        return _linear(read)
+    if read.has("compress_ratios"):
+        return _compressed(read, layer)
+    if read.has("kv_lora_rank"):
+        return _latent(read)
+    heads, head_dim = read.whole("num_attention_heads"), read.head_dim
+    width, kv_heads = heads * head_dim, read.whole("num_key_value_heads", heads)
+    queries = 2 * width if read.flag("attn_output_gate", read.family.removesuffix("_text") in KEYS["gated"]) else width
+    window = read.whole("sliding_window") if kind == "sliding_attention" else None
+    parameters = read.whole("hidden_size") * (queries + 2 * kv_heads * head_dim + width)
+    return Attention("gqa", 1, heads, kv_heads, head_dim, window=window), parameters
+
+
+def _linear(read: ConfigReader) -> tuple[Attention, int]:
+    """Gated delta net: the state is a key x value matrix per value head and the convolution's last inputs, in 16
+    bits."""
+    key_dim, heads = read.whole("linear_key_head_dim"), read.whole("linear_num_value_heads")
+    keys, values = read.whole("linear_num_key_heads") * key_dim, heads * read.whole("linear_value_head_dim")
+    convolution = (2 * keys + values) * read.whole("linear_conv_kernel_dim")
+    parameters = read.whole("hidden_size") * (2 * keys + 3 * values + 2 * heads) + convolution
+    return Attention("linear", 1, state_bytes=float(2 * (values * key_dim + convolution))), parameters
+
+
+def _latent(read: ConfigReader) -> tuple[Attention, int]:
+    """MLA; with an indexer (DeepSeek V3.2) it reads only the positions that the indexer selects."""
+    hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
+    latent, rope = read.whole("kv_lora_rank"), read.whole("qk_rope_head_dim")
+    plain, value = read.whole("qk_nope_head_dim"), read.whole("v_head_dim")
+    rank = read.whole("q_lora_rank", 0)
+    queries = hidden * rank + rank * heads * (plain + rope) if rank else hidden * heads * (plain + rope)
+    parameters = queries + hidden * (latent + rope) + latent * heads * (plain + value) + heads * value * hidden
+    if index := read.whole("index_n_heads", 0):
+        width = read.whole("index_head_dim")
+        parameters += (rank or hidden) * index * width + hidden * (width + index)
+    group = Attention("mla", 1, heads, latent=latent, rope=rope)
+    if read.has("index_topk"):
+        group = replace(group, window=0, ratio=1, topk=read.whole("index_topk"), **_indexer(read))
+    return group, parameters
+
+
+def _compressed(read: ConfigReader, layer: int) -> tuple[Attention, int]:
+    """DeepSeek V4: a window, and before it one entry per `ratio` positions; ratio 4 selects among them, 128 reads all.
+
+    Low-rank queries and grouped low-rank output, one key that is also the value, the compressor, the indexer.
+    """
+    ratio, width = read.compress_ratio(layer), read.head_dim
+    hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
+    rank, out_rank, groups = read.whole("q_lora_rank"), read.whole("o_lora_rank"), read.whole("o_groups")
+    parameters = (
+        hidden * rank + rank * heads * width + hidden * width + heads * width * out_rank + groups * out_rank * hidden
+    )
+    rope, window = read.whole("qk_rope_head_dim"), read.whole("sliding_window")
+    group = Attention("mla", 1, heads, latent=width, rope=rope, window=window)
+    if ratio == 0:
+        return group, parameters
+    group = replace(group, ratio=ratio)
+    if ratio > 4:
+        return group, parameters + 2 * hidden * width
+    index = _indexer(read)
+    heads, index_width = index["indexer_heads"], index["indexer_dim"]
+    parameters += 4 * hidden * width + rank * heads * index_width + hidden * heads + 4 * hidden * index_width
+    return replace(group, topk=read.whole("index_topk"), **index), parameters
+
+
+def _indexer(read: ConfigReader) -> dict[str, int]:
+    return {"indexer_heads": read.whole("index_n_heads"), "indexer_dim": read.whole("index_head_dim")}
+
+
+def feed_forward_parameters(read: ConfigReader, layer: int) -> int:
+    """Returns the number of parameters of one layer's dense feed-forward part, or of its router if it has experts."""
+    if not read.is_sparse(layer):
+        return 3 * read.whole("hidden_size") * read.whole("intermediate_size")
+    return read.whole("hidden_size") * (read.num_experts + read.has("shared_expert_intermediate_size"))
+
+
+def experts_of(read: ConfigReader) -> Experts | None:
+    """Returns the expert parameters summed over all mixture-of-experts layers; None for a dense model."""
+    layers = sum(read.is_sparse(layer) for layer in range(read.whole("num_hidden_layers")))
+    if not layers:
+        return None
+    width = read.whole("moe_intermediate_size", read.whole("intermediate_size", 0)) or read.whole("intermediate_size")
+    shared = read.whole("n_shared_experts", 0) * width + read.whole("shared_expert_intermediate_size", 0)
+    each, always = 3 * read.whole("hidden_size") * width, 3 * read.whole("hidden_size") * shared
+    num_routed, per_token = read.num_experts, read.experts_per_token
+    if not 0 < per_token < num_routed:
+        raise UnsupportedModelError(
+            f"{read.family}: {per_token} of {num_routed} experts per token is not possible: check num_experts_per_tok"
+        )
+    return Experts(
+        num_routed=num_routed,
+        per_token=per_token,
+        active=float(layers * (per_token * each + always)),
+        resident=float(layers * (num_routed * each + always)),
+    )

@@ -1,0 +1,31 @@
+"""Reads the plan that a training run stored, plan.json, and sets its values in the configuration of a run that resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.train.config import TrainConfig
+from paceline.train.run_file import value_of, with_value
+
+
+def apply_stored(config: TrainConfig, plan: dict[str, Any]) -> TrainConfig:
+    """Sets the values stored in `plan` (the run's plan.json), except fields that are given now or no longer exist."""
+    for name, value in (plan.get("values") or {}).items():
+        try:
+            before = value_of(config, name)
+        except AttributeError:
+            continue
+        if not config.is_given(name):
+            config = with_value(config, name, tuple(value) if isinstance(before, tuple) else value)
+    return config
+
+
+def stored_plan(out: Path) -> dict[str, Any] | None:
+    """Returns a run's plan.json; None if it is missing or damaged."""
+    try:
+        plan = json.loads((out / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return plan if isinstance(plan, dict) else None

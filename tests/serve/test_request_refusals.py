@@ -1,0 +1,164 @@
+"""Fields of requests that cannot hold are refused by their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from live_server import Live
+from request_calls import CHAT, MESSAGES, SCHEMA, TEXT, refused
+
+pytestmark = pytest.mark.slow
+pytest_plugins = ("tiny_server",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"guided_grammar": "root ::= x"}, "guided_grammar"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"response_format": {"type": "json_schema", "json_schema": SCHEMA}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema"),
+        ({"response_format": {"type": "json_object", "regex": "a"}}, "response_format.regex"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.type"),
+    ],
+)
+def test_a_grammar_that_cannot_hold_is_refused_by_the_name_of_its_field(
+    live: Live, fields: dict[str, Any], param: str
+) -> None:
+    for path in (CHAT, TEXT):
+        error = refused(live, path, **fields)
+        assert error["param"] == param, error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"response_format": {"type": "regex", "regex": "("}}, "response_format"),
+        (TEXT, {"guided_regex": "("}, "guided_regex"),
+        (CHAT, {"structured_outputs": {"json": {"type": "nonsense"}}}, "structured_outputs"),
+        (
+            CHAT,
+            {"tools": [{"function": {"name": "f"}}], "tool_choice": "required", "guided_regex": "a"},
+            "guided_regex",
+        ),
+        (CHAT, {"lossy": "typical:eps=7"}, "lossy"),
+        (CHAT, {"lossy": {"rule": "lenience", "l": "x"}}, "lossy"),
+        (CHAT, {"logit_bias": {"999999": 1}}, "logit_bias"),
+        (TEXT, {"prompt": [999_999]}, "prompt"),
+        (TEXT, {"prompt": "x " * 3000}, "prompt"),
+        (TEXT, {"prompt": "x" * 200_000}, "prompt"),
+    ],
+)
+def test_the_field_at_fault_is_named_wherever_it_is_found(
+    live: Live, path: str, fields: dict[str, Any], param: str
+) -> None:
+    error = refused(live, path, **fields)
+    assert error["param"] == param, error
+
+
+@pytest.mark.parametrize("seed", [2**63, -2, 2**64, True, "7", 1.5])
+def test_a_seed_that_is_none_is_refused(live: Live, seed: Any) -> None:
+    assert refused(live, seed=seed)["param"] == "seed"
+    assert refused(live, seed=2**63 - 1, n=2)["param"] == "seed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"stop": ["x"] * 20}, "stop", "at most 16 items"),
+        ({"stop": 5}, "stop", "a valid string, or a valid list"),
+        ({"stop": ["a", 5]}, "stop[1]", "a valid string"),
+        ({"tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required', or a valid object"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", "required"),
+        ({"speculate": "maybe"}, "speculate", "'auto', 'full' or 'off', or a valid integer"),
+        ({"temperature": "hot"}, "temperature", "a valid number"),
+        ({"top_k": True}, "top_k", "a valid integer"),
+        ({"stream": "yes"}, "stream", "boolean"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "reads text"),
+        ({"messages": [{"role": "user"}]}, "messages[0]", "needs a role and a content"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "'system'"),
+        ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type", "'function'"),
+        ({"temprature": 1}, "temprature", "did you mean temperature?"),
+        ({"max_token": 5}, "max_token", "did you mean max_tokens"),
+        ({"messages": [{"role": "user", "content": "x", "contnet": 1}]}, "messages[0].contnet", "did you mean content"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+        ({"use_beam_search": True}, "use_beam_search", "sampled or greedy"),
+        ({"n_predict": 5}, "n_predict", "use max_tokens"),
+        ({"echo": True}, "echo", "continue_final_message"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "template does not read it"),
+        ({"documents": [{"text": "x"}]}, "documents", "template does not read it"),
+        ({"stop": ["<|im_end|>\n\nx"]}, "stop", "give it alone"),
+        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "at most max_tokens"),
+        ({"bad_words": [""]}, "bad_words", "no empty string"),
+        ({"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens", "differ"),
+        ({"top_p": -0.1}, "top_p", "greater than or equal to 0"),
+    ],
+)
+def test_a_refusal_names_the_field_as_the_client_wrote_it(
+    live: Live, fields: dict[str, Any], param: str, message: str
+) -> None:
+    error = refused(live, **fields)
+    assert (error["param"], message in error["message"]) == (param, True), error
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "says"),
+    [
+        ("/tokenize", {"max_tokens": 5}, "max_tokens", "only at /v1/chat/completions and /v1/completions"),
+        ("/detokenize", {"reasoning_effort": "high"}, "reasoning_effort", "only at /v1/chat/completions"),
+        (TEXT, {"max_completion_tokens": 5}, "max_completion_tokens", "only at /v1/chat/completions"),
+        (CHAT, {"prompt": "x"}, "prompt", "only at /v1/completions and /tokenize"),
+        (CHAT, {"tokens": [1]}, "tokens", "only at /detokenize"),
+        (
+            CHAT,
+            {"tools": [{"function": {"name": "f"}, "defer_loading": True}]},
+            "tools[0].defer_loading",
+            "all tools go",
+        ),
+        (TEXT, {"tools": [{"function": {"name": "f"}}]}, "tools", "use /v1/chat/completions"),
+        ("/tokenize", {"echo": True}, "echo", "only at /v1/completions"),
+    ],
+)
+def test_a_field_of_another_endpoint_is_said_to_be_one(
+    live: Live, path: str, fields: dict[str, Any], param: str, says: str
+) -> None:
+    base: dict[str, Any] = {CHAT: {"messages": MESSAGES}, TEXT: {"prompt": "x"}, "/tokenize": {"prompt": "x"}}.get(
+        path, {}
+    )
+    status, body, _ = live.post(path, (base or {"tokens": [1]}) | fields)
+    assert (status, body["error"]["param"], says in body["error"]["message"]) == (400, param, True), body
+
+
+LONG = "x" * 200_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": LONG}]},
+        {"messages": [*MESSAGES, {"role": "assistant", "content": "x", "reasoning_content": LONG}]},
+        {"messages": [*MESSAGES, {"role": "assistant", "content": "x", "reasoning": LONG}]},
+        {"messages": [*MESSAGES, {"role": "assistant", "refusal": LONG}]},
+        {"messages": [*MESSAGES, {"role": "assistant", "function_call": {"name": "f", "arguments": {"x": LONG}}}]},
+        {
+            "messages": [
+                *MESSAGES,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": LONG}}}]},
+            ]
+        },
+        {"tools": [{"function": {"name": "f", "description": LONG}}]},
+    ],
+)
+def test_a_prompt_that_cannot_fit_is_refused_unencoded(live: Live, fields: dict[str, Any]) -> None:
+    error = refused(live, **fields)
+    assert error["code"] == "context_length_exceeded" and "200," in error["message"], error
