@@ -49,6 +49,8 @@ class Deployment(Protocol):
 
     traces_rounds: bool
     """True if the traces written for these servers contain the number of accepted drafts of each round."""
+    needs_same_shapes: bool
+    """True if the running servers load only drafters with the tensor shapes of the one that they have."""
     undo: list[list[str | None]]
     """Changes that `roll_back` will undo, as JSON lists; a restarted daemon sets it from its saved state."""
     meters: Meters
@@ -134,6 +136,7 @@ class PacelineServer:
     routes clusters of requests to them."""
 
     traces_rounds = True
+    needs_same_shapes = False
 
     def __init__(self, config: DeployConfig) -> None:
         self._client = Client(

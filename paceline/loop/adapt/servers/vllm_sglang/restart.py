@@ -48,6 +48,7 @@ class _Restarted:
         """Drafter that was loaded after the incumbent and is not accepted yet."""
         self.undo = list[list[str | None]]()
         """["server", address, folder that this server read before]."""
+        self.needs_same_shapes = config.hot_swap
         key = config.admin_key or os.environ.get("PACELINE_ADMIN_KEY")
         self._clients = [Client(url, key, config.patience_s) for url in config.servers]
         self.meters = Meters({client.url: {} for client in self._clients})
