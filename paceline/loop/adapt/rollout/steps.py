@@ -284,7 +284,7 @@ class Steps:
         if ended is None:
             return
         ending, why = ended
-        if ending == "kept" and stage.others:
+        if ending == "kept" and stage.others and stage.kind != "found":
             stage.name, stage.why = "spread", why
             self._event(hour_of(now), "spread", clusters=stage.clusters, drafter=stage.drafter, why=why)
             self._spread(stage, now)
