@@ -46,8 +46,8 @@ class TestLive:
         rates = {begin + 150: 170, begin + 250: changes.pop("after", 400), begin + 350: 100}
         clients.done = [live.Done(at, "tickets", tokens, 100, True) for at, tokens in rates.items() for _ in range(20)]
         clients.failed, clients.wrong = changes.pop("failed", []), changes.pop("wrong", [])
-        run.found = {"traffic": clients, "gate_of_the_poisoned": {"passed": False, "status": 3}}
-        run.found["after_force"] = {"ended": "rolled back", "serves": "ours", "ours": "ours"}
+        run.results = {"traffic": clients, "gate_of_the_poisoned": {"passed": False, "status": 3}}
+        run.results["after_force"] = {"ended": "rolled back", "serves": "ours", "ours": "ours"}
         return live.verdicts(run, changes.pop("missed", None))
 
     def test_all_went_well(self, tmp_path: Path) -> None:
@@ -78,6 +78,6 @@ class TestLive:
     def test_an_hour_begins_the_run_at_six(self, tmp_path: Path) -> None:
         live = script("adapt_live")
         run = live.Run(Namespace(out=tmp_path, hour_s=8.0, limit_minutes=40.0))
-        assert run.began / run.hour_s % 24 == pytest.approx(live.BEGINS_AT, abs=0.1) and run.hour_s == pytest.approx(
-            8.0
-        )
+        assert run.began / run.hour_s % 24 == pytest.approx(
+            script("adapt_story").BEGINS_AT, abs=0.1
+        ) and run.hour_s == pytest.approx(8.0)

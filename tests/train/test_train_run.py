@@ -39,7 +39,7 @@ from paceline.train.config import AnswerConfig, DrafterShape, LoopConfig, TrainC
 from paceline.train.features.hidden_states import ScaledFeatures
 from paceline.train.learn.initial_weights import continued_draft_ids
 from paceline.train.learn.packs import DFlashTrainable
-from paceline.train.methods.kinds import initial_drafter
+from paceline.train.methods.kinds import draft_ids_of, initial_drafter
 from paceline.train.plan import target_facts as facts
 from paceline.train.plan.expected_acceptance import Learned, expected_lines, expected_of
 from paceline.train.run_file import config_of, read_run_file
@@ -354,6 +354,17 @@ def test_a_continued_drafter_also_drafts_what_its_new_answers_hold(tmp_path: Pat
     assert chosen is not None and chosen.tolist() == [1, 3, 7, 9]
     assert continued_draft_ids(tmp_path / "whole", corpus, target) is None
     assert continued_draft_ids(None, corpus, target) is None
+
+    def of_size(init: str | None, number: int) -> list[int]:
+        config = TrainConfig(init=init, shape=DrafterShape(draft_vocab=number))
+        ids = draft_ids_of(config, corpus, target, lambda text: None)
+        assert ids is not None
+        return ids.tolist()
+
+    part = str(tmp_path / "part")
+    assert of_size(part, 3) == [1, 3, 7], "a running vLLM takes no other number: new tokens replace the rarest ones"
+    assert of_size(part, 4) == [1, 3, 7, 9] and of_size(part, 2) == [3, 7]
+    assert of_size(None, 3) == of_size(str(tmp_path / "whole"), 3) == [0, 3, 7]
 
 
 def test_a_tiny_run_keeps_what_was_given(tmp_path: Path) -> None:

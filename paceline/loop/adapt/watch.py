@@ -196,7 +196,7 @@ class Watcher(Steps):
         if probation is not None:
             probation.incumbent = self.incumbent
             self.by_hand, self._is_unsaved = probation, True
-            why = f"{probation.member} was loaded by hand: it is watched"
+            why = f"{probation.drafter} was loaded by hand ({probation.member}): it is watched"
             self._event(probation.hour, "told", drafter=probation.drafter, why=why)
 
     def clock_moved(self, by: float) -> None:

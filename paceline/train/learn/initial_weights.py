@@ -156,13 +156,19 @@ def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head
     return Head(weight_VD, config.output_multiplier, config.final_logit_softcapping, draft_ids, target=target.ends)
 
 
-def most_frequent(number: int | None, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
-    """Returns the ids of the `number` most frequent tokens in the answers, ascending, as a new drafter's draft
-    vocabulary; None for all tokens. Reports through `say` their share of all tokens in the answers."""
+def most_frequent(
+    number: int | None, corpus: Corpus, target: Target, say: Callable[[str], None], known: Tensor | None = None
+) -> Tensor | None:
+    """Returns the ids of the `number` most frequent tokens in the answers, ascending, as a drafter's draft vocabulary;
+    None for all tokens. `known`: token ids that precede others of the same frequency, such as the draft vocabulary of a
+    drafter that is continued. Reports through `say` their share of all tokens in the answers."""
     if not number or number >= target.vocab_size:
         return None
     counts_V = torch.from_numpy(corpus.token_counts(target.vocab_size))
-    chosen = torch.argsort(counts_V, descending=True, stable=True)[:number].sort().values
+    order_V = torch.arange(target.vocab_size)
+    if known is not None:
+        order_V = torch.cat([known, order_V[~torch.isin(order_V, known)]])
+    chosen = order_V[torch.argsort(counts_V[order_V], descending=True, stable=True)][:number].sort().values
     share = float(counts_V[chosen].sum() / counts_V.sum())
     say(f"drafting among {number} of {target.vocab_size} tokens, {share:.1%} of what the answers hold")
     return chosen

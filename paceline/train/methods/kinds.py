@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from paceline.draft.dflash.checkpoint import read_draft_ids
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.draft.eagle3.drafter import Eagle3Network
 from paceline.model.target import Target
@@ -55,11 +56,14 @@ class InitialDrafter:
 
 def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
     """Returns the token ids of the draft vocabulary with which a run trains, ascending; None for all tokens. If
-    `config.init` gives an EAGLE-3 drafter, its draft vocabulary; else the most frequent tokens in the answers, whose
-    share of all tokens there is reported through `say`."""
+    `config.init` gives an EAGLE-3 drafter, its draft vocabulary; else the most frequent tokens in the answers, then
+    tokens that the drafter in `config.init` drafts now. Their share of all tokens in the answers is reported through
+    `say`."""
+    init, number = init_folder(config.init, config.target.model), config.shape.draft_vocab
     if config.shape.kind == "eagle3":
-        return drafted_ids(config.shape, init_folder(config.init, config.target.model), corpus, target, say)
-    return most_frequent(config.shape.draft_vocab, corpus, target, say)
+        return drafted_ids(config.shape, init, corpus, target, say)
+    known = read_draft_ids(init) if init is not None and number else None
+    return most_frequent(number, corpus, target, say, known)
 
 
 def initial_drafter(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> InitialDrafter:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from fake_servers import FakeServer, serving
-from played import NOW, PASSED, Played, events, traffic, watcher
+from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
+from stored_drafters import raw_2, written
 
 from paceline.config import EngineConfig
 from paceline.data.answers import AnswerShards
 from paceline.errors import ConfigError
-from paceline.loop.adapt.config import RetrainConfig
+from paceline.loop.adapt.config import CandidateConfig, RetrainConfig
+from paceline.loop.adapt.decide.decide import Decision
 from paceline.loop.adapt.gate.retrain import Job, train_command
+from paceline.loop.adapt.servers.counted_hours import ALL
 
 DRAFTER = 'mkdir -p "$PACELINE_OUT/drafter" && echo "{}" > "$PACELINE_OUT/drafter/config.json"'
 
@@ -143,6 +148,34 @@ def test_a_training_takes_hidden_states_of_a_server(tmp_path: Path) -> None:
     assert words[words.index("--features-folder") + 1] == "/mnt/states"
     plain = train_command(tmp_path, tmp_path / "out", "default", 2e-4, EngineConfig(), RetrainConfig())
     assert not {"--features-from", "--features-folder", "--max-len"} & {*plain}, "lengths come from the window"
+
+
+@pytest.mark.parametrize("train_command", [None, "true"])
+def test_a_running_vllm_gets_a_drafter_of_the_size_that_it_has(
+    tmp_path: Path, server: FakeServer, train_command: str | None
+) -> None:
+    """A continued drafter also drafts the tokens of its new answers: a running vLLM refuses its larger head."""
+    folder, ids = written(tmp_path / "old", raw_2(), torch.tensor([1, 3, 7])), []
+    traffic(tmp_path)
+    for hot_swap in (True, False):
+        deploy = {"engine": "vllm", "hot_swap": hot_swap, "restart": "true"}
+        jobs = Played((1, ""))
+        shutil.rmtree(tmp_path / "state", ignore_errors=True)
+        one = watcher(
+            tmp_path,
+            server,
+            jobs,
+            deploy=deploy,
+            candidate=CandidateConfig(str(folder)),
+            retrain=RetrainConfig(train_command=train_command),
+            policy=Deciding(Decision("retrain", (ALL,), why="it fell")),
+        )
+        one.tick(NOW)
+        [words] = jobs.commands
+        ids.append(next((word for word in words if word.startswith("PACELINE_DRAFT_VOCAB=")), None))
+        if train_command is None:
+            ids[-1] = words[words.index("--draft-vocab") + 1] if "--draft-vocab" in words else None
+    assert ids == (["3", None] if train_command is None else ["PACELINE_DRAFT_VOCAB=3", "PACELINE_DRAFT_VOCAB="])
 
 
 def test_the_command_is_run_by_a_shell_at_low_priority(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from typing import IO, Any, TypeGuard
 
 from paceline.config import EngineConfig
 from paceline.data.answers import Answer, AnswerShards
+from paceline.draft.dflash.checkpoint import read_draft_ids
+from paceline.draft.dflash.config import is_dflash
 from paceline.errors import ConfigError
 from paceline.loop.adapt.config import CandidateConfig, RetrainConfig, StoreConfig
 from paceline.loop.adapt.gate.examine import is_held_out
@@ -32,6 +34,7 @@ from paceline.loop.adapt.gate.lineage import window_hash
 from paceline.loop.adapt.rollout.stage import Stage
 from paceline.loop.adapt.servers.counted_hours import ALL
 from paceline.loop.adapt.traffic.stored import Request, read_requests
+from paceline.model.checkpoint import read_json
 
 LEAST_ANSWERS = 50
 """Minimum number of prompts in a training window; with fewer the drafter would learn the habits of one client."""
@@ -91,16 +94,24 @@ def _temperature(request: Request) -> float:
 
 
 def command_of(
-    stage: Stage, store: StoreConfig, engine: EngineConfig, candidate: CandidateConfig, retrain: RetrainConfig
+    stage: Stage,
+    store: StoreConfig,
+    engine: EngineConfig,
+    candidate: CandidateConfig,
+    retrain: RetrainConfig,
+    *,
+    same_shapes: bool = False,
 ) -> list[str]:
     """Builds the command that does the current step of a stage (the daemon's work in progress): in the step "training"
-    the training of the stage's current candidate, otherwise `paceline adapt gate`, which judges it."""
+    the training of the stage's current candidate, otherwise `paceline adapt gate`, which judges it. `same_shapes`:
+    train a drafter with the incumbent's tensor shapes. Raises ModelFileError if the incumbent cannot be read."""
     drafter = Path(stage.candidates[stage.at])
     if stage.name == "training":
         # The daemon may have been restarted with other rates.
         rates = stage.rates or retrain.learning_rates
         window, rate = Path(stage.window["folder"]), rates[min(stage.at, len(rates) - 1)]
-        return train_command(window, drafter.parent, stage.incumbent, rate, engine, retrain)
+        num_drafts = vocabulary_of(Path(stage.incumbent)) if same_shapes else None
+        return train_command(window, drafter.parent, stage.incumbent, rate, engine, retrain, num_drafts)
     options: dict[str, Any] = {"--incumbent": stage.incumbent}
     options |= {} if stage.clusters[0] == ALL else {"--cluster": stage.clusters[0]}
     options |= {"--since": stage.window["since"], "--requests": candidate.requests, "--held-out-only": True}
@@ -117,13 +128,30 @@ def command_of(
     return gate_command(stage.candidates[stage.at], engine, store.traces, options)
 
 
+def vocabulary_of(drafter: Path) -> int | None:
+    """Returns the number of tokens in a drafter's draft vocabulary; None if it drafts all tokens, or is not a DFlash
+    drafter. Raises ModelFileError if it cannot be read."""
+    if drafter.is_dir() and not is_dflash(read_json(drafter / "config.json")):
+        return None
+    ids = read_draft_ids(drafter)
+    return None if ids is None else len(ids)
+
+
 def train_command(
-    window: Path, out: Path, incumbent: str, learning_rate: float, engine: EngineConfig, config: RetrainConfig
+    window: Path,
+    out: Path,
+    incumbent: str,
+    learning_rate: float,
+    engine: EngineConfig,
+    config: RetrainConfig,
+    draft_vocab: int | None = None,
 ) -> list[str]:
     """Builds the command that trains the incumbent further on the window: the user's, or `paceline train`. It runs at
-    the lowest priority if `nice` is available."""
+    the lowest priority if `nice` is available. `draft_vocab`: number of tokens that the candidate must draft among
+    [default: those of the incumbent, and those of the window's answers]."""
     if config.train_command is not None:
         values = hook_environment(window, out, incumbent, learning_rate, engine, config)
+        values["PACELINE_DRAFT_VOCAB"] = "" if draft_vocab is None else str(draft_vocab)
         assigned = [f"{name}={value}" for name, value in values.items()]
         return [*polite(), "env", *assigned, "sh", "-c", config.train_command]
     words: list[Any] = [
@@ -153,6 +181,7 @@ def train_command(
     words += ["--threads", config.train_threads] if config.train_threads else []
     words += ["--features-from", config.features_from] if config.features_from else []
     words += ["--features-folder", config.features_folder] if config.features_folder else []
+    words += [] if draft_vocab is None else ["--draft-vocab", draft_vocab]
     return [*polite(), *map(str, words), "--json"]
 
 

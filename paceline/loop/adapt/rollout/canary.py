@@ -38,6 +38,9 @@ class Canary:
     """Name -> drafter, for the drafters on the server that the daemon loaded or has already seen. None: not read
     yet."""
     readings: deque[tuple[float, Counts]] = field(default_factory=lambda: deque(maxlen=MOST_READINGS))
+    before: dict[str, float] = field(default_factory=dict)
+    """Acceptance lengths before the latest probation, if its drafter was rolled back (`Stage.before`): the standard
+    until there are readings of the time since."""
 
     def read(self, now: float) -> Counts:
         """Read the server's counters at `now` (seconds since 1970). For a server whose traces contain no rounds, also
@@ -73,7 +76,10 @@ class Canary:
         stage = Stage("found", "probation", int(now // HOUR_S), (), name, drafter=members[name], served=members[name])
         stage.drafts = self.deployment.drafts(name)
         stage.begin_probation(self.traces, self.readings[0][1], self.readings[-1][1], now)
+        stage.before = {**self.before, **stage.before}
         self.deployment.loaded_by_hand(name, known.get(name))
+        if len(new) == 1 and (apart := self.deployment.counts_apart()):
+            stage.begin_counting(self.readings[-1][1], now, apart)
         stage.undo, self.known = self.deployment.undo, {**known, name: members[name]}
         return stage
 
@@ -140,6 +146,8 @@ class Canary:
         if stage.others and (apart := self.deployment.counts_apart()):
             stage.look_apart(apart)
             fault = stage.fault_of_canary(config)
+            if stage.kind == "found":  # a user may have loaded it on the other servers meanwhile
+                fault = fault or stage.fault(self.traces, counts, now, config)
         else:
             stage.look(counts, drafts)
             fault = stage.fault(self.traces, counts, now, config)
@@ -157,11 +165,13 @@ class Canary:
     def keep(self) -> None:
         self.deployment.keep()
         self.readings.clear()
+        self.before = {}
 
     def roll_back(self, stage: Stage) -> None:
         """Restore the state before the swap. Drafters that a user has loaded meanwhile are found by the next `look`."""
         self.deployment.roll_back()
         self.readings.clear()  # they reach into the probation
+        self.before = stage.before
         self._set_known(stage.member, self.deployment.members().get(stage.member))
 
     def forget(self, stage: Stage) -> None:

@@ -240,7 +240,7 @@ class Stage:
         Acceptance is compared by cluster where traces allow it, so that a change in the clusters' shares of the traffic
         has no effect. If the clock was set back, traces cover only a part of the time; then the counters are compared,
         too."""
-        then = Counts(*self.counted)
+        then = Counts(*self.counted) + (Counts(*self.others) if self.others else Counts())
         now_failures = Failures(counts.errors - then.errors, counts.requests - then.requests)
         if failing := more_failures(Failures(*self.failures or (0.0, 0.0)), now_failures, config.most_errors):
             return failing

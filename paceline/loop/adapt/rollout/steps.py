@@ -91,7 +91,9 @@ class Steps:
             self._on_server(stage, now)
         elif self._job is None:
             out = self.store.state / "jobs" / f"{stage.kind}-{stage.name}-{stage.hour}-{stage.at}"
-            self._job = self.start(command_of(stage, self.store, self.engine, self.candidate, self.retrain), out)
+            same_shapes = self.deployment is not None and self.deployment.needs_same_shapes
+            given = (stage, self.store, self.engine, self.candidate, self.retrain)
+            self._job = self.start(command_of(*given, same_shapes=same_shapes), out)
             if isinstance(self._job, Job) and self._job.is_waiting:
                 stage.pause(now)  # the job has run since `began`
                 self.say(f"adapt: a {stage.name} of an earlier daemon goes on here: it is waited for, then taken up")
@@ -282,7 +284,7 @@ class Steps:
         if ended is None:
             return
         ending, why = ended
-        if ending == "kept" and stage.others:
+        if ending == "kept" and stage.others and stage.kind != "found":
             stage.name, stage.why = "spread", why
             self._event(hour_of(now), "spread", clusters=stage.clusters, drafter=stage.drafter, why=why)
             self._spread(stage, now)

@@ -49,6 +49,8 @@ class Deployment(Protocol):
 
     traces_rounds: bool
     """True if the traces written for these servers contain the number of accepted drafts of each round."""
+    needs_same_shapes: bool
+    """True if the running servers load only drafters with the tensor shapes of the one that they have."""
     undo: list[list[str | None]]
     """Changes that `roll_back` will undo, as JSON lists; a restarted daemon sets it from its saved state."""
     meters: Meters
@@ -58,7 +60,9 @@ class Deployment(Protocol):
         """Set the drafter that serves now (folder or name), for servers that do not report it."""
 
     def members(self) -> dict[str, str]:
-        """Returns {name on the server: drafter (folder or name)} for all drafters on the server."""
+        """Returns {name on the server: drafter (folder or name)} for all drafters on the server. Servers with one
+        drafter each have the name "drafter"; one that reports another drafter, loaded by hand, is added under its
+        address."""
         ...
 
     def place_of(self, drafter: str) -> str:
@@ -99,7 +103,8 @@ class Deployment(Protocol):
     def counts(self) -> Counts: ...
 
     def counts_apart(self) -> tuple[Counts, Counts] | None:
-        """Returns the counts of the first server and those of the others at the latest reading; None for one server."""
+        """Returns (counts of the server with the drafter on trial, by default the first one; counts of the others) at
+        the latest reading; None without others."""
 
     def drafts(self, name: str) -> float | None:
         """Returns the number of rounds drafted by the drafter `name`; None if the server does not count by drafter."""
@@ -134,6 +139,7 @@ class PacelineServer:
     routes clusters of requests to them."""
 
     traces_rounds = True
+    needs_same_shapes = False
 
     def __init__(self, config: DeployConfig) -> None:
         self._client = Client(

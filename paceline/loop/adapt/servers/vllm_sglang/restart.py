@@ -48,6 +48,7 @@ class _Restarted:
         """Drafter that was loaded after the incumbent and is not accepted yet."""
         self.undo = list[list[str | None]]()
         """["server", address, folder that this server read before]."""
+        self.needs_same_shapes = config.hot_swap
         key = config.admin_key or os.environ.get("PACELINE_ADMIN_KEY")
         self._clients = [Client(url, key, config.patience_s) for url in config.servers]
         self.meters = Meters({client.url: {} for client in self._clients})
@@ -133,10 +134,12 @@ class _Restarted:
         return self.meters.read(self._clients, self.config.served_name, {client.url for client in self._needed()})
 
     def counts_apart(self) -> tuple[Counts, Counts] | None:
-        if len(self._clients) < 2:
+        on_trial = {url for _, url, _ in self.undo} or {self._clients[0].url}
+        others = {client.url for client in self._clients} - on_trial
+        if not others:
             return None
-        first, *others = (self.meters.total(client.url) for client in self._clients)
-        return first, sum(others, Counts())
+        first, second = (sum(map(self.meters.total, sorted(urls)), Counts()) for urls in (on_trial, others))
+        return first, second
 
     def drafts(self, name: str) -> float | None:
         return None
@@ -148,10 +151,10 @@ class _Restarted:
         return all(is_well(client) for client in self._needed())
 
     def _needed(self) -> list[Client]:
-        """Servers that must answer: the canary while it alone has the new drafter, which another server's failure says
-        nothing about; else all."""
-        canary = self._clients[:1]
-        return canary if [url for _, url, _ in self.undo] == [client.url for client in canary] else self._clients
+        """Servers that must answer: the only one with the drafter on trial, which another server's failure says nothing
+        about; else all."""
+        on_trial = [client for client in self._clients if client.url in [url for _, url, _ in self.undo]]
+        return on_trial if len(on_trial) == 1 else self._clients
 
     def check_start(self) -> None:
         pass
@@ -198,7 +201,40 @@ class _Restarted:
 
 class VllmServers(_Restarted):
     """vLLM servers, one drafter each: replaces the weights in the running server if the options allow it and the server
-    accepts them; otherwise restarts one server after the other."""
+    accepts them; otherwise restarts one server after the other. With the option `hot_swap` each server reports its
+    drafter, so drafters that a user loaded by hand are seen, too: each under its server's address."""
+
+    def __init__(self, config: DeployConfig, incumbent: Path | None, folders: EngineFolders | None = None) -> None:
+        super().__init__(config, incumbent, folders)
+        self._reported = dict[str, str]()
+        """Address -> folder that the server reported last."""
+        self._engine_folders = dict[Path, Path]()
+        """Drafter -> its folder in vLLM's format."""
+
+    def members(self) -> dict[str, str]:
+        members = super().members()
+        if not self.config.hot_swap or not members:
+            return members
+        ours = {os.path.realpath(self._engine_folder(each)) for each in (self._incumbent, self._loaded) if each}
+        for client in self._clients:
+            try:
+                reported = ask(client, "GET", WEIGHTS_PATH).get("folder")
+            except UnreachableError:
+                continue  # its counters are missed, too; until it answers, it has what it reported last
+            except DownloadError:
+                reported = None  # restarted without the route
+            self._reported[client.url] = reported if isinstance(reported, str) else ""
+        by_hand = {url: folder for url, folder in self._reported.items() if os.path.realpath(folder) not in ours}
+        return {**{url: folder for url, folder in by_hand.items() if folder}, **members}
+
+    def loaded_by_hand(self, name: str, before: str | None) -> None:
+        if name in self.meters.of and self._incumbent is not None:
+            self.undo.append(["server", name, before or str(self._engine_folder(self._incumbent))])
+
+    def _engine_folder(self, drafter: Path) -> Path:
+        if drafter not in self._engine_folders:
+            self._engine_folders[drafter] = self._folders.given(drafter).folder if self._folders else drafter
+        return self._engine_folders[drafter]
 
     def check_start(self) -> None:
         """With the option `hot_swap`, raise ConfigError if a server that answers cannot replace draft weights; without
@@ -230,6 +266,8 @@ class VllmServers(_Restarted):
     def holds(self, name: str, drafter: str) -> bool:
         if not self.config.hot_swap:
             return super().holds(name, drafter)
+        if name in self.meters.of:
+            return all(_has(client, Path(drafter)) for client in self._clients if client.url == name)
         folder = self._folders.given(Path(drafter)).folder if self._folders else Path(drafter)
         changed = [client for client in self._clients if client.url in [url for _, url, _ in self.undo]]
         return all(_has(client, folder) for client in changed)
