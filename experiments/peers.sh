@@ -58,7 +58,12 @@ vllm() {
         -r experiments/decode_vs_peers_vllm_requirements.txt
 }
 
-# install_peers NAME...: any of llama.cpp, llama-server, vllm. Ours come first, anew when the lock file has changed.
+# SGLang's package, beside vLLM's environment: what its parser reads, without its kernels.
+sglang() {
+    "$venv/vllm/bin/python" -m pip --quiet --disable-pip-version-check install --no-deps -r experiments/sglang_requirements.txt
+}
+
+# install_peers NAME...: any of llama.cpp, llama-server, vllm, sglang. Ours come first, anew when the lock file has changed.
 install_peers() {
     if ! cmp -s requirements.lock "$venv/requirements.lock"; then rm -f "$venv/paceline.ready"; fi
     once paceline ours
@@ -70,8 +75,12 @@ install_peers() {
                 ;;
             llama-server) once llama-server llama_server ;;
             vllm) once vllm vllm ;;
+            sglang)
+                once vllm vllm
+                once sglang sglang
+                ;;
             none) ;;
-            *) echo "error: there is no peer $peer: choose from llama.cpp, llama-server, vllm, none" >&2 && exit 2 ;;
+            *) echo "error: there is no peer $peer: choose from llama.cpp, llama-server, vllm, sglang, none" >&2 && exit 2 ;;
         esac
     done
     native_library

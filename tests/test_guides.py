@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_lines import in_blocks, parse, words_of
+from command_lines import in_blocks, parse, section, words_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -125,8 +125,7 @@ def test_a_page_says_what_it_is_for_and_shows_three_commands(page: Path) -> None
 
 
 def guide(heading: str) -> str:
-    parts = re.split(r"^##+ (.+)\n", (DOCS / GUIDES[heading]).read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))[heading]
+    return section(DOCS / GUIDES[heading], heading)
 
 
 @pytest.mark.parametrize("heading", GUIDES)

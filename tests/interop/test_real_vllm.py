@@ -9,13 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from real_vllm import IS_MISSING, MISSING, ROOT, is_up, serving
 
 from paceline.config import EngineConfig
 from paceline.hub import resolve
@@ -35,25 +30,12 @@ from paceline.train.documents.dataset import Document
 from paceline.train.features.hidden_states import OnlineFeatures
 from paceline.train.features.remote import RemoteFeatures, vllm_command
 
-HOME = os.environ.get("PEERS_VENV", "")
-PYTHON = Path(HOME, "vllm", "bin", "python")
-ROOT = Path(__file__).parents[2]
 TAPS = (1, 8, 14, 21, 28)
 LONGEST = 640
-MODULE = "vllm.entrypoints.openai.api_server"
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
-MOST_START_S = 900.0
-
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.slow,
-    pytest.mark.skipif(not (HOME and PYTHON.is_file()), reason="PEERS_VENV names no folder with vllm/bin/python"),
+    pytest.mark.skipif(IS_MISSING, reason=MISSING),
 ]
 
 
@@ -63,42 +45,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def serving(model: Path, states: Path, dtype: str, log: Path) -> Iterator[str]:
+def extracting(model: Path, states: Path, dtype: str, log: Path) -> Iterator[str]:
     """vLLM, started by the command that `paceline train` prints; its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     printed = shlex.split(vllm_command(str(model), TAPS, LONGEST, states))
     assert printed[:3] == ["vllm", "serve", str(model)]
-    words = [str(PYTHON), "-m", MODULE, "--model", *printed[2:], "--dtype", dtype, "--enforce-eager"]
-    words += ["--host", "127.0.0.1", "--port", str(port), "--max-num-batched-tokens", "256", "--max-num-seqs", "4"]
-    preload = [str(file) for file in PYTHON.parents[1].glob("lib/libiomp5.so")]
-    changes = {**SETTINGS, "PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(log.parent / "cache")}
-    environment = os.environ | changes | ({"LD_PRELOAD": preload[0]} if preload else {})
-    with log.open("w") as out:
-        server = subprocess.Popen(words, env=environment, stdout=out, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + MOST_START_S
-        while not is_up(url):
-            assert server.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
-            time.sleep(1.0)
+    with serving([*printed[2:], "--dtype", dtype], log) as url:
         yield url
-    finally:
-        server.terminate()
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-
-
-def is_up(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def documents(model: Path) -> list[Document]:
@@ -119,7 +71,7 @@ def test_hidden_states_are_ours(model: Path, tmp_path: Path, dtype: str, most: f
     target, rows = load_target(replace(settings, max_batch=1, max_len=LONGEST + 16)), documents(model)
     states, differences = tmp_path / "states", {tap: list[torch.Tensor]() for tap in TAPS}
     here = OnlineFeatures(target, rows, TAPS, False)
-    with serving(model, states, dtype, tmp_path / "vllm.log") as url:
+    with extracting(model, states, dtype, tmp_path / "vllm.log") as url:
         there = RemoteFeatures(ElsewhereConfig(features_from=url, features_folder=states), target, rows, TAPS, False)
         with ThreadPoolExecutor(8) as threads:  # more than vLLM's rows
             numbers = [*range(len(rows)), *range(len(rows)), *range(len(rows))]

@@ -22,6 +22,29 @@ def parse(words: list[str]) -> dict[str, Any]:
     return command.make_context(name, list(words)).params
 
 
+def section(page: Path, heading: str) -> str:
+    """The text of a Markdown page under this heading, up to the next one of any level."""
+    parts = re.split(r"^##+ (.+)\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))[heading]
+
+
+def shell_lines(text: str) -> list[str]:
+    """Command lines of all fenced blocks of shell in a text: continued ones whole, without comments. A here document
+    stays with its command."""
+    lines = list[str]()
+    for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        end = ""
+        for line in block.splitlines():
+            if end or (lines and lines[-1].endswith("\\")):
+                lines[-1] += "\n" + line
+                end = "" if line == end else end
+            else:
+                here = re.search(r"<<'(\w+)'$", line)
+                end = here[1] if here else ""
+                lines.append(re.sub(r"\s+# [^'\"]*$", "", line))
+    return [line for line in lines if line.strip()]
+
+
 def in_blocks(file: Path) -> Iterator[str]:
     """Lines of shell of a Markdown page that call paceline: continued ones whole, without comments."""
     fenced = re.findall(r"^```(?:sh|bash)?\n(.*?)^```", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

@@ -3,11 +3,8 @@ bit."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shlex
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from elsewhere_server import Elsewhere, served
+from hidden_states_server import VLLM, loaded
 from live_server import Live, serving, wait_until
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, load_file, save_file
 from small_llm import tiny_model
 
 from paceline.config import EngineConfig
@@ -26,9 +24,9 @@ from paceline.data.answers import Answer, AnswerShards
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, ConfigError, DownloadError, NumericsError, UnsupportedModelError
 from paceline.hardware import Machine
-from paceline.model.backends import load_target, settle
+from paceline.model.backends import settle
 from paceline.model.embedding_and_head import Ends, load_ends
-from paceline.model.target import Target, head_weight
+from paceline.model.target import head_weight
 from paceline.net.retrying import KEY
 from paceline.report.tables import Progress
 from paceline.train import train
@@ -42,7 +40,6 @@ from paceline.train.config import (
     TrainConfig,
 )
 from paceline.train.documents.dataset import Document
-from paceline.train.features.hidden_states import OnlineFeatures
 from paceline.train.features.remote import RemoteFeatures, vllm_command
 from paceline.train.plan import target_facts as facts
 
@@ -64,54 +61,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [Answer(f"q{n}@0", "here", 0, 0.0, row[:5], row[5:], "length", "") for n, row in enumerate(rows)]
     )
     return folder
-
-
-def loaded(engine: EngineConfig) -> Target:
-    return load_target(replace(settle(engine), max_batch=1, max_len=128))
-
-
-class VLLM:
-    """Its server with ExampleHiddenStatesConnector: writes behind its answer, under a lock."""
-
-    def __init__(self, engine: EngineConfig, folder: Path, layer_ids: tuple[int, ...]) -> None:
-        self.target, self.folder, self.layer_ids = loaded(engine), folder, layer_ids
-        self.has_locks, self.delay_s, self.number = True, 0.01, 0
-        self.spoil: Any = lambda tensors: tensors
-        self._lock = threading.Lock()
-
-    def __call__(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, bytes] | None:
-        if path == "/v1/features":
-            return 404, b"nothing here"
-        if path != "/v1/completions":
-            return None
-        assert body["max_tokens"] == 1 and body["model"] == "the-model"
-        with self._lock:
-            self.number += 1
-            file = self.folder / f"cmpl-{self.number}.safetensors"
-            document = Document("x", np.array(body["prompt"], dtype=np.int32), 0)
-            taps = tuple(layer - 1 for layer in self.layer_ids)
-            states_SF = OnlineFeatures(self.target, [document], taps, False).of(0).taps_SF
-        tensors = {
-            "hidden_states": states_SF.unflatten(1, (len(taps), -1)).contiguous(),
-            "token_ids": torch.tensor(body["prompt"]),
-        }
-        lock = Path(f"{file}.lock").open("w") if self.has_locks else None  # noqa: SIM115
-        if lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        threading.Thread(target=self._write, args=(file, lock, self.spoil(tensors))).start()
-        reply = {
-            "choices": [{"text": "a"}],
-            "kv_transfer_params": {"hidden_states_path": f"/where/vllm/sees/{file.name}"},
-        }
-        return 200, json.dumps(reply).encode()
-
-    def _write(self, file: Path, lock: Any, tensors: dict[str, torch.Tensor]) -> None:
-        data = save(tensors)
-        file.write_bytes(data[: len(data) // 2])
-        time.sleep(self.delay_s)
-        file.write_bytes(data)
-        if lock:
-            lock.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Reads the plan that a training run stored, plan.json, and sets its values in the configuration of a run that resumes."""
+"""Reads plan.json, the plan that a training run stored, and sets its values in the configuration of a resumed run."""
 
 from __future__ import annotations
 

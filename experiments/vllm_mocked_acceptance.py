@@ -1,0 +1,204 @@
+"""vLLM's own mocked acceptance on a CPU beside what `paceline simulate --server-log` predicts: speed-ups over plain.
+
+    PEERS_VENV=FOLDER .venv/bin/python experiments/vllm_mocked_acceptance.py      # FOLDER/vllm/bin/python: see peers.sh
+
+vLLM serves one stream plainly, then with a DFlash drafter whose acceptance is mocked (`rejection_sample_method:
+synthetic`) at each of `--lengths`, always with `--num-drafted` drafts; at the end plainly again, for the machine's
+noise. The drafter's weights are random: they cost what trained ones do. The prediction gets the plain run's log, the
+target's and the drafter's sizes, this machine's measured rates and the acceptance that was asked for, and no time of a
+speculative round. Our own engine's mocked rounds (`bench decode --mock-tokens-per-round`) stand beside. Exit status 1
+where a prediction is off by more than `--within`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from decode_vs_peers import installed, say, vllm_environment
+from gguf_to_folder import folder_of
+
+from paceline import LLM
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.hardware import this_machine
+from paceline.report.tables import Column, Table
+from paceline.runs.folder import write_results
+
+MODULE = "vllm.entrypoints.openai.api_server"
+MOST_START_S = 600.0
+PROMPT_TOKENS = 24
+
+
+@contextlib.contextmanager
+def serving(args: argparse.Namespace, model: Path, log: Path, speculative: dict[str, Any] | None) -> Iterator[int]:
+    """vLLM for one stream; its port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    python = installed(args.peers_home / "vllm/bin/python", "vllm")
+    words = ["--model", model, "--dtype", args.dtype, "--enforce-eager", "--max-num-seqs", 1, "--max-model-len", 1024]
+    words += ["--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", port]
+    words += ["--speculative-config", json.dumps(speculative)] if speculative else []
+    own = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(args.threads), "VLLM_LOG_STATS_INTERVAL": "2"}
+    environment = vllm_environment(args.peers_home, {**os.environ, **own})
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            [str(python), "-m", MODULE, *map(str, words)], env=environment, stdout=out, stderr=subprocess.STDOUT
+        )
+    try:
+        until = time.monotonic() + MOST_START_S
+        while not is_up(port):
+            if server.poll() is not None or time.monotonic() > until:
+                sys.exit(f"vLLM does not answer: {log.read_text()[-3000:]}")
+            time.sleep(0.5)
+        yield port
+    finally:
+        server.terminate()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def is_up(port: int) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+        return answer.status == 200
+    return False
+
+
+def counters(port: int) -> tuple[float, float]:
+    """Rounds with drafts, and accepted drafts, since the start."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        lines = [line.split(" ") for line in answer.read().decode().splitlines() if line.startswith("vllm:spec_decode")]
+    values = {name.partition("{")[0]: float(value) for name, value in (line[:2] for line in lines)}
+    return tuple(values.get(f"vllm:spec_decode_num_{what}_total", 0.0) for what in ("drafts", "accepted_tokens"))  # type: ignore[return-value]
+
+
+def decode_rate(port: int, model: Path, number: int, max_tokens: int) -> float:
+    """Tokens/s of a streamed answer behind its first token, which comes of the prompt's pass."""
+    prompt = [1000 + (37 * number + 101 * place) % 40_000 for place in range(PROMPT_TOKENS)]
+    body = {"model": str(model), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    times, tokens = list[float](), 0
+    for line in connection.getresponse():
+        if line.startswith(b"data: {"):
+            chunk = json.loads(line[6:])
+            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+            times += [time.perf_counter()] if chunk["choices"] else []
+    connection.close()
+    return (tokens - 1) / (times[-1] - times[0])
+
+
+def measured(args: argparse.Namespace, model: Path, log: Path, speculative: dict[str, Any] | None) -> dict[str, Any]:
+    with serving(args, model, log, speculative) as port:
+        decode_rate(port, model, 0, 32)
+        before = counters(port)
+        rates = [decode_rate(port, model, 1 + number, args.max_tokens) for number in range(args.answers)]
+        rounds, accepted = (after - one for after, one in zip(counters(port), before, strict=True))
+    length = 1 + accepted / rounds if rounds else 1.0
+    say(f"{statistics.median(rates):.1f} tokens/s at an acceptance length of {length:.2f}")
+    return {"tokens_per_s": statistics.median(rates), "runs": rates, "acceptance_length": length}
+
+
+def curve(length: float, num_drafted: int) -> str:
+    """Survival by draft position for this acceptance length, as vLLM mocks it: whole drafts, then a share of one."""
+    shares = [min(max(length - 1 - place, 0.0), 1.0) for place in range(num_drafted)]
+    return "survival:" + ",".join(f"{share:g}" for share in shares)
+
+
+def paceline(*words: object) -> dict[str, Any]:
+    command = [sys.executable, "-m", "paceline", *map(str, words), "--json"]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+
+
+def predicted(args: argparse.Namespace, model: Path, log: Path, params: int, length: float) -> dict[str, Any]:
+    context = PROMPT_TOKENS + args.max_tokens // 2
+    line = paceline(
+        *("simulate", "--model", model / "config.json", "--hardware", "this", "--precision", args.dtype),
+        *("--server-log", log, "--context", context, "--drafter-params", params, "--block", args.num_drafted + 1),
+        *("--max-draft", args.num_drafted, "--acceptance", curve(length, args.num_drafted)),
+    )
+    return {"speedup": dict(line["curve"])[args.num_drafted], "overhead": line["overhead"]}
+
+
+def runs(args: argparse.Namespace, model: Path, scratch: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """What vLLM did by mocked length, what is predicted, and the drafter's parameters."""
+    target = LLM(str(model), drafter="none", dtype="float32", device="cpu", max_len=64).target
+    drafter = DFlashDrafter.random(target, num_layers=args.layers, block_size=args.num_drafted + 1)
+    drafter.save(scratch / "drafter")
+    params = sum(each.numel() for each in drafter.network.parameters()) + target.vocab_size * target.hidden_size
+    speculative = {"method": "dflash", "model": str(scratch / "drafter"), "num_speculative_tokens": args.num_drafted}
+    found = {"plain": measured(args, model, scratch / "plain.log", None)}
+    for length in args.lengths:
+        mocked = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
+        found[f"{length:g}"] = measured(args, model, scratch / f"{length:g}.log", speculative | mocked)
+    found["plain again"] = measured(args, model, scratch / "again.log", None)
+    log = scratch / "plain.log"
+    return found, {f"{each:g}": predicted(args, model, log, params, each) for each in args.lengths}, params
+
+
+def main() -> None:
+    args = arguments()
+    model = folder_of(args.model, args.peers_home / "models")
+    with tempfile.TemporaryDirectory(prefix="paceline-mocked-") as scratch:
+        found, simulated, params = runs(args, model, Path(scratch))
+    lengths = ",".join(f"{length:g}" for length in args.lengths)
+    ours = paceline(
+        *("bench", "decode", "--model", model, "--mock-tokens-per-round", lengths, "--num-drafted", args.num_drafted),
+        *("--dtype", args.dtype, "--threads", args.threads, "--device", "cpu"),
+    )["results"]
+    own = {row["tokens_per_round"]: row["speedup"] for row in ours if row["tokens_per_round"] > 1}
+    plain_s = (1 / found["plain"]["tokens_per_s"] + 1 / found["plain again"]["tokens_per_s"]) / 2
+    rows = []
+    for length in args.lengths:
+        speedup = found[f"{length:g}"]["tokens_per_s"] * plain_s
+        one = {"length": length, "measured": speedup, **simulated[f"{length:g}"], "bench_mock": own.get(length)}
+        rows.append(one | {"error": one["speedup"] / speedup - 1})
+    columns = (
+        Column("acceptance length", lambda row: row["length"], "{:g}", "right"),
+        Column("vLLM, times plain", lambda row: row["measured"], "{:.2f}", "right"),
+        Column("predicted", lambda row: row["speedup"], "{:.2f}", "right"),
+        Column("error", lambda row: row["error"], "{:+.0%}", "right"),
+        Column("our engine, mocked", lambda row: row["bench_mock"], "{:.2f}", "right"),
+    )
+    Table(columns, rows).show()
+    record = {name: getattr(args, name) for name in ("num_drafted", "layers", "max_tokens", "answers", "threads")}
+    record = {"model": args.model, "dtype": args.dtype, "settings": record, "drafter_params": params, "rows": rows}
+    write_results(args.save_results, record | {"machine": this_machine("cpu"), "vllm": found, "bench_mock": ours})
+    sys.exit(0 if all(abs(row["error"]) <= args.within for row in rows) else 1)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="a built-in name, or a GGUF file")
+    parser.add_argument("--lengths", type=lambda text: [*map(float, text.split(","))], default=[1.0, 2.0, 4.0])
+    for name, value in {"num-drafted": 7, "layers": 3, "answers": 6, "max-tokens": 256, "threads": 2}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--within", type=float, default=0.15, help="of the measured speed-up, as a share")
+    home = os.environ.get("PEERS_VENV")
+    parser.add_argument("--peers-home", type=Path, default=home, required=home is None, help="has vllm/bin/python")
+    default = Path(f"experiments/results/vllm_mocked_acceptance_cpu_{time.strftime('%Y-%m-%d')}.json")
+    parser.add_argument("--save-results", type=Path, default=default)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
