@@ -103,16 +103,16 @@ def test_sigterm_under_load_finishes_what_waits_too_and_refuses_the_rest(
     answer = json.loads(ask(port, {"prompt": "abc", "max_tokens": 4, "return_metrics": True}, tag="blocks")[1])
     assert answer["metrics"]["speculative_decoding"]["drafter"] == "blocks"
     answers: list[bytes] = []
-    body: dict[str, object] = {"prompt": "abc", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    body: dict[str, object] = {"prompt": "abc", "max_tokens": 800, "temperature": 0, "ignore_eos": True}
     clients = [
         threading.Thread(target=lambda: answers.append(ask(port, body | {"stream": True})[1])) for _ in range(12)
     ]
     for client in clients:
         client.start()
     num_waiting = num_running = 0
-    while num_waiting < 6 or num_waiting + num_running + len(answers) < 12:
+    while num_waiting < 2 or num_waiting + num_running + len(answers) < 12:
         num_waiting, num_running = num_requests(port)
-        assert len(answers) < 6, "the test needs requests that wait"
+        assert len(answers) < 9, "the test needs requests that wait"
     process.send_signal(signal.SIGTERM)
     refused = 0
     while not has_ended(process, 0.05):
