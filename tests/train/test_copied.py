@@ -172,9 +172,8 @@ def test_a_drafter_with_biases_is_served_as_it_was_trained(tmp_path: Path) -> No
     DFlashDrafter(network).save(tmp_path / "drafter")
     prompt, said = [65, 66, 67], []
     for backend in ("torch", "auto"):
-        llm = LLM(
-            str(folder), drafter=str(tmp_path / "drafter"), dtype="float32", device="cpu", backend=backend, plan="fixed"
-        )
+        settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "backend": backend, "speculate": "full"}
+        llm = LLM(str(folder), drafter=str(tmp_path / "drafter"), **settings)
         said.append(llm.generate_ids([prompt])[0].token_ids)
         llm.use_drafter("none")
         assert llm.generate_ids([prompt])[0].token_ids == said[-1]
