@@ -34,17 +34,17 @@ from paceline.train.answers.conversation import Regenerated
 from paceline.train.config import (
     AnswerConfig,
     DrafterShape,
-    ElsewhereConfig,
     LoopConfig,
     PromptsConfig,
     RegenerateConfig,
+    RemoteConfig,
     TrainConfig,
 )
 from paceline.train.features import on_ray as ray_features
 from paceline.train.processes import ray_cluster as on_ray
 from paceline.train.processes.ray_cluster import LOCAL, Job, Share, Work, Worker, connected, distributed
 
-RAY = ElsewhereConfig(ray=LOCAL, ray_workers=2)
+RAY = RemoteConfig(ray=LOCAL, ray_workers=2)
 TARGET = EngineConfig(device="cpu", dtype="float32", threads=1)
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own warnings
 
@@ -142,7 +142,7 @@ def one(asked: RegenerateConfig) -> Regenerated:
 def going_on(asked: RegenerateConfig, one: Regenerated, folder: Path, before: Callable[[], None]) -> None:
     """The first prompts answered here, then, with `before` called, the others on the cluster: the answers of one
     process."""
-    first = replace(asked, out=folder, asked=replace(asked.asked, limit=2))
+    first = replace(asked, out=folder, prompting=replace(asked.prompting, limit=2))
     assert regenerate(first).num_answers
     lines: list[str] = []
 
@@ -151,7 +151,7 @@ def going_on(asked: RegenerateConfig, one: Regenerated, folder: Path, before: Ca
             lines.append(text)
 
     before()
-    two = regenerate(replace(asked, out=folder, elsewhere=RAY), progress=Saying())
+    two = regenerate(replace(asked, out=folder, remote=RAY), progress=Saying())
     assert answers_of(one.answers) == answers_of(two.answers)
     assert any(answer.turn for answer in AnswerShards(one.answers)), "some conversations went on"
     begun = sum(each.key.split("/")[1].startswith(("0", "1")) for each in AnswerShards(one.answers))
@@ -161,7 +161,7 @@ def going_on(asked: RegenerateConfig, one: Regenerated, folder: Path, before: Ca
         one.num_tokens_too_long,
     ) and two.num_too_long
     assert any("the workers of Ray at local answer" in each for each in lines)
-    again = regenerate(replace(asked, out=folder, elsewhere=RAY))
+    again = regenerate(replace(asked, out=folder, remote=RAY))
     assert (again.num_found, again.num_answers) == (15, 0)
 
 
@@ -195,7 +195,7 @@ def test_hidden_states_of_a_worker_that_is_killed_and_the_drafter_they_train(
     config = training(asked, one.answers, tmp_path / "here")
     here = train(config)
     dying(monkeypatch, ray_features, "Reading", tmp_path / "died")
-    there = train(replace(config, out=tmp_path / "there", elsewhere=replace(RAY, ray_workers=1)))
+    there = train(replace(config, out=tmp_path / "there", remote=replace(RAY, ray_workers=1)))
     assert (tmp_path / "died").exists(), "a worker was killed"
     read = files_of(here.run, "features")
     assert read and {Path(name).name: each for name, each in read.items()} == {
@@ -260,7 +260,7 @@ class TestOnADouble:
     ) -> None:
         monkeypatch.setattr(train_run, "Trainer", ended)
         config = training(asked, one.answers, tmp_path / "here")
-        for each in (config, replace(config, out=tmp_path / "there", elsewhere=RAY)):
+        for each in (config, replace(config, out=tmp_path / "there", remote=RAY)):
             with pytest.raises(Seen):
                 train(each)
         here, there = (files_of(tmp_path / name, "features") for name in ("here", "there"))
@@ -345,7 +345,7 @@ class TestWithoutACluster:
             raise ConnectionError("Could not find any running Ray instance")
 
         monkeypatch.setattr(ray, "init", init)
-        with pytest.raises(DownloadError, match="ray start --head"), connected(ElsewhereConfig(ray="auto")):
+        with pytest.raises(DownloadError, match="ray start --head"), connected(RemoteConfig(ray="auto")):
             pass
 
     def test_without_ray(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,28 +363,28 @@ class TestWithoutACluster:
     )
     def test_what_does_not_go_together(self, given: dict[str, Any], said: str) -> None:
         with pytest.raises(ConfigError, match=said):
-            ElsewhereConfig(**given)
+            RemoteConfig(**given)
 
     @pytest.mark.parametrize("changes", [{"features": "streamed"}, {"features": "online"}, {"feature_dtype": "int8"}])
     def test_hidden_states_are_kept(self, changes: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match="ray keeps hidden states on disk"):
-            TrainConfig(elsewhere=RAY, **changes)
+            TrainConfig(remote=RAY, **changes)
 
     def test_a_training_has_its_answers_from_the_cluster(
         self, asked: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def shared(config: RegenerateConfig, *given: Any) -> None:
-            assert config.elsewhere == RAY
+            assert config.remote == RAY
             raise Seen
 
         monkeypatch.setattr(ray_answers, "_shared", shared)
-        options: dict[str, Any] = {"plan": "off", "features": "cached", "elsewhere": RAY}
+        options: dict[str, Any] = {"plan": "off", "features": "cached", "remote": RAY}
         with pytest.raises(Seen):
-            train(TrainConfig(tmp_path / "run", asked.target, asked=asked.asked, **options))
+            train(TrainConfig(tmp_path / "run", asked.target, prompting=asked.prompting, **options))
 
     def test_prompts_are_given(self, asked: RegenerateConfig, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="give prompts"):
-            regenerate(replace(asked, out=tmp_path / "x", asked=PromptsConfig(), elsewhere=RAY))
+            regenerate(replace(asked, out=tmp_path / "x", prompting=PromptsConfig(), remote=RAY))
 
     @pytest.mark.slow
     def test_others_of_torchrun_ask_nobody(
@@ -393,5 +393,5 @@ class TestWithoutACluster:
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setattr(on_ray, "connected", None)
-        done = regenerate(replace(asked, out=tmp_path / "x", elsewhere=RAY))
+        done = regenerate(replace(asked, out=tmp_path / "x", remote=RAY))
         assert done.num_answers == 0 and not (tmp_path / "x").exists()
