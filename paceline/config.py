@@ -167,23 +167,24 @@ class EngineConfig:
         return cls(**settings)
 
 
-def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
+def renamed(stored: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Returns settings by group, as a file holds them, with the present names of those that have been renamed since the
-    file was written. Raises ConfigError if a setting has both names."""
+    file was written. Raises ConfigError if a setting has both names; `where`: words to put before the message."""
     parts = {name: name.partition(".") for name in stored}  # asked; in plan.json asked.limit
     names = {name: GROUPS[group] + dot + field for name, (group, dot, field) in parts.items() if group in GROUPS}
-    tree = _with_names(stored, names)
+    tree = _with_names(stored, names, where)
     for group in ENGINES:
         engine = tree.get(group)
         if isinstance(engine, Mapping) and "plan" in engine:
             value = "full" if engine["plan"] == "fixed" else str(engine["plan"]).removeprefix("fixed:")
-            tree[group] = _with_names({**engine, "plan": value}, {"plan": "speculate"})
+            tree[group] = _with_names({**engine, "plan": value}, {"plan": "speculate"}, f"{where}{group}.")
     return tree
 
 
-def _with_names(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def _with_names(settings: Mapping[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
     for earlier, name in names.items():
-        refuse(ConfigError, (earlier in settings and name in settings, f"{earlier} is now {name}: remove {earlier}"))
+        why = f"{where}{earlier} is now {name}: remove {earlier}"
+        refuse(ConfigError, (earlier in settings and name in settings, why))
     return {names.get(name, name): value for name, value in settings.items()}
 
 

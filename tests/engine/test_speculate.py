@@ -43,6 +43,7 @@ def test_a_number_is_that_of_every_drafter(folder: Path) -> None:
 def test_full_is_all_that_the_drafter_makes(folder: Path) -> None:
     llm = LLM(str(folder), drafter="random-dflash", speculate="full", num_drafted=3, **SETTINGS)
     assert llm.drafter.num_drafted == most_verified(llm) == 3
+    assert llm.make_drafter("ngram").num_drafted == 3
 
 
 @pytest.mark.slow

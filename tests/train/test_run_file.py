@@ -134,7 +134,7 @@ def test_a_run_of_an_earlier_version_gets_the_present_names(tmp_path: Path) -> N
     assert (config.target.speculate, config.plan) == ("full", "off")
     assert (config.prompting.limit, config.remote.ray) == (3, "auto")
     file.write_text("asked: {limit: 3}\nprompting: {limit: 4}\n")
-    with pytest.raises(ConfigError, match="asked is now prompting: remove asked"):
+    with pytest.raises(ConfigError, match=r"run\.yaml: asked is now prompting: remove asked"):
         read_run_file(file)
 
 
