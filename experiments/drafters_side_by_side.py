@@ -63,11 +63,11 @@ def rounds_of(result: dict[str, Any]) -> float:
 
 
 def lines_of(out: Path) -> list[Line]:
-    fixed, tree, auto = (results_of(out / plan) for plan in ("fixed", "tree", "auto"))
-    plain = fixed["none"]
+    full, tree, auto = (results_of(out / speculate) for speculate in ("full", "tree", "auto"))
+    plain = full["none"]
     plain_s = (plain["seconds"]["verify"] + plain["seconds"]["host"]) / rounds_of(plain)
     lines = []
-    for name, result in fixed.items():
+    for name, result in full.items():
         if name == "none":
             continue
         drafting_s = result["seconds"]["draft"] / rounds_of(result)

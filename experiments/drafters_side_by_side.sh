@@ -9,7 +9,7 @@
 # DATA holds gsm8k_train.jsonl, mbpp_train.jsonl and user_instructions.jsonl, which the target answers first, and gsm8k_test.jsonl
 # and humaneval.jsonl, on which is measured; ANSWERS and PROMPTS are others in their place. Each kind learns for MINUTES (8) of
 # steps, as its own recipe says; hidden states come on top, twice: EAGLE-3 reads other layers. Then three measurements with nothing
-# else running: `fixed` has every draft of every round checked, `tree:32` the likeliest 32 of those that can be told from each
+# else running: `full` has every draft of every round checked, `tree:32` the likeliest 32 of those that can be told from each
 # other, `auto` is the planner's choice. About 70 minutes on two cores. Killed, the same command goes on after the last finished
 # stage. Needs pip install 'paceline[distill]'. Environment: OUT (folder), TARGET (smollm2-135m), LIMIT (prompts a file, 12), REPEAT
 # (turns, 3), LAYERS (of the small model, 6).
@@ -58,14 +58,14 @@ files=()
 for file in $prompts; do
     files+=(--prompts "$file")
 done
-for plan in fixed tree:32 auto; do
-    folder=$out/${plan%:32}
+for speculate in full tree:32 auto; do
+    folder=$out/${speculate%:32}
     if [ -e "$folder/.done" ]; then continue; fi
     rm -rf "${folder:?}"
     repeat=${REPEAT:-3}
-    if [ "$plan" = tree:32 ]; then repeat=1; fi  # what it keeps is the same each time
-    paceline bench decode --model "$target" --drafters "$drafters" --plan "$plan" "${files[@]}" --limit "${LIMIT:-12}" \
-        --max-tokens 128 --batch 1 --repeat "$repeat" --out "$folder"
+    if [ "$speculate" = tree:32 ]; then repeat=1; fi  # what it keeps is the same each time
+    paceline bench decode --model "$target" --drafters "$drafters" --speculate "$speculate" "${files[@]}" \
+        --limit "${LIMIT:-12}" --max-tokens 128 --batch 1 --repeat "$repeat" --out "$folder"
     touch "$folder/.done"
 done
 python experiments/drafters_side_by_side.py "$out"

@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--weight-format", default="auto")
     parser.add_argument(
-        "--plan", default="fixed", help="auto: the drafts that pay; fixed: all in every round; fixed:K; tree:N"
+        "--speculate", default="full", help="auto: the drafts that pay; full: all in every round; N; tree:N"
     )
     parser.add_argument(
         "--drafters", default="", help="some of those here, folders, hub ids; all of those here when empty"
@@ -125,7 +125,7 @@ def main() -> None:
     args = parser.parse_args()
     share = -(-args.limit // len(args.prompts))
     messages = [prompt.messages for path in args.prompts for prompt in read_prompts(path, limit=share)][: args.limit]
-    how = {"backend": args.backend, "weight_format": args.weight_format, "plan": args.plan}
+    how = {"backend": args.backend, "weight_format": args.weight_format, "speculate": args.speculate}
     llm = LLM(args.model, drafter="none", dtype=args.dtype, max_batch=args.batch, **how)
     prompts = [llm.encode_chat(list(each)) for each in messages]
     params = SamplingParams(max_tokens=args.max_tokens)

@@ -1,7 +1,8 @@
 """Is sampled decoding drawn from the target's distribution? The mean of (NLL - entropy) must be zero at every position.
 
     .venv/bin/python experiments/lossless_sampled.py --prompts gsm8k.jsonl --drafters ngram,dflash=random
-    .venv/bin/python experiments/lossless_sampled.py --prompts gsm8k.jsonl --drafters default --plan tree:16 --no-seed
+    .venv/bin/python experiments/lossless_sampled.py --prompts gsm8k.jsonl --drafters default \\
+        --speculate tree:16 --no-seed
 
 Samples many short completions at temperature 1, scores each token under the target by teacher forcing, and compares its
 negative log-likelihood with the entropy there: for samples of the target the mean difference is 0 within 3 standard
@@ -9,9 +10,9 @@ errors.
 
 And a chi-square test at each position: put the target's tokens side by side, the likeliest first, each as wide as it is
 likely; a random point within the drawn token's part is then equally likely anywhere between 0 and 1, whatever the
-context. The test counts points in 20 equal parts. `--plan tree:N` checks trees; `--top-p`, `--top-k`, `--min-p` and
-`--temperature` are applied to the target that is tested against too. The script exits with 1 if a mean is more than 4
-standard errors off, or a p-value below 1e-5. Necessary, not sufficient: tests/engine has the proofs on small
+context. The test counts points in 20 equal parts. `--speculate tree:N` checks trees; `--top-p`, `--top-k`, `--min-p`
+and `--temperature` are applied to the target that is tested against too. The script exits with 1 if a mean is more than
+4 standard errors off, or a p-value below 1e-5. Necessary, not sufficient: tests/engine has the proofs on small
 vocabularies. Last line: one JSON object.
 """
 
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--drafters", default="ngram,dflash=random")
     parser.add_argument("--rule", default="auto")
-    parser.add_argument("--plan", default="fixed", help="fixed, fixed:K, tree:N, or auto, which goes by the clock")
+    parser.add_argument("--speculate", default="full", help="full, N, tree:N, or auto, which goes by the clock")
     parser.add_argument(
         "--no-seed", action="store_true", help="requests without a seed: drafts of a chain may then be drawn"
     )
@@ -82,7 +83,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--min-p", type=float, default=0.0)
     args = parser.parse_args()
-    llm = LLM(args.model, drafter="none", dtype=args.dtype, rule=args.rule, plan=args.plan)
+    llm = LLM(args.model, drafter="none", dtype=args.dtype, rule=args.rule, speculate=args.speculate)
     messages = [prompt.messages for path in args.prompts for prompt in read_prompts(path, limit=32)]
     prompts = [llm.encode_chat(list(messages[index % len(messages)])) for index in range(args.completions)]
     how = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens")}
@@ -112,7 +113,8 @@ def main() -> None:
         )
         log.print(results[-1])
     settings = {
-        name: getattr(args, name) for name in ("completions", "rule", "plan", "temperature", "top_p", "top_k", "min_p")
+        name: getattr(args, name)
+        for name in ("completions", "rule", "speculate", "temperature", "top_p", "top_k", "min_p")
     }
     print(json.dumps(record_of({**settings, "has_seeds": not args.no_seed, "results": results})))
     if not all(result["is_right"] for result in results):

@@ -2,8 +2,8 @@
 
     python experiments/trees.py --prompts gsm8k_test.jsonl --limit 32
 
-Every plan checks the same number of drafts in every round; the texts of all plans must be the same at the same seed, or
-the script fails. It counts tokens a round only.
+Each setting checks the same number of drafts in every round (N the first N of the drafter's); the texts of all must be
+the same at the same seed, or the script fails. It counts tokens a round only.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from paceline import LLM, SamplingParams
 from paceline.data.prompts import read_prompts
-from paceline.plan.planner import fixed_planner
+from paceline.plan.speculate import Speculation
 from paceline.report.statistics import Rounds
 from paceline.runs.folder import write_results
 
-PLANS = "fixed:0,fixed:3,fixed:5,fixed,tree:4,tree:8,tree:12,tree:16,tree:24,tree:32,tree:64,tree:128"
+SPECULATE = "0,3,5,full,tree:4,tree:8,tree:12,tree:16,tree:24,tree:32,tree:64,tree:128"
 
 
 def arguments() -> argparse.Namespace:
@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=32)
     parser.add_argument("--skip", type=int, default=0, help="prompts of each file to leave out first")
     parser.add_argument("--temperatures", default="0,1")
-    parser.add_argument("--plans", default=PLANS)
+    parser.add_argument("--speculate", default=SPECULATE)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dtype", default="auto")
@@ -41,14 +41,14 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    llm = LLM(args.model, drafter=args.drafter, dtype=args.dtype, max_batch=args.batch, max_len=1024, plan="fixed")
+    llm = LLM(args.model, drafter=args.drafter, dtype=args.dtype, max_batch=args.batch, max_len=1024, speculate="full")
     results: list[dict[str, Any]] = []
     for file in args.prompts:
         prompts = [llm.encode_chat(each.messages) for each in read_prompts(file)[args.skip : args.skip + args.limit]]
         for temperature in map(float, args.temperatures.split(",")):
             expected: list[list[int]] | None = None
-            for plan in args.plans.split(","):
-                llm.engine.planner = fixed_planner(plan)
+            for speculate in args.speculate.split(","):
+                llm.engine.planner = Speculation.of(speculate).planner()
                 params = [
                     SamplingParams(temperature=temperature, seed=seed, max_tokens=args.max_tokens)
                     for seed in range(len(prompts))
@@ -58,13 +58,13 @@ def main() -> None:
                 expected = expected or texts
                 if texts != expected:
                     raise SystemExit(
-                        f"{plan} at temperature {temperature:g} changes the text of {file}: this must not happen"
+                        f"{speculate} at temperature {temperature:g} changes the text of {file}: this must not happen"
                     )
                 rounds = Rounds.sum(answer.stats for answer in answers)
                 figures = {"tokens_per_round": rounds.tokens_per_round, "num_rounds": rounds.num_rounds}
-                results.append({"prompts": file, "temperature": temperature, "plan": plan, **figures})
+                results.append({"prompts": file, "temperature": temperature, "speculate": speculate, **figures})
                 print(
-                    f"{file} temperature {temperature:g} {plan}: {rounds.tokens_per_round:.3f} tokens a round",
+                    f"{file} temperature {temperature:g} {speculate}: {rounds.tokens_per_round:.3f} tokens a round",
                     file=sys.stderr,
                 )
     if args.out:

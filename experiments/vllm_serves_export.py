@@ -45,7 +45,7 @@ def ours(model: str, drafter: str, prompts: Path, args: argparse.Namespace) -> t
     """The prompts as tokens, and what our engine made of them."""
     settings = {
         "dtype": "float32",
-        "plan": "fixed",
+        "speculate": "full",
         "num_drafted": NUM_DRAFTED["dflash"],
         "threads": args.threads,
         "device": "cpu",

@@ -157,7 +157,13 @@ def main() -> NoReturn:
 
 def _usage(error: Any) -> str:
     """Returns the message of a usage error; for a missing argument or option, with the first example of the command's
-    help."""
+    help; for a renamed option, with its present name."""
+    from paceline.config import RENAMED
+
+    option, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
+    present = RENAMED.get(option.removeprefix("--"), "")
+    if context is not None and present.partition(":")[0] in [param.name for param in context.command.params]:
+        return f"{option} is now --{present} (see --help)"
     message, example = error.format_message(), None
     if isinstance(error, _MissingParameter) and error.ctx is not None:
         example = _first_example(error.ctx.command.help or "")

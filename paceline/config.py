@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,12 +14,19 @@ from typing import Annotated, Any, Literal
 from paceline.bounds import Count, Share, Whole, at_least, check, within
 from paceline.errors import ConfigError, refuse, reraised
 from paceline.plan.marginals import Marginals
-from paceline.plan.planner import fixed_planner
+from paceline.plan.speculate import Speculation
+from paceline.types import NONE
 
 YIELD = "at least 1, the target's own token of every round"
 ISAS = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
 RULES = ("auto", "match", "rejection", "block")
 DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?|mps|xpu")
+RENAMED = {"plan": "speculate: auto, full (was fixed), a number (was fixed:K), off or tree:N"}
+"""Earlier name of an engine setting -> its present name and values, for error messages."""
+GROUPS = {"asked": "prompting", "elsewhere": "remote"}
+"""Earlier name of a group of settings -> its present name."""
+ENGINES = ("engine", "llm", "target", "teacher")
+"""Groups of settings that are an engine's."""
 Bytes = Annotated[int, "bytes", at_least(1)]
 """A number of bytes; on the command line it may be written 512M."""
 
@@ -57,16 +65,16 @@ class EngineConfig:
     """Most memory for all KV caches, including the drafter's: 512M, 2G or bytes. Lowers `max_batch` until they fit."""
     num_drafted: Whole | None = None
     """Most tokens drafted per round [default: the drafter's own number]."""
-    plan: str = "auto"
+    speculate: str = "auto"
     """auto verifies in each round the number of drafts with the most tokens per second, possibly none, and prefers
-    n-gram drafts where they promise more (unless `num_drafted` is given); fixed:K verifies the drafter's first K drafts
-    in every round, fixed all of them, tree:N a tree of its N most probable drafts: these do not depend on measured
-    times."""
+    n-gram drafts where they promise more (unless `num_drafted` is given); off loads no drafter. In every round, full
+    verifies all drafts of the drafter, N (a number) makes and verifies N, tree:N verifies a tree of the N most probable
+    ones: these do not depend on measured times."""
     objective: Literal["throughput", "latency"] = "throughput"
-    """With plan auto: throughput maximises the tokens per second of all requests together; latency minimises the mean
-    time to each request's next tokens. Neither changes any text."""
+    """With `speculate` auto: throughput maximises the tokens per second of all requests together; latency minimises the
+    mean time to each request's next tokens. Neither changes any text."""
     trees: bool = True
-    """With plan auto: verify a tree of several continuations where that is faster than a chain."""
+    """With `speculate` auto: verify a tree of several continuations where that is faster than a chain."""
     rule: Annotated[str, RULES] = "auto"
     """Verification of drafts for sampled requests: match (deterministic drafts), rejection or block; auto selects the
     best lossless rule."""
@@ -78,8 +86,8 @@ class EngineConfig:
     row and round."""
     mocked_marginals: tuple[tuple[float, ...], ...] = ()
     """Mock acceptance of trees: for each draft position and candidate rank, how often this candidate is accepted after
-    the top tokens before it (`simulate.marginals.read_marginals`). Applies to a tree of N drafts with plan tree:N, else
-    to a chain."""
+    the top tokens before it (`simulate.marginals.read_marginals`). Applies to a tree of N drafts with `speculate`
+    tree:N, else to a chain."""
     prefill_chunk: Count = 256
     """Prompt tokens per engine step, so that a long prompt does not delay other requests."""
     threads: Count | None = None
@@ -87,6 +95,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        object.__setattr__(self, "speculate", str(self.speculate))  # N may be given as an int
+        speculation = self.speculation
+        if speculation.is_off:
+            object.__setattr__(self, "drafter", NONE)
         rises = any(later > sooner for sooner, later in pairwise(self.mocked_survival))
         mocks = (bool(self.mocked_survival), bool(self.mocked_marginals), self.mocked_tokens_per_round is not None)
         refuse(
@@ -98,21 +110,31 @@ class EngineConfig:
                 "mocked_tokens_per_round, mocked_survival and mocked_marginals exclude each other: give one",
             ),
             (
-                self.plan.startswith("tree:") and any(mocks) and not self.mocked_marginals,
-                f"plan {self.plan} needs the acceptance of tokens other than the top one: mock it by mocked_marginals",
+                speculation.num_nodes > 0 and any(mocks) and not self.mocked_marginals,
+                f"speculate {self.speculate} needs the acceptance of tokens other than the top one: mock it by "
+                "mocked_marginals",
+            ),
+            (
+                bool(speculation.num_drafted) and self.num_drafted is not None,
+                f"speculate {self.speculate} and num_drafted both set the number of drafts: leave one out",
+            ),
+            (
+                self.objective != "throughput" and not speculation.adapts,
+                f"objective {self.objective} needs speculate auto, not {self.speculate}",
             ),
         )
         if self.mocked_marginals:
             Marginals(self.mocked_marginals)
-        if self.plan != "auto":
-            fixed_planner(self.plan)
-            refuse(
-                ConfigError,
-                (
-                    self.objective != "throughput",
-                    f"objective {self.objective} needs plan auto (serve: --speculate auto), not {self.plan}",
-                ),
-            )
+
+    @property
+    def speculation(self) -> Speculation:
+        """`speculate`, parsed."""
+        return Speculation.of(self.speculate)
+
+    @property
+    def most_drafted(self) -> int | None:
+        """Most tokens drafted per round, by `speculate` or `num_drafted`; None: the drafter's own number."""
+        return self.speculation.num_drafted or self.num_drafted
 
     @property
     def mocked(self) -> float | tuple[float, ...] | Marginals | None:
@@ -140,8 +162,30 @@ class EngineConfig:
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(settings) - known)
         if unknown:
+            refuse(ConfigError, (unknown[0] in RENAMED, f"{unknown[0]} is now {RENAMED.get(unknown[0])}"))
             raise ConfigError(f"unknown setting {unknown[0]!r}: choose from {', '.join(sorted(known))}")
         return cls(**settings)
+
+
+def renamed(stored: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Returns settings by group, as a file holds them, with the present names of those that have been renamed since the
+    file was written. Raises ConfigError if a setting has both names; `where`: words to put before the message."""
+    parts = {name: name.partition(".") for name in stored}  # asked; in plan.json asked.limit
+    names = {name: GROUPS[group] + dot + field for name, (group, dot, field) in parts.items() if group in GROUPS}
+    tree = _with_names(stored, names, where)
+    for group in ENGINES:
+        engine = tree.get(group)
+        if isinstance(engine, Mapping) and "plan" in engine:
+            value = "full" if engine["plan"] == "fixed" else str(engine["plan"]).removeprefix("fixed:")
+            tree[group] = _with_names({**engine, "plan": value}, {"plan": "speculate"}, f"{where}{group}.")
+    return tree
+
+
+def _with_names(settings: Mapping[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
+    for earlier, name in names.items():
+        why = f"{where}{earlier} is now {name}: remove {earlier}"
+        refuse(ConfigError, (earlier in settings and name in settings, why))
+    return {names.get(name, name): value for name, value in settings.items()}
 
 
 def _unknown_device(device: str) -> str:

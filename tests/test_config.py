@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.config import EngineConfig, resolve
+from paceline.config import EngineConfig, renamed, resolve
 from paceline.errors import ConfigError
 
 
@@ -13,6 +13,9 @@ from paceline.errors import ConfigError
     ("wrong", "remedy"),
     [
         ({"drafts": 3}, "unknown setting 'drafts'"),
+        ({"plan": "fixed"}, r"plan is now speculate: auto, full \(was fixed\)"),
+        ({"speculate": "sometimes"}, "speculate 'sometimes' is not known: choose auto, full, off, N"),
+        ({"speculate": 3, "num_drafted": 4}, "speculate 3 and num_drafted both set the number of drafts"),
         ({"dtype": "int3"}, "dtype must be one of"),
         ({"max_batch": 0}, "max_batch"),
         ({"mocked_tokens_per_round": 0.5}, "the target's own token"),
@@ -24,6 +27,30 @@ from paceline.errors import ConfigError
 def test_wrong_settings_are_refused_by_name(wrong: dict[str, object], remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         EngineConfig.of(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("speculate", "drafter", "most"),
+    [("auto", "mine", None), ("off", "none", None), ("0", "none", None), (3, "mine", 3)],
+)
+def test_how_much_is_drafted(speculate: object, drafter: str, most: int | None) -> None:
+    config = EngineConfig.of(drafter="mine", speculate=speculate)
+    assert (config.drafter, config.most_drafted, config.speculate) == (drafter, most, str(speculate))
+    assert EngineConfig(speculate="full", num_drafted=4).most_drafted == 4
+
+
+def test_settings_of_earlier_versions_get_their_present_names() -> None:
+    stored = {"asked": {"limit": 3}, "elsewhere.ray": "auto", "plan": "off", "target": {"model": "m", "plan": "fixed"}}
+    assert renamed(stored) == {
+        "prompting": {"limit": 3},
+        "remote.ray": "auto",
+        "plan": "off",
+        "target": {"model": "m", "speculate": "full"},
+    }
+    engine = {name: {"plan": name} for name in ("auto", "fixed:3", "tree:8")}
+    assert [renamed({"engine": each})["engine"]["speculate"] for each in engine.values()] == ["auto", "3", "tree:8"]
+    with pytest.raises(ConfigError, match="asked is now prompting: remove asked"):
+        renamed({"asked": {}, "prompting": {}})
 
 
 @pytest.mark.parametrize(("has_bf16", "dtype"), [(True, "bfloat16"), (False, "float32")])

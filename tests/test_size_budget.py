@@ -15,7 +15,7 @@ LONGER = {
     "loop/evals/sandbox/jail.py": 415,
     "model/config/decoder.py": 415,
     "model/native/library.py": 439,
-    "plan/planner.py": 425,
+    "plan/planner.py": 410,
     "serve/worker/worker.py": 403,
     "train/config.py": 408,
     "train/learn/loop.py": 418,

@@ -127,14 +127,14 @@ def greedy(visit: Visit, name: str, config: DecoderConfig) -> None:
     expected = texts(target, None, prompts, params)
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     for number, (method, make) in enumerate(drafters_for(target, tensors, known).items()):
-        for plan in visit.sized(("fixed", "tree:8"), (("fixed", "tree:8")[number % 2],)):
-            with visit.part(f"{name} {method} {plan}"):
+        for speculate in visit.sized(("full", "tree:8"), (("full", "tree:8")[number % 2],)):
+            with visit.part(f"{name} {method} {speculate}"):
                 drafter, rounds = make(), list[int]()
-                together = texts(target, drafter, prompts, params, plan=plan, rounds=rounds)
-                alone = [texts(target, drafter, [prompt], params, plan=plan)[0] for prompt in prompts[:2]]
+                together = texts(target, drafter, prompts, params, speculate=speculate, rounds=rounds)
+                alone = [texts(target, drafter, [prompt], params, speculate=speculate)[0] for prompt in prompts[:2]]
                 parts = parted(target, prompts, expected, together) + parted(target, prompts[:2], expected[:2], alone)
                 kept = statistics.fmean(rounds)
-                visit.check(f"{name} {method} {plan}", are_same(parts), parted=parts, acceptance_length=kept)
+                visit.check(f"{name} {method} {speculate}", are_same(parts), parted=parts, acceptance_length=kept)
 
 
 def graphs(visit: Visit) -> None:

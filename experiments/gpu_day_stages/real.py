@@ -54,7 +54,7 @@ def brought_answers(visit: Visit) -> Path | None:
 def real(visit: Visit) -> None:
     """Greedy text of every drafter at hand against plain decoding in float32, sampled text, and acceptance lengths."""
     with brought_model(visit) as path:
-        llm = LLM(str(path), drafter="none", device=visit.device, dtype="float32", plan="fixed", max_batch=4)
+        llm = LLM(str(path), drafter="none", device=visit.device, dtype="float32", speculate="full", max_batch=4)
         prompts, most = prompts_for(visit, llm), visit.sized(96, 8)
         greedy = SamplingParams(max_tokens=most)
         plain = [out.token_ids for out in llm.generate_ids(prompts, greedy)]

@@ -26,7 +26,7 @@ from paceline.model.config.decoder import DecoderConfig, decoder_config
 from paceline.model.layout import layer_shapes
 from paceline.model.target import Target
 from paceline.model.torch.decoder import Decoder
-from paceline.plan.planner import fixed_planner
+from paceline.plan.speculate import Speculation
 from paceline.types import Batch, DraftBlock, SamplingParams
 from paceline.verify.rules import RULES
 
@@ -135,7 +135,7 @@ def texts(
     prompts: list[list[int]],
     params: SamplingParams | list[SamplingParams],
     *,
-    plan: str = "fixed",
+    speculate: str = "full",
     rule: str = "auto",
     rounds: list[int] | None = None,
     device: bool = True,
@@ -145,7 +145,7 @@ def texts(
     rounds by what made them: on the device, if that is wanted and possible."""
     engine = Engine(
         target, stand_in_tokenizer(target.vocab_size), drafter,
-        judge=RuleJudge(RULES[rule]), planner=fixed_planner(plan, 32), prefill_chunk=32,
+        judge=RuleJudge(RULES[rule]), planner=Speculation.of(speculate).planner(32), prefill_chunk=32,
         device_rounds=device and has_device_rounds(target),
     )  # fmt: skip
     each = params if isinstance(params, list) else [params] * len(prompts)

@@ -12,6 +12,7 @@ from typing import Annotated, NamedTuple
 from paceline.bounds import Amount, Count, Positive, Rate, at_least, check, within
 from paceline.errors import ConfigError, refuse
 from paceline.lossy import Lossy
+from paceline.plan.speculate import Speculation
 from paceline.plan.trees import MOST_NODES
 from paceline.simulate.marginals import read_marginals
 from paceline.types import SamplingParams
@@ -50,8 +51,8 @@ class BenchConfig:
     seed: int | None = 0
     """Base seed of the requests."""
     marginals: bool = False
-    """With plan fixed, also record how often each candidate of each draft position is accepted, for `paceline simulate
-    --marginals`; this takes time. With plan tree:N it is always recorded."""
+    """With speculate full or N, also record how often each candidate of each draft position is accepted, for `paceline
+    simulate --marginals`; this takes time. With tree:N it is always recorded."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -221,9 +222,8 @@ class ServersConfig:
 
     def __post_init__(self) -> None:
         for name in self.speculate or ():
-            is_known = name in ("off", "auto", "full") or (name.isdecimal() and name.isascii())
-            known = "choose from off, auto, full and numbers of drafts"
-            refuse(ConfigError, (not is_known, f"speculate {name!r} is not known: {known}"))
+            is_tree = Speculation.of(name).num_nodes > 0
+            refuse(ConfigError, (is_tree, f"speculate {name}: choose from off, auto, full and numbers of drafts"))
         refuse(ConfigError, (self.speculate == (), "speculate names no contender: write it as off,auto"))
         if self.speculate:
             object.__setattr__(self, "speculate", tuple(dict.fromkeys(self.speculate)))

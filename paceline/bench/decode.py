@@ -146,7 +146,8 @@ class Bench:
             )
         self._engines = Engines(llm)
         for name in config.drafters:
-            limit = {} if config.num_drafted is None or name == BASELINE else {"num_drafted": config.num_drafted}
+            most = llm.config.most_drafted if config.num_drafted is None else config.num_drafted
+            limit = {} if most is None or name == BASELINE else {"num_drafted": most}
             self._engines.add(name, make_drafter(name, llm.target, target_name=llm.config.model, **limit))
         self._peer = TransformersPeer(llm) if config.against else None
         self._engines.use(BASELINE)

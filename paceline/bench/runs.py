@@ -25,7 +25,7 @@ from paceline.bench.steps import MockBench, StepBench
 from paceline.config import EngineConfig
 from paceline.data.prompts import read_prompts
 from paceline.engine.llm import LLM
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 from paceline.hardware import Machine, this_machine
 from paceline.hub import resolve
 from paceline.model.backends import form_of
@@ -50,6 +50,7 @@ def bench_decode(
     """Measure decoding speed on one loaded model for every combination of drafter, temperature and batch size. Writes
     the report and returns the figures, in which "run" is the run folder. `prompts`: file or data set id [default: the
     built-in set]. `limit`: use only its first prompts."""
+    check_drafts(engine, config.num_drafted)
     prompt_list = read_prompts(prompts or BUILTIN_PROMPTS, limit)
     settings = {"llm": engine, "bench": config, "prompts": prompts or "built-in", "limit": limit}
     run = RunFolder.create("bench-decode", settings, out)
@@ -143,6 +144,7 @@ def bench_lossy(
 ) -> dict[str, Any]:
     """Measure plain decoding, lossless speculation and each lossy rule in alternation, on each task. Writes the report
     and returns the figures, in which "run" is the run folder."""
+    check_drafts(engine)
     run = RunFolder.create("bench-lossy", {"llm": engine, "lossy": config}, out)
     llm, machine = loaded(replace(engine, max_batch=1), progress, allow_lossy=True)
     bench = LossyBench(llm, engine.drafter, config)
@@ -212,6 +214,17 @@ def ceiling_line(llm: LLM, machine: Machine) -> str:
         f"{form_of(llm.target).weight_format} weights: plain decoding of one request cannot exceed "
         f"{machine.ceiling_tokens_per_s(num_bytes):.1f} tokens/s"
     )
+
+
+def check_drafts(engine: EngineConfig, num_drafted: int | None = None) -> None:
+    """Raise ConfigError if nothing would be drafted, or if both `num_drafted`, the benchmark's number of drafts, and
+    the engine's `speculate` set that number."""
+    refuse(
+        ConfigError,
+        (engine.speculation.is_off, "speculate off drafts nothing, so there is nothing to measure: leave it out"),
+    )
+    if num_drafted is not None:
+        replace(engine, num_drafted=num_drafted)
 
 
 def loaded(engine: EngineConfig, progress: Progress, **more: Any) -> tuple[LLM, Machine]:

@@ -49,7 +49,7 @@ LOAD_NAMES = Changed(
 )
 NO_MOCKS = Without("mocked_tokens_per_round", "mocked_survival", "mocked_marginals")
 NO_SERVER = Without("max_batch", "kv_memory", "prefill_chunk")
-NOT_STARTED = Without("model", "num_drafted", "plan", "rule", "prefill_chunk")
+NOT_STARTED = Without("model", "num_drafted", "speculate", "rule", "prefill_chunk")
 
 
 @options
@@ -100,7 +100,7 @@ def bench_decode(
 @options
 def bench_steps(
     engine: Annotated[
-        EngineConfig, NO_SERVER, NO_MOCKS, Without("num_drafted", "plan", "rule"), Changed(drafter=MEASURED)
+        EngineConfig, NO_SERVER, NO_MOCKS, Without("num_drafted", "speculate", "rule"), Changed(drafter=MEASURED)
     ],
     config: Annotated[StepsConfig, Changed(batches=Opt("--batch"), max_positions=Opt("--positions"))],
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-steps-<time>].")] = None,

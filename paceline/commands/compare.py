@@ -88,8 +88,8 @@ def compare(
     check_folder(out or Path())
     text = prompt_of(prompt, "paceline compare")
     check_template(raw, system)
-    if engine.drafter == "none" or engine.num_drafted == 0 or engine.plan == "fixed:0":
-        raise ConfigError("nothing to compare without drafts: choose another --drafter, --num-drafted or --plan")
+    if engine.drafter == "none" or engine.num_drafted == 0:
+        raise ConfigError("nothing to compare without drafts: choose another --drafter, --num-drafted or --speculate")
     llm = load(engine)
     from paceline.bench.pages.timing import NAME, record
     from paceline.hardware import device_name

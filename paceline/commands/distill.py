@@ -24,7 +24,7 @@ PROMPTS = Only("prompts", "limit")
 def distill(
     config: Annotated[asks.DistillConfig, Only("out", "answers")],
     teacher: Annotated[EngineConfig, Only("model", "dtype", "backend", "isa", "device", "threads"), TEACHER],
-    asked: Annotated[PromptsConfig, PROMPTS],
+    prompting: Annotated[PromptsConfig, PROMPTS],
     answering: Annotated[AnswerConfig, ANSWERS],
     student: Annotated[asks.StudentConfig, Changed(choice=Opt("--choose-layers"))],
     teaching: asks.TeachingConfig,
@@ -45,7 +45,13 @@ def distill(
       paceline distill --teacher smollm2-135m --answers runs/answers/answers \\
         --layers 12 --minutes 20 --out runs/student
     """
-    parts = {"teacher": teacher, "asked": asked, "answering": answering, "student": student, "teaching": teaching}
+    parts = {
+        "teacher": teacher,
+        "prompting": prompting,
+        "answering": answering,
+        "student": student,
+        "teaching": teaching,
+    }
     config = replace(config, **parts, gate=gate, files=files)
     starting(teacher.model)
     if dry_run:

@@ -46,7 +46,7 @@ def evaluate(
     starting(engine.model)
     from paceline.bench import evaluate as library
 
-    engine = replace(engine, plan="fixed")
+    engine = replace(engine, speculate="full")
     how = {"limit": limit, "out": out, "shows_context": by_context, "progress": TerminalProgress()}
     done = library.evaluate(drafter, prompts or (), config, engine=engine, **how)
     say(f"figures and texts: {done.run.path / library.EVALUATION} (paceline report {done.run.path} draws them)")

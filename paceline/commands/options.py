@@ -57,7 +57,7 @@ SECTIONS = {
     "PromptsConfig": "Prompts",
     "SamplingParams": "Sampling",
     "AnswerConfig": "Answers of the target",
-    "ElsewhereConfig": "A target elsewhere",
+    "RemoteConfig": "Remote target",
     "DrafterShape": "Drafter",
     "LoopConfig": "Training",
     "LossConfig": "Training",

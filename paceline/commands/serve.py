@@ -17,7 +17,7 @@ from paceline.errors import ConfigError, refuse
 from paceline.loop.adapt.config import OtherEngineConfig
 from paceline.plan.routes import Router
 from paceline.runs.settings_file import read_settings_file
-from paceline.serve.settings import ServeConfig, TraceConfig, speculation
+from paceline.serve.settings import ServeConfig, TraceConfig
 from paceline.types import NONE, GrammarSpec, SamplingParams
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _single(option: Any, value: Any, where: str) -> Any:
 def serve(
     llm: Annotated[
         EngineConfig,
-        Without("drafter", "prefill_chunk", "plan", "mocked_tokens_per_round", "mocked_survival", "mocked_marginals"),
+        Without("drafter", "prefill_chunk", "mocked_tokens_per_round", "mocked_survival", "mocked_marginals"),
     ],
     serving: Annotated[ServeConfig, Without("body_seconds", "header_seconds", "write_seconds"), Changed(**NAMES)],
     tracing: Annotated[TraceConfig, Changed(**TRACE_NAMES)],
@@ -102,12 +102,6 @@ def serve(
         Path | None,
         typer.Option(callback=_read_config, is_eager=True, help="YAML file of these options; the command line wins."),
     ] = None,
-    speculate: Annotated[
-        str,
-        typer.Option(
-            help="Draft length: auto (by measured speed), full (drafter's maximum), off, a number, or tree:N."
-        ),
-    ] = "auto",
     mock: Annotated[
         str | None,
         typer.Option(
@@ -148,10 +142,10 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="paceline-mock-") as scratch:
         if mock is not None:
             _check_mock(serving, tracing)
-            llm, named = _mocked(llm, mock, named, speculate, Path(scratch))
-        llm = replace(llm, **speculation(speculate, llm.num_drafted, next(iter(named.values()))))
+            llm, named = _mocked(llm, mock, named, Path(scratch))
+        llm = replace(llm, drafter=next(iter(named.values())))
         drafters = None if "" in named or llm.drafter == NONE else named
-        adapts = llm.plan == "auto" and serving.route == "auto" and mock is None
+        adapts = llm.speculation.adapts and serving.route == "auto" and mock is None
         if drafters and len(drafters) > 1 and serving.route == "auto" and not adapts:
             needed = "--speculate auto, and no --mock" if mock else "--speculate auto"
             raise ConfigError(f"route auto needs measured rounds: it needs {needed}; or give --route tag")
@@ -176,14 +170,14 @@ def _check_mock(serving: ServeConfig, tracing: TraceConfig) -> None:
 
 
 def _mocked(
-    engine: EngineConfig, mock: str, named: dict[str, str], speculate: str, scratch: Path
+    engine: EngineConfig, mock: str, named: dict[str, str], scratch: Path
 ) -> tuple[EngineConfig, dict[str, str]]:
     """Return the engine settings and drafters for mocked acceptance; prints what is mocked."""
     from paceline.serve.worker.mock import mocked_drafter, mocked_engine
 
     model = engine.model
     engine = mocked_engine(engine, mock, scratch)
-    is_off = speculate in ("off", "0")
+    is_off = engine.speculation.is_off
     most = 1.0 if is_off or engine.mocked_tokens_per_round == 1 else 2.0
     named = {label: drafter if is_off else mocked_drafter(drafter, model, most) for label, drafter in named.items()}
     weights = ", random weights" if engine.weights == "random" else ""

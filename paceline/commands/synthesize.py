@@ -14,9 +14,9 @@ from paceline.train.config import AnswerConfig, PromptsConfig
 
 @options
 def synthesize(
-    config: Annotated[SynthesizeConfig, Without("target", "asked", "answering")],
+    config: Annotated[SynthesizeConfig, Without("target", "prompting", "answering")],
     target: Target,
-    asked: PromptsConfig,
+    prompting: PromptsConfig,
     answering: Annotated[AnswerConfig, Without("grammar", "top_k", "raw"), Changed(**ANSWERS)],
     schema: JsonSchema = None,
     regex: Regex = None,
@@ -33,5 +33,5 @@ def synthesize(
     from paceline.loop.synthesize.run import run
 
     answering = replace(answering, grammar=grammar_of(schema, regex))
-    config = replace(config, target=target, asked=asked, answering=answering)
+    config = replace(config, target=target, prompting=prompting, answering=answering)
     return asdict(run(config, TerminalProgress()))

@@ -45,13 +45,15 @@ LOSS = Changed(name=Opt("--loss"), vocab=Opt("--loss-vocab"), selector=Opt("--se
 
 @options
 def train(
-    config: Annotated[asks.TrainConfig, Without("target", "asked", "answering", "elsewhere", "shape", "loop", "given")],
+    config: Annotated[
+        asks.TrainConfig, Without("target", "prompting", "answering", "remote", "shape", "loop", "given")
+    ],
     target: Target,
-    asked: asks.PromptsConfig,
+    prompting: asks.PromptsConfig,
     answering: Annotated[
         asks.AnswerConfig, Without("seed", "top_k", *GIVEN), Changed(temperatures=Opt("--temperature"))
     ],
-    elsewhere: asks.ElsewhereConfig,
+    remote: asks.RemoteConfig,
     shape: Annotated[asks.DrafterShape, Changed(**SHAPE)],
     loop: Annotated[asks.LoopConfig, Without("loss", "optim"), Changed(autocast=Opt("--autocast/--full-precision"))],
     loss: Annotated[asks.LossConfig, Without("alpha"), LOSS],
@@ -81,9 +83,9 @@ def train(
     config = replace(
         config,
         target=target,
-        asked=asked,
+        prompting=prompting,
         answering=replace(answering, seed=loop.seed),
-        elsewhere=elsewhere,
+        remote=remote,
         shape=shape,
         loop=replace(loop, loss=loss, optim=optim),
     )
@@ -157,11 +159,11 @@ def _merged(config: asks.TrainConfig, run_file: Path | None, names: set[str]) ->
 
 @options
 def regenerate(
-    config: Annotated[asks.RegenerateConfig, Without("target", "asked", "answering", "elsewhere")],
+    config: Annotated[asks.RegenerateConfig, Without("target", "prompting", "answering", "remote")],
     target: Target,
-    asked: asks.PromptsConfig,
+    prompting: asks.PromptsConfig,
     answering: Annotated[asks.AnswerConfig, Without("grammar"), Changed(**ANSWERS)],
-    elsewhere: Annotated[asks.ElsewhereConfig, Without("features_from", "features_folder")],
+    remote: Annotated[asks.RemoteConfig, Without("features_from", "features_folder")],
     json_schema: JsonSchema = None,
     regex: Regex = None,
     as_json: Json = False,
@@ -174,7 +176,7 @@ def regenerate(
       paceline regenerate --prompts questions.jsonl --out runs/answers
     """
     answering = replace(answering, grammar=grammar_of(json_schema, regex))
-    config = replace(config, target=target, asked=asked, answering=answering, elsewhere=elsewhere)
+    config = replace(config, target=target, prompting=prompting, answering=answering, remote=remote)
     check_folder(config.out)
     result = run_regenerate(config, progress=TerminalProgress())
     return asdict(result) if Ranks.here().is_first else None

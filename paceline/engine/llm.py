@@ -36,7 +36,7 @@ from paceline.model.text.chat import chat_ids
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.plan.costs import PassCosts
 from paceline.plan.marginals import Marginals, MockedPlanner
-from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Planner, fixed_planner
+from paceline.plan.planner import AdaptivePlanner, Planner
 from paceline.plan.routes import Router
 from paceline.types import SamplingParams
 from paceline.verify.rules import RULES, mocked
@@ -72,6 +72,8 @@ class LLM:
         first = next(iter(specs.values()))
         name = first if isinstance(first, str) else (first.name if first else "none")
         self.config = settle(EngineConfig.of(model=model, drafter=name, **settings))
+        if self.config.speculation.is_off:
+            drafters, specs = None, {"": None}
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
             if native_lib.load() is not None:
@@ -80,10 +82,7 @@ class LLM:
             tokenizer = executor.submit(_tokenizer, self.config, resolve_model(model))
             self.target = load_target(self.config)
             self.tokenizer = tokenizer.result() or Tokenizer.stand_in(self.target.vocab_size)
-        created = {
-            name: make_drafter(spec, self.target, target_name=model, num_drafted=self.config.num_drafted)
-            for name, spec in specs.items()
-        }
+        created = {name: self.make_drafter(spec, num_drafted=self.config.num_drafted) for name, spec in specs.items()}
         self.drafter = next(iter(created.values()))
         """The default drafter for new requests."""
         self.router = router
@@ -132,7 +131,7 @@ class LLM:
 
     @property
     def _adapts(self) -> bool:
-        return self.config.plan == "auto" and self.config.mocked is None
+        return self.config.speculation.adapts and self.config.mocked is None
 
     def _pool_changed(self) -> None:
         """Update the default drafter. If idle, capture the passes as CUDA graphs; otherwise rounds run eagerly until a
@@ -144,20 +143,18 @@ class LLM:
     def record_passes(self, engine: Engine) -> None:
         """Capture the passes of this engine's rounds as CUDA graphs, if the device uses them. Existing graphs are
         reused."""
-        grows = self.config.trees if self._adapts else self.config.plan.startswith("tree")
+        grows = self.config.trees if self._adapts else self.config.speculation.num_nodes > 0
         engine.record(LATER if self.router else 0, grows_trees=grows)
 
     def _planner_of(self, *drafters: Drafter) -> Planner:
         """Returns the planner of these drafters. An adaptive planner is kept with the first drafter, with its
         estimates."""
         chunk = self.config.prefill_chunk
-        if self.config.plan != "auto":
-            fixed, mock = fixed_planner(self.config.plan, chunk), self.config.mocked
-            if fixed.num_nodes and isinstance(mock, Marginals):
-                return MockedPlanner(most_chunk=chunk, num_nodes=fixed.num_nodes, marginals=mock)
-            return fixed
-        if self.config.mocked is not None:
-            return FixedPlanner(most_chunk=chunk)
+        if not self._adapts:
+            num_nodes, mock = self.config.speculation.num_nodes, self.config.mocked
+            if num_nodes and isinstance(mock, Marginals):
+                return MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=mock)
+            return self.config.speculation.planner(chunk)
         most = max((drafter.num_drafted for drafter in drafters), default=0) or (LATER if self.router else 0)
         if self.pass_costs is None and most:
             self.pass_costs = measure_passes(self.target, self.target.cache.num_rows * (1 + most), 1 + most)
@@ -171,8 +168,10 @@ class LLM:
         return self._planners[first]
 
     def make_drafter(self, drafter: str | Drafter | None, **options: Any) -> Drafter:
-        """Creates a drafter by name for this target; `options` go to its constructor. Raises the errors of
-        `draft.registry.make_drafter`."""
+        """Creates a drafter by name for this target, with as many drafts as the config sets; `options` go to its
+        constructor. Raises the errors of `draft.registry.make_drafter`."""
+        if not isinstance(drafter, Drafter) and options.get("num_drafted") is None:
+            options["num_drafted"] = self.config.most_drafted
         return make_drafter(drafter, self.target, target_name=self.config.model, **options)
 
     def use_drafter(self, drafter: str | Drafter | None, **options: Any) -> None:

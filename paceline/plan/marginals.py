@@ -83,7 +83,7 @@ class Tally:
         ):
             raise ConfigError(
                 'marginals are counts, {"tried": rounds of each slot, "stood": of each slot how many said each rank}: '
-                "write them with paceline bench decode --plan tree:32"
+                "write them with paceline bench decode --speculate tree:32"
             )
         return cls(list(tried), [list(own) for own in stood])
 

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from paceline.errors import ConfigError
 from paceline.plan.chances import PRIORS, Calibration, Chances
 from paceline.plan.chunks import ChunkSizes
 from paceline.plan.costs import PassCosts, RoundCosts, drafting_by
@@ -40,7 +39,7 @@ from paceline.plan.shares import (
     spared_by,
     surplus_of,
 )
-from paceline.plan.trees import MOST_NODES, Candidates, Growing, Tree, Weigh, drafter_probs, grow
+from paceline.plan.trees import Candidates, Growing, Tree, Weigh, drafter_probs, grow
 from paceline.types import Offer, RoundStats, Row, RowKind, Take
 
 MARGIN = 0.02
@@ -180,20 +179,6 @@ class FixedPlanner(Planner):
 
     def weigh(self, row: Row, candidates: Candidates) -> Weigh:
         return drafter_probs
-
-
-def fixed_planner(plan: str, most_chunk: int = 256) -> FixedPlanner:
-    """Make planner "fixed" (all drafts), "fixed:K" (K), "tree:N" (N nodes); else ConfigError. `most_chunk`: tokens."""
-    name, _, digits = plan.partition(":")
-    number = int(digits) if digits.isascii() and digits.isdecimal() else None
-    if plan == "fixed" or (name == "fixed" and number is not None):
-        return FixedPlanner(number, most_chunk)
-    if name == "tree" and number is not None and 1 <= number <= MOST_NODES:
-        return FixedPlanner(None, most_chunk, num_nodes=number)
-    raise ConfigError(
-        "plan must be auto, fixed, fixed:K (at most K drafts in every round) or "
-        f"tree:N (a tree of N drafts, at most {MOST_NODES}), not {plan!r}"
-    )
 
 
 class AdaptivePlanner:

@@ -167,21 +167,3 @@ class TraceConfig:
         check(self)
         if self.folder is None and (self.sample != 1.0 or self.redact):
             raise ConfigError("folder must be given, for traces that are sampled or redacted to be kept in")
-
-
-def speculation(text: str, num_drafted: int | None, drafter: str) -> dict[str, object]:
-    """Convert `text`, the value of `--speculate` (auto, full, off, a number of drafts, or tree:N), to the engine
-    settings "plan", "num_drafted" (drafts per round) and "drafter". The arguments `num_drafted` and `drafter` are
-    returned unchanged, except that "off" disables drafting and a number replaces `num_drafted`. Raises ConfigError for
-    an unknown text, or if `text` is a number and `num_drafted` is not None."""
-    if text in ("auto", "full"):
-        return {"plan": "auto" if text == "auto" else "fixed", "num_drafted": num_drafted, "drafter": drafter}
-    if text in ("off", "0"):
-        return {"plan": "auto", "num_drafted": None, "drafter": "none"}
-    if text.isdecimal() and text.isascii():
-        if num_drafted is not None:
-            raise ConfigError("--num-drafted and --speculate N both set the number of drafts: leave one out")
-        return {"plan": "fixed", "num_drafted": int(text), "drafter": drafter}
-    if text.startswith("tree:"):
-        return {"plan": text, "num_drafted": num_drafted, "drafter": drafter}
-    raise ConfigError(f"--speculate {text!r} is not known: choose auto, full, off, a number of drafts, or tree:N")

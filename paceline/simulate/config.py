@@ -88,7 +88,7 @@ class PredictConfig:
     that."""
     marginals: str | None = None
     """With --tree, acceptance by rank of a slot's candidates: greedy or sampled, measured on GSM8K, or a bench decode
-    run with --plan tree:32 [default: greedy]."""
+    run with --speculate tree:32 [default: greedy]."""
     method: str | None = None
     """Method in the server command lines: dflash, mtp, eagle3, draft-model, ngram [default: dflash with --block, else
     mtp]."""

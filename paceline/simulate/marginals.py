@@ -4,7 +4,7 @@
     read_marginals("runs/bench-decode-1")  # the setting with the most rounds; runs/bench-decode-1:default: one drafter
     read_marginals("mine.json")            # {"marginals": {"tried": [...], "stood": [[...], ...]}} or [[0.7, 0.1], ...]
 
-They are built in, or counted by `paceline bench decode --plan tree:32`.
+They are built in, or counted by `paceline bench decode --speculate tree:32`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.simulate.files import is_amount, read_json, with_name
 
 BUILT_IN = Path(__file__).with_name("marginals.json")
 REMEDY = (
-    "give greedy, sampled, a run of paceline bench decode --plan tree:32, "
+    "give greedy, sampled, a run of paceline bench decode --speculate tree:32, "
     'or a JSON file with its counts under "marginals" '
     "or with chances by slot and rank"
 )

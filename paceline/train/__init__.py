@@ -2,7 +2,7 @@
 
     from paceline.train import train
     from paceline.train.config import PromptsConfig, TrainConfig
-    result = train(TrainConfig(out=Path("runs/mine"), asked=PromptsConfig(prompts=("questions.jsonl",))))
+    result = train(TrainConfig(out=Path("runs/mine"), prompting=PromptsConfig(prompts=("questions.jsonl",))))
     llm = LLM("smollm2-135m", drafter=str(result.drafter))
 
 The import is quick: PyTorch is loaded by the first call.

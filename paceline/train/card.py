@@ -173,7 +173,7 @@ def _loaded_from(target: str) -> str:
 
 
 def _hash(config: TrainConfig) -> str:
-    if config.elsewhere.features_at:
+    if config.remote.features_at:
         return "its hash is not known: it ran elsewhere"
     try:
         return target_hash(config.target.model)
@@ -195,8 +195,10 @@ def _place(config: TrainConfig, drafter: Path) -> str:
 
 
 def _data(config: TrainConfig, figures: dict[str, Any]) -> str:
-    sources = [Path(source).name for source in config.asked.prompts] + [Path(folder).name for folder in config.answers]
-    own = config.asked.num_self_written if not sources else config.asked.self_written
+    sources = [Path(source).name for source in config.prompting.prompts] + [
+        Path(folder).name for folder in config.answers
+    ]
+    own = config.prompting.num_self_written if not sources else config.prompting.self_written
     parts = [", ".join(sources)] if sources else []
     parts += [f"{own} prompts that the target wrote itself"] if own else []
     temperatures = ", ".join(f"{value:g}" for value in config.answering.temperatures)

@@ -126,8 +126,8 @@ class PromptsConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ElsewhereConfig:
-    """A server or Ray workers that run the target instead of this machine. PACELINE_ELSEWHERE_KEY holds the server's
+class RemoteConfig:
+    """A server or Ray workers that run the target instead of this machine. PACELINE_REMOTE_KEY holds the server's
     key."""
 
     answers_from: str | None = None
@@ -177,11 +177,11 @@ class RegenerateConfig:
     """Run folder; repeat the same command to resume."""
     target: EngineConfig = field(default_factory=EngineConfig)
     """The model that answers, and how it runs; `regenerate` chooses the drafter, `max_batch` and `max_len`."""
-    asked: PromptsConfig = field(default_factory=PromptsConfig)
+    prompting: PromptsConfig = field(default_factory=PromptsConfig)
     answering: AnswerConfig = field(default_factory=AnswerConfig)
     max_batch: int = 32
     """Answers generated concurrently."""
-    elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +348,7 @@ class TrainConfig:
     target: EngineConfig = field(default_factory=EngineConfig)
     """The model to speed up, and how it runs; only model, device, dtype, threads, backend and weight_format are
     read."""
-    asked: PromptsConfig = field(default_factory=PromptsConfig)
+    prompting: PromptsConfig = field(default_factory=PromptsConfig)
     answers: tuple[Path, ...] = ()
     """Folder of answers from regenerate, or of a server's traces."""
     init: str | None = None
@@ -384,7 +384,7 @@ class TrainConfig:
     """Minutes that one of several processes waits for the others within a step; between stages, as long as they are
     alive."""
     answering: AnswerConfig = field(default_factory=AnswerConfig)
-    elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
     shape: DrafterShape = field(default_factory=DrafterShape)
     loop: LoopConfig = field(default_factory=LoopConfig)
     given: tuple[str, ...] | None = None
@@ -393,9 +393,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.elsewhere.ray is not None and (
-            self.features not in ("auto", "cached") or self.feature_dtype != "model"
-        ):
+        if self.remote.ray is not None and (self.features not in ("auto", "cached") or self.feature_dtype != "model"):
             raise ConfigError(
                 "ray keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
             )

@@ -137,12 +137,12 @@ def _check_inputs(config: TrainConfig) -> None:
         read_mixture(_others(config, prompts), config.answering.seed, ignore)
     if config.answers:
         tokenizer = Tokenizer.from_path(light_folder(config.target.model)) if config.scale == "default" else None
-        check_answers(config.answers, tokenizer and tokenizer.decode, strict=config.asked.strict)
+        check_answers(config.answers, tokenizer and tokenizer.decode, strict=config.prompting.strict)
 
 
 def _others(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
     """Returns the settings for reading prompts that are not learned from (out-of-distribution or held-out)."""
-    return PromptsConfig(prompts, config.asked.limit, config.asked.strict)
+    return PromptsConfig(prompts, config.prompting.limit, config.prompting.strict)
 
 
 def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
@@ -153,14 +153,16 @@ def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     folder, file = config.out / "target", config.out / "prompts.jsonl"
     if ranks.is_first:
         write_tiny_target(folder)
-    prompts = config.asked.prompts
+    prompts = config.prompting.prompts
     if not prompts and not config.answers:
         prompts = (str(file),)
         if ranks.is_first and not file.exists():
             write_whole(file, "".join(f'{{"prompt": "Say something about number {n}."}}\n' for n in range(96)))
     taps = {} if config.shape.is_chained else {"shape.num_layers": 2, "shape.num_taps": 2}
     target = replace(config.target, model=str(folder))
-    return with_defaults(replace(config, target=target, asked=replace(config.asked, prompts=prompts)), TINY | taps)
+    return with_defaults(
+        replace(config, target=target, prompting=replace(config.prompting, prompts=prompts)), TINY | taps
+    )
 
 
 class _Stages:
@@ -185,7 +187,7 @@ class _Stages:
         )
         folder = self._open()
         target = self._load_target()
-        usable = known_only(corpus, target.vocab_size, self.config.asked.strict)
+        usable = known_only(corpus, target.vocab_size, self.config.prompting.strict)
         if usable is not corpus:
             progress.say(str(usable.dropped))
         corpus = usable
@@ -210,7 +212,7 @@ class _Stages:
     def _corpus(self, answers: list[Path], kept_out: Path | None) -> Corpus:
         """Returns the documents to learn from and those held out; with streamed features, the former stay on disk."""
         config, share = self.config, 0.0 if kept_out else self.config.heldout_share
-        options = (answers, longest_of(config), share, MAX_HELDOUT, MIN_HELDOUT, config.asked.strict)
+        options = (answers, longest_of(config), share, MAX_HELDOUT, MIN_HELDOUT, config.prompting.strict)
         if config.features == "streamed":
             corpus = stored_corpus(config.out / f"documents-r{self.ranks.rank}", *options)
         else:
@@ -234,8 +236,8 @@ class _Stages:
     def _answers(self) -> tuple[list[Path], Path | None, Path | None]:
         """Returns folders of answers: (to learn from, given or generated; out-of-distribution; held-out)."""
         config, folders = self.config, list(self.config.answers)
-        if config.asked.prompts or config.asked.self_written or not folders:
-            folders.append(self._regenerate(config.asked, "regenerate"))
+        if config.prompting.prompts or config.prompting.self_written or not folders:
+            folders.append(self._regenerate(config.prompting, "regenerate"))
         ood = self._regenerate(_others(config, config.ood), "ood") if config.ood else None
         kept_out = self._regenerate(_others(config, config.heldout), "heldout") if config.heldout else None
         self.wait()
@@ -243,9 +245,7 @@ class _Stages:
 
     def _regenerate(self, prompts: PromptsConfig, name: str) -> Path:
         config = self.config
-        settings = RegenerateConfig(
-            config.out / name, config.target, prompts, config.answering, elsewhere=config.elsewhere
-        )
+        settings = RegenerateConfig(config.out / name, config.target, prompts, config.answering, remote=config.remote)
         return regenerate(settings, self.everyone).answers
 
     def _open(self) -> RunFolder:
@@ -254,7 +254,7 @@ class _Stages:
             return RunFolder(config.out)
         if any((config.out / "checkpoints").glob("step-*")):
             return RunFolder.open(config.out)
-        settings = {"target": config.target.model, "prompts": config.asked.prompts, "answers": config.answers}
+        settings = {"target": config.target.model, "prompts": config.prompting.prompts, "answers": config.answers}
         settings |= {"init": config.init, "train": config.loop, "shape": config.shape, "regenerate": config.answering}
         return RunFolder.create("train", settings, config.out)
 
@@ -264,7 +264,7 @@ class _Stages:
             torch.set_num_threads(settings.threads or 1)
         device = f"cuda:{self.ranks.local}" if settings.device == "cuda" and self.ranks.world > 1 else settings.device
         settings = replace(settings, device=device, max_batch=1, max_len=self.config.max_len)
-        return load_ends(settings) if self.config.elsewhere.features_at else load_target(settings)
+        return load_ends(settings) if self.config.remote.features_at else load_target(settings)
 
     def _train(self, corpus: Corpus, ood: Path | None, target: Target, run: RunFolder) -> TrainResult:
         """Runs the training loop, logs to metrics.jsonl, and writes the finished drafter to `out/drafter`."""
@@ -381,7 +381,7 @@ class _Stages:
         the model a second time. All processes must decide alike; the first one serves. A remote target cannot be served
         here."""
         config, documents = self.config, corpus.heldout[:SERVED_WHILE_TRAINING]
-        if not documents or not config.loop.serve_share or config.elsewhere.features_at:
+        if not documents or not config.loop.serve_share or config.remote.features_at:
             return
         if trainer.parallel.most(float(not has_room(target))) > 0:
             self.progress.say(
@@ -398,7 +398,7 @@ class _Stages:
         documents, progress = corpus.heldout[:SERVED_PROMPTS], self.progress
         if not documents:
             return {}
-        if self.config.elsewhere.features_at:
+        if self.config.remote.features_at:
             progress.say("note: held-out prompts are not served: the target is elsewhere; give its server the drafter")
             return {}
         progress.say(f"serving {len(documents)} held-out prompts")

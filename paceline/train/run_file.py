@@ -20,6 +20,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from paceline.config import renamed
 from paceline.errors import ConfigError
 from paceline.report.tables import ignore
 from paceline.runs.folder import plain, write_whole
@@ -55,6 +56,7 @@ def read_run_file(file: Path, notice: Callable[[str], None] = ignore) -> dict[st
     """Reads a run file as nested dicts: part -> field -> value. `notice` gets notes on settings of earlier versions.
     Raises ConfigError."""
     tree = read_settings_file(file, f"give a {RUN_FILE} that a run has left, or one of that form")
+    tree = renamed(tree, f"{file}: ")
     if isinstance(loop := tree.get("loop"), dict):
         drop_removed(file, loop, notice)
     _check_names(file, (TrainConfig, TrainConfig), tree, "")
@@ -75,7 +77,7 @@ def drop_removed(file: Path, loop: dict[str, Any], notice: Callable[[str], None]
 def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
     """Reads a settings file, whose names are the fields of the dataclass `owner`, as nested dicts. Raises ConfigError:
     for an unreadable file with the advice `remedy`, for an unknown name with the nearest known one."""
-    tree = read_settings_file(file, remedy)
+    tree = renamed(read_settings_file(file, remedy), f"{file}: ")
     _check_names(file, (owner, owner), tree, "")
     return tree
 

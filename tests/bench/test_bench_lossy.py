@@ -123,7 +123,7 @@ def test_tasks_and_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
 def test_all_settings_run_in_turns_and_are_told(tmp_path: Path) -> None:
     file = tmp_path / "tickets.jsonl"
     file.write_text("".join(json.dumps(TICKET | {"id": str(number)}) + "\n" for number in range(3)))
-    llm = fake_llm(Talker(num_rows=1, max_len=256), plan="fixed")
+    llm = fake_llm(Talker(num_rows=1, max_len=256), speculate="full")
     llm.allow_lossy = True
     assert isinstance(llm.target, FakeTarget)
     drafter = ScriptedDrafter(llm.target, accuracy=0.5)

@@ -41,7 +41,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def recorded(temperature: float = 0.0, max_tokens: int = 24, accuracy: float = 0.7) -> Timing:
     target = FakeTarget(vocab_size=258, max_len=128)
     llm = fake_llm(target)
-    llm.config = replace(llm.config, plan="fixed")
+    llm.config = replace(llm.config, speculate="full")
     drafter = ScriptedDrafter(target, accuracy=accuracy)
     llm.use_drafter(drafter)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=4, ignore_eos=True)
@@ -93,7 +93,7 @@ def test_a_headline_says_no_speedup_that_cannot_be() -> None:
 
 def test_an_interrupted_recording_leaves_the_drafter() -> None:
     llm = fake_llm(FakeTarget(vocab_size=258, max_len=128))
-    llm.config = replace(llm.config, plan="fixed")
+    llm.config = replace(llm.config, speculate="full")
     drafter = ScriptedDrafter(llm.target)  # type: ignore[arg-type]
     llm.use_drafter(drafter)
 

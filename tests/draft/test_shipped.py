@@ -38,7 +38,7 @@ def shipped() -> Path:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(MODEL, max_batch=1, max_len=256, plan="fixed")
+    return LLM(MODEL, max_batch=1, max_len=256, speculate="full")
 
 
 def test_it_is_the_default_and_small(llm: LLM, shipped: Path) -> None:
@@ -78,7 +78,7 @@ def test_drafts_are_those_of_the_authors_package(shipped: Path, monkeypatch: pyt
     Its authors' package drafts among all tokens: so does ours here. Rounds of other weights: test_dflash2_reference.py.
     """
     # dense: beside a target read in blocks the drafter is rounded to eight bits
-    llm = LLM(MODEL, dtype="float32", max_batch=1, max_len=256, plan="fixed", weight_format="dense")
+    llm = LLM(MODEL, dtype="float32", max_batch=1, max_len=256, speculate="full", weight_format="dense")
     assert isinstance(llm.drafter, DFlash2Drafter)
     assert {tensor.dtype for tensor in llm.drafter.network.state_dict().values()} == {torch.bfloat16}
     llm.use_drafter(DFlash2Drafter(llm.drafter.network))

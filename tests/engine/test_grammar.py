@@ -250,7 +250,7 @@ def test_neighbours_without_a_grammar_say_what_they_would(name: str) -> None:
 @pytest.mark.nightly
 def test_the_built_in_model_answers_a_schema() -> None:
     """Batched, drafted by what ships, in float32: the tokens of constrained plain decoding, and JSON."""
-    llm = LLM("smollm2-135m", dtype="float32", max_batch=2, max_len=192, plan="fixed")
+    llm = LLM("smollm2-135m", dtype="float32", max_batch=2, max_len=192, speculate="full")
     names = ("Marie Curie", "Alan Turing")
     prompts = [
         llm.encode_chat([{"role": "user", "content": f"Describe {name} as JSON: name, age, langs."}]) for name in names

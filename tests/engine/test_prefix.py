@@ -178,7 +178,7 @@ def test_the_native_pass_with_a_drafter_that_reads_features(
 ) -> None:
     """Text and drafts to the bit: what a sequence adopts is what it would have computed."""
     folder = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    llm = LLM(str(folder), drafter="none", dtype=dtype, backend="native", max_batch=3, max_len=256, plan="fixed")
+    llm = LLM(str(folder), drafter="none", dtype=dtype, backend="native", max_batch=3, max_len=256, speculate="full")
     drafter = DFlashDrafter.random(llm.target, head_dim=8, block_size=5)
     system = "You are a patient teacher who explains everything with apples. "
     prompts = [

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(folder: Path) -> LLM:
-    return LLM(str(folder), drafter="ngram", dtype="float32", device="cpu", max_batch=4, max_len=256, plan="fixed:3")
+    return LLM(str(folder), drafter="ngram", dtype="float32", device="cpu", max_batch=4, max_len=256, speculate="3")
 
 
 def tokens_of(chunks: list[Chunk]) -> list[int]:

@@ -23,8 +23,8 @@ def test_an_answer_over_http(name: str, family_model: tuple[Path, Any]) -> None:
     folder, model = family_model
 
     def factory() -> LLM:
-        settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 2, "max_len": 64, "plan": "fixed"}
-        return LLM(str(folder), drafter="random-dflash", **settings)
+        settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 2, "max_len": 64}
+        return LLM(str(folder), drafter="random-dflash", speculate="full", **settings)
 
     with serving(factory) as live:
         status, body, _ = live.post(

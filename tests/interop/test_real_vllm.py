@@ -25,7 +25,7 @@ from paceline.hub import resolve
 from paceline.model.backends import load_target, settle
 from paceline.model.gguf.to_folder import write_folder
 from paceline.model.text.tokenizer import Tokenizer
-from paceline.train.config import ElsewhereConfig
+from paceline.train.config import RemoteConfig
 from paceline.train.documents.dataset import Document
 from paceline.train.features.hidden_states import OnlineFeatures
 from paceline.train.features.remote import RemoteFeatures, vllm_command
@@ -72,7 +72,7 @@ def test_hidden_states_are_ours(model: Path, tmp_path: Path, dtype: str, most: f
     states, differences = tmp_path / "states", {tap: list[torch.Tensor]() for tap in TAPS}
     here = OnlineFeatures(target, rows, TAPS, False)
     with extracting(model, states, dtype, tmp_path / "vllm.log") as url:
-        there = RemoteFeatures(ElsewhereConfig(features_from=url, features_folder=states), target, rows, TAPS, False)
+        there = RemoteFeatures(RemoteConfig(features_from=url, features_folder=states), target, rows, TAPS, False)
         with ThreadPoolExecutor(8) as threads:  # more than vLLM's rows
             numbers = [*range(len(rows)), *range(len(rows)), *range(len(rows))]
             received = [*zip(numbers, threads.map(there.of, numbers), strict=True)]

@@ -80,7 +80,7 @@ def test_a_slot_that_few_rounds_reached_leans_on_the_others() -> None:
     ],
 )
 def test_what_is_no_count_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="--plan tree:32"):
+    with pytest.raises(ConfigError, match="--speculate tree:32"):
         Tally.of(wrong)
 
 
@@ -227,7 +227,7 @@ def test_a_planner_that_measures_nothing_is_not_told() -> None:
 
 def test_settings_of_a_mocked_tree() -> None:
     chances = ((0.7, 0.1), (0.6, 0.2))
-    config = EngineConfig(mocked_marginals=chances, plan="tree:8")
+    config = EngineConfig(mocked_marginals=chances, speculate="tree:8")
     assert (
         config.mocked == Marginals(chances)
         and config.mocked_as == "marginals of 2 slots, the likeliest token's 0.7, 0.6"
@@ -237,6 +237,6 @@ def test_settings_of_a_mocked_tree() -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
         replace(config, mocked_survival=(0.5,))
     with pytest.raises(ConfigError, match="mock it by mocked_marginals"):
-        EngineConfig(mocked_tokens_per_round=3.0, plan="tree:8")
+        EngineConfig(mocked_tokens_per_round=3.0, speculate="tree:8")
     with pytest.raises(ConfigError, match="sum up to 1"):
         EngineConfig(mocked_marginals=((0.9, 0.2),))

@@ -16,19 +16,24 @@ from paceline.plan.chances import Chances
 from paceline.plan.chunks import LEAST_CHUNK, ChunkSizes
 from paceline.plan.costs import PassCosts, RoundCosts
 from paceline.plan.history import PLAIN_EVERY
-from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Offer, Row, fixed_planner
+from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Offer, Row
+from paceline.plan.speculate import Speculation
 from paceline.types import Take
 
 
 class TestFixed:
-    @pytest.mark.parametrize(("text", "number"), [("fixed", None), ("fixed:0", 0), ("fixed:5", 5)])
+    @pytest.mark.parametrize(("text", "number"), [("full", None), ("off", 0), ("0", 0), ("5", 5)])
     def test_names(self, text: str, number: int | None) -> None:
-        assert fixed_planner(text).num_drafted == number
+        speculation = Speculation.of(text)
+        assert speculation.planner().num_drafted == speculation.num_drafted == number
+        assert speculation.is_off == speculation.adapts == (number == 0)
 
-    @pytest.mark.parametrize("text", ["", "fixed:", "fixed:-1", "fixed:x", "fixed:٣", "full", "5", "auto:3"])
+    @pytest.mark.parametrize(
+        "text", ["", "-1", "٣", "5:", ":5", "fixed", "fixed:5", "auto:3", "tree:", "tree:0", "tree:129", "tree:tree:2"]
+    )
     def test_other_names_are_refused(self, text: str) -> None:
-        with pytest.raises(ConfigError, match="auto, fixed, fixed:K"):
-            fixed_planner(text)
+        with pytest.raises(ConfigError, match="auto, full, off, N"):
+            Speculation.of(text)
 
     def test_the_same_in_every_round_whatever_rounds_took(self) -> None:
         for number, most, expected in ((None, 7, 7), (3, 7, 3), (9, 7, 7), (0, 7, 0), (None, 0, 0)):

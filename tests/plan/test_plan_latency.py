@@ -107,9 +107,9 @@ def test_no_text_changes(params: dict[str, float]) -> None:
     assert answers_with(objective="latency") == answers_with(objective="throughput") == answers_with()
 
 
-def test_it_is_an_option_and_goes_with_plan_auto_alone() -> None:
-    assert EngineConfig(objective="latency").plan == "auto"
-    with pytest.raises(ConfigError, match="objective latency needs plan auto"):
-        EngineConfig(objective="latency", plan="fixed:3")
+def test_it_is_an_option_and_goes_with_speculate_auto_alone() -> None:
+    assert EngineConfig(objective="latency").speculate == "auto"
+    with pytest.raises(ConfigError, match="objective latency needs speculate auto"):
+        EngineConfig(objective="latency", speculate="3")
     with pytest.raises(ConfigError, match="objective"):
         EngineConfig(objective="speed")  # pyright: ignore[reportArgumentType]

@@ -27,7 +27,7 @@ EVERYTHING = "relaxed:n=258,delta=1"
 def loose() -> LLM:
     """A model that allows lossy rules, up to a mean total variation of 0.25, and a drafter that is wrong half of the
     time."""
-    llm = fake_llm(Talker(num_rows=2, max_len=256, eos_bonus=-60.0), plan="fixed")
+    llm = fake_llm(Talker(num_rows=2, max_len=256, eos_bonus=-60.0), speculate="full")
     llm.allow_lossy, llm.max_tv = True, 0.25
     assert isinstance(llm.target, FakeTarget)
     llm.use_drafter(ScriptedDrafter(llm.target, accuracy=0.5))

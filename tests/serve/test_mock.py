@@ -316,7 +316,7 @@ def test_the_engine_keeps_a_curve(config_only: Path, temperature: float) -> None
 def test_the_engine_keeps_what_trees_of_marginals_keep(config_only: Path) -> None:
     """Random weights: what the drafter itself holds likely would grow no tree at all."""
     marginals = Marginals(((0.7, 0.12, 0.05), (0.6, 0.2, 0.05), (0.65, 0.1, 0.05)))
-    settings = {"device": "cpu", "dtype": "float32", "weights": "random", "max_batch": 4, "plan": "tree:8"}
+    settings = {"device": "cpu", "dtype": "float32", "weights": "random", "max_batch": 4, "speculate": "tree:8"}
     llm = LLM(str(config_only), drafter="random-dflash", mocked_marginals=marginals.chances_KM, **settings)
     params = [SamplingParams(max_tokens=400, ignore_eos=True, seed=seed) for seed in range(4)]
     answers = llm.generate_ids([[number + 1] * 4 for number in range(4)], params)
@@ -332,7 +332,7 @@ def test_marginals_for_trees(tmp_path: Path) -> None:
     file.write_text("[[0.7, 0.1], [0.5, 0.2]]")
     expected = Marginals(((0.7, 0.1), (0.5, 0.2)))
     assert read_mock(str(file)) == expected and read_mock("greedy") == read_marginals("greedy")
-    engine = mocked_engine(EngineConfig(plan="tree:4"), str(file), tmp_path)
+    engine = mocked_engine(EngineConfig(speculate="tree:4"), str(file), tmp_path)
     assert engine.mocked == expected and engine.mocked_as.startswith("marginals of 2 slots")
     check_yield(expected, 2)
     with pytest.raises(ConfigError, match="the drafter drafts 1"):

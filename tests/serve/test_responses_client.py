@@ -46,7 +46,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder: Path = tiny_model(tmp_path_factory.mktemp("models") / MODEL, max_position=2048)
 
     def load() -> LLM:
-        return LLM(str(folder), drafter="ngram", dtype="float32", device="cpu", max_batch=4, plan="fixed")
+        return LLM(str(folder), drafter="ngram", dtype="float32", device="cpu", max_batch=4, speculate="full")
 
     with serving(load) as running:
         yield running

@@ -17,7 +17,7 @@ from live_server import Live, chat_body, serving, talker
 from paceline.config import read_api_keys
 from paceline.errors import ConfigError
 from paceline.serve.http.app import PAGES
-from paceline.serve.settings import ServeConfig, speculation
+from paceline.serve.settings import ServeConfig
 
 
 @pytest.fixture(scope="module")
@@ -249,14 +249,3 @@ def test_no_field_takes_the_server_down(live: Live, more: dict[str, Any]) -> Non
     status, _, _ = live.post("/v1/chat/completions", json.dumps(chat_body("x", max_tokens=2) | more).encode())
     assert status in (200, 400, 404, 413)
     assert live.seen.num_crashes == 0
-
-
-@pytest.mark.slow
-def test_how_much_is_drafted() -> None:
-    assert speculation("auto", 4, "ngram") == {"plan": "auto", "num_drafted": 4, "drafter": "ngram"}
-    assert speculation("off", 4, "ngram")["drafter"] == "none"
-    assert speculation("tree:8", 4, "mine") == {"plan": "tree:8", "num_drafted": 4, "drafter": "mine"}
-    assert speculation("3", None, "ngram") == {"plan": "fixed", "num_drafted": 3, "drafter": "ngram"}
-    for wrong in ("sometimes", "-1", "٣"):
-        with pytest.raises(ConfigError, match="speculate"):
-            speculation(wrong, None, "ngram")

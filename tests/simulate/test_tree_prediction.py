@@ -171,10 +171,10 @@ def test_marginals_of_runs_and_files(tmp_path: Path) -> None:
         assert read_marginals(str(file)) == expected_marginals
     for content in ({"survival": [0.5]}, [0.7, 0.1], {"results": [{"drafter": "none"}]}, {"marginals": "x"}):
         file.write_text(json.dumps(content))
-        with pytest.raises(ConfigError, match=r"paceline bench decode --plan tree:32"):
+        with pytest.raises(ConfigError, match=r"paceline bench decode --speculate tree:32"):
             read_marginals(str(file))
     for text in ("no-such-thing", "", f"{tmp_path}:c"):
-        with pytest.raises(ConfigError, match="--plan tree:32"):
+        with pytest.raises(ConfigError, match="--speculate tree:32"):
             read_marginals(text)
 
 

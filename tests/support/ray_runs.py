@@ -21,14 +21,14 @@ from paceline.train import regenerate
 from paceline.train.answers.conversation import Regenerated
 from paceline.train.config import (
     DrafterShape,
-    ElsewhereConfig,
     LoopConfig,
     RegenerateConfig,
+    RemoteConfig,
     TrainConfig,
 )
 from paceline.train.processes.ray_cluster import LOCAL, Work
 
-RAY = ElsewhereConfig(ray=LOCAL, ray_workers=2)
+RAY = RemoteConfig(ray=LOCAL, ray_workers=2)
 TARGET = EngineConfig(device="cpu", dtype="float32", threads=1)
 
 
@@ -77,7 +77,7 @@ def files_of(run: Path, kind: str) -> dict[str, str]:
 def going_on(regenerate_config: RegenerateConfig, one: Regenerated, folder: Path, before: Callable[[], None]) -> None:
     """The first prompts answered here, then, with `before` called, the others on the cluster: the answers of one
     process."""
-    first = replace(regenerate_config, out=folder, asked=replace(regenerate_config.asked, limit=2))
+    first = replace(regenerate_config, out=folder, prompting=replace(regenerate_config.prompting, limit=2))
     assert regenerate(first).num_answers
     lines: list[str] = []
 
@@ -86,7 +86,7 @@ def going_on(regenerate_config: RegenerateConfig, one: Regenerated, folder: Path
             lines.append(text)
 
     before()
-    two = regenerate(replace(regenerate_config, out=folder, elsewhere=RAY), progress=Saying())
+    two = regenerate(replace(regenerate_config, out=folder, remote=RAY), progress=Saying())
     assert answers_of(one.answers) == answers_of(two.answers)
     assert any(answer.turn for answer in AnswerShards(one.answers)), "some conversations went on"
     begun = sum(each.key.split("/")[1].startswith(("0", "1")) for each in AnswerShards(one.answers))
@@ -96,7 +96,7 @@ def going_on(regenerate_config: RegenerateConfig, one: Regenerated, folder: Path
         one.num_tokens_too_long,
     ) and two.num_too_long
     assert any("the workers of Ray at local answer" in each for each in lines)
-    again = regenerate(replace(regenerate_config, out=folder, elsewhere=RAY))
+    again = regenerate(replace(regenerate_config, out=folder, remote=RAY))
     assert (again.num_found, again.num_answers) == (15, 0)
 
 

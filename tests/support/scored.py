@@ -26,7 +26,7 @@ FASTEST: Any = Decoder if native_lib.load() is None else NativeDecoder
 def tiny_llm(kind: Any, **settings: Any) -> LLM:
     """A real LLM object around a tiny target of eleven tokens."""
     llm = LLM.__new__(LLM)
-    llm.config = EngineConfig(model="tiny", drafter="none", device="cpu", dtype="float32", plan="fixed", **settings)
+    llm.config = EngineConfig(model="tiny", drafter="none", device="cpu", dtype="float32", speculate="full", **settings)
     llm.tokenizer = cast(Any, ByteTokenizer())
     llm.target, llm.drafter, llm.router = tiny_target(kind=kind), NoDrafter(), None
     llm.pass_costs, llm._planners, llm._inboxes = None, WeakKeyDictionary(), {}

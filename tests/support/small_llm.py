@@ -56,10 +56,11 @@ class Parrot(FakeTarget):
         return 100.0 * torch.nn.functional.one_hot(torch.tensor(self.said[len(tokens) - begin]), 258).float()
 
 
-def fake_llm(target: Target | None = None, *, tokenizer: Any = None, plan: str = "auto") -> LLM:
+def fake_llm(target: Target | None = None, *, tokenizer: Any = None, speculate: str = "auto") -> LLM:
     """A real LLM object around a fake target."""
     llm = LLM.__new__(LLM)
-    llm.config = EngineConfig(model="fake", drafter="none", device="cpu", dtype="float32", prefill_chunk=16, plan=plan)
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "prefill_chunk": 16, "speculate": speculate}
+    llm.config = EngineConfig(model="fake", drafter="none", **settings)
     llm.tokenizer = cast(Any, tokenizer or ByteTokenizer())
     llm.target, llm.drafter = target or Talker(), NoDrafter()
     llm.router, llm.allow_lossy, llm.max_tv = None, False, None

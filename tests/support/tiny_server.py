@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def live(folder: Path) -> Iterator[Live]:
     def load() -> LLM:
-        return LLM(str(folder), drafter="ngram", dtype="float32", device="cpu", max_batch=4, plan="fixed")
+        return LLM(str(folder), drafter="ngram", dtype="float32", device="cpu", max_batch=4, speculate="full")
 
     with serving(load) as running:
         yield running

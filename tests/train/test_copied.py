@@ -173,7 +173,12 @@ def test_a_drafter_with_biases_is_served_as_it_was_trained(tmp_path: Path) -> No
     prompt, answers = [65, 66, 67], []
     for backend in ("torch", "auto"):
         llm = LLM(
-            str(folder), drafter=str(tmp_path / "drafter"), dtype="float32", device="cpu", backend=backend, plan="fixed"
+            str(folder),
+            drafter=str(tmp_path / "drafter"),
+            dtype="float32",
+            device="cpu",
+            backend=backend,
+            speculate="full",
         )
         answers.append(llm.generate_ids([prompt])[0].token_ids)
         llm.use_drafter("none")

@@ -230,7 +230,7 @@ def test_the_whole_run_and_one_that_goes_on_from_it(tmp_path: Path) -> None:
     shape, loop = DrafterShape(kind="eagle3", draft_vocab=100), LoopConfig(max_steps=4, autocast=False)
     config = TrainConfig(out=tmp_path / "run", scale="tiny", plan="off", shape=shape, loop=loop)
     config = replace(
-        config, target=replace(config.target, device="cpu", dtype="float32"), asked=PromptsConfig(limit=10)
+        config, target=replace(config.target, device="cpu", dtype="float32"), prompting=PromptsConfig(limit=10)
     )
     result = train(config)
     raw = json.loads((result.drafter / "config.json").read_text())

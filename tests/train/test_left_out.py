@@ -190,7 +190,7 @@ def test_a_prompt_that_the_template_refuses_does_not_end_the_run(tmp_path: Path)
     done = regenerate(config, quiet())
     assert done.num_answers == 1 and done.refused.counts == {REFUSED: 1}
     assert f"{file}, line 1: " in done.refused.examples[REFUSED]
-    strict = replace(config, out=tmp_path / "strict", asked=replace(config.asked, strict=True))
+    strict = replace(config, out=tmp_path / "strict", prompting=replace(config.prompting, strict=True))
     with pytest.raises(PromptError, match="line 1: the model's chat template failed"):
         regenerate(strict, quiet())
 
@@ -303,10 +303,10 @@ def test_a_plan_says_what_is_left_out_and_shows_a_prompt(tmp_path: Path) -> None
     assert "3 rows left out" in plan.text and "not read: context (1 rows)" in plan.text
     assert "'<|im_start|>user\\nSay hi.<|im_end|>\\n'" in plan.text
     with pytest.raises(PromptError, match="line 1: not read: context"):
-        make_plan(replace(config, asked=replace(config.asked, strict=True)))
+        make_plan(replace(config, prompting=replace(config.prompting, strict=True)))
     refused = write(tmp_path / "b.jsonl", rows[3])
     with pytest.raises(PromptError, match="line 1: the model's chat template failed"):
-        make_plan(replace(config, asked=PromptsConfig((str(refused),), strict=True)))
+        make_plan(replace(config, prompting=PromptsConfig((str(refused),), strict=True)))
 
 
 @pytest.mark.slow
@@ -328,14 +328,14 @@ def test_a_dry_run_counts_answers_that_are_there(tmp_path: Path) -> None:
 def test_max_len_has_room_for_the_longest_prompt_and_its_answer(tmp_path: Path) -> None:
     """Prompts longer than max_len would be answered, and the answers thrown away."""
     prompts = PromptsConfig(("a.jsonl",))
-    wide = TrainConfig(tmp_path, asked=prompts, answering=AnswerConfig(max_prompt_tokens=2000))
+    wide = TrainConfig(tmp_path, prompting=prompts, answering=AnswerConfig(max_prompt_tokens=2000))
     config, why = fit_lengths(wide)
     assert config.max_len == 2256 and [*why] == ["max_len"]
-    config, why = fit_lengths(TrainConfig(tmp_path, asked=prompts, max_len=512))
+    config, why = fit_lengths(TrainConfig(tmp_path, prompting=prompts, max_len=512))
     assert config.answering.max_prompt_tokens == 256 and [*why] == ["answering.max_prompt_tokens"]
     with pytest.raises(ConfigError, match="raise max_len to 2256, or lower max_prompt_tokens to 768"):
         fit_lengths(replace(wide, max_len=1000 + 24, given=("max_len", "answering.max_prompt_tokens")))
-    config, why = fit_lengths(TrainConfig(tmp_path, asked=prompts))
+    config, why = fit_lengths(TrainConfig(tmp_path, prompting=prompts))
     assert config.max_len == 512 + 256 and why == {"max_len": "the longest prompt and its answer"}
 
 

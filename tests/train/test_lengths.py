@@ -91,7 +91,7 @@ def test_answers_that_the_run_generates_have_room(tmp_path: Path) -> None:
     """Held-out prompts are answered too, up to the limits of prompt and answer."""
     config = train_config(tmp_path, *[(20, 76)] * 30)
     assert with_length(config).max_len == 96
-    for more in ({"heldout": ("a.jsonl",)}, {"ood": ("a.jsonl",)}, {"asked": PromptsConfig(("a.jsonl",))}):
+    for more in ({"heldout": ("a.jsonl",)}, {"ood": ("a.jsonl",)}, {"prompting": PromptsConfig(("a.jsonl",))}):
         assert with_length(replace(config, **more)).max_len == 512 + 256
     longer = train_config(tmp_path / "longer", *[(2000, 76)] * 30, heldout=("a.jsonl",))
     assert with_length(longer).max_len == 2080

@@ -326,7 +326,7 @@ def test_the_whole_run_and_one_that_goes_on_from_it(tmp_path: Path) -> None:
     shape, loop = DrafterShape(kind="mtp", start="copied"), LoopConfig(max_steps=3, autocast=False)
     config = TrainConfig(out=tmp_path / "run", scale="tiny", plan="off", shape=shape, loop=loop)
     config = replace(
-        config, target=replace(config.target, device="cpu", dtype="float32"), asked=PromptsConfig(limit=10)
+        config, target=replace(config.target, device="cpu", dtype="float32"), prompting=PromptsConfig(limit=10)
     )
     result = train(config)
     drafter = MtpDrafter.from_folder(result.drafter)

@@ -30,9 +30,9 @@ from paceline.train.answers import on_ray as ray_answers
 from paceline.train.answers.conversation import Regenerated
 from paceline.train.config import (
     AnswerConfig,
-    ElsewhereConfig,
     PromptsConfig,
     RegenerateConfig,
+    RemoteConfig,
     TrainConfig,
 )
 from paceline.train.features import on_ray as ray_features
@@ -112,7 +112,7 @@ def test_hidden_states_of_a_worker_that_is_killed_and_the_drafter_they_train(
     config = training(regenerate_config, one.answers, tmp_path / "here")
     here = train(config)
     dying(monkeypatch, ray_features, "Reading", tmp_path / "died")
-    there = train(replace(config, out=tmp_path / "there", elsewhere=replace(RAY, ray_workers=1)))
+    there = train(replace(config, out=tmp_path / "there", remote=replace(RAY, ray_workers=1)))
     assert (tmp_path / "died").exists(), "a worker was killed"
     read = files_of(here.run, "features")
     assert read and {Path(name).name: each for name, each in read.items()} == {
@@ -169,7 +169,7 @@ class TestOnADouble:
     ) -> None:
         monkeypatch.setattr(train_run, "Trainer", ended)
         config = training(regenerate_config, one.answers, tmp_path / "here")
-        for each in (config, replace(config, out=tmp_path / "there", elsewhere=RAY)):
+        for each in (config, replace(config, out=tmp_path / "there", remote=RAY)):
             with pytest.raises(Seen):
                 train(each)
         here, there = (files_of(tmp_path / name, "features") for name in ("here", "there"))
@@ -255,7 +255,7 @@ class TestWithoutACluster:
             raise ConnectionError("Could not find any running Ray instance")
 
         monkeypatch.setattr(ray, "init", init)
-        with pytest.raises(DownloadError, match="ray start --head"), connected(ElsewhereConfig(ray="auto")):
+        with pytest.raises(DownloadError, match="ray start --head"), connected(RemoteConfig(ray="auto")):
             pass
 
     def test_without_ray(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,28 +273,32 @@ class TestWithoutACluster:
     )
     def test_what_does_not_go_together(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
-            ElsewhereConfig(**options)
+            RemoteConfig(**options)
 
     @pytest.mark.parametrize("changes", [{"features": "streamed"}, {"features": "online"}, {"feature_dtype": "int8"}])
     def test_hidden_states_are_kept(self, changes: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match="ray keeps hidden states on disk"):
-            TrainConfig(elsewhere=RAY, **changes)
+            TrainConfig(remote=RAY, **changes)
 
     def test_a_training_has_its_answers_from_the_cluster(
         self, regenerate_config: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def shared(config: RegenerateConfig, *arguments: Any) -> None:
-            assert config.elsewhere == RAY
+            assert config.remote == RAY
             raise Seen
 
         monkeypatch.setattr(ray_answers, "_shared", shared)
-        options: dict[str, Any] = {"plan": "off", "features": "cached", "elsewhere": RAY}
+        options: dict[str, Any] = {"plan": "off", "features": "cached", "remote": RAY}
         with pytest.raises(Seen):
-            train(TrainConfig(tmp_path / "run", regenerate_config.target, asked=regenerate_config.asked, **options))
+            train(
+                TrainConfig(
+                    tmp_path / "run", regenerate_config.target, prompting=regenerate_config.prompting, **options
+                )
+            )
 
     def test_prompts_are_given(self, regenerate_config: RegenerateConfig, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="give prompts"):
-            regenerate(replace(regenerate_config, out=tmp_path / "x", asked=PromptsConfig(), elsewhere=RAY))
+            regenerate(replace(regenerate_config, out=tmp_path / "x", prompting=PromptsConfig(), remote=RAY))
 
     @pytest.mark.slow
     def test_others_of_torchrun_ask_nobody(
@@ -303,5 +307,5 @@ class TestWithoutACluster:
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setattr(on_ray, "connected", None)
-        done = regenerate(replace(regenerate_config, out=tmp_path / "x", elsewhere=RAY))
+        done = regenerate(replace(regenerate_config, out=tmp_path / "x", remote=RAY))
         assert done.num_answers == 0 and not (tmp_path / "x").exists()

@@ -20,10 +20,10 @@ from paceline.hardware import Machine
 from paceline.train.config import (
     AnswerConfig,
     DrafterShape,
-    ElsewhereConfig,
     LoopConfig,
     OptimConfig,
     PromptsConfig,
+    RemoteConfig,
     TrainConfig,
 )
 from paceline.train.plan import target_facts as facts
@@ -147,7 +147,7 @@ def test_answers_that_are_there_get_the_minutes(tmp_path: Path) -> None:
 
 def test_too_little_time_answers_fewer_prompts_and_says_so(tmp_path: Path) -> None:
     plan = make_plan(train_config(tmp_path, minutes=2.0))
-    assert plan.config.asked.limit == plan.data.prompts < 200
+    assert plan.config.prompting.limit == plan.data.prompts < 200
     assert "all 200 prompts would take" in plan.chosen["asked.limit"]
 
 
@@ -166,7 +166,7 @@ def test_few_prompts_are_answered_more_than_once(tmp_path: Path) -> None:
     )
     assert once.hours["answers"] == pytest.approx(plan.hours["answers"] / (1 + answering.samples))
     assert once.config.answering.temperatures == (0.0,) and "answering.temperatures" not in once.chosen
-    far = train_config(tmp_path, minutes=60.0, elsewhere=ElsewhereConfig(answers_from="http://127.0.0.1:1"))
+    far = train_config(tmp_path, minutes=60.0, remote=RemoteConfig(answers_from="http://127.0.0.1:1"))
     for config in (
         far,
         train_config(tmp_path),
@@ -178,15 +178,15 @@ def test_few_prompts_are_answered_more_than_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_target_elsewhere_costs_nothing_here_and_lends_no_layers(tmp_path: Path) -> None:
-    elsewhere = ElsewhereConfig(answers_from="http://127.0.0.1:1", features_from="http://127.0.0.1:2")
+    elsewhere = RemoteConfig(answers_from="http://127.0.0.1:1", features_from="http://127.0.0.1:2")
     asking = PromptsConfig((f"{prompts(tmp_path)}=2",))
-    config = replace(train_config(tmp_path), asked=asking, elsewhere=elsewhere, features="streamed")
+    config = replace(train_config(tmp_path), prompting=asking, remote=elsewhere, features="streamed")
     plan = make_plan(config)
     assert plan.data.prompts == 200 and plan.data.is_known, "a source may carry a weight"
     assert plan.hours["answers"] == plan.hours["features"] == plan.disk_bytes["features"] == 0.0 < plan.hours["steps"]
     assert not plan.config.shape.is_copied
     assert "the hidden states are of http://127.0.0.1:2: what they take there is not in these hours" in plan.text
-    assert plan.memory_bytes < make_plan(replace(config, elsewhere=ElsewhereConfig())).memory_bytes
+    assert plan.memory_bytes < make_plan(replace(config, remote=RemoteConfig())).memory_bytes
     kept = make_plan(train_config(tmp_path, features="cached")).disk_bytes["features"]
     assert make_plan(train_config(tmp_path, features="cached", feature_dtype="int8")).disk_bytes["features"] == kept / 2
 
@@ -211,7 +211,7 @@ def test_a_curve_is_quoted_for_its_own_target_only() -> None:
 
 def test_a_plan_counts_different_answers_and_says_when_they_are_few(tmp_path: Path) -> None:
     """60 prompts, each answer learned from some eighty times: 16 held out, 44 to learn from; advise gives them 1.0x."""
-    config = replace(train_config(tmp_path, "smollm2-135m"), asked=PromptsConfig((prompts(tmp_path, 60),)))
+    config = replace(train_config(tmp_path, "smollm2-135m"), prompting=PromptsConfig((prompts(tmp_path, 60),)))
     plan = make_plan(replace(config, minutes=600.0), "H100")
     assert plan.blocks > 200_000 and plan.expected is not None
     assert plan.expected["answers"] == 44 and plan.expected["advised"] == 3000
@@ -224,7 +224,7 @@ def test_a_plan_counts_different_answers_and_says_when_they_are_few(tmp_path: Pa
 
 
 def test_a_plan_for_gpus_has_loading_compiling_and_checkpoints_and_a_range(tmp_path: Path) -> None:
-    config = replace(train_config(tmp_path, "Qwen3-8B"), asked=PromptsConfig((prompts(tmp_path, 60),)))
+    config = replace(train_config(tmp_path, "Qwen3-8B"), prompting=PromptsConfig((prompts(tmp_path, 60),)))
     plan = make_plan(config, "8x H100")
     assert {"loading", "compiling", "checkpoints"} <= plan.hours.keys() and plan.hours["all"] > 1 / 60
     assert plan.hours["all"] == pytest.approx(sum(value for name, value in plan.hours.items() if name != "all"))

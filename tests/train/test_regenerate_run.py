@@ -186,7 +186,7 @@ def test_a_run_may_be_extended(tmp_path: Path, talking: list[EngineConfig], caps
     for changes, (num_found, new) in more:
         prompt_changes = {name: changes.pop(name) for name in ("limit", "prompts", "self_written") if name in changes}
         answering = replace(begun.answering, max_prompt_tokens=60, **changes)
-        begun = replace(begun, asked=replace(begun.asked, **prompt_changes), answering=answering)
+        begun = replace(begun, prompting=replace(begun.prompting, **prompt_changes), answering=answering)
         line = regenerate(begun)
         assert (line["num_found"], line["num_answers"]) == (num_found, new), changes
         assert "the run is extended" in capsys.readouterr().err
@@ -228,9 +228,9 @@ def test_two_processes_share_the_work(
         command.regenerate(
             config=both,
             target=both.target,
-            asked=both.asked,
+            prompting=both.prompting,
             answering=both.answering,
-            elsewhere=both.elsewhere,
+            remote=both.remote,
             as_json=True,
         )
         assert (tmp_path / "run" / "config.json").is_file() == (rank == 0)

@@ -33,10 +33,10 @@ from paceline.train import train
 from paceline.train.config import (
     AnswerConfig,
     DrafterShape,
-    ElsewhereConfig,
     LoopConfig,
     LossConfig,
     PromptsConfig,
+    RemoteConfig,
     TrainConfig,
 )
 from paceline.train.documents.dataset import Document
@@ -86,19 +86,19 @@ def live(engine: EngineConfig) -> Iterator[Live]:
 
 
 def trained(
-    out: Path, engine: EngineConfig, answers: Path, elsewhere: ElsewhereConfig | None = None, **changes: Any
+    out: Path, engine: EngineConfig, answers: Path, elsewhere: RemoteConfig | None = None, **changes: Any
 ) -> dict[str, Any]:
     """The finished drafter's weights. A plan would copy layers of a target that is here."""
     shape = DrafterShape(num_layers=1, block_size=4, tap_layers=(0,))
     values: dict[str, Any] = {
-        "answers": () if "asked" in changes else (answers,),
+        "answers": () if "prompting" in changes else (answers,),
         "loop": LOOP,
         "shape": shape,
         "max_len": 64,
         "plan": "off",
     } | changes
     progress = values.pop("progress", None)
-    result = train(TrainConfig(out, engine, elsewhere=elsewhere or ElsewhereConfig(), **values), progress=progress)
+    result = train(TrainConfig(out, engine, remote=elsewhere or RemoteConfig(), **values), progress=progress)
     return load_file(result.drafter / "model.safetensors")
 
 
@@ -127,7 +127,7 @@ def test_vllm_s_files_give_the_same_drafter(
 ) -> None:
     one, fake = vllm
     one.has_locks = features == "cached"
-    elsewhere = ElsewhereConfig(features_from=fake.url, features_folder=one.folder, at_once=4)
+    elsewhere = RemoteConfig(features_from=fake.url, features_folder=one.folder, at_once=4)
     progress = Said()
     there = trained(tmp_path / "there", engine, answers, elsewhere, features=features, progress=progress)
     assert same(there, here)
@@ -164,7 +164,7 @@ def test_a_whole_run_elsewhere_gives_the_same_drafter(
     file.write_text("".join(json.dumps({"prompt": f"Tell me {n}."}) + "\n" for n in range(12)))
     options: dict[str, Any] = {"asked": PromptsConfig((str(file),)), "max_len": 96}
     options["answering"] = AnswerConfig(max_tokens=12, max_prompt_tokens=80, temperatures=(0.0, 0.8))
-    elsewhere = ElsewhereConfig(answers_from=fake.url, features_from=fake.url, features_folder=one.folder, at_once=3)
+    elsewhere = RemoteConfig(answers_from=fake.url, features_from=fake.url, features_folder=one.folder, at_once=3)
     there = trained(tmp_path / "there", engine, tmp_path, elsewhere, **options)
     assert same(there, trained(tmp_path / "here", engine, tmp_path, **options))
     assert len(fake.bodies) == 24 and one.number >= 24
@@ -178,7 +178,7 @@ def test_a_whole_run_elsewhere_gives_the_same_drafter(
 def test_our_server_gives_the_same_drafter(
     tmp_path: Path, engine: EngineConfig, answers: Path, live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere = ElsewhereConfig(features_from=live.url, at_once=3)
+    elsewhere = RemoteConfig(features_from=live.url, at_once=3)
     with pytest.raises(ConfigError, match="wants another key"):
         trained(tmp_path / "without", engine, answers, elsewhere)
     monkeypatch.setenv(KEY, "sesame")
@@ -230,7 +230,7 @@ def test_the_contract_of_our_server(engine: EngineConfig, live: Live) -> None:
 def test_without_the_option_there_is_nothing(engine: EngineConfig) -> None:
     config = replace(engine, drafter="none", max_batch=1, max_len=64)
     with serving(lambda: LLM.of(config)) as one:
-        source = ElsewhereConfig(features_from=one.url)
+        source = RemoteConfig(features_from=one.url)
         with pytest.raises(ConfigError, match="features_folder must be given"):
             RemoteFeatures(source, loaded(engine), [], (0,), False)
 
@@ -244,7 +244,7 @@ def features(
         "patience_minutes": 0.005,
     } | changes
     documents = [Document("d", np.array([4, 5, 6, 7], dtype=np.int32), 2)]
-    return RemoteFeatures(ElsewhereConfig(**values), load_ends(settle(engine)), documents, (0,), needs_final)
+    return RemoteFeatures(RemoteConfig(**values), load_ends(settle(engine)), documents, (0,), needs_final)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_what_is_typed_wins_over_the_file(tmp_path: Path, started_configs: list[
     (config,) = started_configs
     assert (config.shape.num_layers, config.shape.block_size, config.loop.optim.lr) == (5, 6, 1e-3)
     assert (config.loop.seed, config.answering.seed, config.out) == (9, 9, tmp_path / "other")
-    assert config.shape.tap_layers == (1, 4) and config.asked.prompts == ("a.jsonl", "b.jsonl"), (
+    assert config.shape.tap_layers == (1, 4) and config.prompting.prompts == ("a.jsonl", "b.jsonl"), (
         "the rest is the file's"
     )
     assert as_tree(config)["loop"]["loss"] == as_tree(whole(tmp_path))["loop"]["loss"]
@@ -127,6 +127,17 @@ def test_settings_of_earlier_versions_are_left_out_and_said(tmp_path: Path) -> N
         read_run_file(file)
 
 
+def test_a_run_of_an_earlier_version_gets_the_present_names(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("target: {plan: fixed}\nasked: {limit: 3}\nelsewhere: {ray: auto}\nplan: 'off'\n")
+    config = config_of(read_run_file(file))
+    assert (config.target.speculate, config.plan) == ("full", "off")
+    assert (config.prompting.limit, config.remote.ray) == (3, "auto")
+    file.write_text("asked: {limit: 3}\nprompting: {limit: 4}\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml: asked is now prompting: remove asked"):
+        read_run_file(file)
+
+
 @pytest.mark.parametrize("words", [("--round-starts", "0.5"), ("--plateau", "off"), ("--plateau-steps", "9")])
 def test_options_of_earlier_versions_are_unknown(words: tuple[str, str]) -> None:
     with pytest.raises(Exception, match=f"No such option: {words[0]}$"):
@@ -135,9 +146,9 @@ def test_options_of_earlier_versions_are_unknown(words: tuple[str, str]) -> None
 
 def test_json_is_read_too_and_numbers_as_yaml_writes_them(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    file.write_text('{"loop": {"optim": {"lr": "2e-3"}, "epochs": 3}, "asked": {"prompts": "one.jsonl"}}')
+    file.write_text('{"loop": {"optim": {"lr": "2e-3"}, "epochs": 3}, "prompting": {"prompts": "one.jsonl"}}')
     config = config_of(read_run_file(file))
-    assert (config.loop.optim.lr, config.loop.epochs, config.asked.prompts) == (2e-3, 3.0, ("one.jsonl",))
+    assert (config.loop.optim.lr, config.loop.epochs, config.prompting.prompts) == (2e-3, 3.0, ("one.jsonl",))
 
 
 def test_what_may_be_deleted_of_a_run_is_said_with_its_size(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ class DistillConfig:
     """The model to distil into the student, with its engine's settings."""
     answers: tuple[Path, ...] = ()
     """The teacher's answers, or traces: a folder or file of regenerate, serve --traces or record."""
-    asked: PromptsConfig = field(default_factory=PromptsConfig)
+    prompting: PromptsConfig = field(default_factory=PromptsConfig)
     answering: AnswerConfig = field(default_factory=AnswerConfig)
     student: StudentConfig = field(default_factory=StudentConfig)
     teaching: TeachingConfig = field(default_factory=TeachingConfig)
@@ -179,7 +179,7 @@ class DistillConfig:
         refuse(
             ConfigError,
             (
-                not self.answers and not self.asked.prompts,
+                not self.answers and not self.prompting.prompts,
                 "a student learns from its teacher's answers: give --answers FOLDER, or --prompts FILE to be answered",
             ),
         )

@@ -127,10 +127,10 @@ class _Stages:
 
     def _answers(self) -> list[Path]:
         config = self.config
-        if not config.asked.prompts:
+        if not config.prompting.prompts:
             return [*config.answers]
         out = config.out / "regenerate"
-        regenerate(RegenerateConfig(out, config.teacher, config.asked, config.answering), self.progress)
+        regenerate(RegenerateConfig(out, config.teacher, config.prompting, config.answering), self.progress)
         return [*config.answers, out / "answers"]
 
     def _corpus(self, sources: list[Path]) -> Corpus:

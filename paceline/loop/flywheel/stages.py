@@ -251,7 +251,7 @@ def student_drafter(turn: Turn) -> StageResult:
     "trained", and also as "drafter" if it is to be served; else "drafter" is "none", and "why" the reason."""
     model = turn.of("student")["student"]
     config = _training(turn, "student-drafter", model)
-    trained = train(replace(config, asked=PromptsConfig((str(turn.store.path / "train"),))), progress=turn.progress)
+    trained = train(replace(config, prompting=PromptsConfig((str(turn.store.path / "train"),))), progress=turn.progress)
     return _tried(turn, "student + drafter", model, trained.drafter, base="student")
 
 

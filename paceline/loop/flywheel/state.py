@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.config import renamed
 from paceline.errors import ConfigError, reraised
 from paceline.loop.flywheel.config import FREE, FlywheelConfig
 from paceline.report.tables import ignore
@@ -99,7 +100,7 @@ class TurnState:
 
         `notice` is called with a note on stored settings that no longer exist in this version.
         """
-        now = fixed_of(config)
+        now, self.asked = fixed_of(config), renamed(self.asked)
         if isinstance(loop := self.asked.get("drafter", {}).get("loop"), dict):
             drop_removed(self.folder / STATE, loop, notice)
         if self.asked:

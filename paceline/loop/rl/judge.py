@@ -29,7 +29,7 @@ SHOWN_CHARACTERS = 4000
 
 @dataclass(frozen=True, slots=True)
 class JudgeConfig:
-    """Address of the judge, and its criteria. The API key is read from the environment variable PACELINE_ELSEWHERE_KEY.
+    """Address of the judge, and its criteria. The API key is read from the environment variable PACELINE_REMOTE_KEY.
     Raises ConfigError on impossible values."""
 
     url: str

@@ -37,8 +37,10 @@ def write_card(
         "schema_hash": None
         if schema is None
         else hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest(),
-        "prompts": [{"source": source, "sha256": _file_hash(source)} for source, _ in sources_of(config.asked.prompts)],
-        "self_written": config.asked.num_self_written,
+        "prompts": [
+            {"source": source, "sha256": _file_hash(source)} for source, _ in sources_of(config.prompting.prompts)
+        ],
+        "self_written": config.prompting.num_self_written,
         "answers": done.num_answers,
         "tokens": done.num_tokens,
         "steered": done.num_steered,

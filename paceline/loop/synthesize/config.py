@@ -19,7 +19,7 @@ class SynthesizeConfig:
     out: Path
     """Run folder; the same command resumes an interrupted run."""
     target: EngineConfig = field(default_factory=EngineConfig)
-    asked: PromptsConfig = field(default_factory=PromptsConfig)
+    prompting: PromptsConfig = field(default_factory=PromptsConfig)
     answering: AnswerConfig = field(default_factory=AnswerConfig)
     """Form of the answers; without a grammar its tools are called."""
     tool_choice: Literal["required", "auto"] = "required"

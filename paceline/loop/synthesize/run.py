@@ -50,7 +50,7 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
     README.md), returns the counts."""
     form = Form.of(config)
     answering = replace(config.answering, grammar=form.grammar)
-    regenerate = RegenerateConfig(config.out, config.target, config.asked, answering, config.max_batch)
+    regenerate = RegenerateConfig(config.out, config.target, config.prompting, answering, config.max_batch)
     excluded = _digests(config.not_in)
     more = {"tool_choice": config.tool_choice, "steered": config.steered, "not_in": config.not_in}
     with prepared(regenerate, progress, "synthesize", more, _filled(form, config, progress)) as job:
@@ -107,8 +107,8 @@ def _filled(form: Form, config: SynthesizeConfig, progress: Progress) -> Callabl
     if form.schema is None:
         return lambda opener, seed: opener
     slots = TemplateSlots(form.schema)
-    left_out = slots.check(read_openers(config.asked.openers) if config.asked.openers else ())
-    if config.asked.num_self_written and left_out:
+    left_out = slots.check(read_openers(config.prompting.openers) if config.prompting.openers else ())
+    if config.prompting.num_self_written and left_out:
         progress.say(
             f"note: no opener names {{{left_out[0]}}}, a property with a pattern: users that the target writes will "
             "name few "

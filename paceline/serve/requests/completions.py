@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from paceline.errors import PacelineError
 from paceline.lossy import Lossy
+from paceline.plan.speculate import Speculation
 from paceline.serve.http.clock import Clock
 from paceline.serve.http.failures import RequestRefused
 from paceline.serve.requests.grammars import GRAMMAR_FIELDS, grammar_of
@@ -169,11 +170,7 @@ def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar:
             logprobs=None if logprobs is None else min(logprobs, vocab_size),
             grammar=grammar,
             lossy=_lossy(request.lossy),
-            max_drafted=0
-            if request.speculate == "off"
-            else request.speculate
-            if isinstance(request.speculate, int)
-            else None,
+            max_drafted=None if request.speculate is None else Speculation.of(str(request.speculate)).num_drafted,
             **request.model_dump(include=SAME if request.top_p else SAME - {"top_p"}, exclude_none=True),
         )
     except PacelineError as error:

@@ -212,7 +212,8 @@ class Sampling(Closed):
     """Same as structured_outputs with choice."""
     structured_outputs: StructuredOutputs | None = None
     speculate: Literal["auto", "full", "off"] | Annotated[Int, Field(ge=0, le=1024)] | None = None
-    """off decodes plainly; a number limits the drafted tokens per round; auto and full leave it to the server."""
+    """off decodes plainly; a number limits the drafted tokens per round; auto and full leave it to the server.
+    tree:N is for the whole server (serve --speculate)."""
     lossy: str | dict[str, str | Float] | None = None
     """NOT lossless, and only if the server allows it: a rule that accepts drafts which the model would reject, such as
     "typical:eps=0.09,delta=0.3" or {"rule": "lenience", "l": 0.5, "max_tv": 0.02}. The answer reports lossless: false

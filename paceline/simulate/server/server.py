@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 from paceline.errors import ConfigError
 from paceline.plan.costs import PassCosts
 from paceline.plan.marginals import Marginals
-from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Offer, Plan, Planner, Row, fixed_planner
+from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Offer, Plan, Planner, Row
+from paceline.plan.speculate import Speculation
 from paceline.simulate.costs.rounds import StepCosts
 from paceline.simulate.server.drafts import Drafted, Survival, drafted, drafted_candidates
 from paceline.types import LOOKUP, RoundStats, RowKind, Take
@@ -370,7 +371,7 @@ def make_planner(
             raise ConfigError(
                 f"--policy {name} needs to know how often other tokens than the likeliest stand: add --marginals"
             )
-        return fixed_planner(name, most_chunk)
+        return Speculation.of(name).planner(most_chunk)
     if name == "best":
         return BestPlanner(
             0, most_chunk, survival=survival, round_s=lambda rows, count: costs.round_s(rows, count, context)

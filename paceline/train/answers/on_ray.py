@@ -88,7 +88,7 @@ def _answered(llm: LLM, answering: AnswerConfig, batch: list[PromptTask]) -> lis
 
 def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
     """Generates the target's answers here or on a Ray cluster; the implementation of `paceline.train.regenerate`."""
-    if config.elsewhere.ray is None:
+    if config.remote.ray is None:
         return regenerate_run.run(config, progress)
     ranks = Ranks.here()
     if not ranks.is_first:
@@ -102,7 +102,7 @@ def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
 
 def _shared(config: RegenerateConfig, prompts: list[Prompt], shards: AnswerShards, progress: Progress) -> Regenerated:
     """Generates the missing answers on the cluster."""
-    began, where = time.monotonic(), config.elsewhere
+    began, where = time.monotonic(), config.remote
     keys = conversations_of(prompts, config.answering)
     begun, finished = shards.recover(), shards.keys()
     done = Regenerated(shards.folder, num_found=len(finished & keys.keys()))

@@ -103,7 +103,7 @@ def prepared(
     settings = identity(config, engine, ranks) | plain(dict(more or {}))
     is_extended = check_same_run(config.out, what, settings)
     openers = _openers(config, progress)
-    mixture = read_mixture(config.asked, config.answering.seed, progress.say if ranks.is_first else ignore)
+    mixture = read_mixture(config.prompting, config.answering.seed, progress.say if ranks.is_first else ignore)
     with only_run(config.out, "answering", ranks, progress.say):
         folder = RunFolder(config.out)
         if ranks.is_first and not (config.out / "config.json").is_file():
@@ -115,7 +115,7 @@ def prepared(
         llm = cast(LLM, remote) if remote else _load(engine)
         check_answers(mixture.traced, llm.tokenizer.decode)
         check_template(llm.tokenizer, mixture.prompts, config.answering)
-        if config.asked.strict:
+        if config.prompting.strict:
             encoder = PromptEncoder(TokenizerOnly(llm.tokenizer), config.answering)
             for prompt in mixture.prompts:
                 encoder.first_ids(prompt)
@@ -125,7 +125,7 @@ def prepared(
             progress.loaded(llm)
         bars = progress if ranks.is_first else Progress()
         written, own = _write_own(llm, config, ranks, openers, fill, bars)
-        prompts = _share(mixture.prompts, own, config.answering.seed, Ranks() if config.elsewhere.ray else ranks)
+        prompts = _share(mixture.prompts, own, config.answering.seed, Ranks() if config.remote.ray else ranks)
         try:
             yield Prepared(llm, prompts, written, folder, ranks, bars, mixture.dropped)
         finally:
@@ -137,7 +137,9 @@ def engine_for(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
     """Returns the target's engine settings for generating answers: without a drafter, with a cache for the longest
     prompt and answer. If `ranks` has several processes, also this process's GPU and number of threads."""
     target, answering = config.target, config.answering
-    longest = max(answering.max_tokens, MAX_PROMPT_WRITTEN) if config.asked.num_self_written else answering.max_tokens
+    longest = (
+        max(answering.max_tokens, MAX_PROMPT_WRITTEN) if config.prompting.num_self_written else answering.max_tokens
+    )
     max_len = -(-(answering.max_prompt_tokens + longest) // 16) * 16
     engine = replace(target, drafter="none", max_batch=config.max_batch, max_len=max_len)
     if ranks.world == 1:
@@ -149,11 +151,11 @@ def engine_for(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
 
 def _openers(config: RegenerateConfig, progress: Progress) -> tuple[str, ...]:
     """Returns beginnings of self-written prompts; one in four is empty, so the target writes the whole prompt."""
-    if config.asked.openers is None:
+    if config.prompting.openers is None:
         return ("",)
-    if not config.asked.num_self_written:
+    if not config.prompting.num_self_written:
         progress.say("note: openers have no effect without self-written prompts")
-    texts = read_openers(config.asked.openers)
+    texts = read_openers(config.prompting.openers)
     return ("",) * max(1, len(texts) // 3) + texts
 
 
@@ -175,7 +177,7 @@ def _write_own(
     bars: Progress,
 ) -> tuple[SelfWritten, list[Prompt]]:
     """Has the target write this process's share of the self-written prompts."""
-    number = len(range(ranks.rank, config.asked.num_self_written, ranks.world))
+    number = len(range(ranks.rank, config.prompting.num_self_written, ranks.world))
     if not number:
         return SelfWritten(), []
     file = config.out / f"self-written-r{ranks.rank}.jsonl"

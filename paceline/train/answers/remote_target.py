@@ -80,11 +80,11 @@ class RayTokenizer(TokenizerOnly):
 def remote_target_of(config: RegenerateConfig) -> RemoteLLM | RayTokenizer | None:
     """Returns the object that replaces the LLM if the target runs remotely; None if it runs on this machine. Raises
     ConfigError for settings that the remote side does not support, and the errors of connecting to it."""
-    where = config.elsewhere
+    where = config.remote
     if not where.ray and not where.answers_from:
         return None
     if where.ray:
-        if config.asked.num_self_written:
+        if config.prompting.num_self_written:
             raise ConfigError(
                 "ray: prompts that the target writes itself are written on one machine: give prompts (--prompts)"
             )
@@ -138,7 +138,7 @@ class RemoteEngine:
         if len(self._threads) < min(self.num_rows, len(self._open)):
             # Daemon threads: a request in flight, which may take minutes, does not delay the exit of an interrupted
             # process.
-            self._threads.append(threading.Thread(target=self._work, name="paceline-elsewhere", daemon=True))
+            self._threads.append(threading.Thread(target=self._work, name="paceline-remote", daemon=True))
             self._threads[-1].start()
         return request_id
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, renamed
 from paceline.errors import ConfigError, reraised
 from paceline.model.backends import settle
 from paceline.runs.folder import RunFolder, plain
@@ -24,7 +24,7 @@ from paceline.train.learn.checkpoint import check_same
 def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> dict[str, Any]:
     """Returns the settings (name -> value) that determine the answers: target, prompts and sampling. A resumed run must
     have the same ones, unless the change only adds conversations."""
-    prompts, engine = config.asked, settle(engine)
+    prompts, engine = config.prompting, settle(engine)
     settings = {
         "target": engine.model,
         "weights": engine.weights,
@@ -56,7 +56,7 @@ def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
     grown = {name: settings.get(name) for name, grows in GROWS.items() if grows(before.get(name), settings.get(name))}
     if "self_written" in grown and "processes" not in before:
         grown["processes"] = settings["processes"]
-    check_same(out, before | grown, settings)
+    check_same(out, renamed(before) | grown, settings)
     return bool(grown)
 
 

@@ -84,8 +84,8 @@ def cache_on_ray(
         for _ in range(len(documents) - len(missing)):
             advance("features")
         if missing:
-            with connected(config.elsewhere) as ray:
-                for number, content in distributed(ray, config.elsewhere, job, missing, at_most):
+            with connected(config.remote) as ray:
+                for number, content in distributed(ray, config.remote, job, missing, at_most):
                     remedy = "free space and run again, what is written stays"
                     with whole_file(cached.path(number), remedy) as scratch:
                         scratch.write_bytes(content)

@@ -29,7 +29,7 @@ from paceline.errors import CacheError, ConfigError, DownloadError, NumericsErro
 from paceline.model.target import Target
 from paceline.net.retrying import Client, Refused
 from paceline.train.answers.remote_target import first_model
-from paceline.train.config import ElsewhereConfig
+from paceline.train.config import RemoteConfig
 from paceline.train.documents.dataset import Document
 from paceline.train.features.hidden_states import Features
 
@@ -59,19 +59,19 @@ class RemoteFeatures:
 
     def __init__(
         self,
-        elsewhere: ElsewhereConfig,
+        config: RemoteConfig,
         target: Target,
         documents: Sequence[Document],
         taps: tuple[int, ...],
         needs_final: bool,
     ) -> None:
         """Raises ConfigError if the server runs another target, DownloadError if it is down."""
-        assert elsewhere.features_from
+        assert config.features_from
         self.documents, self._target, self._taps, self._needs_final = documents, target, taps, needs_final
-        self.num_at_once = elsewhere.at_once
-        self._folder, self._patience_s = elsewhere.features_folder, 60 * elsewhere.patience_minutes
-        self._client = Client(elsewhere.features_from, "features_from", self._patience_s)
-        self._name = elsewhere.served_name
+        self.num_at_once = config.at_once
+        self._folder, self._patience_s = config.features_folder, 60 * config.patience_minutes
+        self._client = Client(config.features_from, "features_from", self._patience_s)
+        self._name = config.served_name
         try:
             model = self._client.json("GET", PATH)
         except Refused as error:

@@ -76,7 +76,7 @@ class Sources:
         """Returns the feature source of these documents. `name`: beginning of the folder's name, if features are stored
         on disk. The default name marks the training documents; pass another one for held-out documents. Streaming is
         used only for training documents; features of held-out documents are few and are stored on disk instead."""
-        if self.config.elsewhere.ray:
+        if self.config.remote.ray:
             return self._of_ray(documents, name)
         source, form, kind = self._computed(documents), self._form(), self._kind(documents)
         self._is_cached = self._is_cached or (kind == "cached" and name == LEARNED)
@@ -117,24 +117,23 @@ class Sources:
         return CachedFeatures(features_folder(self.config, self.target, documents, self.taps, name))
 
     def _computed(self, documents: Sequence[Document]) -> MeasuredSource:
-        elsewhere, needs_final = self.config.elsewhere, self.config.loop.loss.needs_target_probs
+        remote, needs_final = self.config.remote, self.config.loop.loss.needs_target_probs
         if id(documents) not in self._sources:
             inputs = (self.target, documents, self.taps, needs_final)
-            if elsewhere.features_from:
+            if remote.features_from:
                 self._say_command()
-                remote = RemoteFeatures(elsewhere, *inputs)
-                self._sources[id(documents)] = remote
-                self.progress.say(remote.introduction)
+                self._sources[id(documents)] = features = RemoteFeatures(remote, *inputs)
+                self.progress.say(features.introduction)
             else:
                 self._sources[id(documents)] = OnlineFeatures(*inputs)
         return self._sources[id(documents)]
 
     def _say_command(self) -> None:
         """Reports how vLLM must be started, once, before the first connection, which waits for a server."""
-        folder = self.config.elsewhere.features_folder
+        folder = self.config.remote.features_folder
         if folder is not None and not self._sources:
             command = vllm_command(self.config.target.model, self.taps, longest_of(self.config), folder)
-            self.progress.say(f"vLLM at {self.config.elsewhere.features_from} is started like this:\n  {command}")
+            self.progress.say(f"vLLM at {self.config.remote.features_from} is started like this:\n  {command}")
 
     def _form(self) -> Form:
         if self.config.feature_dtype == "model":
@@ -145,11 +144,7 @@ class Sources:
         if self.config.features != "auto":
             return self.config.features
         return (
-            "cached"
-            if self._should_cache(documents)
-            else "streamed"
-            if self.config.elsewhere.features_from
-            else "online"
+            "cached" if self._should_cache(documents) else "streamed" if self.config.remote.features_from else "online"
         )
 
     def _should_cache(self, documents: Sequence[Document]) -> bool:

@@ -182,7 +182,7 @@ def _plan(model: str, answers: int, answer_tokens: int, device: str | None) -> P
     longest = max(16, round(answer_tokens / ANSWER_SHARE))
     config = TrainConfig(
         target=EngineConfig(model=model),
-        asked=PromptsConfig(self_written=answers),
+        prompting=PromptsConfig(self_written=answers),
         answering=AnswerConfig(max_tokens=longest),
         max_len=longest + 1024,
     )

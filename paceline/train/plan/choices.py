@@ -216,9 +216,7 @@ def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> 
     if not is_chained:
         yield from _shape_choices(config, target, machine)
     hidden, is_large = target.shape.hidden_size, target.shape.vocab_size > SMALL_HEAD
-    if (
-        not is_chained and target.is_copyable and not config.elsewhere.features_at
-    ):  # a remote target's layers are not here
+    if not is_chained and target.is_copyable and not config.remote.features_at:  # a remote target's layers are not here
         yield Choice("shape.start", "copied", "layers of the target know how to attend already")
     if config.shape.kind != "eagle3" and is_large and not config.loop.loss.needs_target_probs:
         why = "a sample of the vocabulary: the whole head would take most of a step"

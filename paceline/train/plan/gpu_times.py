@@ -28,7 +28,7 @@ def fixed_seconds(
     if not machine.is_gpu:
         return {}
     weights = (
-        0.0 if config.elsewhere.features_at else target.weight_bytes or target.shape.num_parameters * target.value_bytes
+        0.0 if config.remote.features_at else target.weight_bytes or target.shape.num_parameters * target.value_bytes
     )
     number = 1 + (0.0 if math.isinf(steps_s) else steps_s // (60 * config.loop.checkpoint_minutes))
     saving_s = number * CHECKPOINT_BYTES * sizes.parameters / SAVE_BYTES_PER_S

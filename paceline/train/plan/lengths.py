@@ -61,14 +61,14 @@ def position_bytes(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> fl
     own = 2.0 * 4 * sizes.num_layers * 2 * sizes.num_kv_heads * sizes.head_dim
     value = num_bytes(target.shape.precisions.kv)
     cache = sum(group.layers * group.entry_values for group in target.shape.attention if group.kind != "linear")
-    return taps + own + (0.0 if config.elsewhere.features_at else value * cache)
+    return taps + own + (0.0 if config.remote.features_at else value * cache)
 
 
 def memory_of(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
     """Returns the bytes of memory that the training stage needs at most, without documents: the target's weights (0 for
     a remote target), float32 copies of its embedding and head (if it is quantised or remote), the drafter's weights
     with their optimiser, and activations and logits of one pack (batch of training blocks)."""
-    is_elsewhere = config.elsewhere.features_at is not None
+    is_elsewhere = config.remote.features_at is not None
     matrix = 2.0 * 4 * target.shape.vocab_size * sizes.hidden_size if target.is_quantised or is_elsewhere else 0.0
     rows = config.loop.blocks_per_pack * sizes.block_size
     activations = sizes.num_layers * (30 * sizes.hidden_size + 6 * sizes.intermediate_size) * 4.0 * rows
@@ -139,15 +139,15 @@ def _lengths(sources: Sequence[Path]) -> list[int]:
 def _most_generated(config: TrainConfig, has_answers: bool) -> int:
     """Returns the tokens of the longest prompt and answer that the run generates; 0 if it only reads existing
     answers."""
-    asked = config.asked
-    if asked.prompts or asked.self_written or config.ood or config.heldout or not has_answers:
+    prompting = config.prompting
+    if prompting.prompts or prompting.self_written or config.ood or config.heldout or not has_answers:
         return config.answering.max_prompt_tokens + config.answering.max_tokens
     return 0
 
 
 def _prompts_fitted(config: TrainConfig, longest: int) -> tuple[TrainConfig, dict[str, str]]:
     answering, needed = config.answering, config.answering.max_prompt_tokens + config.answering.max_tokens
-    if needed <= longest or not (config.asked.prompts or config.asked.self_written or not config.answers):
+    if needed <= longest or not (config.prompting.prompts or config.prompting.self_written or not config.answers):
         return config, {}
     left = longest - min(answering.max_tokens, longest // 2)
     if answering.max_prompt_tokens <= left:

@@ -73,7 +73,7 @@ def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = Fa
     for name, prompts in (("held-out", config.heldout), ("ood", config.ood)):
         here = tuple(source for source in prompts if _is_here(source))
         if here:
-            others = PromptsConfig(here, config.asked.limit, config.asked.strict)
+            others = PromptsConfig(here, config.prompting.limit, config.prompting.strict)
             _note_dropped(f"{name} prompts: ", _examined(config, others, tokenizer, notes).dropped, notes)
     _note_dropped("", examined.dropped, notes)
     if examined.prompts and tokenizer is None and config.scale == "default":
@@ -85,7 +85,7 @@ def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = Fa
     if config.answers:
         summary = f": {_answers_text(config)}" if reads_answers else " are read when the run begins"
         notes.append(f"answers that exist already{summary}; they are not in these hours")
-    for what, address in (("answers", config.elsewhere.answers_at), ("hidden states", config.elsewhere.features_at)):
+    for what, address in (("answers", config.remote.answers_at), ("hidden states", config.remote.features_at)):
         if address:
             notes.append(f"the {what} are of {address}: what they take there is not in these hours")
     mean = min(60.0 if examined.mean_tokens is None else examined.mean_tokens, config.answering.max_prompt_tokens)
@@ -98,15 +98,16 @@ def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = Fa
 def _local(config: TrainConfig, notes: list[str]) -> tuple[PromptsConfig, int]:
     """Returns the settings for the files that exist here, and the assumed number of other prompts."""
     local: list[str] = []
-    own = config.asked.num_self_written if not config.answers or config.asked.prompts else config.asked.self_written
-    for text, (source, _) in zip(config.asked.prompts, sources_of(config.asked.prompts), strict=True):
+    prompting = config.prompting
+    own = prompting.num_self_written if not config.answers or prompting.prompts else prompting.self_written
+    for text, (source, _) in zip(prompting.prompts, sources_of(prompting.prompts), strict=True):
         if _is_here(source):
             local.append(text)
         else:
-            number = config.asked.limit or UNKNOWN_PROMPTS
+            number = prompting.limit or UNKNOWN_PROMPTS
             notes.append(f"{source} is no file here: {number} prompts are assumed (--limit)")
             own += number
-    return replace(config.asked, prompts=tuple(local)), own
+    return replace(prompting, prompts=tuple(local)), own
 
 
 def _is_here(source: str) -> bool:
@@ -165,7 +166,7 @@ def _note_dropped(prefix: str, dropped: Dropped, notes: list[str]) -> None:
 def _answers_text(config: TrainConfig) -> str:
     """Describes how many documents the answers become, and what is left out or cut. Raises PromptError."""
     counts, dropped, number = Counter[str](), Dropped(), 0
-    options = (longest_of(config), counts, None if config.asked.strict else dropped)
+    options = (longest_of(config), counts, None if config.prompting.strict else dropped)
     for read in read_documents(config.answers, *options):
         counts.update(num_loops_cut=read.has_loop, num_cut=read.is_cut)
         number += 1

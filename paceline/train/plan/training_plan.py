@@ -118,8 +118,7 @@ def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answ
     notes: list[str] = []
     if machine.is_busy:
         notes.append(
-            "other programs kept this machine busy while its speeds were measured: a plan made when it is idle may "
-            "differ"
+            "other programs kept this machine busy while its speeds were measured: a plan made when idle may differ"
         )
     chosen: dict[str, str] = {}
     if config.plan == "auto":
@@ -147,8 +146,7 @@ def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answ
     if config.minutes and 60 * sum(hours.values()) < MOST_UNUSED * config.minutes:
         notes.append(
             f"only {60 * sum(hours.values()):.0f} of {config.minutes:g} minutes are used: by then each answer was "
-            "learned from "
-            f"{config.loop.epochs:g} times; more prompts would use them"
+            f"learned from {config.loop.epochs:g} times; more prompts would use them"
         )
     disk = _disk(config, target, data, sizes)
     return Plan(
@@ -175,16 +173,17 @@ def _limited(
     config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data
 ) -> tuple[TrainConfig, dict[str, str], Data]:
     """Uses fewer prompts of each source if answering all of them would leave too few minutes for steps."""
-    if config.minutes is None or config.plan == "off" or config.is_given("asked.limit") or not config.asked.prompts:
+    num_sources = len(config.prompting.prompts)
+    if config.minutes is None or config.plan == "off" or config.is_given("prompting.limit") or not num_sources:
         return config, {}, data
     needed_s = sum(_stage_seconds(config, target, machine, data).values())
     share = MOST_ANSWERING * 60 * config.minutes / needed_s if needed_s else 1.0
     if share >= 1.0:
         return config, {}, data
-    limit = max(32, math.floor(share * data.prompts / len(config.asked.prompts)))
+    limit = max(32, math.floor(share * data.prompts / num_sources))
     why = f"all {data.prompts} prompts would take {needed_s / 60:.0f} of {config.minutes:g} minutes to answer and read"
-    fewer = replace(data, prompts=min(data.prompts, limit * len(config.asked.prompts)))
-    return with_value(config, "asked.limit", limit), {"asked.limit": why}, fewer
+    fewer = replace(data, prompts=min(data.prompts, limit * num_sources))
+    return with_value(config, "prompting.limit", limit), {"prompting.limit": why}, fewer
 
 
 def _more_answers(
@@ -192,9 +191,9 @@ def _more_answers(
 ) -> tuple[TrainConfig, dict[str, str]]:
     """Chooses several answers per prompt if the minutes would otherwise repeat the same few answers many times."""
     names = ("answering.temperatures", "answering.samples")
-    if config.minutes is None or config.plan == "off" or not config.asked.prompts:
+    if config.minutes is None or config.plan == "off" or not config.prompting.prompts:
         return config, {}
-    if config.elsewhere.answers_at or any(map(config.is_given, names)):
+    if config.remote.answers_at or any(map(config.is_given, names)):
         return config, {}
     epochs = _epochs(config, target, machine, data, sizes)[0]
     for samples in (3, 2, 1):
@@ -250,8 +249,8 @@ def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFac
     answers_s = number * (answer * pass_s / batch + data.prompt_tokens * prefill_s)
     times = config.loop.epochs if config.features in NOT_KEPT else 1.0
     return {
-        "answers": 0.0 if config.elsewhere.answers_at else answers_s / reached["answers"],
-        "features": 0.0 if config.elsewhere.features_at else times * documents_s / reached["features"],
+        "answers": 0.0 if config.remote.answers_at else answers_s / reached["answers"],
+        "features": 0.0 if config.remote.features_at else times * documents_s / reached["features"],
     }
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from paceline import errors
 from paceline.errors import ConfigError, DownloadError, PacelineError, needing, reraised
-from paceline.train.config import ElsewhereConfig
+from paceline.train.config import RemoteConfig
 
 LOCAL = "local"
 BATCHES_PER_WORKER = 4
@@ -98,7 +98,7 @@ class Worker:
 
 
 @contextlib.contextmanager
-def connected(where: ElsewhereConfig) -> Iterator[ModuleType]:
+def connected(where: RemoteConfig) -> Iterator[ModuleType]:
     """Connects this process to the cluster at `where.ray`; an existing connection is reused and stays open. Raises
     ConfigError without Ray, DownloadError if the cluster does not exist."""
     with needing(ConfigError, "--ray needs Ray: pip install 'paceline[ray]', here and on every machine of the cluster"):
@@ -122,7 +122,7 @@ def connected(where: ElsewhereConfig) -> Iterator[ModuleType]:
         ray.shutdown()
 
 
-def distributed(ray: ModuleType, where: ElsewhereConfig, job: Job, items: Sequence[Any], at_most: int) -> Iterator[Any]:
+def distributed(ray: ModuleType, where: RemoteConfig, job: Job, items: Sequence[Any], at_most: int) -> Iterator[Any]:
     """Processes the items on the cluster in batches of at most `at_most`; yields their results in any order. Raises a
     worker's PacelineError, DownloadError if the cluster fails."""
     if not items:

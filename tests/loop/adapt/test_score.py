@@ -59,7 +59,7 @@ def test_another_drafter_is_predicted_to_the_token(kind: Any, tmp_path: Path) ->
 
 
 def test_fewer_drafts_are_predicted_too(tmp_path: Path) -> None:
-    """`--plan fixed:K` is a drafter of K drafts."""
+    """`--speculate N` is a drafter of N drafts."""
     llm = tiny_llm(FASTEST)
     pairs = [(prompt, SamplingParams(max_tokens=30)) for prompt in prompts(6)]
     served(llm, dflash(0), pairs, tmp_path)
@@ -190,7 +190,7 @@ def test_numbers_that_nobody_knows_are_not_guessed_with() -> None:
 
 def test_grammars_correct_drafts_as_they_do_when_served() -> None:
     """The drafts that a grammar cuts or corrects are cut and corrected here."""
-    llm = fake_llm(Talker(), plan="fixed")
+    llm = fake_llm(Talker(), speculate="full")
     params = SamplingParams(max_tokens=30, grammar=GrammarSpec("regex", "(ab|cd)[a-z]{3,9} end"))
     drafter = ScriptedDrafter(cast(Any, llm.target), accuracy=0.7)
     seq = served(llm, drafter, [(list(b"Go"), params)])[0]

@@ -161,7 +161,7 @@ def test_the_targets_chances_are_those_of_the_request(changes: dict[str, Any], m
 
 
 def test_a_grammar_leaves_no_chance_to_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = fake_llm(Talker(), plan="fixed")
+    llm = fake_llm(Talker(), speculate="full")
     params = SamplingParams(max_tokens=30, temperature=1.0, grammar=GrammarSpec("regex", "(ab|cd) and then the end"))
     drafter = ScriptedDrafter(cast(Any, llm.target), accuracy=0.7)
     seq = served(llm, drafter, [(list(b"Go"), params)])[0]

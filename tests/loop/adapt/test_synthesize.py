@@ -78,7 +78,7 @@ def synthesize(model: Path, out: Path, prompts: Path, **settings: Any) -> Synthe
     config = SynthesizeConfig(
         out=out,
         target=EngineConfig(str(model), device="cpu", dtype="float32", threads=1),
-        asked=settings.pop("asked", None) or PromptsConfig(prompts=(str(prompts),)),
+        prompting=settings.pop("asked", None) or PromptsConfig(prompts=(str(prompts),)),
         answering=AnswerConfig(**answering),
         **settings,
     )

@@ -57,7 +57,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(model: Path, other: Path) -> Iterator[str]:
     """Our own server, with a drafter that is often wrong."""
     with serving(
-        lambda: LLM(str(model), drafter=str(other), plan="fixed:3", allow_lossy=True, **ENGINE), allow_lossy=True
+        lambda: LLM(str(model), drafter=str(other), speculate="3", allow_lossy=True, **ENGINE), allow_lossy=True
     ) as live:
         yield live.url
 

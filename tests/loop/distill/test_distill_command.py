@@ -21,7 +21,7 @@ def typed(out: Path, *answers: Path) -> dict[str, Any]:
     return {
         "config": asks.DistillConfig(out, answers=answers),
         "teacher": EngineConfig(),
-        "asked": PromptsConfig(),
+        "prompting": PromptsConfig(),
         "answering": AnswerConfig(),
         "student": asks.StudentConfig(),
         "teaching": asks.TeachingConfig(),

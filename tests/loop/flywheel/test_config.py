@@ -101,6 +101,7 @@ def test_the_recipe_is_one(tmp_path: Path) -> None:
 def test_a_turn_of_an_earlier_version_goes_on_and_says_so(tmp_path: Path) -> None:
     config, state, notes = read(tmp_path, SHORT), TurnState(tmp_path / "turn-1"), list[str]()
     state.check(config)
+    state.asked["engine"]["plan"] = state.asked["engine"].pop("speculate")
     state.asked["drafter"]["loop"] |= {"round_starts": 0.0, "plateau": "act", "plateau_steps": 300}
     state.check(config, notes.append)
     assert len(notes) == 1 and "loop.plateau and loop.plateau_steps are of an earlier version" in notes[0]

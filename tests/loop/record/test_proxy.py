@@ -43,7 +43,7 @@ def live(model: Path) -> Iterator[Live]:
     """A server that asks for a key."""
 
     def load() -> LLM:
-        return LLM(str(model), drafter="ngram", dtype="float32", device="cpu", max_batch=4, plan="fixed")
+        return LLM(str(model), drafter="ngram", dtype="float32", device="cpu", max_batch=4, speculate="full")
 
     with serving(load, api_keys=(KEY,)) as running:
         yield running

@@ -70,7 +70,7 @@ def examine(
     if refused := too_few(len(sets["drifted"]), config):  # known before a model is loaded
         return refused
     longest = max(len(request.prompt_ids) + len(request.answer_ids) for chosen in sets.values() for request in chosen)
-    llm = LLM.of(replace(engine, drafter="none", plan="fixed", max_batch=BATCH, max_len=longest + 1))
+    llm = LLM.of(replace(engine, drafter="none", speculate="full", max_batch=BATCH, max_len=longest + 1))
     progress.loaded(llm)
     verdict = _Comparison(llm, sets, config, progress).verdict(candidate, engine.model)
     number = sum(not request.knows_temperature for chosen in sets.values() for request in chosen)

@@ -19,8 +19,8 @@ follows from the stored text:
   et al. 2403.10444, section 4). The number of accepted drafts is then sampled with the request's own random number: as
   representative as a served request.
 
-Every round verifies all drafts, as with `--plan fixed`; for `fixed:K` create the drafter with `num_drafted` K. A
-planner that measures time verifies fewer drafts where that is faster: `gate.py` computes acceptance at any width.
+Every round verifies all drafts, as with `--speculate full`; for `--speculate N` create the drafter with `num_drafted`
+N. A planner that measures time verifies fewer drafts where that is faster: `gate.py` computes acceptance at any width.
 """
 
 from __future__ import annotations

@@ -1,0 +1,59 @@
+"""Parses the setting `speculate`, the drafts that each round verifies. It has this name on the command line, in Python,
+in settings files and in requests.
+
+    auto      the number of drafts with the most tokens per second, by measured times and acceptance, possibly none
+    full      all drafts of the drafter
+    off       none: plain decoding, and no drafter is loaded (also written 0)
+    N         N drafts; the drafter makes no more
+    tree:N    a tree of the drafter's N most probable drafts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+from paceline.plan.planner import FixedPlanner
+from paceline.plan.trees import MOST_NODES
+
+KNOWN = f"auto, full, off, N (drafts in every round) or tree:N (a tree of N drafts, at most {MOST_NODES})"
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """A parsed value of `speculate`."""
+
+    is_auto: bool = False
+    num_drafted: int | None = None
+    """Drafts of every round, 0 without any; None: a number is not given."""
+    num_nodes: int = 0
+    """Nodes of the tree of drafts that every round verifies; 0: chains."""
+
+    @classmethod
+    def of(cls, text: str) -> Speculation:
+        """Parses auto, full, off, N or tree:N. Raises ConfigError for another text."""
+        if text in ("auto", "full", "off"):
+            return cls(is_auto=text == "auto", num_drafted=0 if text == "off" else None)
+        digits = text.removeprefix("tree:")
+        if digits.isascii() and digits.isdecimal():
+            if digits == text:
+                return cls(num_drafted=int(text))
+            if 1 <= int(digits) <= MOST_NODES:
+                return cls(num_nodes=int(digits))
+        raise ConfigError(f"speculate {text!r} is not known: choose {KNOWN}")
+
+    @property
+    def is_off(self) -> bool:
+        """True if nothing is drafted."""
+        return self.num_drafted == 0
+
+    @property
+    def adapts(self) -> bool:
+        """True if measured times and acceptance decide the number of drafts; with off, that of drafters that are added
+        later."""
+        return self.is_auto or self.is_off
+
+    def planner(self, most_chunk: int = 256) -> FixedPlanner:
+        """Returns a planner that ignores measured times, with prefill chunks of `most_chunk` tokens; auto is like full.
+        With a drafter that makes more than N drafts, it verifies the first N of them."""
+        return FixedPlanner(self.num_drafted, most_chunk, num_nodes=self.num_nodes)
