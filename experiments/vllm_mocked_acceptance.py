@@ -4,10 +4,10 @@
 
 vLLM serves one stream plainly, then with a DFlash drafter whose acceptance is mocked (`rejection_sample_method:
 synthetic`) at each of `--lengths`, always with `--num-drafted` drafts; at the end plainly again, for the machine's
-noise. The drafter's weights are random: they cost what trained ones do. The prediction gets the plain run's log, the
-target's and the drafter's sizes, this machine's measured rates and the acceptance that was asked for, and no time of a
-speculative round. Our own engine's mocked rounds (`bench decode --mock-tokens-per-round`) stand beside. Exit status 1
-where a prediction is off by more than `--within`.
+noise. The CPU build lacks the kernel for it, which vllm_mocked_kernel.py adds. The drafter's weights are random: they
+cost what trained ones do. The prediction gets the plain run's log, the target's and the drafter's sizes, this machine's
+measured rates and the acceptance that was asked for, and no time of a speculative round. Our own engine's mocked rounds
+(`bench decode --mock-tokens-per-round`) stand beside. Exit status 1 where a prediction is off by more than `--within`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.hardware import this_machine
 from paceline.report.tables import Column, Table
 from paceline.runs.folder import write_results
+from paceline.simulate.server_logs import parse_server
 
+EXTENSION = "vllm_mocked_kernel.MockedAcceptance"
 MODULE = "vllm.entrypoints.openai.api_server"
 MOST_START_S = 600.0
 PROMPT_TOKENS = 24
@@ -51,10 +53,11 @@ def serving(args: argparse.Namespace, model: Path, log: Path, speculative: dict[
     python = installed(args.peers_home / "vllm/bin/python", "vllm")
     words = ["--model", model, "--dtype", args.dtype, "--enforce-eager", "--max-num-seqs", 1, "--max-model-len", 1024]
     words += ["--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", port]
-    words += ["--speculative-config", json.dumps(speculative)] if speculative else []
+    if speculative:
+        words += ["--speculative-config", json.dumps(speculative), "--worker-extension-cls", EXTENSION]
     own = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(args.threads), "VLLM_LOG_STATS_INTERVAL": "2"}
-    environment = vllm_environment(args.peers_home, {**os.environ, **own})
+    environment = vllm_environment(args.peers_home, {**os.environ, **own}) | {"PYTHONPATH": str(Path(__file__).parent)}
     with log.open("w") as out:
         server = subprocess.Popen(
             [str(python), "-m", MODULE, *map(str, words)], env=environment, stdout=out, stderr=subprocess.STDOUT
@@ -66,6 +69,9 @@ def serving(args: argparse.Namespace, model: Path, log: Path, speculative: dict[
                 sys.exit(f"vLLM does not answer: {log.read_text()[-3000:]}")
             time.sleep(0.5)
         yield port
+    except BaseException:
+        say(log.read_text()[-3000:])
+        raise
     finally:
         server.terminate()
         try:
@@ -81,14 +87,6 @@ def is_up(port: int) -> bool:
     return False
 
 
-def counters(port: int) -> tuple[float, float]:
-    """Rounds with drafts, and accepted drafts, since the start."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-        lines = [line.split(" ") for line in answer.read().decode().splitlines() if line.startswith("vllm:spec_decode")]
-    values = {name.partition("{")[0]: float(value) for name, value in (line[:2] for line in lines)}
-    return tuple(values.get(f"vllm:spec_decode_num_{what}_total", 0.0) for what in ("drafts", "accepted_tokens"))  # type: ignore[return-value]
-
-
 def decode_rate(port: int, model: Path, number: int, max_tokens: int) -> float:
     """Tokens/s of a streamed answer behind its first token, which comes of the prompt's pass."""
     prompt = [1000 + (37 * number + 101 * place) % 40_000 for place in range(PROMPT_TOKENS)]
@@ -100,6 +98,8 @@ def decode_rate(port: int, model: Path, number: int, max_tokens: int) -> float:
     for line in connection.getresponse():
         if line.startswith(b"data: {"):
             chunk = json.loads(line[6:])
+            if "error" in chunk:
+                sys.exit(f"vLLM failed, see its log: {chunk['error']}")
             tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
             times += [time.perf_counter()] if chunk["choices"] else []
     connection.close()
@@ -108,11 +108,9 @@ def decode_rate(port: int, model: Path, number: int, max_tokens: int) -> float:
 
 def measured(args: argparse.Namespace, model: Path, log: Path, speculative: dict[str, Any] | None) -> dict[str, Any]:
     with serving(args, model, log, speculative) as port:
-        decode_rate(port, model, 0, 32)
-        before = counters(port)
-        rates = [decode_rate(port, model, 1 + number, args.max_tokens) for number in range(args.answers)]
-        rounds, accepted = (after - one for after, one in zip(counters(port), before, strict=True))
-    length = 1 + accepted / rounds if rounds else 1.0
+        rates = [decode_rate(port, model, number, args.max_tokens) for number in range(args.answers + 1)][1:]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            length = parse_server(answer.read().decode()).tokens_per_round or 1.0
     say(f"{statistics.median(rates):.1f} tokens/s at an acceptance length of {length:.2f}")
     return {"tokens_per_s": statistics.median(rates), "runs": rates, "acceptance_length": length}
 
