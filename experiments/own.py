@@ -194,21 +194,20 @@ def compare(args: argparse.Namespace, tickets: Tickets, drafter: Path) -> tuple[
 
 def table_of(results: Sequence[Result]) -> Table:
     """Return the comparison as a table; `results` are of plain decoding, the generic drafter and the own drafter."""
-    names = dict(zip(map(id, results), ("plain decoding", "generic drafter", "own drafter"), strict=True))
+    named = [*zip(("plain decoding", "generic drafter", "own drafter"), results, strict=True)]
     columns = (
-        Column("", lambda result: names[id(result)]),
-        Column("acceptance length", lambda result: result.tokens_per_round, "{:.2f}", "right"),
-        Column("tokens/s", lambda result: result.tokens_per_s, "{:.0f}", "right"),
-        Column("times plain", lambda result: result.speedup, "{:.2f}", "right"),
-        Column("same tokens as plain", lambda result: result.identical, "{:.0%}", "right"),
+        Column("", lambda row: row[0]),
+        Column("acceptance length", lambda row: row[1].tokens_per_round, "{:.2f}", "right"),
+        Column("tokens/s", lambda row: row[1].tokens_per_s, "{:.0f}", "right"),
+        Column("times plain", lambda row: row[1].speedup, "{:.2f}", "right"),
+        Column("same tokens as plain", lambda row: row[1].identical, "{:.0%}", "right"),
     )
-    notes = [f"{names[id(result)]}: {result.doubt}" for result in results if result.doubt]
-    return Table(columns, results, notes=notes)
+    return Table(columns, named, notes=[f"{name}: {result.doubt}" for name, result in named if result.doubt])
 
 
 def report(results: Sequence[Result], looping: Sequence[dict[str, Any]], drafter: Path) -> int:
     """Print the comparison and what to do next; return the exit status."""
-    plain_result, generic, own = results
+    _, generic, own = results
     table_of(results).show(stderr=False)
     ratio = (own.tokens_per_round or 0.0) / (generic.tokens_per_round or 1.0)
     print(
@@ -223,16 +222,14 @@ def report(results: Sequence[Result], looping: Sequence[dict[str, Any]], drafter
             )
     print(f"drafter: {drafter}   (paceline serve --drafter {drafter} --traces traces/)")
     print("what would your traffic bring: paceline advise traces/")
-    if all(result.identical == 1.0 for result in results):
-        return 0
-    for result in results:
-        for difference in result.differences[:1]:
-            print(
-                f"error: {result.drafter}: another text than plain decoding's in {difference.request}, after "
-                f"{difference.index} tokens: report this with {plain_result.drafter_name} and the model's name",
-                file=sys.stderr,
-            )
-    return 1
+    differences = [(result.drafter, each) for result in results for each in result.differences]
+    for drafter_name, each in differences:
+        print(
+            f"error: {drafter_name}: another token than plain decoding's in {each.request}, after {each.index} equal "
+            f"ones (logits {each.top2_gap:.3g} apart): please report it",
+            file=sys.stderr,
+        )
+    return 1 if differences else 0
 
 
 def arguments() -> argparse.Namespace:

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from paceline.commands.shared import TerminalProgress
+from paceline import LLM
+from paceline.commands.shared import TerminalProgress, introduce
 from paceline.report.tables import Advance, block
 from paceline.runs.folder import RunFolder, append_lines
 
@@ -94,7 +95,10 @@ class ChartProgress(TerminalProgress):
         line = {"seconds": round(time.monotonic() - self._began, 2), "message": text}
         append_lines(self._run.path.parent / "log.jsonl", [line])
         if text.startswith(("note:", "warning:")):
-            self._console.print(text, markup=False, highlight=False)
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def loaded(self, llm: LLM) -> None:
+        self.say(introduce(llm))
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int) -> Iterator[Advance]:

@@ -99,7 +99,7 @@ def test_another_text_than_plain_decodings_is_an_error(own: ModuleType, capsys: 
         num_answers=4, differences=[],
     )  # fmt: skip
     differs = SimpleNamespace(**vars(same) | {"identical": 0.75, "tokens_per_round": 3.0})
-    differs.differences = [SimpleNamespace(request="heldout-3", index=7)]
+    differs.differences = [SimpleNamespace(request="heldout-3", index=7, top2_gap=0.5)]
     loops = [{"looping_share": 0.5, "without_loops": 1.5}]
     assert own.report([same, same, same], [], Path("drafter")) == 0
     assert "loop" not in capsys.readouterr().out
