@@ -16,7 +16,7 @@ SITE := build/site
 
 SOURCES := paceline tests experiments deploy docs drafters notebooks setup.py
 
-.PHONY: setup demo test test-quick test-machines test-arm lint check format bench docs site native sanitize wheel wheel-drafters clean
+.PHONY: setup demo own test test-quick test-machines test-arm lint check format bench docs site native sanitize wheel wheel-drafters clean
 
 # Bytecode is written when a module is first imported: most of what is installed never is.
 $(INSTALLED): requirements.lock pyproject.toml setup.py drafters/pyproject.toml
@@ -36,6 +36,9 @@ setup: $(READY)  ## the virtual environment with everything pinned
 
 demo: $(READY)  ## a small coding model changes a function, plainly, with drafts and in Transformers; what it wrote is run
 	$(BIN)/python experiments/demo.py
+
+own: $(READY)  ## a drafter learns one workload in two minutes, with a live chart, then answers unseen requests beside the generic one
+	$(BIN)/python experiments/own.py
 
 # A process for each core; tests of one file stay together, because they share what is slow to make. tests/conftest.py has
 # their order: slow files first, which pytest-xdist would undo.
