@@ -147,10 +147,8 @@ class _Place:
 
     tokens: list[int]
     """Token ids of the prediction."""
-    begin: int
-    """Position of the answer in its sequence."""
-    num_read: int = 0
-    """Number of tokens of the answer that were compared with the prediction."""
+    num_read: int
+    """Number of tokens of the sequence that were compared with the prediction, its prompt included."""
     next: int = 0
     """Position in `tokens` of the token that is expected next; their number if none is."""
     reach: int = 1
@@ -169,7 +167,7 @@ class _Place:
 
     def follow(self, text: list[int]) -> None:
         """Compare the new tokens of `text` with the prediction; find the position again if they differ."""
-        first, self.num_read = self.begin + self.num_read, len(text) - self.begin
+        first, self.num_read = self.num_read, len(text)
         for index in range(first, len(text)):
             if self.next == len(self.tokens) or text[index] != self.tokens[self.next]:
                 self._resume(text, len(text) - index)
@@ -183,23 +181,24 @@ class _Place:
         followers = self.followers.get(tuple(text[-2:]), [])
         first = bisect_left(followers, self.passed)
         if near := followers[max(first - MOST_MATCHES, 0) : first + MOST_MATCHES]:
-            found = max((_reach(self.tokens, at, text), at >= self.passed, -abs(at - self.passed), at) for at in near)
-            self.reach, self.next = found[0], found[-1]
+            # the longest match; of equal ones the nearest position ahead, else the nearest before it
+            matches = ((_reach(self.tokens, at, text), at >= self.passed, -abs(at - self.passed), at) for at in near)
+            self.reach, _, _, self.next = max(matches)
             return
         followers = self.followers.get(tuple(text[-1:]), [])
         first = bisect_left(followers, self.passed)
         if first < len(followers) and followers[first] - self.passed <= NEAR:
             self.reach, self.next = 1, followers[first]
-        elif self.passed:
-            self.reach, self.next = 0, min(self.next + num_other, len(self.tokens))
-        else:  # the answer may have begun with a token of its own
-            self.reach, self.next = 0, 0 if self.num_read == 1 else len(self.tokens)
+        else:  # an answer that begins otherwise than its prediction rarely goes on with the prediction's beginning
+            self.reach = 0
+            self.next = min(self.next + num_other, len(self.tokens)) if self.passed else len(self.tokens)
 
 
 class PredictionDrafter(Drafter):
     """Drafts the next tokens of the answer that a request predicts (`Sequence.prediction`), from its beginning. Where
     the answer differs, the answer's last tokens give the position in the prediction: the longest match of at least two
-    tokens, or the next occurrence of the last token. Otherwise each token is assumed to replace one of the prediction.
+    tokens, or the next occurrence of the last token. Otherwise each token is assumed to replace one of the prediction;
+    an answer that begins otherwise has no drafts until a token of the prediction follows.
     """
 
     name = PREDICTION
@@ -228,7 +227,8 @@ class PredictionDrafter(Drafter):
                 place.trust += (1 - _FADE) * ((one.count - 1) / num_pending - place.trust)
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """As in `Drafter`. The chance grows from draft to draft, because each accepted draft makes the match longer."""
+        """Returns the chances of at most `most` drafts, as in `Drafter`; () without a draft. They grow from draft to
+        draft, because each accepted one makes the match longer."""
         if seq.row not in self._rows:
             return ()
         place = self._rows[seq.row]
