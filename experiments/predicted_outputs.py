@@ -29,7 +29,7 @@ from paceline.runs.folder import write_results
 from paceline.types import PREDICTION, Round
 
 OTHERS = ("some", "other", "words", "are", "written", "here", "instead", "of", "those")
-NONE, RIGHT = "none", "nine tenths"
+NONE, VARIANTS = "none", "none,exact,nine tenths,scattered,wrong"
 
 
 def parts_of(text: str) -> list[str]:
@@ -53,7 +53,7 @@ def predictions_of(answers: list[str]) -> dict[str, list[str]]:
     return {
         NONE: [""] * len(answers),
         "exact": answers,
-        RIGHT: [replaced(parts_of(text), seed) for seed, text in enumerate(answers)],
+        "nine tenths": [replaced(parts_of(text), seed) for seed, text in enumerate(answers)],
         "scattered": [replaced(re.findall(r"\S+\s*", text), seed) for seed, text in enumerate(answers)],
         "wrong": [*answers[1:], answers[0]],
     }
@@ -85,7 +85,7 @@ def measure(llm: LLM, args: argparse.Namespace, progress: Callable[[str], None])
     prompts = [llm.encode_chat(each.messages) for each in read_prompts(args.prompts)[: args.limit]]
     plain = llm.generate_ids(prompts, SamplingParams(max_tokens=args.max_tokens))
     predictions = predictions_of([answer.text for answer in plain])
-    variants = {name: Measured(llm, args.drafter) for name in predictions}
+    variants = {name: Measured(llm, args.drafter) for name in args.variants.split(",")}
     for turn in range(1 + args.turns):
         for measured in variants.values():
             measured.seconds.append(0.0)
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=100)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--variants", default=VARIANTS)
     parser.add_argument("--out", default="", help="a JSON file")
     args = parser.parse_args()
     llm = LLM(args.model, drafter=args.drafter, max_batch=1, max_len=1024)
