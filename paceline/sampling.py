@@ -77,6 +77,8 @@ class SamplingParams:
     """Forbidden words, as the tokens that encode them at the beginning of a text or after a space."""
     grammar: GrammarSpec | None = None
     """Grammar that the answer must follow; the model's end token ends it even with `ignore_eos`."""
+    prediction: str | tuple[int, ...] = ()
+    """The expected answer, as text or token ids: drafts come from it as well. It does not change the answer."""
     lossy: Lossy | None = None
     """Rule that accepts drafts which the target would reject: NOT lossless. Also accepts text:
     "typical:eps=0.09,delta=0.3"."""
@@ -86,6 +88,8 @@ class SamplingParams:
             object.__setattr__(self, "lossy", Lossy.of(self.lossy))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not isinstance(self.prediction, str):
+            object.__setattr__(self, "prediction", tuple(self.prediction))
         object.__setattr__(
             self, "bad_words", (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
         )

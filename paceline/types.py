@@ -28,8 +28,10 @@ if TYPE_CHECKING:  # tensors are only named here, so that `import paceline.types
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 RowKind = Literal["greedy", "sampled", "seeded", "lossy", "lossy sampled"]
-NONE, LOOKUP = "none", "ngram"
-"""Draft sources: no drafts, and n-gram drafts (prompt lookup)."""
+NONE, LOOKUP, PREDICTION = "none", "ngram", "prediction"
+"""Draft sources: no drafts, n-gram drafts (prompt lookup), and the answer that the request itself predicts."""
+COPYING = frozenset({LOOKUP, PREDICTION})
+"""Draft sources that copy from a text and so take almost no time."""
 CANDIDATE = "candidate"
 """Name of a drafter that serves a trial request before it joins the pool."""
 
@@ -62,7 +64,7 @@ class Take:
     """A planner's decision for one row and round: the draft source and the most drafts to verify."""
 
     source: str = NONE
-    """Draft source: "dflash", "ngram", ..., or "none"."""
+    """Draft source: "dflash", "ngram", "prediction", ..., or "none"."""
     count: int = 0
 
 
@@ -158,6 +160,8 @@ class Sequence:
     """Name of the drafter that the request uses, fixed when it gets a row; before that, the one it would get."""
     cluster: str = ""
     """Request class that the router assigned."""
+    prediction: list[int] = field(default_factory=list)
+    """Token ids of `params.prediction`, the answer that the client expects; empty without one."""
     error: Exception | None = None
     """Cause of finish_reason "error"."""
     ledger: Ledger | None = None

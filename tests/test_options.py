@@ -48,7 +48,7 @@ class Ovenlike:
 
 Oven = Annotated[Ovenlike, Without("inner")]
 CHANGED = Changed(fuel=Opt("--wood-or-gas", "-f", help="Which.", default="wood"), tags=Opt(comma=True, default=("q",)))
-NOT_ASKED = Without("logit_bias", "stop_token_ids", "grammar", "lossy")
+NOT_ASKED = Without("logit_bias", "stop_token_ids", "grammar", "lossy", "prediction")
 
 
 def made_of(command: Any) -> typer.Typer:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves"
 NO_OPTIONS = Without(
     *("presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "logprobs"),
-    *("prompt_logprobs", "max_drafted", "grammar", "lossy", "scaled_logprobs"),
+    *("prompt_logprobs", "max_drafted", "grammar", "lossy", "scaled_logprobs", "prediction"),
 )
 """Sampling parameters that are not options of `chat`."""
 

@@ -45,7 +45,7 @@ FIGURES = (
     *("tokens_per_round", "acceptance_rate", "accepted_histogram", "lossless"),
 )
 """Fields of GenerationStats that the JSON line shows."""
-NO_OPTIONS = Without("logit_bias", "stop_token_ids", "max_drafted", "grammar", "lossy", "scaled_logprobs")
+NO_OPTIONS = Without("logit_bias", "stop_token_ids", "max_drafted", "grammar", "lossy", "scaled_logprobs", "prediction")
 """Sampling parameters that are not options of `generate`, or have options of their own there."""
 COMPARED = ("speedup", "identical", "first_difference", "top2_gap", "doubt")
 """Fields of the comparison with plain decoding that the JSON line shows."""

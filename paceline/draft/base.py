@@ -101,6 +101,12 @@ class Drafter(ABC):
         value for all its drafts; 0.0 without a draft. Only for drafters that take almost no time (`is_instant`)."""
         return 0.0
 
+    def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
+        """Returns `chance` for each draft of the next round, one value for each of at most `most` drafts; () without a
+        draft. Only for drafters that take almost no time (`is_instant`)."""
+        chance = self.chance(seq)
+        return (chance,) * most if chance else ()
+
     @abstractmethod
     def propose(self, batch: Batch) -> DraftBlock:
         """Draft up to `num_drafted` tokens after each sequence's last token, but no more than the sequence's entry in

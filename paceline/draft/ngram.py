@@ -9,15 +9,19 @@ match and this sequence's history:
 
 The planner decides how many drafts are verified (`paceline/plan/planner.py`). All state is per row: outputs are
 batch-invariant.
+
+`PredictionDrafter` drafts from another text: the answer that a request predicts (`SamplingParams.prediction`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from paceline.draft.base import Drafter, Observed
-from paceline.errors import ConfigError, refuse
-from paceline.types import LOOKUP, Batch, DraftBlock, Sequence
+from paceline.errors import ConfigError, SamplingError, refuse
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.types import LOOKUP, PREDICTION, Batch, DraftBlock, SamplingParams, Sequence
 
 MATCH_CLASSES = ((1, 0.12, 0.6), (2, 0.4, 0.9), (4, 0.55, 0.95), (16, 0.9, 0.98))
 """Estimates by length of the match: (minimum matching tokens, acceptance probability at trust 0, the same at trust
@@ -27,6 +31,12 @@ MOST_DRAFTED = 16
 MOST_MATCHES = 64
 """Number of latest earlier occurrences that are compared with the end of the text."""
 _FADE, _FIRST_TRUST = 0.85, 0.8
+PREDICTED_CLASSES = ((0, 0.02, 0.3), (1, 0.05, 0.45), (2, 0.2, 0.88), (4, 0.4, 0.96), (16, 0.8, 0.985))
+"""The same estimates for drafts from a prediction. With 0 matching tokens the position in it is an assumption."""
+NEAR = 64
+"""Maximum distance, in tokens, at which a single matching token gives the position in a prediction."""
+MOST_PREDICTED = 31
+"""Maximum drafts per round from a prediction: with the anchor, a pass of 32 positions."""
 
 
 @dataclass(slots=True)
@@ -78,8 +88,7 @@ class NgramDrafter(Drafter):
         reach, _ = self._find(row, seq.tokens)
         if not reach:
             return 0.0
-        _, distrusted, trusted = next(kind for kind in reversed(MATCH_CLASSES) if kind[0] <= reach)
-        return distrusted + (trusted - distrusted) * row.trust
+        return _chance(MATCH_CLASSES, reach, row.trust)
 
     def propose(self, batch: Batch) -> DraftBlock:
         block = DraftBlock.certain([[] for _ in batch.sequences])
@@ -111,10 +120,16 @@ class NgramDrafter(Drafter):
         return 0, 0
 
 
-def _reach(tokens: list[int], follower: int) -> int:
-    """Number of tokens before `follower` that equal the end of the text, at most MOST_REACH."""
-    most, length = min(MOST_REACH, follower), len(tokens)
-    return next((back for back in range(most) if tokens[follower - 1 - back] != tokens[length - 1 - back]), most)
+def _chance(classes: tuple[tuple[int, float, float], ...], reach: int, trust: float) -> float:
+    _, distrusted, trusted = next(kind for kind in reversed(classes) if kind[0] <= reach)
+    return distrusted + (trusted - distrusted) * trust
+
+
+def _reach(tokens: list[int], follower: int, text: list[int] | None = None) -> int:
+    """Number of tokens before `follower` that equal the end of `text` (None: of `tokens`), at most MOST_REACH."""
+    text = tokens if text is None else text
+    most = min(MOST_REACH, follower, len(text))
+    return next((back for back in range(most) if tokens[follower - 1 - back] != text[-1 - back]), most)
 
 
 def _continuation(tokens: list[int], follower: int, count: int) -> list[int]:
@@ -124,3 +139,120 @@ def _continuation(tokens: list[int], follower: int, count: int) -> list[int]:
     while len(drafts) < count:
         drafts.append(drafts[len(drafts) - period])
     return drafts
+
+
+@dataclass(slots=True)
+class _Place:
+    """The position of one row's answer in its request's prediction."""
+
+    tokens: list[int]
+    """Token ids of the prediction."""
+    num_read: int
+    """Number of tokens of the sequence that were compared with the prediction, its prompt included."""
+    next: int = 0
+    """Position in `tokens` of the token that is expected next; their number if none is."""
+    reach: int = 1
+    """Number of tokens before `next` that equal the end of the text; 0 if the position is an assumption. The beginning
+    of both counts like an equal token."""
+    passed: int = 0
+    """Position after the latest match of at least two tokens. The text before it is rarely repeated."""
+    trust: float = _FIRST_TRUST
+    followers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    """n-gram of the prediction -> positions after its occurrences."""
+
+    def __post_init__(self) -> None:
+        for size in (2, 1):
+            for end in range(size, len(self.tokens)):
+                self.followers.setdefault(tuple(self.tokens[end - size : end]), []).append(end)
+
+    def follow(self, text: list[int]) -> None:
+        """Compare the new tokens of `text` with the prediction; find the position again if they differ."""
+        first, self.num_read = self.num_read, len(text)
+        for index in range(first, len(text)):
+            if self.next == len(self.tokens) or text[index] != self.tokens[self.next]:
+                self._resume(text, len(text) - index)
+                return
+            self.next, self.reach = self.next + 1, self.reach + 1
+
+    def _resume(self, text: list[int], num_other: int) -> None:
+        """Find the position after a text whose last `num_other` tokens are not the expected ones."""
+        if self.reach > 1:
+            self.passed = self.next
+        followers = self.followers.get(tuple(text[-2:]), [])
+        first = bisect_left(followers, self.passed)
+        if near := followers[max(first - MOST_MATCHES, 0) : first + MOST_MATCHES]:
+            # the longest match; of equal ones the nearest position ahead, else the nearest before it
+            matches = ((_reach(self.tokens, at, text), at >= self.passed, -abs(at - self.passed), at) for at in near)
+            self.reach, _, _, self.next = max(matches)
+            return
+        followers = self.followers.get(tuple(text[-1:]), [])
+        first = bisect_left(followers, self.passed)
+        if first < len(followers) and followers[first] - self.passed <= NEAR:
+            self.reach, self.next = 1, followers[first]
+        else:  # an answer that begins otherwise than its prediction rarely goes on with the prediction's beginning
+            self.reach = 0
+            self.next = min(self.next + num_other, len(self.tokens)) if self.passed else len(self.tokens)
+
+
+class PredictionDrafter(Drafter):
+    """Drafts the next tokens of the answer that a request predicts (`Sequence.prediction`), from its beginning. Where
+    the answer differs, the answer's last tokens give the position in the prediction: the longest match of at least two
+    tokens, or the next occurrence of the last token. Otherwise each token is assumed to replace one of the prediction;
+    an answer that begins otherwise has no drafts until a token of the prediction follows.
+    """
+
+    name = PREDICTION
+    is_instant = True
+
+    def __init__(self, *, num_drafted: int | None = None) -> None:
+        """`num_drafted`: maximum tokens drafted per round, at most MOST_PREDICTED (31)."""
+        self.num_drafted = MOST_PREDICTED if num_drafted is None else min(num_drafted, MOST_PREDICTED)
+        self._rows: dict[int, _Place] = {}
+        self._pending: dict[int, int] = {}
+        """Number of drafts in the current round, by row."""
+
+    def start(self, seq: Sequence) -> None:
+        if seq.prediction:
+            self._rows[seq.row] = _Place(seq.prediction, seq.prompt_len)
+
+    def drop(self, seq: Sequence) -> None:
+        self._rows.pop(seq.row, None)
+        self._pending.pop(seq.row, None)
+
+    def observe(self, observed: list[Observed]) -> None:
+        """Update each row's share of accepted drafts, by which the acceptance of its next drafts is estimated."""
+        for one in observed if self._pending else ():
+            if num_pending := self._pending.pop(one.sequence.row, 0):
+                place = self._rows[one.sequence.row]
+                place.trust += (1 - _FADE) * ((one.count - 1) / num_pending - place.trust)
+
+    def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
+        """Returns the chances of at most `most` drafts, as in `Drafter`; () without a draft. They grow from draft to
+        draft, because each accepted one makes the match longer."""
+        if seq.row not in self._rows:
+            return ()
+        place = self._rows[seq.row]
+        place.follow(seq.tokens)
+        count = min(most, len(place.tokens) - place.next)
+        return tuple(_chance(PREDICTED_CLASSES, place.reach + slot, place.trust) for slot in range(count))
+
+    def propose(self, batch: Batch) -> DraftBlock:
+        block = DraftBlock.certain([[] for _ in batch.sequences])
+        for index, limit in enumerate(batch.draft_limits_B(self.num_drafted)):
+            row = batch.sequences[index].row
+            if limit and row in self._rows:
+                place = self._rows[row]
+                place.follow(batch.sequences[index].tokens)
+                block.tokens_B[index] = place.tokens[place.next : place.next + limit]
+                self._pending[row] = len(block.tokens_B[index])
+        return block
+
+
+def predicted_ids(tokenizer: Tokenizer, params: SamplingParams, vocab_size: int) -> list[int]:
+    """Returns the token ids of the request's prediction; [] without one. Raises SamplingError for a token outside the
+    vocabulary, and PromptError for invalid text."""
+    prediction = params.prediction
+    ids = tokenizer.encode(prediction, add_special_tokens=False) if isinstance(prediction, str) else list(prediction)
+    if wrong := next((token for token in ids if not 0 <= token < vocab_size), None):
+        raise SamplingError(f"prediction has token {wrong}, outside the vocabulary of {vocab_size}: remove it")
+    return ids

@@ -1,4 +1,5 @@
-"""The drafters of one engine, by name. Each sequence has one of them; prompt lookup may draft in addition.
+"""The drafters of one engine, by name. Each sequence has one of them; prompt lookup and the request's own prediction
+may draft in addition.
 
 A sequence is assigned a drafter together with its cache row, and keeps it until its end. `put` replaces the drafter of
 a name for later sequences only, and `remove` stops assigning it; a replaced drafter is released when its last sequence
@@ -14,13 +15,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from paceline.draft.base import Drafter, NoDrafter, Observed
-from paceline.draft.ngram import NgramDrafter
+from paceline.draft.ngram import NgramDrafter, PredictionDrafter
 from paceline.draft.tapped import TappedDrafter
 from paceline.errors import ConfigError
 from paceline.model.target import Target
 from paceline.plan.planner import Offer, Planner
 from paceline.plan.trees import Candidates
-from paceline.types import LOOKUP, NONE, Batch, DraftBlock, Sequence, Take
+from paceline.types import LOOKUP, NONE, PREDICTION, Batch, DraftBlock, Sequence, Take
 
 LOOKUP_MATCH = 2
 """Minimum matching tokens for prompt lookup if the sequence also has another drafter: shorter matches predict less than
@@ -42,11 +43,16 @@ class Pool:
     sequence."""
 
     def __init__(
-        self, target: Target, drafters: Drafter | Mapping[str, Drafter], lookups: NgramDrafter | None = None
+        self,
+        target: Target,
+        drafters: Drafter | Mapping[str, Drafter],
+        lookups: NgramDrafter | None = None,
+        predictions: PredictionDrafter | None = None,
     ) -> None:
         """`drafters`: drafters by name, or one drafter under its own name. The first is the default. `lookups`: prompt
-        lookup, which drafts in addition to drafters that run a network."""
-        self.target, self.lookups = target, lookups
+        lookup, which drafts in addition to drafters that run a network. `predictions` drafts from the predictions of
+        requests that have one, in addition to any drafter but "none"."""
+        self.target, self.lookups, self.predictions = target, lookups, predictions
         self.members: dict[str, Member] = {}
         """Pool entries by name, in the given order. "none" is in it only if it was given."""
         self._plain = Member(NONE, NoDrafter())
@@ -127,9 +133,10 @@ class Pool:
 
     def _join(self, name: str, drafter: Drafter) -> None:
         if (
-            name in (NONE, LOOKUP) and drafter.num_drafted and not drafter.is_instant
-        ):  # its drafts would be counted as prompt lookups, or as plain decoding
-            raise ConfigError(f"a drafter cannot be the member {name!r}, which means lookups or no drafter: rename it")
+            name in (NONE, LOOKUP, PREDICTION) and drafter.num_drafted and not drafter.is_instant
+        ):  # its drafts would be counted as copies of a text, or as plain decoding
+            meanings = "lookups, a request's prediction or no drafter"
+            raise ConfigError(f"a drafter cannot be the member {name!r}, which means {meanings}: rename it")
         if drafter not in self.drafters:
             drafter.bind(self.target)
         if not drafter.is_instant:
@@ -158,9 +165,8 @@ class Pool:
         self._leases[seq.row], seq.drafter = member, member.name
         if trial_drafter:
             self._let_go()
-        member.drafter.start(seq)
-        if lookups := self._lookups_for(member.drafter):
-            lookups.start(seq)
+        for source in self._sources(member.drafter):
+            source.start(seq)
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
         """Take over the drafter's cached state of the first `length` tokens, a prefix shared with row `source`. Returns
@@ -172,33 +178,32 @@ class Pool:
 
     def drop(self, seq: Sequence) -> None:
         member = self._leases.pop(seq.row)
-        member.drafter.drop(seq)
-        if lookups := self._lookups_for(member.drafter):
-            lookups.drop(seq)
+        for source in self._sources(member.drafter):
+            source.drop(seq)
         if not self._is_here(member):
             self._let_go()
 
     def offers(self, seq: Sequence, planner: Planner, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
         """Returns the possible drafts of the sequence's next round, with predicted acceptance and cost: at most one
-        offer from its own drafter, then one from prompt lookup. For a drafter that takes time, nothing is drafted yet
-        and `planner` predicts both; for one that drafts instantly, it predicts its own acceptance and the cost is 0.
-        Drafters named in `unwanted` are left out."""
-        drafter, offers = self._leases[seq.row].drafter, []
-        for source in (drafter, self._lookups_for(drafter)):
-            if source is None or source.name in unwanted:
+        offer from its prediction, one from its own drafter, and one from prompt lookup. For a drafter that takes time,
+        nothing is drafted yet and `planner` predicts both; for one that drafts instantly, it predicts its own
+        acceptance and the cost is 0. Drafters named in `unwanted` are left out."""
+        offers = []
+        for source in self._sources(self._leases[seq.row].drafter):
+            if source.name in unwanted:
                 continue
             most = seq.most_drafted(source.num_drafted)
             if not most or not source.can_draft(seq):
                 continue
             if not source.is_instant:
                 offers.append(planner.offer(source.name, seq.planned_kind, most, is_stepwise=source.is_stepwise))
-            elif chance := source.chance(seq):
-                offers.append(Offer(source.name, (chance,) * most))
+            elif chances := source.chances(seq, most):
+                offers.append(Offer(source.name, chances))
         return offers
 
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft for each sequence with the drafter that was planned for it in `batch.takes_B` (its own drafter or
-        prompt lookup); if `takes_B` is missing, with its own drafter."""
+        """Draft for each sequence with the drafter that was planned for it in `batch.takes_B` (its own drafter, prompt
+        lookup or its prediction); if `takes_B` is missing, with its own drafter."""
         takes_B = batch.takes_B or [Take(self._leases[row].drafter.name, 1 << 30) for row in batch.rows]
         block = DraftBlock.certain([[] for _ in takes_B])
         confidence_B: list[list[float] | None] = [None] * len(takes_B)
@@ -207,7 +212,7 @@ class Pool:
         for place, (seq, take) in enumerate(zip(batch.sequences, takes_B, strict=True)):
             if take.count:
                 drafter = self._leases[seq.row].drafter
-                source = drafter if take.source == drafter.name else self.lookups or drafter
+                source = next((each for each in self._sources(drafter) if each.name == take.source), drafter)
                 groups.setdefault(id(source), (source, []))[1].append(place)
         for drafter, places in groups.values():
             began, recording_s = time.perf_counter(), self.target.recording_s
@@ -231,9 +236,8 @@ class Pool:
             drafter = self._held[row] = self._leases[row].drafter
             groups.setdefault(id(drafter), (drafter, []))[1].append(self._own_taps(drafter, one))
         for drafter, own in groups.values():
-            for each in (drafter, self._lookups_for(drafter)):
-                if each is not None:
-                    each.observe(own)
+            for each in self._sources(drafter):
+                each.observe(own)
 
     def drafter_of(self, seq: Sequence) -> Drafter:
         """Returns the drafter assigned to a sequence, which must have a cache row."""
@@ -242,14 +246,20 @@ class Pool:
     def advance(self, drafter: TappedDrafter, observed: list[Observed]) -> None:
         """Update the pool after a decode round that ran as one captured CUDA graph and already stored the keys and
         values of the newly verified positions (`observed`) in the cache of `drafter`: sets that cache's lengths, and
-        passes the tokens to prompt lookup. All these sequences have this drafter."""
+        passes the tokens to prompt lookup and predictions. All these sequences have this drafter."""
         drafter.advance([one.sequence.row for one in observed], [one.start + one.count for one in observed])
         self._held |= {one.sequence.row: drafter for one in observed}
-        if lookups := self._lookups_for(drafter):
-            lookups.observe(observed)
+        for each in self._sources(drafter):
+            if each is not drafter:
+                each.observe(observed)
 
-    def _lookups_for(self, drafter: Drafter) -> NgramDrafter | None:
-        return self.lookups if drafter.num_drafted and not drafter.is_instant else None
+    def _sources(self, drafter: Drafter) -> list[Drafter]:
+        """Returns the drafters that may draft for a sequence with this drafter: predictions, the drafter itself and
+        prompt lookup; for "none" only itself."""
+        if not drafter.num_drafted:
+            return [drafter]
+        lookups = None if drafter.is_instant else self.lookups
+        return [each for each in (self.predictions, drafter, lookups) if each]
 
     def _is_here(self, member: Member) -> bool:
         return member is self._plain or self.members.get(member.name) is member

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from paceline.draft.base import Drafter, NoDrafter, Observed
-from paceline.draft.ngram import NgramDrafter
+from paceline.draft.ngram import NgramDrafter, PredictionDrafter, predicted_ids
 from paceline.draft.pool import LOOKUP_MATCH, Pool
 from paceline.engine.device_round import DeviceRounds
 from paceline.engine.grammar import Grammars
@@ -73,6 +73,7 @@ class Engine:
         judge: RuleJudge | None = None,
         planner: Planner | None = None,
         lookups: bool = False,
+        most_predicted: int | None = None,
         eos_token_ids: tuple[int, ...] = (),
         prefill_chunk: int = 256,
         allow_lossy: bool = False,
@@ -81,7 +82,8 @@ class Engine:
     ) -> None:
         """`drafter`: the drafter, or a pool of drafters by name; `router` then chooses for requests that name none.
         `planner` None: every round verifies all drafts, and chunks have `prefill_chunk` prompt tokens. `lookups` adds
-        prompt lookup drafts to the drafter's own. `allow_lossy` permits lossy rules, with at most `max_tv` mean total
+        prompt lookup drafts to the drafter's own. `most_predicted`: maximum drafts per round from a request's
+        prediction, None for the drafter's default. `allow_lossy` permits lossy rules, with at most `max_tv` mean total
         variation. `device_rounds`: compute each qualifying round as one CUDA graph (`device_round.py`); None: if the
         target's passes are captured as CUDA graphs."""
         self.target, self.tokenizer = target, tokenizer
@@ -90,6 +92,7 @@ class Engine:
             target,
             NoDrafter() if drafter is None else drafter,
             NgramDrafter(min_match=LOOKUP_MATCH) if lookups else None,
+            PredictionDrafter(num_drafted=most_predicted),
         )
         self.router = router
         if router:
@@ -166,6 +169,7 @@ class Engine:
         ends = (*(() if ignores_eos else self.eos_token_ids), *params.stop_token_ids, *stop_tokens)
         seq = Sequence(next(self.ids), list(prompt_ids), len(prompt_ids), params, eos_token_ids=ends)
         seq.constraint, seq.route, seq.drafter = constraint, route, route.drafter if route else ""
+        seq.prediction = predicted_ids(self.tokenizer, params, self.target.vocab_size)
         if params.lossy:
             seq.ledger, seq.lossless = Ledger(params.lossy.within(self.max_tv).max_tv), False
         seq.timings.arrival_s = time.perf_counter()
@@ -223,8 +227,8 @@ class Engine:
         """Capture passes of target and drafters as CUDA graphs, if the device uses them: for up to `most_drafted`
         drafts per round (the drafters' maximum, if larger), with `grows_trees` for the largest tree. Takes seconds."""
         most = max(most_drafted, *(drafter.num_drafted for drafter in self.pool.drafters))
-        if most and self.pool.lookups:
-            most = max(most, self.pool.lookups.num_drafted)
+        for source in (self.pool.lookups, self.pool.predictions):
+            most = max(most, source.num_drafted) if most and source else most
         self.target.record(1 + (MOST_NODES if grows_trees and most else most))
         for drafter in self.pool.drafters:
             drafter.record()

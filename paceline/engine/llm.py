@@ -121,6 +121,7 @@ class LLM:
             judge=RuleJudge(RULES[self.config.rule] if mock is None else mocked(mock)),
             router=self.router,
             lookups=self._adapts and self.config.num_drafted is None,
+            most_predicted=self.config.num_drafted if mock is None else 0,
             eos_token_ids=self.tokenizer.eos_token_ids,
             allow_lossy=self.allow_lossy,
             max_tv=self.max_tv,
@@ -256,16 +257,20 @@ class LLM:
     def chat(
         self,
         conversations: list[list[Message]],
-        params: SamplingParams | None = None,
+        params: SamplingParams | list[SamplingParams] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
-        """Answers each conversation, a list of messages. Returns the answers in the same order."""
+        """Answers each conversation, a list of messages, with `params` for all or a list of one for each. Returns the
+        answers in the same order."""
         with way_out(_RAW_TEXT):
             prompts = [self.encode_chat(messages) for messages in conversations]
         return self.generate_ids(prompts, params, on_chunk)
 
     def generate(
-        self, prompts: list[str], params: SamplingParams | None = None, on_chunk: Callable[[Chunk], None] | None = None
+        self,
+        prompts: list[str],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
         """Continues each raw text, without a chat template. Returns the answers in the same order."""
         return self.generate_ids([self.tokenizer.encode(prompt) for prompt in prompts], params, on_chunk)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from paceline.plan.chances import Ratio
 from paceline.plan.costs import RoundCosts, size_class
-from paceline.types import LOOKUP
+from paceline.types import COPYING
 
 TRIAL_SHARE = 0.005
 """Share of each round's time that is added to the budget of trials (drafts that seem not to pay, verified to update
@@ -124,7 +124,7 @@ class Pauses:
         """Add a round to the history: its numbers of rows and new tokens, its wall-clock seconds and the sources of its
         drafts. Returns True if this round starts a pause."""
         drafting = ("+".join(sorted(sources)), num_rows)
-        if len(sources) == 1 or (sources and LOOKUP not in sources):  # several drafters of a pool count as one
+        if len(sources) == 1 or (sources and not sources & COPYING):  # several drafters of a pool count as one
             self._latest = [
                 *(self._latest[1 - COMPARED :] if drafting == self._drafting else []),
                 (num_tokens, seconds),

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import ConfigError
 from paceline.plan.chances import Ratio
 from paceline.plan.clusters import Clusters, label
-from paceline.types import LOOKUP, NONE, RoundStats
+from paceline.types import COPYING, NONE, RoundStats
 
 if TYPE_CHECKING:
     from paceline.types import Sequence as Request
@@ -246,7 +246,7 @@ class Router:
                 session.num_tokens += 1 + stats.num_accepted_B[index]
                 session.price += paid
                 session.num_rounds += 1
-                if stats.source_B[index] not in (NONE, LOOKUP):
+                if stats.source_B[index] not in COPYING | {NONE}:
                     session.num_own += stats.num_accepted_B[index]
 
     def ended(self, key: int) -> None:

@@ -13,11 +13,11 @@ from paceline.config import Bytes
 from paceline.errors import ConfigError, refuse
 from paceline.lossy import LOSSY
 from paceline.plan.clusters import OTHER
-from paceline.types import CANDIDATE, LOOKUP, NONE
+from paceline.types import CANDIDATE, LOOKUP, NONE, PREDICTION
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}", re.ASCII)
 """Valid names of drafters."""
-TAKEN = (NONE, LOOKUP, OTHER, CANDIDATE, LOSSY)
+TAKEN = (NONE, LOOKUP, PREDICTION, OTHER, CANDIDATE, LOSSY)
 """Names that a drafter may not have, because they mean something else in statistics."""
 MOST_DRAFTERS = 8
 """Most drafters of a pool: each needs memory, and each request class tries all of them."""

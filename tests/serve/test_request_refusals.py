@@ -102,6 +102,17 @@ def test_a_seed_that_is_none_is_refused(live: Live, seed: Any) -> None:
         ({"bad_words": [""]}, "bad_words", "no empty string"),
         ({"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens", "differ"),
         ({"top_p": -0.1}, "top_p", "greater than or equal to 0"),
+        ({"prediction": "x"}, "prediction", "a valid object"),
+        ({"prediction": {"content": "x"}}, "prediction.type", "required"),
+        ({"prediction": {"type": "text", "content": "x"}}, "prediction.type", "'content'"),
+        ({"prediction": {"type": "content"}}, "prediction.content", "required"),
+        (
+            {"prediction": {"type": "content", "content": [{"type": "image_url"}]}},
+            "prediction.content[0]",
+            "reads text",
+        ),
+        ({"prediction": {"type": "content", "content": "x" * 3000}}, "prediction", "more than the context of 2048"),
+        ({"prediction": {"type": "content", "content": "x" * 200_000}}, "prediction", "the prediction has 200,000"),
     ],
 )
 def test_a_refusal_names_the_field_as_the_client_wrote_it(
@@ -118,6 +129,7 @@ def test_a_refusal_names_the_field_as_the_client_wrote_it(
         ("/detokenize", {"reasoning_effort": "high"}, "reasoning_effort", "only at /v1/chat/completions"),
         (TEXT, {"max_completion_tokens": 5}, "max_completion_tokens", "only at /v1/chat/completions"),
         (CHAT, {"prompt": "x"}, "prompt", "only at /v1/completions and /tokenize"),
+        (TEXT, {"prediction": {"type": "content", "content": "x"}}, "prediction", "only at /v1/chat/completions"),
         (CHAT, {"tokens": [1]}, "tokens", "only at /detokenize"),
         (
             CHAT,

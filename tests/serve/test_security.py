@@ -235,7 +235,7 @@ FIELDS = [
     "stream",
     "stream_options response_format guided_regex guided_json presence_penalty frequency_penalty repetition_penalty "
     "speculate",
-    "ignore_eos stop_token_ids max_completion_tokens chat_template_kwargs return_metrics return_timings "
+    "ignore_eos stop_token_ids max_completion_tokens chat_template_kwargs return_metrics return_timings prediction "
     "paceline_timings model",
 ]
 

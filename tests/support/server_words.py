@@ -28,8 +28,15 @@ USAGE = {
         "prompt_tokens": 9,
         "completion_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 3},
-        "completion_tokens_details": {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     },
-    "metrics": {"speculative_decoding": {"acceptance_histogram": [1, 0, 1], "rounds_by_source": BY_SOURCE}},
+    "metrics": {
+        "speculative_decoding": {
+            "acceptance_histogram": [1, 0, 1],
+            "num_accepted_draft_tokens": 2,
+            "num_draft_tokens": 6,
+            "rounds_by_source": BY_SOURCE,
+        }
+    },
 }
 LAST = text_event("", finish_reason="stop")

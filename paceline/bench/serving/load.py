@@ -358,15 +358,13 @@ def _count(answer: Answer, chunk: dict[str, Any]) -> None:
     if usage:
         answer.num_prompt, answer.num_tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
         answer.num_reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        details = usage.get("completion_tokens_details") or {}
-        answer.num_accepted = details.get("accepted_prediction_tokens")
-        if answer.num_accepted is not None and details.get("rejected_prediction_tokens") is not None:
-            answer.num_drafted = answer.num_accepted + details["rejected_prediction_tokens"]
     answer.timings = chunk.get("timings") or answer.timings
     speculation = (chunk.get("metrics") or {}).get("speculative_decoding")
     if speculation:
         answer.accepted_histogram = list(speculation.get("acceptance_histogram") or ())
         answer.num_rounds = sum(answer.accepted_histogram)
+        answer.num_accepted = speculation.get("num_accepted_draft_tokens")
+        answer.num_drafted = speculation.get("num_draft_tokens")
         answer.rounds_by_source = speculation.get("rounds_by_source") or {}
 
 

@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from paceline.lossy import LOSSY
 from paceline.serve.admin.drafter_counts import DrafterCounts
 from paceline.serve.worker.engine import Engine
-from paceline.types import LOOKUP, NONE, FinishReason, RoundStats, Sequence
+from paceline.types import COPYING, NONE, FinishReason, RoundStats, Sequence
 
 if TYPE_CHECKING:  # pyarrow is only needed where traces are
     from paceline.serve.admin.traces import TraceWriter
@@ -249,11 +249,11 @@ class Metrics(Collector):
 
 
 def _num_slots(stats: RoundStats) -> int:
-    """Return the draft positions a drafter computed: the longest row's times the drafting rows, without n-gram
-    drafts."""
+    """Return the draft positions a drafter computed: the longest row's times the drafting rows, without drafts
+    that were copied from a text."""
     confidence_B = stats.confidence_B or [None] * len(stats.source_B)
     computed = zip(stats.num_drafted_B, stats.source_B, confidence_B, strict=False)
-    slots = [len(sure) if sure else count for count, source, sure in computed if sure or source not in (NONE, LOOKUP)]
+    slots = [len(sure) if sure else count for count, source, sure in computed if sure or source not in COPYING | {NONE}]
     return len(slots) * max(slots, default=0)
 
 

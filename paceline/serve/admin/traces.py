@@ -380,9 +380,10 @@ def _served(seq: Sequence, outcome: str, tag: str | None, ended: float, total_s:
 
 def given(params: SamplingParams) -> dict[str, Any]:
     """Return the sampling parameters that differ from their defaults, by name; logit biases become strings, because
-    JSON has no -inf."""
+    JSON has no -inf. A prediction is left out: it does not change the answer."""
     defaults = asdict(SamplingParams())
     values = {name: value for name, value in asdict(params).items() if value != defaults[name]}
+    values.pop("prediction", None)
     if bias := values.get("logit_bias"):
         values["logit_bias"] = {str(token): str(number) for token, number in bias.items()}
     return values

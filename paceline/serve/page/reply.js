@@ -16,7 +16,7 @@ const PARTS = [
   ["verify_s", "Verify"],
   ["host_s", "Host"],
 ];
-const SOURCES = { ngram: "text lookup" };
+const SOURCES = { ngram: "text lookup", prediction: "the prediction" };
 /** So many rounds without drafts say what plain decoding takes. */
 const LEAST_PLAIN = 3;
 

@@ -25,7 +25,7 @@ from paceline.serve.http.clock import Clock
 from paceline.serve.http.failures import ApiError, dump
 from paceline.serve.requests.protocol import Sampling
 from paceline.serve.worker.ticket import Event, Ticket
-from paceline.types import Round, Sequence, TokenLogprob
+from paceline.types import PREDICTION, Round, Sequence, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
@@ -254,9 +254,9 @@ class Exchange:
         return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
     def _usage(self) -> dict[str, Any]:
-        """Return OpenAI's usage object of the whole request, with cached and drafted tokens."""
+        """Return OpenAI's usage object of the whole request, with cached tokens and drafts from its prediction."""
         firsts = self._sequences[:: self._num_each]
-        rounds = Rounds.counted(self._rounds)
+        rounds = Rounds.counted(one for one in self._rounds if one.source == PREDICTION)
         drafted = {
             "accepted_prediction_tokens": rounds.num_accepted,
             "rejected_prediction_tokens": rounds.num_drafted - rounds.num_accepted,

@@ -12,7 +12,7 @@ from paceline.plan.speculate import Speculation
 from paceline.serve.http.clock import Clock
 from paceline.serve.http.failures import RequestRefused
 from paceline.serve.requests.grammars import GRAMMAR_FIELDS, grammar_of
-from paceline.serve.requests.prompts import chat_ids, completion_ids
+from paceline.serve.requests.prompts import chat_ids, completion_ids, prediction_ids
 from paceline.serve.requests.protocol import ChatRequest, CompletionRequest, Sampling
 from paceline.serve.requests.tools import forced_schema
 from paceline.serve.settings import ServeConfig
@@ -52,7 +52,7 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock
     forced, grammar = forced_schema(request), grammar_of(request)
     if forced is not None and grammar is not None:
         raise RequestRefused(f"tool_choice asks for a call, {grammar[0]} for something else", param=grammar[0])
-    return jobs_of(
+    jobs = jobs_of(
         request,
         [chat_ids(request, model, clock)],
         model,
@@ -61,6 +61,10 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         grammar=grammar if forced is None else ("tool_choice", GrammarSpec("json_schema", forced)),
     )
+    if prediction := prediction_ids(request, model):
+        jobs = [replace(job, params=replace(job.params, prediction=prediction)) for job in jobs]
+        clock.mark("tokenizer")
+    return jobs
 
 
 def completion_jobs(

@@ -52,7 +52,6 @@ UNUSED: dict[str, str] = {
     "mirostat_eta": "only with mirostat",
     "mirostat_tau": "only with mirostat",
     "n_cache_reuse": "prefixes are always reused",
-    "prediction": "drafts come from the server's drafter; the answer is the same",
     "prompt_cache_key": "prefixes are always reused",
     "prompt_cache_options": "prefixes are always reused",
     "prompt_cache_retention": "prefixes are reused while a row holds them",

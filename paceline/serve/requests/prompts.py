@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
+from paceline.data.messages import content_text
 from paceline.errors import PacelineError
 from paceline.model.text.chat import chat_text
 from paceline.model.text.tokenizer import Tokenizer
@@ -37,6 +38,23 @@ def chat_ids(request: ChatRequest, model: ModelInfo, clock: Clock | None = None)
     """Return the token ids of a chat request's prompt; `clock` measures the template and the tokenizer."""
     check_characters(_texts(request), model, "messages")
     return encode_request(request, model.tokenizer, clock)
+
+
+def prediction_ids(request: ChatRequest, model: ModelInfo) -> tuple[int, ...]:
+    """Return the token ids of the answer that the request predicts; () without a prediction. Raises RequestRefused for
+    a prediction without text, or one longer than the context."""
+    if request.prediction is None:
+        return ()
+    try:
+        text = content_text(request.prediction.content, "prediction.content")
+        check_characters([text], model, "prediction")
+        ids = model.tokenizer.encode(text, add_special_tokens=False)
+    except PacelineError as error:
+        raise RequestRefused.of(error, param="prediction") from error
+    if len(ids) > model.max_len:
+        message = f"the prediction has {len(ids)} tokens, more than the context of {model.max_len}: shorten it"
+        raise RequestRefused(message, param="prediction", code="context_length_exceeded")
+    return tuple(ids)
 
 
 def _texts(request: ChatRequest) -> Iterator[str]:
@@ -156,5 +174,6 @@ def check_characters(texts: Iterable[str], model: ModelInfo, field: str) -> None
     characters per token of the context. `field`: the request's field with the texts, for the error."""
     num_characters = sum(map(len, texts))
     if num_characters > MAX_TOKEN_CHARACTERS * model.max_len:
-        message = f"the prompt has {num_characters:,} characters, far more than {model.max_len} tokens hold: shorten it"
+        noun = "prediction" if field == "prediction" else "prompt"
+        message = f"the {noun} has {num_characters:,} characters, far more than {model.max_len} tokens hold: shorten it"
         raise RequestRefused(message, param=field, code="context_length_exceeded")

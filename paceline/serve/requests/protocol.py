@@ -160,6 +160,15 @@ class Message(Closed):
         return {name: getattr(self, name) for name in self.model_fields_set}
 
 
+class Prediction(Closed):
+    """The answer that the client expects. It speeds up the answer where it is right, and never changes it."""
+
+    type: Literal["content"]
+    content: SkipValidation[str | list[ContentPart]] = Field(
+        description="Text, or a list of text parts, which are joined by line breaks."
+    )
+
+
 class Sampling(Closed):
     """Request fields that chat and text completions have in common: sampling, limits, stops and streaming."""
 
@@ -239,6 +248,7 @@ class ChatRequest(Sampling):
     top_logprobs: Int | None = Field(
         None, ge=0, le=20, description="Number of alternatives per token; requires logprobs."
     )
+    prediction: Prediction | None = Field(None, description="Expected answer, from which drafts are taken as well.")
     tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     """auto lets the model decide; required, or a function's name, forces a call."""

@@ -30,7 +30,7 @@ from paceline.simulate.files import is_amount, read_objects
 from paceline.simulate.server.drafts import Survival
 from paceline.simulate.server.load import Arrivals, share
 from paceline.simulate.server.server import Case, Job, Lookups, Outcome, ServerShape, Simulation
-from paceline.types import LOOKUP, NONE
+from paceline.types import COPYING, NONE
 
 THROUGHPUT_WITHIN, FIRST_TOKEN_WITHIN = 0.10, 0.30
 """Maximum relative errors at which a prediction counts as correct: of tokens per second (THROUGHPUT_WITHIN), and of the
@@ -165,7 +165,7 @@ def _rounds(record: dict[str, Any]) -> Rounds:
 
 def _sources(line: dict[str, Any]) -> tuple[Rounds, Rounds]:
     """Returns the rounds with the drafter's own drafts (prompt lookup only if that is the drafter), and those with
-    prompt lookup drafts. Without recorded sources all rounds are the drafter's. Raises ConfigError.
+    drafts from prompt lookup or predictions. Without recorded sources all rounds are the drafter's. Raises ConfigError.
 
     "rounds_by_source": {"dflash": {"num_rounds": 3, "num_drafted": 45, "accepted_histogram": [1, 0, 2]}, "ngram": ...}
     """
@@ -175,7 +175,7 @@ def _sources(line: dict[str, Any]) -> tuple[Rounds, Rounds]:
             f"rounds_by_source must hold the rounds of each source, not {by_source}: run paceline bench serving again"
         )
     known = {name: _rounds(each) for name, each in by_source.items() if name != NONE}
-    lookup = known.pop(LOOKUP, Rounds())
+    lookup = Rounds.sum(known.pop(name, Rounds()) for name in COPYING)
     return Rounds.sum(known.values()) if known else lookup if by_source else _rounds(line), lookup
 
 
