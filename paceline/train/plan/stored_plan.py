@@ -1,4 +1,4 @@
-"""Reads the plan that a training run stored, plan.json, and sets its values in the configuration of a run that resumes."""
+"""Reads the plan that a training run stored, plan.json, and sets its values in the configuration of a resumed run."""
 
 from __future__ import annotations
 
