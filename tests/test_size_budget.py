@@ -19,7 +19,7 @@ LONGER = {
     "serve/worker/worker.py": 403,
     "train/config.py": 408,
     "train/learn/loop.py": 418,
-    "train/run.py": 412,
+    "train/run.py": 408,
 }
 """Files that 120 columns instead of 128 made longer than that: each may only become shorter."""
 LONGER_SCRIPTS = {"experiments/adapt_live.py": 481}

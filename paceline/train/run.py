@@ -54,17 +54,12 @@ from paceline.train.plan.training_plan import make_plan
 from paceline.train.processes.group import process_group
 from paceline.train.run_file import TRAINED, with_defaults, with_value, write_run_file
 from paceline.train.served import agreement, final_figures, finished_drafter, has_room, heldout_server, read_finished
-from paceline.train.tiny import write_tiny_target
+from paceline.train.tiny import TINY, write_tiny_target
 
 SERVED_PROMPTS, SERVED_WHILE_TRAINING = 16, 8
 SERVED_TOKENS = 96
 PLAN = "plan.json"
 """File next to run.yaml with the plan's choices and expectations."""
-TINY = {
-    "loop.epochs": 2.0, "loop.blocks_per_step": 128, "loop.anchors": 16, "loop.heldout_every": 10,
-    "answering.max_tokens": 48, "answering.max_prompt_tokens": 128, "max_len": 256,
-}  # fmt: skip
-"""Settings used with --scale tiny, except for those that the user gave."""
 LEAST_LEARNING, MOST_GAINED = 0.25, 1.25
 """Bounds on the minutes for steps: at least this share of --minutes, at most this multiple of the planned minutes."""
 

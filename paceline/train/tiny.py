@@ -13,6 +13,11 @@ from paceline.errors import CacheError, reraised
 from paceline.model.checkpoint import load_config, random_tensors
 
 PARTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+TINY = {
+    "loop.epochs": 2.0, "loop.blocks_per_step": 128, "loop.anchors": 16, "loop.heldout_every": 10,
+    "answering.max_tokens": 48, "answering.max_prompt_tokens": 128, "max_len": 256,
+}  # fmt: skip
+"""Settings used with --scale tiny, except for those that the user gave."""
 
 
 def write_tiny_target(folder: Path, seed: int = 0) -> Path:
