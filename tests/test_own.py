@@ -26,8 +26,9 @@ from paceline.train.tiny import write_tiny_target
 
 ROOT = Path(__file__).parents[1]
 TICKETS = """
-import json, sys
+import json, os, sys
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+os.makedirs(given["--out"], exist_ok=True)
 for name in ("train", "heldout"):
     with open(f"{given['--out']}/{name}.jsonl", "w") as file:
         for number in range(int(given[f"--{name}"])):
@@ -109,6 +110,7 @@ def test_another_text_than_plain_decodings_is_an_error(own: ModuleType, capsys: 
     assert "50% of the answers end in a loop; without them its acceptance length is 1.50" in shown.out
 
 
+@pytest.mark.slow
 def test_answers_that_the_model_would_not_give_are_not_used(own: ModuleType, tmp_path: Path) -> None:
     answers = [*AnswerShards(own.SHIPPED)][:6]
     AnswerShards(tmp_path).write(answers)
@@ -133,6 +135,7 @@ def test_answers_that_the_model_would_not_give_are_not_used(own: ModuleType, tmp
     assert not own.is_answered_alike(model(None), tmp_path, texts)
 
 
+@pytest.mark.slow
 def test_shipped_answers_belong_to_the_recipes_tickets(own: ModuleType, tmp_path: Path) -> None:
     answers = [*AnswerShards(own.SHIPPED)]
     assert len(answers) == 300 and max(len(answer.answer_ids) for answer in answers) < own.MAX_TOKENS
@@ -172,7 +175,7 @@ def test_the_chart_shows_the_newest_value_up_to_its_time(own_chart: ModuleType) 
 
 def test_the_chart_is_drawn_in_a_terminal_and_only_notes_are_printed(own_chart: ModuleType, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "train")
-    progress = own_chart.ChartProgress(run.path, 1.5, 10.0)
+    progress = own_chart.ChartProgress(run.path, 1.5)
     drawn = io.StringIO()
     progress._console = Console(file=drawn, force_terminal=True, width=100)
     with progress.bar("training", 4) as advance:
