@@ -66,20 +66,16 @@ def small(own: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> l
     return [str(word) for word in [*words, "--tickets", 12, "--unseen", 2, "--minutes", 0.002]]
 
 
-def main(own: ModuleType, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> int:
-    monkeypatch.setattr(sys, "argv", ["own.py", *options])
-    return own.main()
-
-
 @pytest.mark.slow
-def test_a_drafter_learns_and_a_second_run_uses_it_again(
+def test_a_drafter_learns_and_a_second_run_needs_no_training(
     own: ModuleType,
     small: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    assert main(own, monkeypatch, small) == 0
+    monkeypatch.setattr(sys, "argv", ["own.py", *small])
+    assert own.main() == 0
     shown = capsys.readouterr()
     assert "own drafter" in shown.out and "100%" in shown.out and "paceline advise traces/" in shown.out
     lines = [line for line in shown.err.splitlines() if "acceptance length" in line]
@@ -89,9 +85,10 @@ def test_a_drafter_learns_and_a_second_run_uses_it_again(
     assert results["results"][1]["drafter"].endswith("generic")
     assert len({*AnswerShards(tmp_path / "run" / "answers" / "answers").keys()}) == 12
 
-    monkeypatch.setattr(own, "train", lambda *_, **__: pytest.fail("it was trained"))
-    assert main(own, monkeypatch, small) == 0
-    assert "has had its" in capsys.readouterr().out
+    tickets = own.Tickets(*(tmp_path / "run" / "tickets" / name for name in ("train", "served", "unseen")))
+    for minutes, is_enough in ((0.002, True), (1.0, False)):
+        monkeypatch.setattr(sys, "argv", ["own.py", *small, "--minutes", str(minutes)])
+        assert own.is_trained(own.training_of(own.arguments(), tickets, tmp_path)) == is_enough
 
 
 def test_another_text_than_plain_decodings_is_an_error(own: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
