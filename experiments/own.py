@@ -27,11 +27,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from own_chart import ChartProgress, points_of
+from own_chart import ChartProgress
 
 from paceline import LLM, SamplingParams
 from paceline.bench.config import BASELINE, BenchConfig
@@ -55,6 +55,7 @@ from paceline.train.config import (
     RegenerateConfig,
     TrainConfig,
 )
+from paceline.train.plan.training_plan import stored_plan
 from paceline.train.run_file import TRAINED
 
 ROOT = Path(__file__).parents[1]
@@ -68,20 +69,17 @@ MAX_TOKENS = 96
 """Longest answer, in tokens; the longest of the 300 has 69."""
 SERVED = 8
 """Number of held-out tickets that the engine serves for the chart; the final comparison uses others."""
-STEPS_SHARE, SERVE_SHARE = 0.75, 0.15
-"""Shares of the minutes for training steps, and at most for serving these tickets; the rest is for the teacher-forced
-evaluations between them."""
 LEARNING = LoopConfig(
     epochs=1000.0,
     blocks_per_step=96,
-    anchors=48,
+    anchors=32,
     loss=LossConfig(vocab=8192),
     optim=OptimConfig(lr=1e-3),
     heldout_every=5,
-    serve_share=SERVE_SHARE / STEPS_SHARE,
+    serve_share=0.15,
     selector_from=0.0,
 )
-"""Settings of the training steps. Minutes end the training, so the number of epochs has no effect."""
+"""Settings of the training steps. The minutes end the training before its epochs."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + 2."""
 
@@ -142,25 +140,23 @@ def prepared(args: argparse.Namespace, tickets: Tickets) -> tuple[float, Path]:
 
 def training_of(args: argparse.Namespace, tickets: Tickets, answers: Path) -> TrainConfig:
     """Return the settings of the training. They stay the same when a run is continued, except for its minutes."""
-    loop = replace(LEARNING, max_minutes=STEPS_SHARE * args.minutes)
     return TrainConfig(
         out=args.out / "train",
         target=EngineConfig(args.model, threads=args.threads),
         answers=(answers,),
         init=args.init,
         heldout=(str(tickets.served),),
-        features="online",  # cached needs half a minute and 0.8 GB before the first step
+        features="cached",
+        minutes=args.minutes,
         answering=AnswerConfig(max_tokens=MAX_TOKENS),
-        loop=loop,
+        loop=LEARNING,
     )
 
 
 def is_trained(config: TrainConfig) -> bool:
     """Return True if the run has finished and has no minutes left."""
-    points = points_of(RunFolder(config.out))
-    if not (config.out / TRAINED).is_file() or not points:
-        return False
-    return points[-1].seconds >= 60 * (config.loop.max_minutes or 0.0)
+    plan = stored_plan(config.out) or {}
+    return (config.out / TRAINED).is_file() and plan.get("minutes", 0.0) >= (config.minutes or 0.0)
 
 
 @contextlib.contextmanager
@@ -236,7 +232,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=SHIPPED_FOR)
     parser.add_argument("--init", default="default", help="drafter to start from, and to compare with")
-    parser.add_argument("--minutes", type=float, default=2.0, help="minutes of training, in all")
+    parser.add_argument(
+        "--minutes", type=float, default=2.0, help="minutes for hidden states and training steps, in all"
+    )
     parser.add_argument("--tickets", type=int, default=300, help="training tickets; more than 300 are answered anew")
     parser.add_argument("--unseen", type=int, default=20, help="tickets of the comparison")
     parser.add_argument("--plan", default="fixed", help="how the comparison drafts, as --plan of paceline generate")
@@ -257,7 +255,7 @@ def main() -> int:
         print(f"{drafter} has had its {args.minutes:g} minutes: --minutes {2 * args.minutes:g} trains it further")
     else:
         print(f"training on {args.tickets} tickets for {args.minutes:g} minutes, from the {args.init} drafter")
-        progress = ChartProgress(config.out, before, 60 * (config.loop.max_minutes or 0.0))
+        progress = ChartProgress(config.out, before)
         with stoppable():
             train(config, progress=progress)
     learned_s = time.monotonic() - began

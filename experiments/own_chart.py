@@ -1,6 +1,6 @@
 """A live chart of the acceptance length while a drafter is trained, for experiments/own.py.
 
-    train(config, progress=ChartProgress(config.out, before, end_s))
+    train(config, progress=ChartProgress(config.out, before))
 
 The values are in the training's metrics.jsonl: held-out prompts that the engine served with the weights of that step.
 In a terminal the chart is drawn again after each step; elsewhere each measurement is one line in plain ASCII.
@@ -24,6 +24,7 @@ from paceline import LLM
 from paceline.commands.shared import TerminalProgress, introduce
 from paceline.report.tables import Advance, block
 from paceline.runs.folder import RunFolder, append_lines
+from paceline.train.plan.training_plan import stored_plan
 
 HEIGHT, WIDTH = 9, 60
 """Size of the chart, in characters, without its axes."""
@@ -83,10 +84,9 @@ class ChartProgress(TerminalProgress):
     """Shows the chart during the training steps, and progress bars for all other stages. Messages go to log.jsonl, in
     the parent folder of the run; notes and warnings are also printed."""
 
-    def __init__(self, run: Path, before: float, end_s: float) -> None:
-        """`run`: folder of the training. `before`: acceptance length before training. `end_s`: planned seconds of
-        training steps."""
-        self._run, self._end_s, self._began = RunFolder(run), end_s, time.monotonic()
+    def __init__(self, run: Path, before: float) -> None:
+        """`run`: folder of the training. `before`: acceptance length before training."""
+        self._run, self._began = RunFolder(run), time.monotonic()
         self._points = [Point(0.0, 0, before)]
         self._num_printed = 0
         self._console = Console(stderr=True)
@@ -116,9 +116,14 @@ class ChartProgress(TerminalProgress):
     def _read_points(self) -> None:
         self._points[1:] = points_of(self._run)
 
+    def _end_s(self) -> float:
+        """Return the planned seconds of training steps; without a plan, those of the newest point."""
+        minutes = (stored_plan(self._run.path) or {}).get("values", {}).get("loop.max_minutes")
+        return 60.0 * minutes if minutes else max(1.0, self._points[-1].seconds)
+
     def _draw(self, live: Live, text: str) -> None:
         self._read_points()
-        drawn = chart(self._points, self._end_s, LEVELS if block() == LEVELS[-1] else ASCII)
+        drawn = chart(self._points, self._end_s(), LEVELS if block() == LEVELS[-1] else ASCII)
         live.update(Text(f"{drawn}\n{caption(self._points)}\n{text}", no_wrap=True, overflow="crop"), refresh=True)
 
     def _print_points(self) -> None:

@@ -26,8 +26,9 @@ from paceline.train.tiny import write_tiny_target
 
 ROOT = Path(__file__).parents[1]
 TICKETS = """
-import json, sys
+import json, os, sys
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+os.makedirs(given["--out"], exist_ok=True)
 for name in ("train", "heldout"):
     with open(f"{given['--out']}/{name}.jsonl", "w") as file:
         for number in range(int(given[f"--{name}"])):
@@ -65,20 +66,16 @@ def small(own: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> l
     return [str(word) for word in [*words, "--tickets", 12, "--unseen", 2, "--minutes", 0.002]]
 
 
-def main(own: ModuleType, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> int:
-    monkeypatch.setattr(sys, "argv", ["own.py", *options])
-    return own.main()
-
-
 @pytest.mark.slow
-def test_a_drafter_learns_and_a_second_run_uses_it_again(
+def test_a_drafter_learns_and_a_second_run_needs_no_training(
     own: ModuleType,
     small: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    assert main(own, monkeypatch, small) == 0
+    monkeypatch.setattr(sys, "argv", ["own.py", *small])
+    assert own.main() == 0
     shown = capsys.readouterr()
     assert "own drafter" in shown.out and "100%" in shown.out and "paceline advise traces/" in shown.out
     lines = [line for line in shown.err.splitlines() if "acceptance length" in line]
@@ -88,9 +85,10 @@ def test_a_drafter_learns_and_a_second_run_uses_it_again(
     assert results["results"][1]["drafter"].endswith("generic")
     assert len({*AnswerShards(tmp_path / "run" / "answers" / "answers").keys()}) == 12
 
-    monkeypatch.setattr(own, "train", lambda *_, **__: pytest.fail("it was trained"))
-    assert main(own, monkeypatch, small) == 0
-    assert "has had its" in capsys.readouterr().out
+    tickets = own.Tickets(*(tmp_path / "run" / "tickets" / name for name in ("train", "served", "unseen")))
+    for minutes, is_enough in ((0.002, True), (1.0, False)):
+        monkeypatch.setattr(sys, "argv", ["own.py", *small, "--minutes", str(minutes)])
+        assert own.is_trained(own.training_of(own.arguments(), tickets, tmp_path)) == is_enough
 
 
 def test_another_text_than_plain_decodings_is_an_error(own: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +107,7 @@ def test_another_text_than_plain_decodings_is_an_error(own: ModuleType, capsys: 
     assert "50% of the answers end in a loop; without them its acceptance length is 1.50" in shown.out
 
 
+@pytest.mark.slow
 def test_answers_that_the_model_would_not_give_are_not_used(own: ModuleType, tmp_path: Path) -> None:
     answers = [*AnswerShards(own.SHIPPED)][:6]
     AnswerShards(tmp_path).write(answers)
@@ -133,6 +132,7 @@ def test_answers_that_the_model_would_not_give_are_not_used(own: ModuleType, tmp
     assert not own.is_answered_alike(model(None), tmp_path, texts)
 
 
+@pytest.mark.slow
 def test_shipped_answers_belong_to_the_recipes_tickets(own: ModuleType, tmp_path: Path) -> None:
     answers = [*AnswerShards(own.SHIPPED)]
     assert len(answers) == 300 and max(len(answer.answer_ids) for answer in answers) < own.MAX_TOKENS
@@ -172,7 +172,7 @@ def test_the_chart_shows_the_newest_value_up_to_its_time(own_chart: ModuleType) 
 
 def test_the_chart_is_drawn_in_a_terminal_and_only_notes_are_printed(own_chart: ModuleType, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "train")
-    progress = own_chart.ChartProgress(run.path, 1.5, 10.0)
+    progress = own_chart.ChartProgress(run.path, 1.5)
     drawn = io.StringIO()
     progress._console = Console(file=drawn, force_terminal=True, width=100)
     with progress.bar("training", 4) as advance:
