@@ -38,9 +38,7 @@ from paceline.report.tables import Column, Table
 from paceline.runs.folder import write_results
 from paceline.simulate.server_logs import parse_server
 
-EXTENSION = "vllm_mocked_kernel.MockedAcceptance"
 MODULE = "vllm.entrypoints.openai.api_server"
-MOST_START_S = 600.0
 PROMPT_TOKENS = 24
 
 
@@ -54,7 +52,8 @@ def serving(args: argparse.Namespace, model: Path, log: Path, speculative: dict[
     words = ["--model", model, "--dtype", args.dtype, "--enforce-eager", "--max-num-seqs", 1, "--max-model-len", 1024]
     words += ["--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", port]
     if speculative:
-        words += ["--speculative-config", json.dumps(speculative), "--worker-extension-cls", EXTENSION]
+        words += ["--speculative-config", json.dumps(speculative), "--worker-extension-cls"]
+        words += ["vllm_mocked_kernel.MockedAcceptance"]
     own = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(args.threads), "VLLM_LOG_STATS_INTERVAL": "2"}
     environment = vllm_environment(args.peers_home, {**os.environ, **own}) | {"PYTHONPATH": str(Path(__file__).parent)}
@@ -63,7 +62,7 @@ def serving(args: argparse.Namespace, model: Path, log: Path, speculative: dict[
             [str(python), "-m", MODULE, *map(str, words)], env=environment, stdout=out, stderr=subprocess.STDOUT
         )
     try:
-        until = time.monotonic() + MOST_START_S
+        until = time.monotonic() + 600
         while not is_up(port):
             if server.poll() is not None or time.monotonic() > until:
                 sys.exit(f"vLLM does not answer: {log.read_text()[-3000:]}")
@@ -136,7 +135,7 @@ def predicted(args: argparse.Namespace, model: Path, log: Path, params: int, len
     return {"speedup": dict(line["curve"])[args.num_drafted], "overhead": line["overhead"]}
 
 
-def runs(args: argparse.Namespace, model: Path, scratch: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+def runs(args: argparse.Namespace, model: Path, scratch: Path) -> tuple[dict[str, Any], dict[float, Any], int]:
     """What vLLM did by mocked length, what is predicted, and the drafter's parameters."""
     target = LLM(str(model), drafter="none", dtype="float32", device="cpu", max_len=64).target
     drafter = DFlashDrafter.random(target, num_layers=args.layers, block_size=args.num_drafted + 1)
@@ -148,8 +147,8 @@ def runs(args: argparse.Namespace, model: Path, scratch: Path) -> tuple[dict[str
         mocked = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
         found[f"{length:g}"] = measured(args, model, scratch / f"{length:g}.log", speculative | mocked)
     found["plain again"] = measured(args, model, scratch / "again.log", None)
-    log = scratch / "plain.log"
-    return found, {f"{each:g}": predicted(args, model, log, params, each) for each in args.lengths}, params
+    simulated = {each: predicted(args, model, scratch / "plain.log", params, each) for each in args.lengths}
+    return found, simulated, params
 
 
 def main() -> None:
@@ -167,7 +166,7 @@ def main() -> None:
     rows = []
     for length in args.lengths:
         speedup = found[f"{length:g}"]["tokens_per_s"] * plain_s
-        one = {"length": length, "measured": speedup, **simulated[f"{length:g}"], "bench_mock": own.get(length)}
+        one = {"length": length, "measured": speedup, **simulated[length], "bench_mock": own.get(length)}
         rows.append(one | {"error": one["speedup"] / speedup - 1})
     columns = (
         Column("acceptance length", lambda row: row["length"], "{:g}", "right"),

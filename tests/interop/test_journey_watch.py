@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -178,7 +178,7 @@ def watched(words: list[str], state: Path, models: Path, monkeypatch: pytest.Mon
     return events()
 
 
-def names_of(home: Path, models: Path, *servers: Vllm) -> dict[str, object]:
+def names_of(home: Path, models: Path, *servers: Vllm) -> Mapping[str, object]:
     urls = {f"http://127.0.0.1:{8000 + number}": server.url for number, server in enumerate(servers)}
     return {
         MODEL: models / "target",

@@ -164,8 +164,8 @@ def test_the_manifest(
     deployment = next(yaml.safe_load_all(capsys.readouterr().out))
     (one,) = deployment["spec"]["template"]["spec"]["containers"]
     assert one["command"] == ["python3", "-m", LAUNCH]
-    names = {"org/m": str(target), "/data/drafter": str(drafters[method].folder)}
-    values = sglang.read([names.get(word, word) for word in one["args"]])
+    names: dict[str, str] = {"org/m": str(target), "/data/drafter": str(drafters[method].folder)}
+    values = sglang.read([names.get(str(word), str(word)) for word in one["args"]])
     assert values["enable_metrics"] and (values["host"], values["port"], values["tp_size"]) == ("0.0.0.0", 8000, 8)
     assert values["speculative_algorithm"] == method.upper() and values["speculative_num_draft_tokens"] == 8
 
