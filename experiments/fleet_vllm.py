@@ -70,7 +70,7 @@ TARGET = "smollm2-135m"
 LAST_DFLASH_1 = "eae78ff~1", "paceline/draft/shipped/smollm2-135m"
 """The commit and folder of the last DFlash drafter that shipped; its successors are DFlash 2."""
 NUM_DRAFTED = 7
-START_S = 420.0
+START_S = 600.0
 MOST_AT_ONCE = 4
 
 
@@ -199,7 +199,7 @@ class Fleet(Story):
         self.wanted("swapped", ("refused", "failed"), 60 * 12, daemon)
         self.results["folders_of_the_canary"] = [replica.folder for replica in self.replicas]
         self.say("the first replica has it")
-        self.wanted("kept", ("rolled back",), 60 * (options.probation_minutes + 5), daemon)
+        self.wanted("kept", ("rolled back",), 60 * (options.probation_minutes + 8), daemon)
         self.results["folders_at_the_end_of_the_canary"] = [replica.folder for replica in self.replicas]
 
     def train(self, daemon: subprocess.Popen[bytes]) -> None:
@@ -210,7 +210,7 @@ class Fleet(Story):
             texts = [file.read_text(errors="replace") for file in jobs.glob("retrain-training-*.err")]
             return next((words for text in texts if (words := printed_command(text))), None)
 
-        self.until("the training waits for vLLM", 180, lambda: printed() is not None, daemon)
+        self.until("the training waits for vLLM", 300, lambda: printed() is not None, daemon)
         words = printed()
         assert words is not None
         self.say(f"it wants: {shlex.join(words)[:160]} ...")
@@ -248,6 +248,9 @@ class Fleet(Story):
         with self.serving() as (port, proxy):
             self.traffic, direct = self.clients(proxy, prompts), self.clients(port, prompts)
             direct.done, direct.failed = self.traffic.done, self.traffic.failed
+            for replica in self.replicas:
+                replica.force(self.given.folder)  # the same weights: a vLLM that cannot replace them says so now
+            self.say("both replicas take weights while they run")
             self.on_unseen("unseen_before", direct)
             with self.watching(self.watch_command()) as daemon:
                 with self.traffic.running():
