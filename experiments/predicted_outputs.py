@@ -73,6 +73,7 @@ class Measured:
         return {
             "tokens_per_round": Rounds.counted(self.rounds).tokens_per_round,
             "num_rounds": len(self.rounds),
+            "num_drafted": sum(one.num_drafted for one in self.rounds),
             "sources": dict(Counter(one.source for one in self.rounds)),
             "speed_ratios": ratios,
             "accepted_prediction_tokens": predicted.num_accepted,

@@ -80,7 +80,8 @@ def replay(prompt: list[int], answer: list[int], prediction: list[int]) -> float
     lookups, predictions, planner = NgramDrafter(), PredictionDrafter(), AdaptivePlanner(PASS_COSTS)
     seq = Sequence(0, list(prompt), len(prompt), SamplingParams(max_tokens=len(answer)), row=0)
     seq.prediction, seq.cached_len, cost = prediction, len(prompt) - 1, 0.0
-    lookups.start(seq), predictions.start(seq)
+    lookups.start(seq)
+    predictions.start(seq)
     while seq.num_output < len(answer):
         rest, begin, sources = answer[seq.num_output :], seq.cached_len, {"ngram": lookups, PREDICTION: predictions}
         offers = [
