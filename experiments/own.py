@@ -55,7 +55,7 @@ from paceline.train.config import (
     RegenerateConfig,
     TrainConfig,
 )
-from paceline.train.plan.training_plan import stored_plan
+from paceline.train.plan.stored_plan import stored_plan
 from paceline.train.run_file import TRAINED
 
 ROOT = Path(__file__).parents[1]
@@ -179,7 +179,7 @@ def stoppable() -> Iterator[None]:
 def compare(args: argparse.Namespace, tickets: Tickets, drafter: Path) -> tuple[list[Result], list[dict[str, Any]]]:
     """Return the results of plain decoding, the generic and the own drafter on the unseen tickets, and the figures of
     answers that end in a loop."""
-    llm = LLM(args.model, drafter=BASELINE, plan=args.plan, max_batch=1, threads=args.threads)
+    llm = LLM(args.model, drafter=BASELINE, speculate=args.speculate, max_batch=1, threads=args.threads)
     config = BenchConfig(drafters=(args.init, str(drafter)), max_tokens=MAX_TOKENS)
     bench = Bench(llm, read_prompts(tickets.unseen), config, notice=lambda text: print(text, file=sys.stderr))
     with TerminalProgress().bar("answering unseen tickets", bench.num_answers) as advance:
@@ -237,7 +237,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tickets", type=int, default=300, help="training tickets; more than 300 are answered anew")
     parser.add_argument("--unseen", type=int, default=20, help="tickets of the comparison")
-    parser.add_argument("--plan", default="fixed", help="how the comparison drafts, as --plan of paceline generate")
+    parser.add_argument("--speculate", default="full", help="drafts of the comparison, as for paceline generate")
     parser.add_argument("--threads", type=int, help="CPU threads [default: PyTorch's choice]")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/own"), help="folder of the run, which a second one continues"

@@ -24,7 +24,7 @@ from paceline import LLM
 from paceline.commands.shared import TerminalProgress, introduce
 from paceline.report.tables import Advance, block
 from paceline.runs.folder import RunFolder, append_lines
-from paceline.train.plan.training_plan import stored_plan
+from paceline.train.plan.stored_plan import stored_plan
 
 HEIGHT, WIDTH = 9, 60
 """Size of the chart, in characters, without its axes."""

@@ -134,7 +134,7 @@ class _Restarted:
         return self.meters.read(self._clients, self.config.served_name, {client.url for client in self._needed()})
 
     def counts_apart(self) -> tuple[Counts, Counts] | None:
-        on_trial = {url for _, url, _ in self.undo} or {self._clients[0].url}
+        on_trial = {str(url) for _, url, _ in self.undo} or {self._clients[0].url}
         others = {client.url for client in self._clients} - on_trial
         if not others:
             return None
