@@ -124,7 +124,7 @@ def is_answered_alike(llm: LLM, folder: Path, prompts: Sequence[Prompt]) -> bool
 def prepared(args: argparse.Namespace, tickets: Tickets) -> tuple[float, Path]:
     """Return the acceptance length of the chart's tickets before training, and the folder of the answers to learn
     from: those that are shipped, if the model gives the same, else new ones."""
-    settings = {"drafter": args.init, "plan": "fixed", "max_batch": SERVED, "threads": args.threads}
+    settings = {"drafter": args.init, "speculate": "full", "max_batch": SERVED, "threads": args.threads}
     llm = LLM(args.model, **settings)
     served = llm.chat(messages_of(read_prompts(tickets.served)), SamplingParams(max_tokens=MAX_TOKENS))
     before = Rounds.sum(answer.stats for answer in served).tokens_per_round
@@ -133,8 +133,8 @@ def prepared(args: argparse.Namespace, tickets: Tickets) -> tuple[float, Path]:
         return before, SHIPPED
     del llm
     target = EngineConfig(args.model, threads=args.threads)
-    asked, answering = PromptsConfig((str(tickets.train),)), AnswerConfig(max_tokens=MAX_TOKENS)
-    config = RegenerateConfig(args.out / "answers", target, asked, answering)
+    prompting, answering = PromptsConfig((str(tickets.train),)), AnswerConfig(max_tokens=MAX_TOKENS)
+    config = RegenerateConfig(args.out / "answers", target, prompting, answering)
     return before, regenerate(config, progress=TerminalProgress()).answers
 
 

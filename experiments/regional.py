@@ -97,12 +97,12 @@ def measured(args: argparse.Namespace, domain: Domain, drafters: dict[str, Path]
     folder = stage(
         args.out, f"bench-{domain.name}", *words, "--drafters", listed, "--repeat", args.repeat, "--max-tokens", 128
     )
-    found = dict[str, dict[str, float]]()
+    figures = dict[str, dict[str, float]]()
     for row in json.loads((folder / "line.json").read_text())["results"]:
-        found[names[row["drafter"]]] = {key: row[key] for key in ("tokens_per_s", "tokens_per_round")}
-    if missing := set(names.values()) - set(found):
+        figures[names[row["drafter"]]] = {key: row[key] for key in ("tokens_per_s", "tokens_per_round")}
+    if missing := set(names.values()) - set(figures):
         sys.exit(f"{folder} has no figures of {', '.join(sorted(missing))}: delete it, and run this again")
-    return found
+    return figures
 
 
 def rate(first: float, second: float, share: float) -> float:

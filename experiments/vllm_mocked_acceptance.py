@@ -142,30 +142,30 @@ def runs(args: argparse.Namespace, model: Path, scratch: Path) -> tuple[dict[str
     drafter.save(scratch / "drafter")
     params = sum(each.numel() for each in drafter.network.parameters()) + target.vocab_size * target.hidden_size
     speculative = {"method": "dflash", "model": str(scratch / "drafter"), "num_speculative_tokens": args.num_drafted}
-    found = {"plain": measured(args, model, scratch / "plain.log", None)}
+    figures = {"plain": measured(args, model, scratch / "plain.log", None)}
     for length in args.lengths:
         mocked = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
-        found[f"{length:g}"] = measured(args, model, scratch / f"{length:g}.log", speculative | mocked)
-    found["plain again"] = measured(args, model, scratch / "again.log", None)
+        figures[f"{length:g}"] = measured(args, model, scratch / f"{length:g}.log", speculative | mocked)
+    figures["plain again"] = measured(args, model, scratch / "again.log", None)
     simulated = {each: predicted(args, model, scratch / "plain.log", params, each) for each in args.lengths}
-    return found, simulated, params
+    return figures, simulated, params
 
 
 def main() -> None:
     args = arguments()
     model = folder_of(args.model, args.peers_home / "models")
     with tempfile.TemporaryDirectory(prefix="paceline-mocked-") as scratch:
-        found, simulated, params = runs(args, model, Path(scratch))
+        figures, simulated, params = runs(args, model, Path(scratch))
     lengths = ",".join(f"{length:g}" for length in args.lengths)
     ours = paceline(
         *("bench", "decode", "--model", model, "--mock-tokens-per-round", lengths, "--num-drafted", args.num_drafted),
         *("--dtype", args.dtype, "--threads", args.threads, "--device", "cpu"),
     )["results"]
     own = {row["tokens_per_round"]: row["speedup"] for row in ours if row["tokens_per_round"] > 1}
-    plain_s = (1 / found["plain"]["tokens_per_s"] + 1 / found["plain again"]["tokens_per_s"]) / 2
+    plain_s = (1 / figures["plain"]["tokens_per_s"] + 1 / figures["plain again"]["tokens_per_s"]) / 2
     rows = []
     for length in args.lengths:
-        speedup = found[f"{length:g}"]["tokens_per_s"] * plain_s
+        speedup = figures[f"{length:g}"]["tokens_per_s"] * plain_s
         one = {"length": length, "measured": speedup, **simulated[length], "bench_mock": own.get(length)}
         rows.append(one | {"error": one["speedup"] / speedup - 1})
     columns = (
@@ -178,7 +178,7 @@ def main() -> None:
     Table(columns, rows).show()
     record = {name: getattr(args, name) for name in ("num_drafted", "layers", "max_tokens", "answers", "threads")}
     record = {"model": args.model, "dtype": args.dtype, "settings": record, "drafter_params": params, "rows": rows}
-    write_results(args.save_results, record | {"machine": this_machine("cpu"), "vllm": found, "bench_mock": ours})
+    write_results(args.save_results, record | {"machine": this_machine("cpu"), "vllm": figures, "bench_mock": ours})
     sys.exit(0 if all(abs(row["error"]) <= args.within for row in rows) else 1)
 
 

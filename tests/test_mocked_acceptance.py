@@ -50,14 +50,14 @@ def test_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
     script = importlib.import_module("vllm_mocked_acceptance")
     assert script.curve(1.0, 3) == "survival:0,0,0" and script.curve(2.5, 3) == "survival:1,0.5,0"
-    asked = list[Any]()
+    arguments = list[Any]()
 
     def paceline(*words: object) -> dict[str, Any]:
-        asked.extend(map(str, words))
+        arguments.extend(map(str, words))
         return {"curve": [[0, 1.0], [1, 1.1], [2, 1.2], [3, 1.3]], "overhead": {"ms": 5.0}}
 
     monkeypatch.setattr(script, "paceline", paceline)
     args = argparse.Namespace(max_tokens=256, dtype="float32", num_drafted=3)
     assert script.predicted(args, Path("model"), Path("plain.log"), 1000, 4.0)["speedup"] == 1.3
-    options = parse(asked)
+    options = parse(arguments)
     assert options["config.max_draft"] == 3 if "config.max_draft" in options else options["max_draft"] == 3

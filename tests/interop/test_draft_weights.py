@@ -281,20 +281,20 @@ class Asked:
 class TestRoute:
     def test_weights_are_loaded(self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = Engine(worker)
-        asked = Asked(engine, monkeypatch)
-        assert asked.get() == (200, {"folder": str(tmp_path / "old"), "problem": None})
-        status, answer = asked.post(new := written(tmp_path / "new", 2.0))
+        route = Asked(engine, monkeypatch)
+        assert route.get() == (200, {"folder": str(tmp_path / "old"), "problem": None})
+        status, answer = route.post(new := written(tmp_path / "new", 2.0))
         assert status == 200 and answer["folder"] == str(new) and answer["seconds"] >= 0
         assert worker.values == {2.0} and engine.resets == 1, "cached keys and values are of the old weights"
-        assert asked.get() == (200, {"folder": str(new), "problem": None})
+        assert route.get() == (200, {"folder": str(new), "problem": None})
 
     def test_all_workers_load_them_or_none(
         self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         other = Worker(tmp_path / "old")
         other.draft.model.fused = other.draft.model.fused.double()
-        asked = Asked(engine := Engine(worker, other), monkeypatch)
-        status, answer = asked.post(written(tmp_path / "new", 2.0))
+        route = Asked(engine := Engine(worker, other), monkeypatch)
+        status, answer = route.post(written(tmp_path / "new", 2.0))
         assert status == 422 and "model.fused" in answer["error"] and engine.resets == 0
         assert worker.values == other.values == {1.0} and worker._draft_staged is None
 
@@ -313,8 +313,8 @@ class TestRoute:
         monkeypatch.setattr(draft_weights, "_loaded", fails)
         if not isinstance(error, MemoryError):  # the engine raises what a worker did not catch
             monkeypatch.setattr(draft_weights, "FAULTS", (ValueError,))
-        asked = Asked(engine := Engine(worker, other), monkeypatch)
-        status, answer = asked.post(written(tmp_path / "new", 2.0))
+        route = Asked(engine := Engine(worker, other), monkeypatch)
+        status, answer = route.post(written(tmp_path / "new", 2.0))
         assert status == (422 if isinstance(error, MemoryError) else 500) and str(error) in answer["error"]
         assert worker._draft_staged is None and worker.values == {1.0} and engine.resets == 0
 
@@ -322,24 +322,24 @@ class TestRoute:
         self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It has keys and values of the earlier weights; the new ones are in use."""
-        asked, new = Asked(engine := Engine(worker), monkeypatch), written(tmp_path / "new", 2.0)
+        route, new = Asked(engine := Engine(worker), monkeypatch), written(tmp_path / "new", 2.0)
 
         def raises() -> bool:
             raise RuntimeError("Failed to reset KV cache")
 
         for engine.reset in (lambda: False, raises):
-            status, answer = asked.post(new)
+            status, answer = route.post(new)
             assert status == 503 and "prefix cache has keys and values of the earlier weights" in answer["error"]
         engine.reset = lambda: True
-        assert asked.post(new)[0] == 200 and worker.values == {2.0}
+        assert route.post(new)[0] == 200 and worker.values == {2.0}
 
     def test_without_the_key_nothing_is_answered(
         self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked = Asked(Engine(worker), monkeypatch)
+        route = Asked(Engine(worker), monkeypatch)
         new = written(tmp_path / "new", 2.0)
         for headers in ([], [(b"authorization", b"Bearer wrong")], [(b"authorization", b"secret")]):
-            assert asked.post(new, headers=headers)[0] == asked.get(headers=headers)[0] == 401
+            assert route.post(new, headers=headers)[0] == route.get(headers=headers)[0] == 401
         assert worker.values == {1.0}
         monkeypatch.delenv(draft_weights.KEY)
         with pytest.raises(ConfigError, match="has no PACELINE_ADMIN_KEY: set it"):
@@ -348,40 +348,40 @@ class TestRoute:
     def test_only_this_machine_is_answered(
         self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked = Asked(Engine(worker), monkeypatch)
+        route = Asked(Engine(worker), monkeypatch)
         new = written(tmp_path / "new", 2.0)
         for changes in ({"client": ("10.0.0.7", 5)}, {"client": None}, {"headers": [*KEYED, (b"x-real-ip", b"1")]}):
-            status, answer = asked.post(new, **changes)
+            status, answer = route.post(new, **changes)
             assert status == 403 and "loopback" in answer["error"]
-        assert worker.values == {1.0} and asked.get(client=("::1", 5))[0] == 200
+        assert worker.values == {1.0} and route.get(client=("::1", 5))[0] == 200
 
     def test_other_requests_are_passed_on(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked = Asked(Engine(worker), monkeypatch)
-        asked.get(path="/v1/models")
-        asked.get(type="lifespan")
-        assert asked.passed_on == ["/v1/models", PATH]
-        assert asked.get(path=f"/below{PATH}", root_path="/below")[0] == 200
+        route = Asked(Engine(worker), monkeypatch)
+        route.get(path="/v1/models")
+        route.get(type="lifespan")
+        assert route.passed_on == ["/v1/models", PATH]
+        assert route.get(path=f"/below{PATH}", root_path="/below")[0] == 200
 
     def test_what_is_wrong_with_a_request_is_said(
         self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked = Asked(Engine(worker), monkeypatch)
-        assert asked.post("relative/folder")[0] == 400
-        assert asyncio.run(asked.ask("DELETE"))[0] == 405
+        route = Asked(Engine(worker), monkeypatch)
+        assert route.post("relative/folder")[0] == 400
+        assert asyncio.run(route.ask("DELETE"))[0] == 405
         worker.vllm_config.parallel_config.worker_extension_cls = ""
-        status, answer = asked.get()
+        status, answer = route.get()
         assert status == 404
         assert "--worker-extension-cls paceline.interop.draft_weights.DraftWeights" in answer["error"]
 
     def test_one_load_at_a_time(self, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = Engine(worker)
-        asked, new = Asked(engine, monkeypatch), written(tmp_path / "new", 2.0)
+        route, new = Asked(engine, monkeypatch), written(tmp_path / "new", 2.0)
 
         async def both() -> tuple[int, int]:
             engine.gate = asyncio.Event()
-            first = asyncio.ensure_future(asked.ask("POST", new))
+            first = asyncio.ensure_future(route.ask("POST", new))
             await asyncio.sleep(0)
-            second = asyncio.ensure_future(asked.ask("POST", new))
+            second = asyncio.ensure_future(route.ask("POST", new))
             await asyncio.sleep(0)
             engine.gate.set()
             return (await first)[0], (await second)[0]
@@ -389,7 +389,7 @@ class TestRoute:
         assert asyncio.run(both()) == (200, 409)
 
     def test_an_engine_that_fails_is_an_answer(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked = Asked(engine := Engine(worker), monkeypatch)
+        route = Asked(engine := Engine(worker), monkeypatch)
         engine.workers = (None,)  # pyright: ignore[reportAttributeAccessIssue]
-        status, answer = asked.get()
+        status, answer = route.get()
         assert status == 500 and "draft_weights_state" in answer["error"]

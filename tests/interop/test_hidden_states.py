@@ -60,13 +60,13 @@ def extract_from_kv_cache(kv_cache: torch.Tensor, slot_mapping: torch.Tensor, nu
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     parts = EXAMPLE.split(".")
     for number in range(1, len(parts) + 1):
-        made: Any = ModuleType(".".join(parts[:number]))
-        made.__path__ = []
-        monkeypatch.setitem(sys.modules, made.__name__, made)
+        fake: Any = ModuleType(".".join(parts[:number]))
+        fake.__path__ = []
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
         if number > 1:
-            setattr(sys.modules[".".join(parts[: number - 1])], parts[number - 1], made)
+            setattr(sys.modules[".".join(parts[: number - 1])], parts[number - 1], fake)
     sys.modules["vllm"].__version__, sys.modules["vllm"].__version_tuple__ = "0.32.0", (0, 32, 0)  # type: ignore[attr-defined]
-    made.ExampleHiddenStatesConnector, made.extract_from_kv_cache = ExampleHiddenStatesConnector, extract_from_kv_cache
+    fake.ExampleHiddenStatesConnector, fake.extract_from_kv_cache = ExampleHiddenStatesConnector, extract_from_kv_cache
     monkeypatch.delitem(sys.modules, NAME, raising=False)
     import paceline.interop.hidden_states as module
 
@@ -202,6 +202,6 @@ def test_without_vllm_it_says_what_to_install() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
-    said, ours = done.stdout.strip().splitlines()
-    assert said.startswith("vLLM has no connector for hidden states") and "install vLLM 0.32 or later" in said
+    message, ours = done.stdout.strip().splitlines()
+    assert message.startswith("vLLM has no connector for hidden states") and "install vLLM 0.32 or later" in message
     assert ours == str(["paceline", "paceline.errors", "paceline.interop"])

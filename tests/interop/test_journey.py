@@ -162,10 +162,10 @@ def test_serve(home: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", path_with(tmp_path / "bin"))
     monkeypatch.setenv("WORDS", str(tmp_path / "words.json"))
     monkeypatch.setattr(started, "brings", check._measured)  # in this process
-    said = list[str]()
+    printed = list[str]()
 
     def say(text: str) -> None:
-        said.append(text)
+        printed.append(text)
         if text.startswith("ready: http"):
             signal.raise_signal(signal.SIGTERM)
 
@@ -176,8 +176,8 @@ def test_serve(home: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.Mo
         port = free.getsockname()[1]
     names = {MODEL: home / "target", "--port 8000": f"--dtype float32 --port {port}"}
     assert not app(words_of("serve", names), prog_name="paceline", standalone_mode=False)
-    assert said[-1].startswith("ready: http"), said
-    assert any(text.startswith("checked: vllm brings") for text in said), said
+    assert printed[-1].startswith("ready: http"), printed
+    assert any(text.startswith("checked: vllm brings") for text in printed), printed
     assert json.loads((tmp_path / "words.json").read_text())[-2:] == ["--tensor-parallel-size", "8"]
 
 

@@ -93,16 +93,16 @@ def test_serve(home: Path, trained: Path) -> None:
     preload = own.pop("LD_PRELOAD", "")  # of vLLM's process alone
     words[1:1] = ["--engine-command", f"env LD_PRELOAD={preload} {PYTHON} -m {MODULE}"]
     command = [sys.executable, "-m", "paceline", *words]
-    said = list[str]()
+    output = list[str]()
     with subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         for line in process.stderr:
-            said.append(line)
+            output.append(line)
             if line.startswith("ready: "):
                 process.send_signal(signal.SIGTERM)
-    text = "".join(said)
+    text = "".join(output)
     assert process.returncode == 0, text[-4000:]
-    print(next(line for line in said if line.startswith("checked: vllm brings")))
+    print(next(line for line in output if line.startswith("checked: vllm brings")))
 
 
 def test_gate_by_hand(home: Path, traces: Path, following: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,11 +145,11 @@ class Jobs(Played):
         super().__init__((0, ""), (0, PASSED))
         self.drafter = models / "new"
 
-    def __call__(self, command: list[str], said: Path) -> Job:
+    def __call__(self, command: list[str], log: Path) -> Job:
         options = parse(command[command.index("paceline") + 1 :])
         if "train" in command:
             shutil.copytree(self.drafter, Path(options["out"]) / "drafter")
-        return super().__call__(command, said)
+        return super().__call__(command, log)
 
 
 def watched(words: list[str], state: Path, models: Path, monkeypatch: pytest.MonkeyPatch, until: str) -> list[str]:

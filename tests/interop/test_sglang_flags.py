@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from command_lines import in_blocks, words_of
 from small_llm import tiny_model
-from test_checkpoints_command import made
+from test_checkpoints_command import write_drafter
 
 from paceline.config import EngineConfig
 from paceline.draft.eagle3.drafter import Eagle3Drafter
@@ -56,7 +56,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Given]:
     """A DFlash drafter with a draft vocabulary and an EAGLE-3 one, as SGLang gets them."""
     folder = tmp_path_factory.mktemp("drafters")
-    made(folder / "own")
+    write_drafter(folder / "own")
     llm = LLM.of(EngineConfig(model=str(target), drafter="none", dtype="float32"))
     Eagle3Drafter.random(llm.target).save(folder / "eagle")
     return {
@@ -144,8 +144,8 @@ def test_simulate_flags(
     sglang: Sglang, target: Path, drafters: dict[str, Given], method: str, num_drafted: int, num_gpus: int
 ) -> None:
     folder = drafters["eagle3" if method == "eagle3" else "dflash"].folder if method != "draft-model" else target
-    asked = Serving(str(target), method, str(folder), num_drafted, 4, num_gpus, has_8bit_cache=num_gpus > 1)
-    values = sglang.read(behind_launch(shlex.split(server_flags(asked)["sglang"])))
+    serving = Serving(str(target), method, str(folder), num_drafted, 4, num_gpus, has_8bit_cache=num_gpus > 1)
+    values = sglang.read(behind_launch(shlex.split(server_flags(serving)["sglang"])))
     assert values["speculative_algorithm"] == (METHODS[method]["sglang"] if num_drafted else None)
     assert values["speculative_num_draft_tokens"] == (num_drafted + 1 if num_drafted else None)
     assert (values["max_running_requests"], values["tp_size"]) == (4, num_gpus)
@@ -172,20 +172,20 @@ def test_the_manifest(
 
 def documented() -> list[list[str]]:
     """Options behind every launch of SGLang in the documents, and of every `serve --engine sglang -- ...`."""
-    found = list[list[str]]()
+    commands = list[list[str]]()
     for page in [*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("drafters/*/*/README.md")]:
         if page.parent.name != "log":
             text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-            found += [shlex.split(each) for each in re.findall(rf"-m {LAUNCH} (--[^\n`]*)", text)]
+            commands += [shlex.split(each) for each in re.findall(rf"-m {LAUNCH} (--[^\n`]*)", text)]
             lines = [words_of(line) for line in in_blocks(page) if "--engine sglang" in line]
-            found += [["--model-path", "org/m", *words[words.index("--") + 1 :]] for words in lines if "--" in words]
-    return found
+            commands += [["--model-path", "org/m", *words[words.index("--") + 1 :]] for words in lines if "--" in words]
+    return commands
 
 
 def test_documents_and_the_card_of_a_drafter(
     sglang: Sglang, target: Path, drafters: dict[str, Given], tmp_path: Path
 ) -> None:
-    card = write_card(TrainConfig(tmp_path, EngineConfig(str(target))), made(tmp_path / "drafter"), {}, {})
+    card = write_card(TrainConfig(tmp_path, EngineConfig(str(target))), write_drafter(tmp_path / "drafter"), {}, {})
     lines = [line for line in card.read_text().splitlines() if LAUNCH in line]
     assert len(lines) == 1 and len(documented()) >= 2
     for words in [behind_launch(shlex.split(lines[0])), *documented()]:

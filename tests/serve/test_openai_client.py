@@ -16,17 +16,13 @@ from paceline import LLM, SamplingParams
 
 MESSAGES = [{"role": "user", "content": "Say something."}]
 MODEL = "tiny"
+PLACE = {"place": {"enum": ["Oslo", "Rome"]}}
 WEATHER = {
     "type": "function",
     "function": {
         "name": "weather",
         "description": "The weather of a place.",
-        "parameters": {
-            "type": "object",
-            "properties": {"place": {"enum": ["Oslo", "Rome"]}},
-            "required": ["place"],
-            "additionalProperties": False,
-        },
+        "parameters": {"type": "object", "properties": PLACE, "required": ["place"], "additionalProperties": False},
     },
 }
 

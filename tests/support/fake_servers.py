@@ -157,3 +157,10 @@ def restart_command(folder: Path, status: int = 0) -> str:
 
 def recorded_environments(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
+
+
+def counted(three: list[Vllm], minute: int, *rates: int) -> None:
+    """So many accepted drafts a round in the 500 rounds of every minute, on each server."""
+    for server, rate in zip(three, rates, strict=True):
+        rounds = 500 * minute
+        server.count(rounds, rate * rounds, (1 + rate) * rounds, ended=20 * minute)

@@ -54,11 +54,11 @@ class VLLM:
         if lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
         threading.Thread(target=self._write, args=(file, lock, self.spoil(tensors))).start()
-        told = {
+        reply = {
             "choices": [{"text": "a"}],
             "kv_transfer_params": {"hidden_states_path": f"/where/vllm/sees/{file.name}"},
         }
-        return 200, json.dumps(told).encode()
+        return 200, json.dumps(reply).encode()
 
     def _write(self, file: Path, lock: Any, tensors: dict[str, torch.Tensor]) -> None:
         data = save(tensors)

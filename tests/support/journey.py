@@ -58,9 +58,9 @@ def line_of(step: str, names: Mapping[str, object]) -> str:
     """A step's line, with these names in place of those on the page. Fails if a name is not there."""
     (line,) = [line for line in lines() if STEPS[step] in line.replace("\\\n", " ")]
     for name, value in names.items():
-        found = re.subn(rf"(?<![\w/]){re.escape(name)}(?![\w-])", str(value).replace("\\", r"\\"), line)
-        assert found[1], f"{name} is not in {line}"
-        line = found[0]
+        replaced = re.subn(rf"(?<![\w/]){re.escape(name)}(?![\w-])", str(value).replace("\\", r"\\"), line)
+        assert replaced[1], f"{name} is not in {line}"
+        line = replaced[0]
     return line
 
 
@@ -78,13 +78,13 @@ def recorder(words: list[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     done = list[dict[str, Any]]()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr
-        said = process.stderr.readline()
-        found = re.search(r"http://127.0.0.1:\d+", said)
-        if found is None:
-            raise AssertionError(said + process.stderr.read())
-        wait_until(lambda: is_up(found[0]), 60)
+        line = process.stderr.readline()
+        address = re.search(r"http://127.0.0.1:\d+", line)
+        if address is None:
+            raise AssertionError(line + process.stderr.read())
+        wait_until(lambda: is_up(address[0]), 60)
         try:
-            yield found[0], done
+            yield address[0], done
         finally:
             process.send_signal(signal.SIGTERM)
             output, errors = process.communicate(timeout=60)

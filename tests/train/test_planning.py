@@ -148,7 +148,7 @@ def test_answers_that_are_there_get_the_minutes(tmp_path: Path) -> None:
 def test_too_little_time_answers_fewer_prompts_and_says_so(tmp_path: Path) -> None:
     plan = make_plan(train_config(tmp_path, minutes=2.0))
     assert plan.config.prompting.limit == plan.data.prompts < 200
-    assert "all 200 prompts would take" in plan.chosen["asked.limit"]
+    assert "all 200 prompts would take" in plan.chosen["prompting.limit"]
 
 
 @pytest.mark.slow

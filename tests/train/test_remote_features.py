@@ -162,7 +162,7 @@ def test_a_whole_run_elsewhere_gives_the_same_drafter(
     fake.other = lambda method, path, body: one(method, path, body) if body.get("max_tokens", 1) == 1 else None
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Tell me {n}."}) + "\n" for n in range(12)))
-    options: dict[str, Any] = {"asked": PromptsConfig((str(file),)), "max_len": 96}
+    options: dict[str, Any] = {"prompting": PromptsConfig((str(file),)), "max_len": 96}
     options["answering"] = AnswerConfig(max_tokens=12, max_prompt_tokens=80, temperatures=(0.0, 0.8))
     elsewhere = RemoteConfig(answers_from=fake.url, features_from=fake.url, features_folder=one.folder, at_once=3)
     there = trained(tmp_path / "there", engine, tmp_path, elsewhere, **options)
