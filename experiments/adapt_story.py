@@ -220,7 +220,8 @@ def interrupted(*_: Any) -> None:
 
 def finish(run: Story, go: Callable[[], None], verdicts: Callable[[str | None], dict[str, bool]], what: str) -> int:
     """Runs it, prints what is so and what is not, then one JSON object; the exit status."""
-    signal.signal(signal.SIGTERM, interrupted)
+    for number in (signal.SIGTERM, signal.SIGINT):  # a shell's background process ignores SIGINT
+        signal.signal(number, interrupted)
     missed = None
     try:
         go()

@@ -100,12 +100,14 @@ def process(words: Sequence[str], log: Path, added: Mapping[str, str] | None = N
     try:
         yield started
     finally:
-        started.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            started.wait(STOP_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)
-        started.wait()
+        try:
+            started.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.wait(STOP_S)
+        finally:  # also after a second Ctrl-C: vLLM's engine is a child of its server
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
 
 
 def wait_until(what: str, is_so: Callable[[], bool], started: Started, log: Path, seconds: float) -> None:
