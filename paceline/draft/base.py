@@ -102,8 +102,9 @@ class Drafter(ABC):
         return 0.0
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """Returns `chance` for each draft of the next round, one value for each of at most `most` drafts; () without a
-        draft. Only for drafters that take almost no time (`is_instant`)."""
+        """Returns the estimated probability that each draft of the next round is accepted, given that those before it
+        are: one value for each of at most `most` drafts; () without a draft. Only for drafters that take almost no time
+        (`is_instant`)."""
         chance = self.chance(seq)
         return (chance,) * most if chance else ()
 

@@ -4,8 +4,9 @@ use.
 The target samples by an exponential race whose noise is keyed by seed, position and token (`model/sampling/race.py`),
 so the noise is known before the target's pass. If a drafter's probabilities equalled the target's, its race would have
 the same winner. They differ, so every candidate gets a winning probability: with log-probabilities l and noise e, the
-target's score of a token is scale * l - log e + error. For independent Gumbel errors with this spread, the probability
-that candidate x wins is the softmax over the candidates of (scale * l - log e) / spread.
+target's score of a token is scale * l - log e + error. If the errors are independent and Gumbel-distributed with scale
+parameter `spread`, the probability that candidate x wins is the softmax over the candidates of (scale * l - log e) /
+spread. Both `scale` and `spread` are fitted beforehand and stored in the drafter's config.json.
 
 A drafter trained on greedy answers is overconfident at temperature 1, so its scale is below 1. Such drafts are
 deterministic, and are only used where the target's own samples decide acceptance (`Rule.draws`), so the output equals

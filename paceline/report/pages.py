@@ -232,8 +232,9 @@ LOAD_PLOTS = (
 
 
 def load_plots(plots: Sequence[LoadPlot], records: Sequence[tuple[float | None, int | None, str, Any]]) -> list[Plot]:
-    """Plot each quantity over requests in flight and over requests per second. `records`: (requests per second or None,
-    requests in flight or None, name of the server or variant, record): one line for each name."""
+    """Plot each quantity of `plots` over requests in flight and over requests per second. `records`: (requests per
+    second or None, requests in flight or None, name of the server or variant, measurements from which `LoadPlot.take`
+    reads a quantity): one line for each name."""
     drawn = []
     by_flight = [(float(in_flight), name, record) for _, in_flight, name, record in records if in_flight]
     by_rate = [(rate, name, record) for rate, _, name, record in records if rate]

@@ -228,7 +228,8 @@ def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
 
 
 def read_timing(folder: Path) -> Timing:
-    """Read the recorded times from a run folder or a file. Raises ConfigError if they are invalid."""
+    """Read two recorded answers, with speculation off and on, with the time of each token. `folder`: the run folder,
+    or the JSON file itself. Raises ConfigError if they are invalid."""
     file = folder / NAME if folder.is_dir() else folder
     read = read_json(file, "--from wants a folder of paceline compare")
     damaged = (KeyError, TypeError, ValueError, AttributeError)

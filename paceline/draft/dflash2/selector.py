@@ -148,8 +148,9 @@ class WalkedReading(Reading):
         return tokens, probs_KV.scatter_(1, ids_KM, torch.stack(rows)), logprobs
 
     def along(self, row: int, tokens: list[int], seq: Sequence) -> list[float]:
-        """Returns for each of `tokens` the probability that `drawn` samples it, given those before it; 0 for a token
-        that is not a candidate, and for all after it."""
+        """Returns for each of `tokens`, successive drafts, the probability that sampling (`drawn`) drafts it after
+        those before it: 0 for a token that is not a candidate, and for all after it. `row`: the sequence's row in this
+        reading. `seq`: the sequence, for its temperature."""
         inverse, chances, before = inverse_temperature(seq), [0.0] * len(tokens), 0
         for place, token in enumerate(tokens):
             candidates = self._tokens_BKM[row][place]

@@ -1,7 +1,9 @@
-"""`paceline evals run` and `compare` as library calls.
+"""`paceline evals run` as a library call: scores a model's answers to a suite, and compares them with an earlier run.
 
 done = evaluate("suite.jsonl", EngineConfig(model="smollm2-135m"), Asked(endpoint=EndpointConfig()))
-done.refusals, done.scores, done.comparison
+done.scores        # the score of each case
+done.refusals      # reasons for which the gates refuse the model; empty if it passes
+done.comparison    # with an earlier run (`Gate.no_worse_than`); None without one
 """
 
 from __future__ import annotations

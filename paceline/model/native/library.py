@@ -271,8 +271,12 @@ class Matrix:
         weakref.finalize(self, library.pn_matrix_free, handle)
 
     def fill(self, first_row: int, source: Tensor, format: str | None = None) -> None:
-        """Set n rows, all of one part, from row `first_row` of the matrix on. `source`: dense [n, cols], or the GGUF
-        blocks of the rows, uint8 [n, bytes], with the part's `format`, such as "Q4_K"."""
+        """Set n rows from row `first_row` of the matrix on. All must lie in one part (rows of one format).
+
+        `source`: dense [n, cols] for a part of a dense format (a float32 part takes bfloat16 and float16, a bfloat16
+        part float32), or the GGUF blocks of the rows, uint8 [n, bytes], with `format`, the part's own, such as "Q4_K".
+        Raises NativeError for another source.
+        """
         source = source.contiguous()
         given = FORMAT_NAMES.index(format or str(source.dtype).removeprefix("torch."))
         check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))

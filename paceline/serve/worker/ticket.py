@@ -113,9 +113,10 @@ class Outbox:
         self._oldest_s = 0.0
 
     def put(self, events: list[Addressed], now: float, step_s: float, *, is_urgent: bool) -> None:
-        """Add (ticket, event or error) pairs of an engine step that ended at the time `now` (any clock, in seconds) and
-        took `step_s` seconds; the next step is assumed to take as long. With `is_urgent`, all held events are delivered
-        at once."""
+        """Add the (ticket, event or error) pairs of an engine step: they are delivered now, or held for the next step.
+
+        The step ended at `now` (any clock, in seconds) and took `step_s` seconds. Events are held if the oldest would
+        not be too old after a next step of the same duration. With `is_urgent`, all are delivered now."""
         if not self._held:
             self._oldest_s = now
         self._held += events

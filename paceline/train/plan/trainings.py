@@ -190,9 +190,11 @@ class OwnRun:
 
 
 def find_run(run: str | None, target: str) -> OwnRun | None:
-    """Returns the result of the user's training in the folder `run`; by default, of the newest one in runs/ that has a
-    measured acceptance length of this target; damaged ones are left out, and logged. Returns None if there is no such
-    run, or if `run` is "none". Raises ConfigError for a given folder without one."""
+    """Returns the result of a training that the user ran, with its measured acceptance length.
+
+    `run`: the run's folder; "none" returns None. By default the newest run in runs/ that has such a result for this
+    target, or None without any; damaged runs are skipped, and logged. Raises ConfigError if a given folder has no
+    result."""
     if run == "none":
         return None
     if run is not None:

@@ -178,8 +178,8 @@ class Sharded(Replicated):
         """Shards the first process's network over all processes, in place, before an optimiser takes its parameters.
 
         With `is_autocast`, layers are gathered in bfloat16, half the bytes; gradients are summed in float32, and the
-        shards that the optimiser updates are float32. Autocast then finds bfloat16 weights and casts only inputs, so
-        the residual stream stays float32, as in one process; hence `cast_forward_inputs=False`.
+        shards that the optimiser updates are float32. Autocast casts the inputs of each product. FSDP itself casts no
+        inputs, so the residual stream stays float32, as in one process.
         """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
