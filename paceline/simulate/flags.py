@@ -1,4 +1,5 @@
-"""Builds the command lines of servers that serve a model with a predicted draft length, from `flags.json`."""
+"""Builds the commands that start paceline, vLLM and SGLang with the number of drafts that the simulation found best.
+`flags.json` holds each server's options."""
 
 from __future__ import annotations
 

@@ -75,8 +75,11 @@ def drop_removed(file: Path, loop: dict[str, Any], notice: Callable[[str], None]
 
 
 def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
-    """Reads a settings file, whose names are the fields of the dataclass `owner`, as nested dicts. Raises ConfigError:
-    for an unreadable file with the advice `remedy`, for an unknown name with the nearest known one."""
+    """Reads a YAML file of settings as nested dicts; its keys are the fields of the dataclass `owner`.
+
+    Raises ConfigError if the file cannot be read, with the advice `remedy`, or if a key is unknown, with the nearest
+    known one.
+    """
     tree = renamed(read_settings_file(file, remedy), f"{file}: ")
     _check_names(file, (owner, owner), tree, "")
     return tree

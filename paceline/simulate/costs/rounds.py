@@ -137,8 +137,8 @@ class StepCosts:
         return None
 
     def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
-        """Returns part of the model -> seconds in one target pass. Each sequence has `positions` new and `context`
-        cached tokens."""
+        """Returns the seconds of one target pass by part of the model, as {part's name: seconds}. Each of `batch`
+        sequences has `positions` new and `context` cached tokens."""
         raise NotImplementedError
 
     def verify_s(self, batch: float, positions: float, context: float) -> float:

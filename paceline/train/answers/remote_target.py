@@ -113,8 +113,8 @@ def first_model(client: Client) -> str:
 
 
 class RemoteEngine:
-    """Replaces `engine.Engine` for a Regenerator: requests go to a server. Its cache has one row per concurrent
-    request."""
+    """Stands in for `engine.Engine` where a `Regenerator` answers prompts by a server. It computes and stores nothing:
+    its cache only counts rows, one for each concurrent request, so that their number is limited."""
 
     def __init__(self, llm: RemoteLLM, client: Client, served_name: str, num_at_once: int) -> None:
         self.client, self.served_name, self.num_rows = client, served_name, num_at_once

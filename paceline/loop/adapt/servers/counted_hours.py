@@ -76,7 +76,8 @@ def stored_hours(store: StoreConfig) -> tuple[dict[int, dict[str, Sums]], Counte
 
 
 def missing(store: StoreConfig, left_out: Counter[str]) -> str:
-    """Returns why `stored_hours` found no hour, with what to do. `left_out`: the counts that it returned."""
+    """Returns a message for the user: why `stored_hours` found no hour of recorded traffic, and what to do. `left_out`:
+    what it left out, requests and damaged hours, counted by reason."""
     number, unknown = left_out.total() - left_out["damaged hour"], left_out["no rounds"]
     if not number:
         return f"there is no traffic yet in {store.traces}"
