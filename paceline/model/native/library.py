@@ -271,12 +271,8 @@ class Matrix:
         weakref.finalize(self, library.pn_matrix_free, handle)
 
     def fill(self, first_row: int, source: Tensor, format: str | None = None) -> None:
-        """Set n rows from row `first_row` of the matrix on. All must lie in one part (rows of one format).
-
-        `source`: dense [n, cols] for a part of a dense format (a float32 part takes bfloat16 and float16, a bfloat16
-        part float32), or the GGUF blocks of the rows, uint8 [n, bytes], with `format`, the part's own, such as "Q4_K".
-        Raises NativeError for another source.
-        """
+        """Set n rows from row `first_row` on, all in one part (rows of one format). `source`: dense [n, cols], for a
+        dense part of no lower precision, or GGUF blocks, uint8 [n, bytes], in `format`, the part's own."""
         source = source.contiguous()
         given = FORMAT_NAMES.index(format or str(source.dtype).removeprefix("torch."))
         check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))

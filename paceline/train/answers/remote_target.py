@@ -113,7 +113,7 @@ def first_model(client: Client) -> str:
 
 
 class RemoteEngine:
-    """Stands in for `engine.Engine` where a `Regenerator` answers prompts by a server. It computes and stores nothing:
+    """Replaces `engine.Engine` where a `Regenerator` answers prompts by a server. It computes and stores nothing:
     its cache only counts rows, one for each concurrent request, so that their number is limited."""
 
     def __init__(self, llm: RemoteLLM, client: Client, served_name: str, num_at_once: int) -> None:
