@@ -1,4 +1,4 @@
-"""What adapt_live.py and fleet_vllm.py share: a run folder, the daemon `paceline adapt watch` and its log, limits of
+"""Parts of adapt_live.py and fleet_vllm.py: a run folder, the daemon `paceline adapt watch` and its log, limits of
 time, a poisoned drafter, and the JSON object at the end."""
 
 from __future__ import annotations

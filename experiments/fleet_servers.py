@@ -159,7 +159,7 @@ class Replica:
 
 
 def difference(before: Sequence[dict[str, float]], after: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What replicas counted between two readings, summed, with the acceptance length."""
+    """Sums what replicas counted between two readings; adds the acceptance length."""
     names = sorted({name for counts in after for name in counts})
     sums = {
         name: sum(two.get(name, 0.0) - one.get(name, 0.0) for one, two in zip(before, after, strict=True))

@@ -262,7 +262,7 @@ class Fleet(Story):
         self.mark("stopped")
 
     def training_figures(self) -> dict[str, Any]:
-        """Of the training's last step, if there is one."""
+        """Returns the last step of the training and the number of its lines; {} without a training."""
         runs = sorted((self.state / "trainings").glob("*"))
         lines = RunFolder(runs[-1]).metrics() if runs else []
         return {"steps": lines[-1].get("step"), "num_lines": len(lines)} if lines else {}

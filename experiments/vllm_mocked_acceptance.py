@@ -136,7 +136,7 @@ def predicted(args: argparse.Namespace, model: Path, log: Path, params: int, len
 
 
 def runs(args: argparse.Namespace, model: Path, scratch: Path) -> tuple[dict[str, Any], dict[float, Any], int]:
-    """What vLLM did by mocked length, what is predicted, and the drafter's parameters."""
+    """Returns (figures of vLLM by mocked length, the predictions, the number of the drafter's parameters)."""
     target = LLM(str(model), drafter="none", dtype="float32", device="cpu", max_len=64).target
     drafter = DFlashDrafter.random(target, num_layers=args.layers, block_size=args.num_drafted + 1)
     drafter.save(scratch / "drafter")

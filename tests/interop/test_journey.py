@@ -182,7 +182,7 @@ def test_serve(home: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_gate_by_hand(home: Path, traces: Path, following: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two drafters that have learned nothing, neither is better: exit status 3."""
+    """Neither of two drafters that have learned nothing is better: exit status 3."""
     words = [*words_of("gate by hand", {MODEL: home / "target"}), *SMALL, "--json"]
     assert app(words, prog_name="paceline", standalone_mode=False) == 3
     line = last_line(capsys)

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("PEERS_VENV", ""), "vllm", "bin", "python")
 LAUNCH = "sglang.launch_server"
 GPU = ("--device", "cuda", "--attention-backend", "triton")
-"""What SGLang would otherwise ask the machine for."""
+"""Answers to what SGLang would ask the machine."""
 
 pytestmark = [
     pytest.mark.nightly,
@@ -72,7 +72,7 @@ class Sglang:
         self._process = process
 
     def read(self, words: list[str]) -> dict[str, Any]:
-        """What it would start with. Fails if it refuses the words."""
+        """Returns the settings that it would start with. Fails if it refuses the words."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps([*words, *GPU]) + "\n")
         self._process.stdin.flush()

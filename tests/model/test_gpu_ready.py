@@ -59,7 +59,7 @@ class TestKernels:
             assert flags.cudnn_sdp_enabled()
 
     def test_a_cpu_whose_flash_kernel_fails_uses_the_math_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As on a processor with AMX under ATEN_CPU_CAPABILITY=avx2."""
+        """The state of a processor with AMX under ATEN_CPU_CAPABILITY=avx2."""
         real, flags, cpu = F.scaled_dot_product_attention, torch.backends.cuda, torch.device("cpu")
 
         def fails(*tensors: Tensor, **settings: Any) -> Tensor:

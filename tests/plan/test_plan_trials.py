@@ -21,7 +21,7 @@ class TestUnsteady:
 
     @pytest.mark.parametrize("seed", [27, 59, 5, 0, 1, 2])
     def test_drafts_that_lose_time_are_left(self, seed: int) -> None:
-        """Of seeds 27 and 59 the first rounds make checking look cheap: without pauses they end at 0.77 and 0.91 of
+        """With seeds 27 and 59 the first rounds make checking look cheap: without pauses they end at 0.77 and 0.91 of
         plain."""
         machine = UnsteadyMachine(AdaptivePlanner(self.PASSES), self.PASSES, 2.6, seed=seed)
         machine.unsteady(800, [0.42, 0.37, 0.28, 0.3, 0.31, 0.32, 0.32])

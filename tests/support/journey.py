@@ -105,7 +105,7 @@ def post(url: str, body: dict[str, Any], seconds: float = 300.0) -> dict[str, An
 
 
 def chat(url: str, number: int, max_tokens: int) -> None:
-    """As clients do: different questions, greedy, four at a time."""
+    """Sends different questions, greedy, four at a time."""
     name = json.loads(urllib.request.urlopen(f"{url}/v1/models", timeout=60).read())["data"][0]["id"]
 
     def ask(at: int) -> None:
