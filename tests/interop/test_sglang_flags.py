@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("PEERS_VENV", ""), "vllm", "bin", "python")
 LAUNCH = "sglang.launch_server"
 GPU = ("--device", "cuda", "--attention-backend", "triton")
-"""Answers to what SGLang would ask the machine."""
+"""Options for what SGLang would detect from the hardware."""
 
 pytestmark = [
     pytest.mark.nightly,
