@@ -137,7 +137,8 @@ def test_no_text_depends_on_a_prediction(
     sequences = run(engine, prompts, [replace(shape, prediction=tuple(each)) for each in predictions])
     assert [seq.output_ids for seq in sequences] == plain
     accepted = [sum(one.num_accepted for one in seq.rounds if one.source == PREDICTION) for seq in sequences]
-    assert accepted[0] > 40 and accepted[1] > 20
+    if planner is FixedPlanner:  # the other one decides by measured times
+        assert accepted[0] > 40 and accepted[1] > 20
 
 
 def test_plain_decoding_stays_plain_and_a_limit_of_drafts_holds() -> None:
