@@ -293,7 +293,7 @@ class DrafterShape:
     num_kv_heads: Count | None = None
     """Key and value heads of a draft layer [default: as many queries for each as the target has]."""
     block_size: Annotated[int, at_least(2)] = 8
-    """Block size in tokens: the anchor and the draft tokens."""
+    """Block size in tokens: the anchor and the draft tokens [default with --init: that drafter's]."""
     num_taps: int | None = None
     """Number of target layers whose hidden states the drafter reads [default: 5, or as many as layers]."""
     tap_layers: tuple[int, ...] | None = None

@@ -334,6 +334,21 @@ def test_a_drafter_of_another_target_is_refused(finished: Finished, tmp_path: Pa
         paceline(*TINY, *words, "--init", tmp_path / "other")
 
 
+def test_a_continued_drafter_may_draft_longer_blocks(tmp_path: Path) -> None:
+    """No weight depends on the block size. Without --block-size it stays the drafter's."""
+    target = tiny_target(num_rows=1)
+    drafter = DFlashNetwork.random(
+        DFlashConfig.from_json(new_config(32, 11, 6, num_layers=1, block_size=4, head_dim=8))
+    )
+    DFlashDrafter(drafter).save(tmp_path)
+    for shape, expected in ((DrafterShape(), 4), (DrafterShape(block_size=16), 16)):
+        config = TrainConfig(init=str(tmp_path), shape=shape)
+        initial = initial_drafter(config, target, None)
+        assert initial.drafter.raw["block_size"] == initial.network.config.block_size == expected
+        weights = initial.network.state_dict()
+        assert all(torch.equal(weights[name], value) for name, value in drafter.state_dict().items())
+
+
 def test_a_continued_drafter_also_drafts_what_its_new_answers_hold(tmp_path: Path) -> None:
     class Said:
         """A corpus of these answers."""

@@ -186,13 +186,16 @@ def continued_draft_ids(init: Path | None, corpus: Corpus, target: Target) -> Te
 
 
 def network_for(
-    target: Target, target_name: str, shape: DrafterShape, init: Path | None, seed: int
+    target: Target, target_name: str, shape: DrafterShape, init: Path | None, seed: int, block_size: int | None = None
 ) -> tuple[dict[str, Any], DFlashNetwork]:
-    """Returns (config.json, network with float32 weights) of a new drafter, or of the drafter in `init`. Raises
-    DrafterMismatchError if `init` belongs to another target."""
+    """Returns (config.json, network with float32 weights) of a new drafter, or of the drafter in `init`, which then
+    drafts blocks of `block_size` positions [default: as before; no weight depends on it]. Raises DrafterMismatchError
+    if `init` belongs to another target."""
     if init is not None:
         config, tensors = read_checkpoint(init)
         check_fit(config, target)
+        if block_size is not None:
+            config = DFlashConfig.from_json(config.raw | {"block_size": block_size})
         if config.from_anchor:
             raise ConfigError(
                 f"--init {init}: slots of this drafter say the token behind them: training those is not implemented"

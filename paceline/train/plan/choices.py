@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.errors import ConfigError, refuse
@@ -120,7 +120,7 @@ def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
     shape, hidden = config.shape, target.shape.hidden_size
     stored = None if config.init is None else _stored_sizes(config.init, config.target.model, target.shape.vocab_size)
     if stored is not None:
-        return stored
+        return replace(stored, block_size=shape.block_size) if config.is_given("shape.block_size") else stored
     heads, kv_heads, head_dim, inner = _of_target(target)
     num_heads = shape.num_heads or heads
     num_kv_heads = shape.num_kv_heads or max(1, num_heads * kv_heads // heads)
