@@ -1,4 +1,4 @@
-"""The calculator page's tabs in headless Chromium: speed-up over tokens a round, and two columns of text at predicted
+"""The calculator page's tabs in headless Chromium: speed-up over acceptance length, and two columns of text at predicted
 rates.
 
     pytest tests/simulate/test_page_tabs.py
@@ -84,7 +84,7 @@ def test_the_curve_is_the_commands(visit: Any) -> None:
     tab.page.locator("#tokens-chart .plot").focus()
     tab.page.keyboard.press("Home")
     for kept, speedup in chart.curve:
-        expect(tab.page.locator("#tokens-chart .where")).to_have_text(f"at {kept:g} tokens a round")
+        expect(tab.page.locator("#tokens-chart .where")).to_have_text(f"at an acceptance length of {kept:g}")
         assert tab.page.locator("#tokens-chart output").all_text_contents() == [f"{kept:.2f}×", f"{speedup:.2f}×"]
         tab.page.keyboard.press("ArrowRight")
     tab.page.keyboard.press("Escape")

@@ -21,12 +21,17 @@ const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 const fields = fieldsOf(data);
 const LINK_AFTER_MS = 250, SAY_AFTER_MS = 700, LONGEST_LINK = 30_000;
-let state = fromHash(fields, location.hash);
+let state = location.hash.length > 1 ? fromHash(fields, location.hash) : opening();
 let problem = null;
 
 const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 const whole = (value) => (value >= 100 ? WHOLE.format(value) : count(value));
 const signed = (value, digits) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}`;
+
+/** The state of a page that was opened without a link. */
+function opening() {
+  return stateOf(SENTENCES.find((each) => each.key === "common"), fields, standards(fields));
+}
 
 // From a problem to what is shown
 
@@ -38,7 +43,7 @@ function named() {
 
 const chosenName = () => named()[DRAFTERS.findIndex(({ key }) => key === state.drafter)];
 
-// Speed-up over tokens a round
+// Speed-up over the acceptance length
 
 function showNoTokens() {
   tokens.show(null);
@@ -126,7 +131,8 @@ function showFigures(problem) {
   figure("speedup", p.speedup, times(p.speedup), "speed-up over plain decoding");
   figure("rate", p.tokens_per_s, whole(p.tokens_per_s), `tokens/s, plain ${whole(p.plain_tokens_per_s)}`);
   figure("each", p.tokens_per_s / load.batch, count(p.tokens_per_s / load.batch), "tokens/s of each sequence");
-  figure("tokens", p.tokens_per_round, p.tokens_per_round.toFixed(2), `tokens a round of ${duration(p.round_s)}`);
+  const tokens = `acceptance length, rounds of ${duration(p.round_s)}`;
+  figure("tokens", p.tokens_per_round, p.tokens_per_round.toFixed(2), tokens);
   const point = p.sensitivity.find(({ points }) => points === 0.01);
   figure("point", point.gain, `${signed(100 * point.gain, 1)}%`, "for one more point of acceptance");
   showMemory(memory);
@@ -366,7 +372,7 @@ $("show-assumptions").addEventListener("click", () => {
 });
 $("curve-buttons").append(...curveButtons(() => own("curve"), setCurve, 64));
 $("to-curve").addEventListener("click", () => { setCurve(editor.chances); controls.get("acceptance").input.focus(); });
-$("reset").addEventListener("click", () => restore(standards(fields)));
+$("reset").addEventListener("click", () => restore(opening()));
 $("inputs").addEventListener("submit", (event) => event.preventDefault());
 $("copy-link").addEventListener("click", () => { copy($("copy-link"), location.href, remember()); });
 for (const button of document.querySelectorAll("[data-copies]"))

@@ -1,4 +1,4 @@
-// Speed-up over tokens a round: what rounds would bring for nothing, what the chosen load makes of it, drafters, and
+// Speed-up over acceptance length: what rounds would bring for nothing, what the chosen load makes of it, drafters, and
 // what was measured.
 import { best, keptCurve, slope, tokensPerRound } from "./formulas.js";
 import { axis, chart, colour, DRAFTERS, labels, ring, times } from "./charts.js";
@@ -46,19 +46,19 @@ function marks(plot, { curve, predicted, measured, most }) {
 /** The chart in `place`; its view: {data, curve, predicted, measured, most, shown, start, label}. */
 export const tokensChart = (place) =>
   chart(place, {
-    title: "Speed-up over tokens a round",
+    title: "Speed-up over acceptance length",
     series: LINES,
     room: 14,
     marks,
     axes: [
-      axis("tokens a round", { incrs: [1, 2, 4, 8, 16] }),
+      axis("acceptance length", { incrs: [1, 2, 4, 8, 16] }),
       axis("speed-up over plain decoding", { size: 40, values: (_, splits) => splits.map((split) => `${split}×`) }),
     ],
     scales: { x: { time: false }, y: { range: (_, __, high) => [0, Math.max(high || 1, 1)] } },
   });
 
 /**
- * A point's row of the table: its name, tokens a round, speed-up; of a measured one also the curve's there, and how
+ * A point's row of the table: its name, acceptance length, speed-up; of a measured one also the curve's there, and how
  * far it is off.
  */
 export function pointRow({ label, tokens_per_round: kept, speedup, is_mocked }, curveAt) {
@@ -68,7 +68,7 @@ export function pointRow({ label, tokens_per_round: kept, speedup, is_mocked }, 
   return [...told, times(there), `${off < 0 ? "−" : "+"}${Math.abs(off).toFixed(0)}%`];
 }
 
-/** The best of each drafter, where it stands over tokens a round. */
+/** The best of each drafter, by acceptance length. */
 function predictedPoints({ curves, drafters }) {
   return DRAFTERS.flatMap(({ key, label }, index) => {
     if (!curves[index]) return [];
@@ -95,9 +95,9 @@ export function tokensView(problem, points, chosen) {
     where:
       at === null
         ? `slope of the roofline: ${own.toFixed(2)} for one more token a round`
-        : `at ${kept[at]} tokens a round`,
+        : `at an acceptance length of ${kept[at]}`,
     values: at === null ? ["slope 1.00", `slope ${own.toFixed(2)}`] : [times(kept[at]), times(curve[at][1])],
   });
   return { data: [kept, kept, curve.map(([, y]) => y)], curve, predicted, measured, shown, start: 0, most,
-    label: `Speed-up over tokens a round. The roofline's slope is ${own.toFixed(2)}. Arrow keys read it out.` };
+    label: `Speed-up over acceptance length. The roofline's slope is ${own.toFixed(2)}. Arrow keys read it out.` };
 }
