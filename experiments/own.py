@@ -2,6 +2,7 @@
 
     python experiments/own.py                       # smollm2-135m (98 MB): 300 tickets, two minutes of training
     python experiments/own.py --minutes 5           # continues the same training, up to five minutes in all
+    python experiments/own.py --block-size 16 --minutes 10 --out runs/own-16
     python experiments/own.py --model path/to/model --init path/to/drafter --out runs/own-mine
 
 The workload is recipes/support_tickets.py: a shop whose model answers tickets in JSON. The model's answers to the 300
@@ -48,6 +49,7 @@ from paceline.runs.stopping import STATUS
 from paceline.train import regenerate, train
 from paceline.train.config import (
     AnswerConfig,
+    DrafterShape,
     LoopConfig,
     LossConfig,
     OptimConfig,
@@ -150,6 +152,7 @@ def training_of(args: argparse.Namespace, tickets: Tickets, answers: Path) -> Tr
         minutes=args.minutes,
         answering=AnswerConfig(max_tokens=MAX_TOKENS),
         loop=LEARNING,
+        shape=DrafterShape(block_size=args.block_size),
     )
 
 
@@ -235,6 +238,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=2.0, help="minutes for hidden states and training steps, in all"
     )
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        default=8,
+        help="positions of a block that the drafter learns: the anchor and its drafts",
+    )
     parser.add_argument("--tickets", type=int, default=300, help="training tickets; more than 300 are answered anew")
     parser.add_argument("--unseen", type=int, default=20, help="tickets of the comparison")
     parser.add_argument("--speculate", default="full", help="drafts of the comparison, as for paceline generate")
@@ -263,7 +272,8 @@ def main() -> int:
     status = report(results, looping, drafter)
     seconds = time.monotonic() - began
     figures = {"what": "own", "before": before, "results": results, "looping": looping, "seconds": seconds}
-    RunFolder(args.out).results(plain(figures | {"learned_s": learned_s}))
+    settings = {"model": args.model, "init": args.init, "minutes": args.minutes}
+    RunFolder(args.out).results(plain(figures | settings | {"learned_s": learned_s}))
     print(f"{seconds:.0f} s in all; {args.out} holds the run, the same command uses it again")
     return status
 

@@ -310,14 +310,14 @@ def _said(side: TimedAnswer, now_s: float) -> str:
     return f"{count} tokens, {spent_s:.2f} s, {count / spent_s if spent_s else 0:.0f} tokens/s"
 
 
-def runs(side: TimedAnswer) -> Iterator[Run]:
+def runs(side: TimedAnswer, cells: int = CELLS) -> Iterator[Run]:
     """Yield an answer's text as segments, each with its line and column and with tokens of one round. Lines are wrapped
-    at CELLS (55) characters, between words where possible."""
+    at `cells` characters, between words where possible."""
     text = Text(overflow="fold")
     for (number, is_drafted), group in groupby(side.tokens, key=lambda token: (token.round, token.is_drafted)):
         letters = "".join(token.text for token in group).replace("\r", "").replace("\t", "    ")
         text.append(printable(letters), Style(meta={"round": number, "is_drafted": is_drafted}))
-    for number, line in enumerate(text.wrap(Console(), CELLS)):
+    for number, line in enumerate(text.wrap(Console(), cells)):
         for begin, end, style in line.spans:
             before, shown = line.plain[:begin], line.plain[begin:end]
             if shown.strip() and isinstance(style, Style):
