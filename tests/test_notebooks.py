@@ -44,10 +44,10 @@ def test_every_table_of_the_readme_s_speeds_is_in_it() -> None:
     section = (ROOT / "README.md").read_text(encoding="utf-8").split("## How fast")[1].split("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+) \|(.*)\|$", section, re.MULTILINE)
     measured = [(label, cells) for label, cells in rows if re.search(r"\d", cells) and label.strip()]
-    assert len(measured) == 6
+    assert len(measured) == 5
     for label, cells in measured:
         assert label.strip() in printed
-        numbers = [cell.strip() for cell in cells.split("|") if "x" not in cell]
+        numbers = [cell.strip() for cell in cells.split("|") if cell.strip()]
         assert numbers and all(f" {number} tokens/s" in printed for number in numbers)
 
 
