@@ -105,6 +105,7 @@ def test_what_was_asked_for_wins_and_who_chose_is_told(tmp_path: Path) -> None:
     assert [*further.chosen] == ["max_len"], "a drafter that goes on keeps its shape and recipe"
     assert (further.sizes.num_layers, further.sizes.num_heads, further.sizes.block_size) == (2, 14, 8)
     assert 16384 <= further.sizes.draft_vocab < 20000 and further.share_of_pass < MOST_SHARE
+    assert further.expected is None and "no curve for a drafter that is trained further" in further.text
     wider = make_plan(train_config(tmp_path, init="default", shape=DrafterShape(block_size=16)))
     assert wider.sizes == replace(further.sizes, block_size=16)
     with pytest.raises(ConfigError, match="there is no drafter in"):

@@ -96,7 +96,8 @@ class Plan:
     blocks: float
     """Number of blocks learned from in these hours."""
     expected: dict[str, Any] | None
-    """Result of `expected_acceptance.expected_of`; None for eagle3 and mtp drafters, which have no curves."""
+    """Result of `expected_acceptance.expected_of`; None where no curve applies: for eagle3 and mtp drafters, and where
+    the training of an existing drafter continues."""
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -164,7 +165,9 @@ def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answ
         disk_bytes=disk,
         memory_bytes=memory_of(config, target, sizes) + longest_of(config) * position_bytes(config, target, sizes),
         blocks=blocks,
-        expected=None if config.shape.is_chained else expected_of(target.name, _learned(config, data, blocks)),
+        expected=None
+        if config.shape.is_chained or config.init is not None
+        else expected_of(target.name, _learned(config, data, blocks)),
         notes=notes,
     )
 
@@ -326,7 +329,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"  disk       {disk['all'] / 1e9:.2f} GB: {held}"
     yield f"  memory     {plan.memory_bytes / 1e9:.1f} GB at most"
     if plan.expected is None:
-        yield "  expected   no curve for such a drafter: its own held-out figures will say"
+        drafter = "a drafter that is trained further" if plan.config.init is not None else "such a drafter"
+        yield f"  expected   no curve for {drafter}: its own held-out figures will say"
     else:
         yield from (f"  {line}" for line in expected_lines(plan.target, plan.expected))
     if plan.data.example:
