@@ -29,6 +29,8 @@ from paceline import LLM, SamplingParams
 from paceline.bench.beside import transformers_model
 from paceline.data.prompts import read_prompts
 from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.eagle3.drafter import Eagle3Drafter
+from paceline.draft.mtp.drafter import MtpDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.hub import resolve
@@ -39,13 +41,15 @@ from paceline.model.target import ForwardBatch
 from paceline.model.torch.decoder import Decoder
 from paceline.report.statistics import Rounds, first_difference
 from paceline.runs.folder import record_of
+from paceline.train.methods.mtp import new_layer
 
 NEAR_TIE = 1e-4
 log = Console(stderr=True)
 
 
 def drafters(llm: LLM, names: list[str]) -> dict[str, Any]:
-    """The drafters under test: certain, uncertain, always right, never right."""
+    """The drafters under test: certain, uncertain, always right, never right. `mtp=copied` is a copy of the target's
+    last layer, not trained."""
     tiny = DecoderConfig(
         "llama", llm.target.vocab_size, 64, 128, 2, 4, 2, 16, llm.target.max_position, tie_embeddings=True
     )
@@ -57,6 +61,8 @@ def drafters(llm: LLM, names: list[str]) -> dict[str, Any]:
         "small_model=itself": lambda: SmallModelDrafter(load_target(llm.config)),
         "small_model=random": lambda: SmallModelDrafter(Decoder(tiny, random_tensors(tiny, 0), dtype=dtype)),
         "dflash=random": lambda: DFlashDrafter.random(llm.target, num_layers=3, block_size=8, seed=0),
+        "eagle3=random": lambda: Eagle3Drafter.random(llm.target, seed=0),
+        "mtp=copied": lambda: MtpDrafter(new_layer(resolve(llm.config.model))),
     }
     return {name: makers.get(name, partial(str, name)) for name in names or makers}  # others: folders and hub ids
 
