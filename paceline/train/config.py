@@ -307,7 +307,7 @@ class DrafterShape:
     """Whether draft positions attend only to earlier draft positions. Without, the format decides: they attend both
     ways."""
     sliding_window: int | None = None
-    """Positions that draft layers attend to [default: all]."""
+    """Positions that draft layers attend to [default: all; with --init: as that drafter]."""
     mask_token_id: int | None = None
     """Token id that marks a position to be drafted [default: the last]."""
     draft_vocab: SomeTokens | None = None

@@ -334,17 +334,20 @@ def test_a_drafter_of_another_target_is_refused(finished: Finished, tmp_path: Pa
         paceline(*TINY, *words, "--init", tmp_path / "other")
 
 
-def test_a_continued_drafter_may_draft_longer_blocks(tmp_path: Path) -> None:
-    """No weight depends on the block size. Without --block-size it stays the drafter's."""
+def test_a_continued_drafter_may_draft_longer_blocks_and_attend_to_less(tmp_path: Path) -> None:
+    """No weight depends on block size and window. Without --block-size and --sliding-window they stay the drafter's."""
     target = tiny_target(num_rows=1)
     drafter = DFlashNetwork.random(
         DFlashConfig.from_json(new_config(32, 11, 6, num_layers=1, block_size=4, head_dim=8))
     )
     DFlashDrafter(drafter).save(tmp_path)
-    for shape, expected in ((DrafterShape(), 4), (DrafterShape(block_size=16), 16)):
+    shapes = DrafterShape(), DrafterShape(block_size=16, sliding_window=256)
+    for shape, expected in zip(shapes, (4, 16), strict=True):
         config = TrainConfig(init=str(tmp_path), shape=shape)
         initial = initial_drafter(config, target, None)
-        assert initial.drafter.raw["block_size"] == initial.network.config.block_size == expected
+        read = initial.network.config
+        assert initial.drafter.raw["block_size"] == read.block_size == expected
+        assert (read.shape.window(0), read.is_causal) == (shape.sliding_window, (False,))
         weights = initial.network.state_dict()
         assert all(torch.equal(weights[name], value) for name, value in drafter.state_dict().items())
 

@@ -51,12 +51,10 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
     if has_bias:
         keys["attention_bias"] = True
     keys |= own_sizes(shape, keys)
+    if shape.sliding_window is not None:
+        keys |= window_keys(shape.sliding_window, shape.num_layers)
     if shape.is_causal is not None:
         keys["is_causal"] = shape.is_causal
-    if shape.sliding_window is not None:
-        keys |= {"sliding_window": shape.sliding_window, "use_sliding_window": True}
-        keys["layer_types"] = ["sliding_attention"] * shape.num_layers
-        keys.setdefault("is_causal", False)
     raw = new_config(
         target.hidden_size,
         target.vocab_size,
@@ -69,6 +67,13 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
     raw["dflash_config"]["target_layer_ids"] = list(_tap_layers(target.num_layers, shape))
     raw["dflash_config"] |= end_keys(target)
     return raw
+
+
+def window_keys(window: int, num_layers: int) -> dict[str, Any]:
+    """Returns the config keys of draft layers that attend to `window` positions before each draft position, and to
+    all draft positions of the block."""
+    layers = ["sliding_attention"] * num_layers
+    return {"sliding_window": window, "use_sliding_window": True, "layer_types": layers, "is_causal": False}
 
 
 def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
@@ -186,16 +191,24 @@ def continued_draft_ids(init: Path | None, corpus: Corpus, target: Target) -> Te
 
 
 def network_for(
-    target: Target, target_name: str, shape: DrafterShape, init: Path | None, seed: int, block_size: int | None = None
+    target: Target,
+    target_name: str,
+    shape: DrafterShape,
+    init: Path | None,
+    seed: int,
+    *,
+    block_size: int | None = None,
+    window: int | None = None,
 ) -> tuple[dict[str, Any], DFlashNetwork]:
-    """Returns (config.json, network with float32 weights) of a new drafter, or of the drafter in `init`, which then
-    drafts blocks of `block_size` positions [default: as before; no weight depends on it]. Raises DrafterMismatchError
-    if `init` belongs to another target."""
+    """Returns (config.json, network with float32 weights) of a new drafter, or of the drafter in `init`. `block_size`,
+    `window`: new block size, and number of positions that draft layers attend to, of the drafter in `init` [default: as
+    they were]; no weight depends on them. Raises DrafterMismatchError if `init` belongs to another target."""
     if init is not None:
         config, tensors = read_checkpoint(init)
         check_fit(config, target)
-        if block_size is not None:
-            config = DFlashConfig.from_json(config.raw | {"block_size": block_size})
+        changed = {} if block_size is None else {"block_size": block_size}
+        changed |= {} if window is None else window_keys(window, config.shape.num_layers)
+        config = DFlashConfig.from_json(config.raw | changed)
         if config.from_anchor:
             raise ConfigError(
                 f"--init {init}: slots of this drafter say the token behind them: training those is not implemented"

@@ -94,7 +94,9 @@ def _built(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> Ini
         drafter = Eagle3Trainable(eagle.to(target.device), raw, shape.block_size)
         return InitialDrafter(drafter, eagle, eagle.config.tap_layers, head, head, *flags)
     block_size = shape.block_size if config.is_given("shape.block_size") else None
-    raw, network = network_for(target, config.target.model, shape, init, loop.seed, block_size)
+    raw, network = network_for(
+        target, config.target.model, shape, init, loop.seed, block_size=block_size, window=shape.sliding_window
+    )
     drafting_head = head_of(target, network.config, draft_ids)
     head = drafting_head if draft_ids is None or not loop.loss.vocab else head_of(target, network.config, None)
     drafter = trainable_of(network.to(target.device), raw, loop.attention)
