@@ -50,9 +50,10 @@ if [ -z "${INIT:-}" ]; then
 fi
 
 # 4. From there on DFlash 2, in processes of one thread each, and 8 bits, without the codebook rows of tokens that it does not
-# draft. What drafters/ holds (48 minutes on two cores, from a drafter that had learned for 89: its card).
+# draft. What drafters/ holds (48 minutes on two cores, from a drafter that had learned for 89: its card). Its window of 256
+# positions was set after the training: documents have at most 576 tokens, and behind longer contexts it drafts better so.
 OMP_NUM_THREADS=1 torchrun --nproc-per-node "${PROCESSES:-$(nproc)}" -m paceline train "${learn[@]}" --out "$out/second" \
     --init "$first" --drafter-kind dflash2 --lr 1.3e-3 --max-minutes "${SECOND_MINUTES:-48}" --heldout-every 500 \
-    --selector-from 0.2 --serve-share 0.03
+    --selector-from 0.2 --serve-share 0.03 --sliding-window 256
 python recipes/pack_drafter.py "$out/second/drafter" --out "$out/shipped"
 echo "drafter: $out/shipped"

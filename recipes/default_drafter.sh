@@ -61,12 +61,14 @@ python recipes/draft_vocabulary.py "${answers[@]}" --drafter "$out/second/drafte
 
 # 8. All of the questions and tasks there are, and twice as many prompts that the target writes itself; from step 6 on, the selector
 # learning all along. Then 8 bits, which leave out codebook rows of tokens that it does not draft. What drafters/ holds began its
-# training from 8 bits too, and was packed when those rows still stayed.
+# training from 8 bits too, and was packed when those rows still stayed; its window of 256 positions was set afterwards: behind
+# contexts longer than the documents of the training it drafts better so.
 "${answer[@]}" --prompts "$data/gsm8k_train.jsonl" --limit 7400 --out "$out/arithmetic"
 "${answer[@]}" --prompts "$data/t0_tasks.jsonl" --limit 1571 --out "$out/tasks"
 "${answer[@]}" --self-written 2000 --openers "$out/prompts/openers.txt" --out "$out/self-written"
 "${many[@]}" train --target "$target" "${answers[@]}" --out "$out/third" --plan off --init "$out/second/drafter" --max-len 512 \
     --max-tokens 128 --epochs 30 --max-minutes "${THIRD_MINUTES:-43}" --blocks-per-step 192 --anchors 48 --lr 1.3e-3 --loss d-pace \
-    --loss-vocab 8192 --features cached --heldout-every 500 --keep best --selector-from 0 --ood paceline/bench/prompts.jsonl
+    --loss-vocab 8192 --features cached --heldout-every 500 --keep best --selector-from 0 --ood paceline/bench/prompts.jsonl \
+    --sliding-window 256
 python recipes/pack_drafter.py "$out/third/drafter" --out "$out/shipped"
 echo "drafter: $out/shipped"
