@@ -185,8 +185,8 @@ def starts_of(accepted_P: NDArray[np.int64]) -> NDArray[np.int64]:
 def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Document], max_tokens: int) -> dict[str, Any]:
     """Returns the contents of heldout.json: all figures measured at the end of a run, with answers of up to
     `max_tokens` tokens to the prompts of `documents`. "tokens_per_round": acceptance length in the engine, with the
-    counts and sample texts behind it. "served_of_walked": the same for the first prompts only; for DFlash also
-    "teacher_forced": acceptance length of their answers by teacher forcing. "plain_tokens_per_s",
+    counts and sample texts behind it. "served_of_walked": acceptance length in the engine on the first `WALKED` (8)
+    prompts alone; "teacher_forced", for DFlash: what teacher forcing gives on the same answers. "plain_tokens_per_s",
     "drafted_tokens_per_s": tokens/s of one stream without and with the drafter. "default_drafter": figures of the
     drafter that ships for the target, if it is on this machine."""
     llm = _loaded(target, documents, max_tokens)

@@ -110,9 +110,9 @@ class AgentRollouts:
     def run(self, tasks: Sequence[tuple[Any, int]], *, place: str | None = None) -> list[list[Trajectory]]:
         """Runs a group of attempts for each (task, number of attempts); returns the groups in the order of `tasks`.
 
-        `place`: name of an earlier batch to repeat. If the policy's weights are still the same, so are the samples;
-        figures are not recorded. Raises RolloutError if an agent made no request, all attempts failed, or a reward is
-        invalid.
+        `place`: repeats an earlier batch, with the seeds of that name (the name is part of its attempts' ids); the
+        samples are the same while the policy's weights are. Figures of a repeated batch are not recorded. Raises
+        RolloutError if an agent made no request, all attempts failed, or a reward is invalid.
         """
         is_repeated = place is not None
         place = place or self.rollouts.next_place()

@@ -6,15 +6,16 @@
     tokens_per_round(before, deployment.counts())
     deployment.roll_back()
 
-Every failure is a one-line DownloadError; `roll_back` restores the state before. UnreachableError: a server does not
-answer now; it may or may not have executed the call, which may be repeated. DeployError: the servers refused before
-they tried the drafter, so it may be good or bad.
+`roll_back` restores the state before. Errors are DownloadError or one of its subclasses. UnreachableError: a server
+does not answer now; it may or may not have executed the call, which may be repeated. DeployError: the servers refused
+before they tried the drafter, so it may be good or bad.
 
 paceline   admin API (docs/reference/http-api.md): POST /admin/drafters/NAME loads and checks a drafter while the server
            answers requests; POST /admin/clusters/CLUSTER routes a cluster (group of similar requests) to a drafter
-vllm       with `hot_swap` POST /paceline/draft-weights, a route that `paceline.interop.draft_weights` adds; if
-           supported, POST /start_draft_weight_update, then `publish` sends the tensors, then POST
-           /finish_weight_update; else `restart` for one server after the other, each healthy before the next
+vllm       one of three ways. With `hot_swap`: POST /paceline/draft-weights, a route that
+           `paceline.interop.draft_weights` adds. Without, if vLLM has the routes: POST /start_draft_weight_update, then
+           `publish` sends the tensors, then POST /finish_weight_update. Else `restart`, one server after the other,
+           each healthy before the next
 sglang     POST /update_weights_from_disk with the field that this build has for draft weights (`draft_field`; no
            default, because a build without one would replace the target's own weights); else `restart`
 
@@ -118,7 +119,8 @@ class Deployment(Protocol):
         ...
 
     def check_start(self) -> None:
-        """Raise ConfigError if a server that answers cannot get a drafter in the configured way."""
+        """Raise ConfigError if a server that is up lacks what the configured way of loading a drafter needs. Servers
+        that do not answer are skipped."""
 
     def close(self) -> None:
         """Close the connections."""

@@ -1,6 +1,7 @@
-"""Gated delta nets in passes of fixed shape: Triton kernels that read lengths on the device.
+"""Triton kernels for gated delta nets in passes of fixed shape (CUDA graphs): each row's real length is read on the
+device.
 
-Their PyTorch equivalent is `paceline.model.torch.delta_net.DeltaNet` with a stage of maximum lengths
+`paceline.model.torch.delta_net.DeltaNet` computes the same in PyTorch if every row has the maximum length
 (`FixedStage.whole`). Kernels sum in another order; they compute in float32 and round to the dtype at the same points.
 """
 
