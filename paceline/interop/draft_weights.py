@@ -168,10 +168,19 @@ def described(folder: Path) -> tuple[dict[str, Any], Shapes]:
     return {key: value for key, value in config.items() if key not in FREE_KEYS}, shapes
 
 
+def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested settings, by their names joined with dots."""
+    values = dict[str, Any]()
+    for name, value in config.items():
+        values |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return values
+
+
 def check_same(running: tuple[dict[str, Any], Shapes], new: tuple[dict[str, Any], Shapes]) -> None:
     """Raises ValueError if the folders of the running and the new drafter, each given as (config.json, {tensor name:
     shape}), differ in anything but weights."""
-    for what, before, now in zip(("setting", "tensor"), running, new, strict=True):
+    settings = [flattened(config) for config, _ in (running, new)]
+    for what, before, now in (("setting", *settings), ("tensor", running[1], new[1])):
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
                 raise ValueError(

@@ -153,6 +153,7 @@ class TestWorker:
         [
             ({"block_size": 16}, {}, "setting block_size is 16, in the running drafter 8"),
             ({"layers": 2}, {}, "setting layers is 2, in the running drafter missing"),
+            ({"inner": {"width": 3}}, {}, "setting inner.width is 3, in the running drafter missing"),
             ({}, {"attn.weight": torch.zeros(WIDTH, 2)}, r"tensor attn.weight is \[4, 2\]"),
             ({}, {"more.weight": torch.zeros(1)}, "tensor more.weight"),
         ],

@@ -110,7 +110,7 @@ class TestHotSwap:
         server.answer = lambda method, path, body: (
             (422, '{"error": "another shape"}') if body.get("folder") == str(tmp_path / "new") else (200, "{}")
         )
-        with pytest.raises(DeployError, match="another shape.*or give --restart"):
+        with pytest.raises(DeployError, match="another shape.*; --restart would start the server again"):
             deployment.load("tickets", tmp_path / "new")
         assert deployment.undo == []
 

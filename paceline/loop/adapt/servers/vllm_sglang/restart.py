@@ -280,7 +280,7 @@ class VllmServers(_Restarted):
             raise
         except DownloadError as error:  # the server has compared shapes, not judged the drafter
             if self.config.restart is None:
-                raise DeployError(f"{error}; {HOT_SWAP}") from error
+                raise DeployError(f"{error}; --restart would start the server again with it") from error
             log.warning("%s: it is restarted", error)
             return False
         if not is_well(client):
