@@ -58,7 +58,7 @@ def traces(home: Path) -> Path:
             chat(url, ANSWERS, max_tokens=32)
         assert (done[0]["num_answers"], done[0]["dropped"]) == (ANSWERS, {})
         advice = words_of("worth it", {"http://127.0.0.1:8000": vllm})
-        assert not app([*advice, "--json"], prog_name="paceline", standalone_mode=False)
+        assert app([*advice, "--json"], prog_name="paceline", standalone_mode=False)["verdict"] == "collect"
     return home / "traces"
 
 

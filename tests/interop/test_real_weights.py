@@ -162,8 +162,10 @@ def test_weights_change_while_it_answers(target: Path, tmp_path: Path) -> None:
         assert counted(64) == (text, after)
         deployment.roll_back()
         assert counted(64) == (text, before)
-        with pytest.raises(DownloadError, match="401"):
-            ask(Client(url, "another key"), "GET", "/paceline/draft-weights")
+        with contextlib.closing(Client(url, "another key")) as other_client, pytest.raises(DownloadError, match="401"):
+            ask(other_client, "GET", "/paceline/draft-weights")
+        deployment.close()
+        client.close()
 
 
 def _is_running(client: Client) -> bool:
