@@ -26,8 +26,8 @@ def section(title: str) -> str:
 
 def rows() -> dict[str, str]:
     """Cells of *Where it stands*: what, and the claim."""
-    found = re.findall(r"^\| (?P<what>[^|]+) \| (?P<claim>[^|]+) \|$", section("Where it stands"), re.MULTILINE)
-    return dict(found)
+    pairs = re.findall(r"^\| (?P<what>[^|]+) \| (?P<claim>[^|]+) \|$", section("Where it stands"), re.MULTILINE)
+    return dict(pairs)
 
 
 def figures(claim: str) -> list[str]:

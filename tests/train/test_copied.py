@@ -10,17 +10,19 @@ import pytest
 import torch
 from model_folders import SHAPE, write_config
 from safetensors.torch import save_file
+from tiny_dflash import tiny_target
 
 from paceline.config import EngineConfig
-from paceline.draft.dflash.config import DFlashConfig
+from paceline.draft.dflash.config import DFlashConfig, new_config
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.model.backends import load_target
 from paceline.model.checkpoint import load_config, random_tensors
-from paceline.train.config import DrafterShape
+from paceline.train.config import DrafterShape, TrainConfig
 from paceline.train.learn.initial_weights import network_for
 from paceline.train.methods.copied_layers import copy_layers, fuse_taps, head_size
+from paceline.train.methods.kinds import initial_drafter
 from paceline.train.tiny import write_tiny_target
 
 QWEN2 = {"architecture": "Qwen2ForCausalLM"}
@@ -184,3 +186,21 @@ def test_a_drafter_with_biases_is_served_as_it_was_trained(tmp_path: Path) -> No
         llm.use_drafter("none")
         assert llm.generate_ids([prompt])[0].token_ids == answers[-1]
     assert answers[0] == answers[1]
+
+
+def test_a_continued_drafter_may_draft_longer_blocks_and_attend_to_less(tmp_path: Path) -> None:
+    """No weight depends on block size and window. Without --block-size and --sliding-window they stay the drafter's."""
+    target = tiny_target(num_rows=1)
+    drafter = DFlashNetwork.random(
+        DFlashConfig.from_json(new_config(32, 11, 6, num_layers=1, block_size=4, head_dim=8))
+    )
+    DFlashDrafter(drafter).save(tmp_path)
+    shapes = DrafterShape(), DrafterShape(block_size=16, sliding_window=256)
+    for shape, expected in zip(shapes, (4, 16), strict=True):
+        config = TrainConfig(init=str(tmp_path), shape=shape)
+        initial = initial_drafter(config, target, None)
+        read = initial.network.config
+        assert initial.drafter.raw["block_size"] == read.block_size == expected
+        assert (read.shape.window(0), read.is_causal) == (shape.sliding_window, (False,))
+        weights = initial.network.state_dict()
+        assert all(torch.equal(weights[name], value) for name, value in drafter.state_dict().items())

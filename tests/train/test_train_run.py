@@ -334,24 +334,6 @@ def test_a_drafter_of_another_target_is_refused(finished: Finished, tmp_path: Pa
         paceline(*TINY, *words, "--init", tmp_path / "other")
 
 
-def test_a_continued_drafter_may_draft_longer_blocks_and_attend_to_less(tmp_path: Path) -> None:
-    """No weight depends on block size and window. Without --block-size and --sliding-window they stay the drafter's."""
-    target = tiny_target(num_rows=1)
-    drafter = DFlashNetwork.random(
-        DFlashConfig.from_json(new_config(32, 11, 6, num_layers=1, block_size=4, head_dim=8))
-    )
-    DFlashDrafter(drafter).save(tmp_path)
-    shapes = DrafterShape(), DrafterShape(block_size=16, sliding_window=256)
-    for shape, expected in zip(shapes, (4, 16), strict=True):
-        config = TrainConfig(init=str(tmp_path), shape=shape)
-        initial = initial_drafter(config, target, None)
-        read = initial.network.config
-        assert initial.drafter.raw["block_size"] == read.block_size == expected
-        assert (read.shape.window(0), read.is_causal) == (shape.sliding_window, (False,))
-        weights = initial.network.state_dict()
-        assert all(torch.equal(weights[name], value) for name, value in drafter.state_dict().items())
-
-
 def test_a_continued_drafter_also_drafts_what_its_new_answers_hold(tmp_path: Path) -> None:
     class Said:
         """A corpus of these answers."""

@@ -118,8 +118,8 @@ class TestSeries:
 
     @pytest.mark.parametrize("seed", range(4))
     def test_a_fall_after_two_days_of_little_traffic_lasts(self, seed: int) -> None:
-        """Three requests an hour, then a third less, as two vLLM replicas on a small machine had it: the first hours of the
-        drop are half of what is known of autocorrelation."""
+        """Three requests an hour, then a third less, as two vLLM replicas on a small machine had it: the first hours of
+        the drop are half of what is known of autocorrelation."""
         values = noise(seed, 54 + 36, 0.17)
         values[54:] -= 0.4
         series = Series(PolicyConfig(early_periods=1))

@@ -132,7 +132,8 @@ class TestPolicies:
 
     @pytest.mark.parametrize("scenario", PLAYED)
     def test_false_alarms_are_rare(self, scenario: str) -> None:
-        assert replayed(scenario)["false_alarms_per_4_weeks"] < 1
+        seeds = 12 if scenario == "noise" else SEEDS  # made to raise alarms: with few seeds its rate is chance
+        assert replayed(scenario, seeds=seeds)["false_alarms_per_4_weeks"] < 1
 
     @pytest.mark.parametrize("scenario", PLAYED)
     def test_ours(self, scenario: str) -> None:

@@ -33,9 +33,9 @@ LEAST_ERRORS = 3.0
 """Standard errors by which a day's mean residual must be below zero to confirm an alarm; they account for
 autocorrelated hours."""
 MOST_CORRELATION = 0.9
-PRIOR_HOURS = 24.0
-"""Independent hours that the autocorrelation is shrunk by. Without them, the first hours of a drop early in the life of a
-series look like autocorrelation, and hide that it lasts."""
+PRIOR_HOURS = 12.0
+"""Independent hours that the autocorrelation is estimated from at first; they are forgotten like other hours. Without
+them, the first hours of a drop early in the life of a series look like autocorrelation, and hide that it lasts."""
 MEMORY_HOURS = 100.0
 """Time constant, in hours, of the running estimates of residual spread and autocorrelation."""
 MOST_ALARM_DAYS = 14
@@ -83,7 +83,7 @@ class Series:
     _changed_at: int = 0
     _judged: int = 0
     _previous: float = 0.0
-    _products: tuple[float, float] = (0.0, 0.0)
+    _products: tuple[float, float] = (0.0, PRIOR_HOURS)
     """Exponentially weighted sums of (residual x previous residual) and of squared residuals."""
 
     def update(self, hour: int, value: float, variance: float) -> None:
@@ -217,7 +217,7 @@ class Series:
             keep * self._products[1] + scaled * scaled,
         )
         self._previous = scaled
-        self.correlation = min(max(self._products[0] / (self._products[1] + PRIOR_HOURS), 0.0), MOST_CORRELATION)
+        self.correlation = min(max(self._products[0] / (self._products[1] + 1.0), 0.0), MOST_CORRELATION)
 
 
 def _median(day: list[Residual]) -> float:
