@@ -109,8 +109,8 @@ def draw(folder: Path, speed: float) -> str:
         60.0 * minutes,
         [side("no drafter", plain), side("generic drafter", generic), side("your drafter", own)],
         f"{minutes:g} minutes of training on your own traffic: acceptance length {lengths[1]:.1f} → {lengths[2]:.1f}",
-        f"{model}, support tickets, {results['processor']['name']}, {results['processor']['num_cores']} cores; after the "
-        f"first token, at {speed:g} times real time; the same text",
+        f"{model}, support tickets, {results['processor']['name']}, {results['processor']['num_cores']} cores; "
+        f"after the first token, at {speed:g} times real time; the same text",
         speed,
     )
 
