@@ -7,8 +7,9 @@ course).
 States: `learning` (no baseline yet, no alarms), `calm`, `raised` (a detector fired; the season is not updated), `held`
 (the alarm is confirmed: action is needed).
 
-Thresholds come from theory, not from the scenarios of `world.py`; only PRIOR_HOURS was chosen by looking at them. Residuals are in standard deviations, clipped at
-`CLIP`. Page-Hinkley with allowance k = 0.5 and threshold h = 8 gives one false alarm in exp(2k(h + 1.17)) / (2 k^2)
+Thresholds come from theory, not from the scenarios of `world.py`; only PRIOR_HOURS was chosen by looking at them.
+Residuals are in standard deviations, clipped at `CLIP`. Page-Hinkley with allowance k = 0.5 and threshold h = 8 gives
+one false alarm in exp(2k(h + 1.17)) / (2 k^2)
 hours, 19,000 per series (Siegmund, Sequential Analysis, 1985, 2.5), and detects a drop of three standard deviations in
 about four hours. ADWIN (Bifet and Gavalda, 2007) with its authors' delta of 0.002 detects slower or smaller drops.
 """
