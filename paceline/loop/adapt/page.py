@@ -72,8 +72,13 @@ def _state(seen: dict[str, Any]) -> str:
 
 
 def _verdict(last: dict[str, Any], done: Sequence[dict[str, Any]]) -> str:
-    held = [name for name, seen in last["seen"].items() if seen["state"] == "held"]
-    now = f"Acceptance has fallen on {', '.join(held)}. " if held else "Acceptance is as it usually is. "
+    held, raised = (
+        ", ".join(name for name, seen in last["seen"].items() if seen["state"] == state) for state in ("held", "raised")
+    )
+    if held:
+        now = f"Acceptance has fallen on {held}. "
+    else:
+        now = f"Acceptance is lower than usual on {raised}. " if raised else "Acceptance is as it usually is. "
     if not last["seen"]:
         now = ""
     elif all(seen["state"] == "learning" for seen in last["seen"].values()):

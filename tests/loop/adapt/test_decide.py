@@ -105,6 +105,14 @@ class TestPolicy:
         assert decisions[-1].why == "acceptance is as it usually is"
         assert policy.hour(EPOCH + 3 * DAY, {"b": sums(3)}).decision.action == "none"
 
+    def test_a_fall_that_has_not_lasted_is_named(self) -> None:
+        policy = SeasonalPolicy()
+        for at in range(4 * DAY):
+            policy.hour(EPOCH + at, {"a": sums(3.0), "b": sums(3.0)})
+        decisions = [policy.hour(EPOCH + 4 * DAY + at, {"a": sums(1.5), "b": sums(3.0)}).decision for at in range(6)]
+        assert decisions[-1].is_idle
+        assert "lower than usual on 'a';" in decisions[-1].why
+
     def test_sums_that_are_no_numbers_are_left_out(self) -> None:
         policy = SeasonalPolicy()
         policy.hour(EPOCH, {"a": Sums(3, math.nan, 2.0), "b": Sums(3, 1.0, 2.0), "c": Sums()})

@@ -38,6 +38,16 @@ def test_the_page_shows_each_cluster_and_what_was_done(tmp_path: Path) -> None:
     assert text == page(AdaptLog(tmp_path).lines())
 
 
+def test_a_fall_that_has_not_lasted_is_not_called_usual(tmp_path: Path) -> None:
+    lines = logged(tmp_path).lines()
+    last = next(line for line in reversed(lines) if "seen" in line)
+    for name, seen in last["seen"].items():
+        seen["state"] = "raised" if name == "tickets" else "calm"
+    text = page(lines)
+    assert "Acceptance is lower than usual on tickets. " in text
+    assert "Acceptance is as it usually is" not in text
+
+
 def test_a_page_of_nothing() -> None:
     assert "nothing has been seen yet" in page([])
 

@@ -72,6 +72,8 @@ class View:
     """Clusters for which a separate drafter has already been proposed."""
     too_little: str = ""
     """Traffic so far, as "10 requests, 1 hour", while it is too little for a baseline; otherwise empty."""
+    falling: tuple[str, ...] = ()
+    """Clusters whose acceptance is lower than usual, but not for long enough to be an alarm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,16 @@ def decide(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision:
         if view.too_little and not view.alarms:
             why = f"{view.too_little}; what is usual is known after more than two days of traffic"
             return Decision("too little", why=why, declined={**declined, "retrain": training})
-        why = training if view.alarms else "acceptance is as it usually is"
-        return Decision(why=why, declined={**declined, "retrain": training})
+        return Decision(why=training if view.alarms else _calm(view), declined={**declined, "retrain": training})
     return Decision(training.action, training.clusters, why=training.why, declined=declined)
+
+
+def _calm(view: View) -> str:
+    """Returns what an hour without an alarm looks like."""
+    if not view.falling:
+        return "acceptance is as it usually is"
+    names = ", ".join(map(repr, view.falling))
+    return f"acceptance is lower than usual on {names}; it must last before anything is done"
 
 
 def _proposal(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision | str:

@@ -228,7 +228,8 @@ class SeasonalPolicy:
         if mix.has_moved and not alarms:
             alarms.append(self._newcomer())
         proposed, too_little = frozenset(self.proposed), self._too_little()
-        return View(number, alarms, mix, self.is_training, self.trained_at, proposed, too_little)
+        falling = tuple(name for name, cluster in self.clusters.items() if cluster.series.state == "raised")
+        return View(number, alarms, mix, self.is_training, self.trained_at, proposed, too_little, falling)
 
     def _too_little(self) -> str:
         """Traffic so far, as text, while no cluster has a baseline; empty once one has."""
