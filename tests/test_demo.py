@@ -3,33 +3,22 @@ smallest."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
+import demo
 import pytest
 
 from paceline.errors import DownloadError
 
-FILE = Path(__file__).parents[1] / "experiments" / "demo.py"
 
-
-@pytest.fixture
-def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo", FILE)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_code_is_the_first_block_or_everything(demo: ModuleType) -> None:
+def test_code_is_the_first_block_or_everything() -> None:
     assert demo.code_of("Here:\n```python\nx = 1\n```\nand\n```\ny\n```") == "x = 1\n"
     assert demo.code_of("x = 1") == "x = 1"
 
 
 @pytest.mark.slow
-def test_what_was_written_runs_and_says_what_it_prints(demo: ModuleType) -> None:
+def test_what_was_written_runs_and_says_what_it_prints() -> None:
     function = demo.TASK.split("```")[1].removeprefix("python\n").replace("(number)", "(number, lower=False)")
     assert demo.run(f"{function}\n{demo.CHECK}") == demo.EXPECTED.replace("mmxxvi", "MMXXVI")
     assert demo.run("1 / 0") == "ZeroDivisionError: division by zero"
@@ -37,9 +26,7 @@ def test_what_was_written_runs_and_says_what_it_prints(demo: ModuleType) -> None
 
 
 @pytest.mark.slow
-def test_what_was_written_has_little_time_memory_and_no_files(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_was_written_has_little_time_memory_and_no_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(demo, "LIMIT_S", 1)
     assert "exit status -" in demo.run("while True: pass")
     assert "MemoryError" in demo.run("x = bytearray(1 << 30)")
@@ -49,7 +36,7 @@ def test_what_was_written_has_little_time_memory_and_no_files(
 
 
 def test_the_smallest_model_answers_where_the_coder_cannot_be_had(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def resolve(name: str) -> Path:
         if name == demo.CODER:

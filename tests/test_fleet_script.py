@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import subprocess
-import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import adapt_clients
+import adapt_story
+import fleet_servers
+import fleet_vllm
 import pytest
 
 from paceline.loop.adapt.log import AdaptLog, event_line
 from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Given
 from paceline.train.features.remote import vllm_command
 
-SCRIPTS = Path(__file__).parents[1] / "experiments"
-
-
-@pytest.fixture(autouse=True)
-def scripts() -> Iterator[None]:
-    """Scripts there share parts."""
-    before = [*sys.path]
-    sys.path.insert(0, str(SCRIPTS))
-    yield
-    sys.path[:] = before
-
-
-def script(name: str) -> ModuleType:
-    return importlib.import_module(name)
-
 
 class TestServers:
     @pytest.mark.slow
     def test_nginx_stands_before_all_replicas_and_writes_into_the_run_folder(self, tmp_path: Path) -> None:
-        servers = script("fleet_servers")
-        replicas = [servers.Replica(port, "key") for port in (8101, 8102)]
-        text = servers.nginx_conf(replicas, 8100, tmp_path)
+        replicas = [fleet_servers.Replica(port, "key") for port in (8101, 8102)]
+        text = fleet_servers.nginx_conf(replicas, 8100, tmp_path)
         assert "server 127.0.0.1:8101" in text and "server 127.0.0.1:8102" in text
         assert "listen 127.0.0.1:8100;" in text, "only this machine is answered"
         assert "X-Forwarded-For" in text, "vLLM's route for weights refuses what came through a proxy"
@@ -51,21 +36,21 @@ class TestServers:
             assert done.returncode == 0, done.stderr.decode()
 
     def test_the_command_that_a_training_prints_is_the_one_that_is_started(self, tmp_path: Path) -> None:
-        servers = script("fleet_servers")
         command = vllm_command("/models/a target", (1, 8), 512, tmp_path / "states")
         text = f"12 answers\nvLLM at http://127.0.0.1:8103 is started like this:\n  {command}\nwaiting"
-        words = servers.printed_command(text)
-        module = servers.module_command(Path("/peers/bin/python"), words)
-        assert module[:5] == ["/peers/bin/python", "-m", servers.VLLM_MODULE, "--model", "/models/a target"]
+        words = fleet_servers.printed_command(text)
+        module = fleet_servers.module_command(Path("/peers/bin/python"), words)
+        assert module[:5] == ["/peers/bin/python", "-m", fleet_servers.VLLM_MODULE, "--model", "/models/a target"]
         assert json.loads(module[module.index("--kv-transfer-config") + 1])["kv_connector"] == "HiddenStatesConnector"
-        assert servers.printed_command("12 answers\n") is None
+        assert fleet_servers.printed_command("12 answers\n") is None
         with pytest.raises(ValueError, match="no vllm serve"):
-            servers.module_command(Path("python"), ["sglang", "serve", "x"])
+            fleet_servers.module_command(Path("python"), ["sglang", "serve", "x"])
 
     def test_a_replica_takes_weights_while_it_runs(self, tmp_path: Path) -> None:
-        servers = script("fleet_servers")
         given = Given(tmp_path / "drafter", "dflash", 7)
-        words = servers.Replica(8101, "key").command(Path("py"), tmp_path, given, servers.Limits("float32", 1024))
+        words = fleet_servers.Replica(8101, "key").command(
+            Path("py"), tmp_path, given, fleet_servers.Limits("float32", 1024)
+        )
         assert "--enforce-eager" in words, "compiled code would keep the earlier weights"
         assert words[words.index("--worker-extension-cls") + 1] == "paceline.interop.draft_weights.DraftWeights"
         assert words[words.index("--middleware") + 1] == "paceline.interop.draft_weights.DraftWeightsRoute"
@@ -74,19 +59,18 @@ class TestServers:
     def test_counters_of_all_replicas_are_differences_first_and_sums_then(self) -> None:
         before = [{"rounds": 10.0, "accepted": 5.0, "stop": 2.0}, {"rounds": 100.0, "accepted": 90.0}]
         after = [{"rounds": 30.0, "accepted": 25.0, "stop": 5.0}, {"rounds": 180.0, "accepted": 170.0, "length": 1.0}]
-        figures = script("fleet_servers").difference(before, after)
+        figures = fleet_servers.difference(before, after)
         assert figures == {"rounds": 100.0, "accepted": 100.0, "stop": 3.0, "length": 1.0, "acceptance_length": 2.0}
-        assert script("fleet_servers").difference(after, after)["acceptance_length"] == 0.0
+        assert fleet_servers.difference(after, after)["acceptance_length"] == 0.0
 
     @pytest.mark.slow
     def test_a_process_that_ends_is_named_with_the_end_of_its_log(self, tmp_path: Path) -> None:
-        servers, story = script("fleet_servers"), script("adapt_story")
         words = ["sh", "-c", "echo no memory; exit 3"]
         with (
-            pytest.raises(story.Missed, match="vLLM 1: it ended with status 3; see .* no memory"),
-            servers.process(words, tmp_path / "log") as started,
+            pytest.raises(adapt_story.Missed, match="vLLM 1: it ended with status 3; see .* no memory"),
+            fleet_servers.process(words, tmp_path / "log") as started,
         ):
-            servers.wait_until("vLLM 1", lambda: False, started, tmp_path / "log", 60)
+            fleet_servers.wait_until("vLLM 1", lambda: False, started, tmp_path / "log", 60)
 
 
 class TestVerdicts:
@@ -94,14 +78,13 @@ class TestVerdicts:
 
     def checks(self, folder: Path, **changes: Any) -> dict[str, bool]:
         """The verdicts on a run in which all went well, but for `changes`."""
-        fleet, clients = script("fleet_vllm"), script("adapt_clients")
-        run = fleet.Fleet(Namespace(out=folder, hour_s=8.0, limit_minutes=45.0, dtype="float32", max_len=1024))
+        run = fleet_vllm.Fleet(Namespace(out=folder, hour_s=8.0, limit_minutes=45.0, dtype="float32", max_len=1024))
         for event in changes.pop("events", self.NAMES):
             AdaptLog(folder / "adapt").append(event_line(1, event, why=""))
         run.given = SimpleNamespace(folder=folder / "old")
         old, new = str(folder / "old"), str(folder / "new")
-        run.traffic = clients.Traffic(1, {}, 9, 1, 1.0, {})
-        run.traffic.done = [clients.Done(run.began, "tickets", 200, 100, True, "text") for _ in range(20)]
+        run.traffic = adapt_clients.Traffic(1, {}, 9, 1, 1.0, {})
+        run.traffic.done = [adapt_clients.Done(run.began, "tickets", 200, 100, True, "text") for _ in range(20)]
         run.traffic.failed = changes.pop("failed", [])
         run.unseen_texts = [run.traffic.done[:3], run.traffic.done[:3]]
         counted = {"rounds": 9.0, "accepted": 9.0, "stop": 20.0}
@@ -116,7 +99,7 @@ class TestVerdicts:
             "after_force": {"ended": "rolled back", "serves": new, "served_before": new},
             "counted": [counted, counted],
         } | changes.pop("results", {})
-        return fleet.verdicts(run, changes.pop("missed", None))
+        return fleet_vllm.verdicts(run, changes.pop("missed", None))
 
     def test_all_went_well(self, tmp_path: Path) -> None:
         checks = self.checks(tmp_path)
@@ -145,11 +128,10 @@ class TestVerdicts:
         assert wrong[0].startswith(name)
 
     def test_a_run_that_never_began_says_so(self, tmp_path: Path) -> None:
-        fleet = script("fleet_vllm")
-        run = fleet.Fleet(Namespace(out=tmp_path, hour_s=8.0, limit_minutes=45.0, dtype="float32", max_len=1024))
-        assert fleet.verdicts(run, "there is no nginx") == {"the servers ran": False}
+        run = fleet_vllm.Fleet(Namespace(out=tmp_path, hour_s=8.0, limit_minutes=45.0, dtype="float32", max_len=1024))
+        assert fleet_vllm.verdicts(run, "there is no nginx") == {"the servers ran": False}
 
     def test_the_answer_s_own_metrics_are_read(self) -> None:
-        clients = script("adapt_clients")
         answer = {"metrics": {"speculative_decoding": {"num_spec_steps": 10, "num_accepted_draft_tokens": 25}}}
-        assert clients.rounds_of_vllm(answer) == (35, 10) and clients.rounds_of_vllm({"metrics": None}) == (0, 0)
+        assert adapt_clients.rounds_of_vllm(answer) == (35, 10)
+        assert adapt_clients.rounds_of_vllm({"metrics": None}) == (0, 0)

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import vllm_mocked_acceptance as script
+import vllm_mocked_kernel as kernel
 from command_lines import parse
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    return importlib.import_module("vllm_mocked_kernel")
-
-
-def mocked(kernel: ModuleType, uniform: list[float], *, is_greedy: list[bool] | None = None) -> list[list[int]]:
+def mocked(uniform: list[float], *, is_greedy: list[bool] | None = None) -> list[list[int]]:
     """Rounds of two requests with three and two drafts; the first is accepted at 1, the second at 0.5, then none."""
     output = torch.full((2, 4), -1, dtype=torch.int32)
     kernel.greedy(
@@ -39,16 +33,15 @@ def mocked(kernel: ModuleType, uniform: list[float], *, is_greedy: list[bool] | 
     return output.tolist()
 
 
-def test_the_kernel_accepts_by_rate_and_then_takes_the_targets_token(kernel: ModuleType) -> None:
-    assert mocked(kernel, [0.9, 0.4, 0.1, 0.9, 0.4]) == [[11, 12, 93, -1], [21, 22, 82, -1]]
-    assert mocked(kernel, [0.9, 0.6, 0.0, 0.9, 0.6]) == [[11, 92, -1, -1], [21, 95, -1, -1]]
-    assert mocked(kernel, [0.9] * 5, is_greedy=[False, True])[0] == [-1] * 4, "another kernel's request"
+def test_the_kernel_accepts_by_rate_and_then_takes_the_targets_token() -> None:
+    assert mocked([0.9, 0.4, 0.1, 0.9, 0.4]) == [[11, 12, 93, -1], [21, 22, 82, -1]]
+    assert mocked([0.9, 0.6, 0.0, 0.9, 0.6]) == [[11, 92, -1, -1], [21, 95, -1, -1]]
+    assert mocked([0.9] * 5, is_greedy=[False, True])[0] == [-1] * 4, "another kernel's request"
 
 
 def test_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Survival as vLLM mocks a length, and a command line that our parser takes."""
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    script = importlib.import_module("vllm_mocked_acceptance")
     assert script.curve(1.0, 3) == "survival:0,0,0" and script.curve(2.5, 3) == "survival:1,0.5,0"
     arguments = list[Any]()
 

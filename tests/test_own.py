@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import own
+import own_chart
 import pytest
 from rich.console import Console
 from tiny_dflash import loud_
@@ -39,20 +39,7 @@ for name in ("train", "heldout"):
 
 
 @pytest.fixture
-def own() -> Iterator[ModuleType]:
-    before = [*sys.path]
-    sys.path.insert(0, str(ROOT / "experiments"))
-    yield importlib.import_module("own")
-    sys.path[:] = before
-
-
-@pytest.fixture
-def own_chart(own: ModuleType) -> ModuleType:
-    return importlib.import_module("own_chart")
-
-
-@pytest.fixture
-def small(own: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Options of a run of seconds, in a folder of its own."""
     target = write_tiny_target(tmp_path / "target")
     raw = new_config(64, 260, 6, num_layers=1, block_size=4, head_dim=16, intermediate_size=32)
@@ -68,7 +55,6 @@ def small(own: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> l
 
 @pytest.mark.slow
 def test_a_drafter_learns_and_a_second_run_needs_no_training(
-    own: ModuleType,
     small: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -91,7 +77,7 @@ def test_a_drafter_learns_and_a_second_run_needs_no_training(
         assert own.is_trained(own.training_of(own.arguments(), tickets, tmp_path)) == is_enough
 
 
-def test_another_text_than_plain_decodings_is_an_error(own: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_text_than_plain_decodings_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     same = SimpleNamespace(
         drafter="none", tokens_per_round=1.0, tokens_per_s=9.0, speedup=1.0, identical=1.0, doubt=None,
         num_answers=4, differences=[],
@@ -108,7 +94,7 @@ def test_another_text_than_plain_decodings_is_an_error(own: ModuleType, capsys: 
 
 
 @pytest.mark.slow
-def test_answers_that_the_model_would_not_give_are_not_used(own: ModuleType, tmp_path: Path) -> None:
+def test_answers_that_the_model_would_not_give_are_not_used(tmp_path: Path) -> None:
     answers = [*AnswerShards(own.SHIPPED)][:6]
     AnswerShards(tmp_path).write(answers)
     texts = [SimpleNamespace(messages=[answer.key]) for answer in answers]
@@ -133,7 +119,7 @@ def test_answers_that_the_model_would_not_give_are_not_used(own: ModuleType, tmp
 
 
 @pytest.mark.slow
-def test_shipped_answers_belong_to_the_recipes_tickets(own: ModuleType, tmp_path: Path) -> None:
+def test_shipped_answers_belong_to_the_recipes_tickets(tmp_path: Path) -> None:
     answers = [*AnswerShards(own.SHIPPED)]
     assert len(answers) == 300 and max(len(answer.answer_ids) for answer in answers) < own.MAX_TOKENS
     assert {answer.finish_reason for answer in answers} == {"stop"}
@@ -145,7 +131,7 @@ def test_shipped_answers_belong_to_the_recipes_tickets(own: ModuleType, tmp_path
     assert sum(file.stat().st_size for file in own.SHIPPED.iterdir()) < 300_000
 
 
-def test_ctrl_c_becomes_the_signal_that_training_handles(own: ModuleType) -> None:
+def test_ctrl_c_becomes_the_signal_that_training_handles() -> None:
     seen: list[int] = []
     with own.stoppable():
         with pytest.raises(KeyboardInterrupt):
@@ -158,7 +144,7 @@ def test_ctrl_c_becomes_the_signal_that_training_handles(own: ModuleType) -> Non
     assert seen == [signal.SIGTERM]
 
 
-def test_the_chart_shows_the_newest_value_up_to_its_time(own_chart: ModuleType) -> None:
+def test_the_chart_shows_the_newest_value_up_to_its_time() -> None:
     points = [own_chart.Point(0.0, 0, 1.0), own_chart.Point(30.0, 9, 2.5), own_chart.Point(60.0, 20, 4.0)]
     rows = own_chart.chart(points, 120.0, own_chart.ASCII).splitlines()
     assert len(rows) == own_chart.HEIGHT + 2 and all(len(row) <= 7 + own_chart.WIDTH for row in rows)
@@ -170,7 +156,7 @@ def test_the_chart_shows_the_newest_value_up_to_its_time(own_chart: ModuleType) 
     assert own_chart.caption(points) == "acceptance length 4.00 after 60 s (20 steps); 1.00 before training"
 
 
-def test_the_chart_is_drawn_in_a_terminal_and_only_notes_are_printed(own_chart: ModuleType, tmp_path: Path) -> None:
+def test_the_chart_is_drawn_in_a_terminal_and_only_notes_are_printed(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "train")
     progress = own_chart.ChartProgress(run.path, 1.5)
     drawn = io.StringIO()

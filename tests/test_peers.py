@@ -3,7 +3,6 @@ ratios."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -11,6 +10,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import decode_vs_peers as script
+import decode_vs_peers_pipe as pipe
 import pytest
 
 from paceline.hardware import Machine
@@ -37,14 +38,8 @@ serve(Echo(), own_output())
 """
 
 
-def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    return importlib.import_module(name)
-
-
 @pytest.mark.slow
 def test_a_worker_answers_refuses_and_may_die(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pipe = module("decode_vs_peers_pipe", monkeypatch)
     script = tmp_path / "echo.py"
     script.write_text(ECHO)
     worker = pipe.Worker(sys.executable, script, [], os.environ | {"PYTHONPATH": str(EXPERIMENTS)})
@@ -87,7 +82,6 @@ class FakeWorker:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """`decode_vs_peers.py` with workers that only count, asked for two turns of paceline, Transformers and vLLM."""
-    script = module("decode_vs_peers", monkeypatch)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"prompt {number}"}) + "\n" for number in range(3)))
     tokenizer = SimpleNamespace(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_runs import run
 from tiny_dflash import network, target_shape, target_weights, tiny_target
 
 from paceline.draft.base import Drafter
@@ -48,18 +49,6 @@ def dflash(own: Any, *, draft_ids: list[int] | None = None, **keys: Any) -> DFla
 
 def engine_of(own: Any, drafter: Any, *, on: bool = True, **options: Any) -> Engine:
     return Engine(own, Tokenizer.stand_in(own.vocab_size), drafter, prefill_chunk=7, device_rounds=on, **options)
-
-
-def run(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Sequence]:
-    each = params if isinstance(params, list) else [params] * len(prompts)
-    ids = [engine.add(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
-    done: dict[int, Sequence] = {}
-    while engine.has_work:
-        for chunk in engine.step():
-            if chunk.finish_reason:
-                done[chunk.sequence.request_id] = chunk.sequence
-        engine.check_integrity()
-    return [done[request] for request in ids]
 
 
 def texts(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -11,23 +10,18 @@ import pytest
 import torch
 from doubles import ByteTokenizer
 from engine_runs import run
-from scipy.stats import chisquare
+from sampled_answers import p_value
 from tiny_dflash import PROMPT, VOCAB, loud_, raw_config, tiny_target
 
-from paceline import types
 from paceline.draft.dflash.config import DFlashConfig, as_dflash2
 from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
 from paceline.draft.dflash2.selector import WalkedReading
 from paceline.engine.engine import Engine
-from paceline.engine.round import RuleJudge
 from paceline.model.native import library as native_lib
 from paceline.model.native.decoder import NativeDecoder
-from paceline.model.sampling.logits import target_probs
-from paceline.model.target import ForwardBatch
 from paceline.model.torch.decoder import Decoder
 from paceline.plan.planner import FixedPlanner
 from paceline.types import Batch, SamplingParams, Sequence
-from paceline.verify.rules import RULES
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +43,6 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 BUILT = pytest.mark.skipif(native_lib.load() is None, reason="the native library is not built")
-FASTEST: Any = Decoder if native_lib.load() is None else NativeDecoder
 CASES = [
     (0, "always", Decoder, "greedy"),
     (12, "always", Decoder, "greedy"),
@@ -145,46 +138,14 @@ def test_the_text_is_plain_decodings(num_nodes: int, agrees: str, kind: Any, way
 SAMPLED = SamplingParams(temperature=0.7, top_k=3, max_tokens=4)
 
 
-@cache
-def expected_answers() -> dict[tuple[int, ...], float]:
-    """Probability of every answer, by enumeration."""
-    target = tiny_target()
-    masses: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(SAMPLED.max_tokens):
-        longer = {}
-        for answer, mass in masses.items():
-            tokens, row = PROMPT + list(answer), target.cache.allocate()
-            logits_TV = target.forward(ForwardBatch([row], [0], [len(tokens)], tokens, "last")).logits_TV
-            target.cache.free(row)
-            for token, share in enumerate(target_probs(logits_TV[-1:], SAMPLED)[0].tolist()):
-                if share > 0:
-                    longer[(*answer, token)] = mass * share
-        masses = longer
-    return masses
-
-
-def p_value(rule: str, monkeypatch: pytest.MonkeyPatch, num_samples: int = 300) -> float:
-    """Chi-square of answers without a seed. Their drafts are drawn from the selector's own distribution, or guessed
-    (auto)."""
-    numbers = random.Random(4)
-    monkeypatch.setattr(types.os, "urandom", numbers.randbytes)
-    drafter = DFlash2Drafter(network())
-    engine = Engine(tiny_target(num_rows=30, kind=FASTEST), ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]))
-    sequences = run(engine, [PROMPT] * num_samples, SAMPLED)
-    assert sum(each.num_accepted for seq in sequences for each in seq.rounds) > num_samples / 8, (
-        "the test needs drafts that stand"
-    )
-    counts, expected = Counter(tuple(seq.output_ids) for seq in sequences), expected_answers()
-    assert set(counts) <= set(expected)
-    common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
-    observed, masses = [counts[each] for each in common], [expected[each] * num_samples for each in common]
-    observed, masses = [*observed, num_samples - sum(observed)], [*masses, num_samples - sum(masses)]
-    return float(chisquare(observed, masses).pvalue)
+def p_of(rule: str, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Of drafts that are drawn from the selector's own distribution, or guessed (auto)."""
+    return p_value(DFlash2Drafter(network()), rule, SAMPLED, 1 / 8, monkeypatch)
 
 
 @pytest.mark.parametrize("rule", ["block", "auto"])
 def test_sampled_answers_have_the_targets_distribution(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert p_value(rule, monkeypatch) > 0.001
+    assert p_of(rule, monkeypatch) > 0.001
 
 
 def test_a_proposal_that_drafts_were_not_drawn_from_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,4 +156,4 @@ def test_a_proposal_that_drafts_were_not_drawn_from_would_be_seen(monkeypatch: p
         return tokens, None if probs_KV is None else torch.full_like(probs_KV, 1.0 / VOCAB), sure
 
     monkeypatch.setattr(WalkedReading, "drawn", wrong)
-    assert p_value("block", monkeypatch) < 1e-6
+    assert p_of("block", monkeypatch) < 1e-6

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from doubles import ByteTokenizer
 from engine_runs import run
-from scipy.stats import chisquare
+from sampled_answers import FASTEST, p_value
 from tiny_dflash import PROMPT, VOCAB, tiny_target
 from tiny_eagle3 import IDS, drafter_of, loud_network, raw_eagle3
 
-from paceline import types
 from paceline.draft.eagle3.drafter import Eagle3Drafter
 from paceline.engine.engine import Engine
-from paceline.engine.round import RuleJudge
 from paceline.model.native import library as native_lib
 from paceline.model.native.decoder import NativeDecoder
-from paceline.model.sampling.logits import target_probs
-from paceline.model.target import ForwardBatch
 from paceline.model.torch.decoder import Decoder
 from paceline.plan.costs import PassCosts
 from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Planner
 from paceline.types import SamplingParams, Sequence
-from paceline.verify.rules import RULES
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +31,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 1.0, "seed": 5},
     "seeded, filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "presence_penalty": 0.5, "seed": 7},
 }
-FASTEST: Any = Decoder if native_lib.load() is None else NativeDecoder
 BUILT = pytest.mark.skipif(native_lib.load() is None, reason="the native library is not built")
 CASES = [
     (Decoder, "seeded, filtered"),
@@ -160,43 +152,8 @@ def test_rows_that_share_beginnings_and_are_cancelled_draft_as_fresh_ones() -> N
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=3)
 
 
-@cache
-def expected_answers() -> dict[tuple[int, ...], float]:
-    """Probability of every answer, by enumeration."""
-    target = tiny_target()
-    masses: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(SAMPLED.max_tokens):
-        longer = {}
-        for answer, mass in masses.items():
-            tokens, row = PROMPT + list(answer), target.cache.allocate()
-            logits_TV = target.forward(ForwardBatch([row], [0], [len(tokens)], tokens, "last")).logits_TV
-            target.cache.free(row)
-            for token, share in enumerate(target_probs(logits_TV[-1:], SAMPLED)[0].tolist()):
-                if share > 0:
-                    longer[(*answer, token)] = mass * share
-        masses = longer
-    return masses
-
-
-def p_value(rule: str, drafter: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch, num_samples: int = 300) -> float:
-    """Chi-square of answers without a seed, whose drafts are drawn from the drafter's own distribution."""
-    numbers = random.Random(4)
-    monkeypatch.setattr(types.os, "urandom", numbers.randbytes)
-    engine = Engine(tiny_target(num_rows=30, kind=FASTEST), ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]))
-    sequences = run(engine, [PROMPT] * num_samples, SAMPLED)
-    assert sum(each.num_accepted for seq in sequences for each in seq.rounds) > num_samples / 12, (
-        "the test needs drafts that stand"
-    )
-    counts, expected = Counter(tuple(seq.output_ids) for seq in sequences), expected_answers()
-    assert set(counts) <= set(expected)
-    common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
-    observed, masses = [counts[each] for each in common], [expected[each] * num_samples for each in common]
-    observed, masses = [*observed, num_samples - sum(observed)], [*masses, num_samples - sum(masses)]
-    return float(chisquare(observed, masses).pvalue)
-
-
 def test_sampled_answers_have_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert p_value("block", small(), monkeypatch) > 0.001
+    assert p_value(small(), "block", SAMPLED, 1 / 12, monkeypatch) > 0.001
 
 
 def test_a_proposal_that_drafts_were_not_drawn_from_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,4 +164,4 @@ def test_a_proposal_that_drafts_were_not_drawn_from_would_be_seen(monkeypatch: p
             return block
 
     network = loud_network(raw_eagle3(draft_vocab_size=len(IDS)))
-    assert p_value("block", Lying(network, ids=IDS), monkeypatch) < 1e-6
+    assert p_value(Lying(network, ids=IDS), "block", SAMPLED, 1 / 12, monkeypatch) < 1e-6

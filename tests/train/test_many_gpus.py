@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import many_gpus as script
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,18 +15,7 @@ from safetensors.torch import save_file
 FILE = Path(__file__).parents[2] / "experiments" / "many_gpus.py"
 
 
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("many_gpus", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["many_gpus"] = module  # its dataclass looks itself up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["many_gpus"]
-
-
-def test_without_a_gpu_it_says_what_to_do(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="there is no GPU here.*--device cpu --processes 2 --tiny"):
         script.devices(script.read_options(["--out", "unused"]))
@@ -36,7 +23,7 @@ def test_without_a_gpu_it_says_what_to_do(script: ModuleType, monkeypatch: pytes
     assert script.devices(options) == [] and (options.processes, options.steps, options.prompts) == (2, 20, 96)
 
 
-def test_more_processes_than_gpus_are_refused(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU {number}")
@@ -47,7 +34,7 @@ def test_more_processes_than_gpus_are_refused(script: ModuleType, monkeypatch: p
 
 
 @pytest.fixture
-def runs(script: ModuleType, tmp_path: Path) -> Callable[[float, float], dict[str, Any]]:
+def runs(tmp_path: Path) -> Callable[[float, float], dict[str, Any]]:
     """Beside one process: a run whose loss and one of whose weights are off by so much."""
     weight = torch.linspace(-1, 1, 12)
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import drafter_rl
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "experiments"))
-import drafter_rl
 from grpo_agents import CALL, EXAMPLE, plain_agent, problems, reward, value_of
 
 from paceline.loop.rl.agents import Trajectory
