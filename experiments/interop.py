@@ -31,8 +31,9 @@ from tiny_dflash import HIDDEN, MIXED, TARGET_LAYERS, VOCAB, loud_, raw_config, 
 from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint
 from paceline.draft.dflash.config import DFlashConfig, as_dflash2
 from paceline.draft.dflash.drafter import DFlashNetwork
-from paceline.draft.dflash2.drafter import DFlash2Network, network_of
+from paceline.draft.dflash2.drafter import DFlash2Network
 from paceline.draft.dflash2.selector import score
+from paceline.draft.dflash_family import network_of
 from paceline.draft.formats.export import export, rows_of
 from paceline.runs.folder import write_results
 from paceline.train.learn.attention import Layout, make_attention

@@ -176,7 +176,7 @@ def inspect(
       paceline inspect runs/mine/drafter --model smollm2-135m
     """
     from paceline.draft.dflash.checkpoint import read_stored
-    from paceline.draft.dflash2.drafter import drafter_from
+    from paceline.draft.dflash_family import drafter_from
     from paceline.draft.eagle3.checkpoint import read_eagle3
     from paceline.draft.eagle3.drafter import Eagle3Drafter
     from paceline.draft.formats.described import described, described_eagle3, described_mtp

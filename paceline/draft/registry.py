@@ -12,7 +12,8 @@ from paceline.draft import shipped
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.dflash.config import is_dflash
 from paceline.draft.dflash.drafter import DFlashDrafter
-from paceline.draft.dflash2.drafter import DFlash2Drafter, read_drafter
+from paceline.draft.dflash2.drafter import DFlash2Drafter
+from paceline.draft.dflash_family import read_drafter
 from paceline.draft.eagle3.checkpoint import is_eagle3
 from paceline.draft.eagle3.drafter import Eagle3Drafter
 from paceline.draft.formats.gguf_reader import is_gguf_drafter

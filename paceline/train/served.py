@@ -26,7 +26,7 @@ from paceline.draft import shipped
 from paceline.draft.base import Drafter
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashDrafter
-from paceline.draft.dflash2.drafter import drafter_of, network_of, read_drafter
+from paceline.draft.dflash_family import drafter_of, network_of, read_drafter
 from paceline.draft.eagle3.checkpoint import Eagle3Config, is_eagle3
 from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
 from paceline.draft.mtp.checkpoint import is_mtp, layer_of

@@ -16,9 +16,10 @@ from tiny_dflash2 import network_2, raw_2
 
 from paceline.draft.dflash.checkpoint import read_stored, weights_file
 from paceline.draft.dflash.drafter import DFlashDrafter
-from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network, network_of, read_drafter
+from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
 from paceline.draft.dflash2.paths import DFlash2NativePath, DFlash2Path
 from paceline.draft.dflash2.selector import BOOKS, score
+from paceline.draft.dflash_family import network_of, read_drafter
 from paceline.draft.formats.described import described
 from paceline.draft.formats.export import FORMATS, export
 from paceline.draft.formats.packed import BOOK_IDS, PACKED

@@ -1,4 +1,4 @@
-"""DFlash 2 in the engine: plain decoding's text in chains, trees and batches; sampled answers have its distribution."""
+"""DFlash 2 and DSpark in the engine: plain decoding's text in chains, trees, batches; samples have its distribution."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from engine_runs import run
 from sampled_answers import p_value
 from tiny_dflash import PROMPT, VOCAB, loud_, raw_config, tiny_target
 
-from paceline.draft.dflash.config import DFlashConfig, as_dflash2
-from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2, as_dspark
+from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network, WalkingDrafter
 from paceline.draft.dflash2.selector import WalkedReading
+from paceline.draft.dspark.drafter import DSparkDrafter, DSparkNetwork
 from paceline.engine.engine import Engine
 from paceline.model.native import library as native_lib
 from paceline.model.native.decoder import NativeDecoder
@@ -62,7 +63,7 @@ CASES = [
 chain and with a tree, and every kind of agreement too, not all combinations."""
 
 
-class Agreeing(DFlash2Drafter):
+class Agreeing(WalkingDrafter):
     """Says what the texts say, at a share of the places; at the others what they do not say. The pass is the drafter's
     own."""
 
@@ -91,11 +92,31 @@ class Agreeing(DFlash2Drafter):
         return path
 
 
+class Agreeing2(Agreeing, DFlash2Drafter):
+    pass
+
+
+class AgreeingSpark(Agreeing, DSparkDrafter):
+    pass
+
+
 def network() -> DFlash2Network:
-    raw = as_dflash2(raw_config(), rank=5, top_k=6)
-    built = DFlash2Network.random(DFlashConfig.from_json(raw))
+    built = DFlash2Network.random(DFlashConfig.from_json(as_dflash2(raw_config(), rank=5, top_k=6)))
     loud_(built)
     return built
+
+
+def spark_network() -> DSparkNetwork:
+    built = DSparkNetwork.random(DFlashConfig.from_json(as_dspark(raw_config(), rank=5)))
+    loud_(built, 2)  # some of its drafts are accepted when they are sampled
+    return built
+
+
+MADE: dict[str, Any] = {
+    "dflash2": (lambda: DFlash2Drafter(network()), lambda: Agreeing2(network())),
+    "dspark": (lambda: DSparkDrafter(spark_network()), lambda: AgreeingSpark(spark_network())),
+}
+"""By name: a drafter, and one that can be told what to say."""
 
 
 def answers(kind: Any, params: SamplingParams, planner: FixedPlanner, drafter: Any = None) -> list[Sequence]:
@@ -108,13 +129,13 @@ def plain_answers(kind: Any, way: str) -> list[Sequence]:
     return answers(kind, SamplingParams(max_tokens=24, **WAYS[way]), FixedPlanner(0))
 
 
+@pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize(("num_nodes", "agrees", "kind", "way"), CASES)
-def test_the_text_is_plain_decodings(num_nodes: int, agrees: str, kind: Any, way: str) -> None:
+def test_the_text_is_plain_decodings(name: str, num_nodes: int, agrees: str, kind: Any, way: str) -> None:
     params = SamplingParams(max_tokens=24, **WAYS[way])
     plain = plain_answers(kind, way)
-    drafter = DFlash2Drafter(network())
+    drafter = MADE[name][agrees != "its own"]()
     if agrees != "its own":
-        drafter = Agreeing(network())
         drafter.share = {"always": 1.0, "sometimes": 0.6, "never": 0.0}[agrees]
         drafter.texts = {tuple(prompt): seq.tokens for prompt, seq in zip(PROMPTS, plain, strict=True)}
     sequences = answers(kind, params, FixedPlanner(num_nodes=num_nodes), drafter)
@@ -138,14 +159,14 @@ def test_the_text_is_plain_decodings(num_nodes: int, agrees: str, kind: Any, way
 SAMPLED = SamplingParams(temperature=0.7, top_k=3, max_tokens=4)
 
 
-def p_of(rule: str, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Of drafts that are drawn from the selector's own distribution, or guessed (auto)."""
-    return p_value(DFlash2Drafter(network()), rule, SAMPLED, 1 / 8, monkeypatch)
+def p_of(rule: str, monkeypatch: pytest.MonkeyPatch, name: str = "dflash2") -> float:
+    """Of drafts that are drawn from the drafter's own distribution, or guessed (auto)."""
+    return p_value(MADE[name][0](), rule, SAMPLED, 1 / 8, monkeypatch)
 
 
-@pytest.mark.parametrize("rule", ["block", "auto"])
-def test_sampled_answers_have_the_targets_distribution(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert p_of(rule, monkeypatch) > 0.001
+@pytest.mark.parametrize(("rule", "name"), [("block", "dflash2"), ("auto", "dflash2"), ("block", "dspark")])
+def test_sampled_answers_have_the_targets_distribution(rule: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert p_of(rule, monkeypatch, name) > 0.001
 
 
 def test_a_proposal_that_drafts_were_not_drawn_from_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,8 @@ def read_stored(folder: Path | str) -> StoredDrafter:
     file = weights_file(folder)
     stored = read_packed(file, config.vocab_size) if file.name == PACKED else dict(load_tensors(folder))
     tensors, within, others = vocabulary.split(stored, folder)
+    if config.markov and form == "speculators":
+        tensors = speculators.with_our_names(tensors, within.ids, config.vocab_size)
     if config.shape.num_layers > len(tensors):
         raise ModelFileError(
             f"{folder} holds {len(tensors)} tensors for {config.shape.num_layers} layers: fetch the drafter again"

@@ -1,4 +1,4 @@
-"""Config of a DFlash drafter: parses, checks and creates config.json with z-lab's keys.
+"""Config of a DFlash, DFlash 2 or DSpark drafter: parses, checks and creates config.json with z-lab's keys.
 
 Defaults are as in the authors' `dflash` package, 0.1.0.
 """
@@ -27,7 +27,7 @@ from paceline.model.config.decoder import (
 )
 from paceline.model.target import Sizes
 
-ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
+ARCHITECTURE, ARCHITECTURE_2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,21 @@ class DFlash2Sizes:
     selector_rank: int
     selector_top_k: int
     """Number of candidate tokens per draft position."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkovSizes:
+    """The parts that only DSpark has: a Markov head, and a confidence head."""
+
+    rank: int
+    """Width of the Markov head's codebooks."""
+    has_confidence: bool = True
+    confidence_sees_token: bool = True
+    """True if the confidence head also reads the previous token's row of the Markov head."""
+
+
+MARKOV_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+"""Keys of a DSpark drafter's config.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +85,9 @@ class DFlashConfig:
     """True if block position k predicts the token after its own position, so that position 0 (the last committed token)
     drafts too; False: the token at its own position. Files call this sample_from_anchor or shift_label."""
     second: DFlash2Sizes | None = None
-    """Additional sizes of a DFlash 2 drafter; None for DFlash v1."""
+    """Additional sizes of a DFlash 2 drafter, else None."""
+    markov: MarkovSizes | None = None
+    """Additional sizes of a DSpark drafter, else None."""
     foresight: Foresight = field(default_factory=Foresight)
     """Parameters of noise-aware drafting, from the key `paceline` of config.json."""
 
@@ -114,6 +131,7 @@ class DFlashConfig:
             raw=raw,
             from_anchor=_flag(own, ("sample_from_anchor", "shift_label"), path),
             second=_second(raw, own, shape, path),
+            markov=_markov(raw, own, path),
             foresight=Foresight.of(raw, path),
         )
 
@@ -173,6 +191,14 @@ def as_dflash2(raw: Mapping[str, Any], *, rank: int = 256, top_k: int = 16) -> d
     return {**raw, "architectures": [ARCHITECTURE_2], "dflash_config": {**own, **added}}
 
 
+def as_dspark(raw: Mapping[str, Any], *, rank: int = 256) -> dict[str, Any]:
+    """Returns the config.json of a DSpark drafter that extends the DFlash v1 drafter with config `raw`. `rank`: width
+    of the Markov head's codebooks."""
+    own = raw.get("dflash_config") or {}
+    added = dict(zip(MARKOV_KEYS, (rank, "vanilla", True, True), strict=True))
+    return {**raw, "architectures": [DSPARK], "dflash_config": {**own, **added}}
+
+
 def check_fit(
     config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = None, head_VD: Tensor | None = None
 ) -> None:
@@ -225,9 +251,9 @@ def mlp_size(hidden_size: int) -> int:
 
 
 def is_dflash(raw: Mapping[str, Any]) -> bool:
-    """True if `raw` is the config.json of a DFlash drafter, of any format and version."""
+    """True if `raw` is the config.json of a DFlash, DFlash 2 or DSpark drafter, of any format."""
     names = f"{raw.get('architectures')} {raw.get('speculators_model_type')}"
-    return "dflash_config" in raw or "dflash" in names.lower()
+    return "dflash_config" in raw or "dflash" in names.lower() or "dspark" in names.lower()
 
 
 def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
@@ -238,10 +264,10 @@ def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
     names = raw.get("architectures") or [ARCHITECTURE]
     if not isinstance(names, list):
         raise ModelFileError(f"{path}: architectures must be a list: correct config.json")
-    if not {ARCHITECTURE, ARCHITECTURE_2} & set(map(str, names)) or raw.get("model_type", "qwen3") != "qwen3":
+    if not {ARCHITECTURE, ARCHITECTURE_2, DSPARK} & set(map(str, names)) or raw.get("model_type", "qwen3") != "qwen3":
         raise UnsupportedModelError(
             f"{path}: drafter architecture {names[0]} on model_type {raw.get('model_type')} is not implemented: "
-            f"give a {ARCHITECTURE} or {ARCHITECTURE_2} on qwen3"
+            f"give a {ARCHITECTURE}, {ARCHITECTURE_2} or {DSPARK} on qwen3"
         )
     types = raw.get("layer_types")
     known = {"full_attention", "sliding_attention"}
@@ -288,3 +314,21 @@ def _second(raw: Mapping[str, Any], own: dict[str, Any], shape: DecoderConfig, p
         )
     whole(dict(raw), "vocab_size", path, least=1)
     return sizes
+
+
+def _markov(raw: Mapping[str, Any], own: dict[str, Any], path: Path) -> MarkovSizes | None:
+    if DSPARK not in (raw.get("architectures") or []):
+        if keys := [name for name in MARKOV_KEYS if own.get(name) is not None]:
+            raise ModelFileError(
+                f"{path}: {keys[0]} is of DSpark, the architecture is another: without its heads its drafts would be "
+                f"others; write {DSPARK} in config.json"
+            )
+        return None
+    if own.get("markov_head_type", "vanilla") != "vanilla":
+        raise UnsupportedModelError(
+            f"{path}: markov_head_type {short(own['markov_head_type'])} is not implemented: give a vanilla one"
+        )
+    whole(dict(raw), "vocab_size", path, least=1)
+    rank = whole(own, "markov_rank", path, 256, least=1)
+    flags = ({name: own.get(name, True)} for name in MARKOV_KEYS[2:])
+    return MarkovSizes(rank, *(_flag(each, tuple(each), path) for each in flags))

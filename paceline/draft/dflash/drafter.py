@@ -237,8 +237,10 @@ class DFlashDrafter(TappedDrafter):
         """Reads a DFlash v1 drafter from its folder. `num_drafted`: maximum drafts per round; None: those of a full
         block. Raises UnsupportedModelError for a DFlash 2 drafter, and the errors of `checkpoint.read_stored`."""
         stored = read_stored(folder)
-        if stored.config.second:
-            raise UnsupportedModelError(f"{folder} holds a DFlash 2 drafter: read it with dflash2.read_drafter")
+        if stored.config.second or stored.config.markov:
+            raise UnsupportedModelError(
+                f"{folder} holds a DFlash 2 or DSpark drafter: read it with dflash_family.read_drafter"
+            )
         network = DFlashNetwork.of(stored.config, stored.tensors, folder)
         ids, head_VD = stored.vocabulary
         return cls(network, num_drafted=num_drafted, draft_ids=ids, head_VD=head_VD)

@@ -177,6 +177,17 @@ class TorchPath:
         hidden_TD = self.run_layers(embedded_TD, size, plans, writer, self.rope.tables(positions_of(starts, counts)))
         return self._drafting_slots(hidden_TD, len(rows), width)
 
+    @torch.inference_mode()
+    def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
+        """Runs a block of `size` positions for each row, after its last committed token (`anchors`). Returns final
+        normed hidden states [B, width, D] and scaled logits [B, width, V] of each block's first `width` draft
+        positions."""
+        return self._logits_of(self.slots(rows, anchors, width, size), len(rows))
+
+    def _logits_of(self, slots_TD: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        logits_TV = scale_logits(self._head(slots_TD), self.config)
+        return slots_TD.unflatten(0, (num_rows, -1)), logits_TV.unflatten(0, (num_rows, -1))
+
     def embed_block(self, tokens_T: Tensor) -> Tensor:
         """Returns the input embeddings [T, D] of the blocks' tokens."""
         embedded_TD = self._target.matrix_embed(tokens_T)
@@ -311,6 +322,17 @@ class NativePath:
         self._model.forward(self._view, work)
         best_BK = [best[row * width : (row + 1) * width] for row in range(num_rows)]
         return Drafts(best_BK, None if logits_TV is None else logits_TV.view(num_rows, width, -1))
+
+    def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
+        """Runs a block of `size` positions for each row, after its last committed token (`anchors`). Returns final
+        normed hidden states [B, width, D] and scaled logits [B, width, V] of each block's first `width` draft
+        positions."""
+        taps_TD = torch.empty(len(rows) * size, self.config.shape.hidden_size, dtype=self.cache.keys.dtype)
+        logits_BKV = self.draft(rows, anchors, width, size, True, taps_TD)[1]
+        assert logits_BKV is not None
+        first = 0 if self.config.from_anchor else 1
+        hidden_BKD = taps_TD.unflatten(0, (len(rows), size))[:, first : first + width]
+        return hidden_BKD, scale_logits(logits_BKV, self.config)
 
     is_fixed = False
 

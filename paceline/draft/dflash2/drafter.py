@@ -20,24 +20,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from paceline.draft.dflash.checkpoint import StoredDrafter, read_stored
+from paceline.draft.codebooks import BOOKS
 from paceline.draft.dflash.config import DFlashConfig, as_dflash2, new_config
 from paceline.draft.dflash.drafter import Attend, DFlashDrafter, DFlashNetwork, DraftLayer
 from paceline.draft.dflash2.paths import SELECTOR, DFlash2NativePath, DFlash2Path, can_mix, convolve
-from paceline.draft.dflash2.selector import BOOKS, Selector, WalkedReading
+from paceline.draft.dflash2.selector import Picks, Selector, WalkedReading
 from paceline.draft.vocabulary import Vocabulary
-from paceline.errors import ModelFileError
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import Target
 from paceline.types import Sequence
 
 DEVIATION = 0.02
-"""Standard deviation of a new selector's random initial weights."""
+"""Standard deviation of random initial weights of new codebooks."""
 
 
 class Convolution(nn.Module):
@@ -154,19 +153,27 @@ def beginnings(config: DFlashConfig, seed: int = 0, *, factored: bool = False) -
     return tensors
 
 
-def materialised(tensors: Mapping[str, Tensor], embedding_VD: Tensor) -> dict[str, Tensor]:
-    """Returns a network's tensors as a checkpoint stores them: each factor [rank, D] of the candidate selector becomes
-    a codebook [V, rank], the product of the target's embedding [V, D] and the transposed factor."""
-    converted: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.startswith(SELECTOR) and name.endswith("_factor"):
-            converted[name.replace("_factor", "_codebook")] = embedding_VD.to(tensor.device, tensor.dtype) @ tensor.T
-        else:
-            converted[name] = tensor
-    return converted
+class PickingPath(Protocol):
+    """A decode path whose blocks end in scored candidates."""
+
+    def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks: ...
 
 
-class DFlash2Drafter(DFlashDrafter):
+class WalkingDrafter(DFlashDrafter):
+    """A drafter whose drafts are picked one after another, each given the one before it."""
+
+    def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
+        """Returns for each of `tokens` the probability that it is drafted, given the tokens before it. Runs one more
+        pass, because each draft depends on those before it; `probs_KV` is not used."""
+        reading = self._read([seq.row], [seq.tokens[-1]], len(tokens), self.block_size, True) if tokens else None
+        return reading.along(0, tokens, seq) if reading else []
+
+    @torch.inference_mode()
+    def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> WalkedReading:
+        return WalkedReading(cast("PickingPath", self._path).pick(rows, anchors, width, size), self._vocab_size)
+
+
+class DFlash2Drafter(WalkingDrafter):
     """A DFlash 2 drafter: its candidate selector picks each draft given the draft before it."""
 
     name = "dflash2"
@@ -175,10 +182,6 @@ class DFlash2Drafter(DFlashDrafter):
     @property
     def has_native_path(self) -> bool:
         return can_mix(self.config)
-
-    @classmethod
-    def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-        return read_drafter(folder, num_drafted=num_drafted)
 
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> DFlash2Drafter:
@@ -194,47 +197,3 @@ class DFlash2Drafter(DFlashDrafter):
         if isinstance(target, NativeDecoder) and self.has_native_path:
             return DFlash2NativePath(self.config, self.network.state_dict(), target, own)
         return DFlash2Path(self.config, self.network.state_dict(), target, own)
-
-    def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
-        """Returns for each of `tokens` the probability that it is drafted, given the tokens before it. Runs one more
-        pass, because each draft depends on those before it; `probs_KV` is not used."""
-        reading = self._read([seq.row], [seq.tokens[-1]], len(tokens), self.block_size, True) if tokens else None
-        return reading.along(0, tokens, seq) if reading else []
-
-    @torch.inference_mode()
-    def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> WalkedReading:
-        assert isinstance(self._path, DFlash2Path | DFlash2NativePath)
-        return WalkedReading(self._path.pick(rows, anchors, width, size), self._vocab_size)
-
-
-def network_of(config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> DFlashNetwork:
-    """Creates a DFlash or DFlash 2 network, as the config says, that shares `tensors`. `source` is for messages. Raises
-    ModelFileError."""
-    if any(name.endswith("_factor") for name in tensors):
-        raise ModelFileError(
-            f"{source} is a checkpoint of a training, whose codebooks are factors: give the run's folder drafter"
-        )
-    return (DFlash2Network if config.second else DFlashNetwork).of(config, tensors, source)
-
-
-def drafter_of(network: DFlashNetwork, **options: Any) -> DFlashDrafter:
-    """Creates the drafter for a DFlash or DFlash 2 network; `options` go to its constructor."""
-    return (DFlash2Drafter if isinstance(network, DFlash2Network) else DFlashDrafter)(network, **options)
-
-
-def read_drafter(folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-    """Reads a DFlash or DFlash 2 drafter from a folder or GGUF file. `num_drafted`: maximum drafts per round; None:
-    those of a full block. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
-    return drafter_from(read_stored(folder), folder, num_drafted=num_drafted)
-
-
-def drafter_from(
-    stored: StoredDrafter, source: Path | str = "checkpoint", *, num_drafted: int | None = None
-) -> DFlashDrafter:
-    """Creates the drafter of a stored checkpoint, as `read_stored` returns it. `source` is for messages. `num_drafted`:
-    maximum drafts per round; None: those of a full block. Raises ModelFileError if config and weights do not fit each
-    other."""
-    network = network_of(stored.config, stored.tensors, source)
-    return drafter_of(
-        network, num_drafted=num_drafted, draft_ids=stored.vocabulary.ids, head_VD=stored.vocabulary.head_VD
-    )

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.draft.codebooks import BOOKS
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.paths import NativePath, TorchPath, rows_of
-from paceline.draft.dflash.reading import scale_logits
-from paceline.draft.dflash2.selector import BOOKS, Picks, Selector, score
+from paceline.draft.dflash2.selector import Picks, Selector, score
 from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
 from paceline.model.native.decoder import NativeDecoder, pack
 from paceline.model.native.library import FORMATS, GROUP, Picker
@@ -96,17 +96,6 @@ class DFlash2Path(TorchPath):
         hidden_BKD, logits_BKV = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
         return tuple(score(self.selector, hidden_BKD, logits_BKV, anchors_B, self.ids))
 
-    @torch.inference_mode()
-    def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
-        """Runs a block of `size` positions for each row, after its last committed token (`anchors`). Returns final
-        normed hidden states [B, width, D] and scaled logits [B, width, V] of each block's first `width` draft
-        positions."""
-        return self._logits_of(self.slots(rows, anchors, width, size), len(rows))
-
-    def _logits_of(self, slots_TD: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        logits_TV = scale_logits(self._head(slots_TD), self.config)
-        return slots_TD.unflatten(0, (num_rows, -1)), logits_TV.unflatten(0, (num_rows, -1))
-
 
 class DFlash2NativePath(NativePath):
     """DFlash 2 in native (C++) calls, with weights prepared for one native target. Adds convolutions to the layers of
@@ -130,14 +119,6 @@ class DFlash2NativePath(NativePath):
         from logits by a constant per position."""
         hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
         return Picks(*self._picker.pick(anchors, logits_BKV, hidden_BKD))
-
-    def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
-        taps_TD = torch.empty(len(rows) * size, self.config.shape.hidden_size, dtype=self.cache.keys.dtype)
-        logits_BKV = self.draft(rows, anchors, width, size, True, taps_TD)[1]
-        assert logits_BKV is not None
-        first = 0 if self.config.from_anchor else 1
-        hidden_BKD = taps_TD.unflatten(0, (len(rows), size))[:, first : first + width]
-        return hidden_BKD, scale_logits(logits_BKV, self.config)
 
 
 def can_mix(config: DFlashConfig) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import rng
+from paceline.draft.codebooks import BOOKS, Codebooks
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.reading import Reading, inverse_temperature
 from paceline.draft.foresight import Foresight, ranked
@@ -22,48 +23,17 @@ from paceline.model.sampling.logits import sample
 from paceline.plan.trees import Candidates
 from paceline.types import Sequence
 
-BOOKS = ("predecessor_codebook", "successor_codebook")
 
-
-class Selector(nn.Module):
+class Selector(Codebooks):
     """Candidate selector: scores the most probable tokens of a draft position, given the token drafted before it. It
-    has codebooks A (previous token) and B (next token), both [V, rank], and a projection W [rank, D].
-
-    In training, codebooks may be factored: A = E F^T with the target's frozen embedding E and a trained factor F [rank,
-    D], which has fewer parameters; `materialised` computes a checkpoint's codebooks from them.
-    """
+    has codebooks A (previous token) and B (next token), and a projection W [rank, D]."""
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
-        super().__init__()
         assert config.second is not None and config.vocab_size is not None
         rank, hidden_size = config.second.selector_rank, config.shape.hidden_size
-        self.top_k, self.is_factored = config.second.selector_top_k, factored
-        rows = (rank, hidden_size) if factored else (config.vocab_size, rank)
-        for name in BOOKS:
-            self.register_parameter(
-                name.replace("codebook", "factor") if factored else name, nn.Parameter(torch.empty(rows))
-            )
+        super().__init__(config.vocab_size, hidden_size, rank, factored)
+        self.top_k = config.second.selector_top_k
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
-
-    def rows(self, book: str, tokens: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Returns a codebook's rows for these tokens, [*tokens.shape, rank]. `book`: "predecessor_codebook" or
-        "successor_codebook". `embedding_VD`: the target's embedding, needed by factored codebooks only."""
-        if not self.is_factored:
-            return F.embedding(tokens, self.get_parameter(book))
-        assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
-        factor = self.get_parameter(book.replace("codebook", "factor"))
-        return F.linear(F.embedding(tokens, embedding_VD).to(factor.dtype), factor)
-
-    def linked(self, before_BKPR: Tensor, tokens_BKM: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Returns what the selector adds to the candidates' logits, [B, K, P, M]: the dot product of one vector for
-        each of P previous tokens (`before_BKPR`: the token's row of codebook A, multiplied element by element by the
-        projected hidden state) and one for each of M candidates (`tokens_BKM`: its row of codebook B). `embedding_VD`:
-        the target's embedding, from which a factored codebook B is computed."""
-        if not self.is_factored:
-            return before_BKPR @ self.rows(BOOKS[1], tokens_BKM).float().transpose(-1, -2)
-        assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
-        wide_BKPD = before_BKPR @ self.get_parameter(BOOKS[1].replace("codebook", "factor")).float()
-        return wide_BKPD @ F.embedding(tokens_BKM, embedding_VD).float().transpose(-1, -2)
 
 
 class Picks(NamedTuple):
@@ -75,6 +45,8 @@ class Picks(NamedTuple):
     """Token ids of the candidates."""
     scores_BKPM: Tensor
     """Score of each of M candidates after each of P possible previous tokens, float32."""
+    sure_BK: Tensor | None = None
+    """Log-probability that the greedy drafts are accepted, if the drafter predicts it; None: that of the scores."""
 
 
 def score(
@@ -117,6 +89,7 @@ class WalkedReading(Reading):
 
     def __init__(self, picks: Picks, vocab_size: int) -> None:
         self._scores_BKPM, self._vocab_size = picks.scores_BKPM, vocab_size
+        self._sure_BK: list[list[float]] | None = None if picks.sure_BK is None else picks.sure_BK.tolist()
         self._tokens_BKM: list[list[list[int]]] = picks.tokens_BKM.tolist()
         self._host_BKPM = picks.scores_BKPM.cpu()  # one copy for all rows
         self._scores: dict[int, list[list[list[float]]]] = {}
@@ -124,7 +97,7 @@ class WalkedReading(Reading):
     def certain(self, row: int, limit: int, with_confidence: bool) -> tuple[list[int], list[float] | None]:
         places, logprobs = self._walk(row, limit, 1.0)
         tokens = [candidates[place] for candidates, place in zip(self._tokens_BKM[row], places, strict=False)]
-        return tokens, logprobs if with_confidence else None
+        return tokens, self._confidence(row, logprobs) if with_confidence else None
 
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
         """Samples drafts at the first `limit` positions of a row, each from softmax(score / T) over the candidates
@@ -140,7 +113,7 @@ class WalkedReading(Reading):
             rows.append(probs_KPM[place, before])
             before = sample(rows[-1], rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, place))
             tokens.append(candidates[before])
-        logprobs = self._walk(row, limit, inverse)[1]
+        logprobs = self._confidence(row, self._walk(row, limit, inverse)[1])
         if not tokens:
             return tokens, None, logprobs
         probs_KV = rows[0].new_zeros(len(tokens), self._vocab_size)
@@ -190,6 +163,10 @@ class WalkedReading(Reading):
             ranks.append(at(place, before))
             before = tokens_KM[place].index(ranks[-1][0][0])
         return Candidates([tokens for tokens, _ in ranks], [logprobs for _, logprobs in ranks], most, behind)
+
+    def _confidence(self, row: int, logprobs: list[float]) -> list[float]:
+        """Log-probabilities that the row's greedy drafts are accepted: predicted ones, or `logprobs`, their own."""
+        return logprobs if self._sure_BK is None else self._sure_BK[row][: len(logprobs)]
 
     def _scores_of(self, row: int) -> list[list[list[float]]]:
         """Scores [K, P, M] of one row."""

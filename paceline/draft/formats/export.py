@@ -1,4 +1,4 @@
-"""Exports a DFlash drafter to other programs: in z-lab's format, vLLM's `speculators` format, or llama.cpp's GGUF.
+"""Exports a drafter of the DFlash family: in z-lab's format, vLLM's `speculators` format, or llama.cpp's GGUF.
 
     export(read_stored(folder), "speculators", out, head_rows=rows,
            verifier={"name_or_path": ..., "architectures": [...]})
@@ -52,6 +52,8 @@ def export(
     if form not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")
     check_new(out, "file" if form == "gguf" else "folder")
+    if stored.config.markov and form != "speculators":
+        raise UnsupportedModelError(f"the format {form} has no place for DSpark's heads: use the speculators format")
     if form == "gguf":
         if out.suffix.lower() != ".gguf":
             raise ConfigError(f"--out {out} must be a file that ends in .gguf: programs know the format by it")
@@ -97,7 +99,7 @@ def _as_speculators(
 ) -> list[str]:
     config, left_out = stored.config, list[str]()
     _check_sayable(config)
-    kind = "dflash2" if config.second else "dflash"
+    kind = "dflash2" if config.second else "dspark" if config.markov else "dflash"
     vocab_size = config.vocab_size or 0
     ids, head_VD = stored.vocabulary
     if config.second and ids is not None:
@@ -120,7 +122,7 @@ def _as_speculators(
     }
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     raw = speculators.from_z_lab(config.raw, kind, settings, verifier, dtype)
-    write_checkpoint(out, raw, {**tensors, **stored.others})
+    write_checkpoint(out, raw, speculators.with_their_names({**tensors, **stored.others}, ids))
     if not verifier.get("name_or_path") and not raw["speculators_config"]["verifier"].get("name_or_path"):
         left_out.append(
             "the target's name, which was not given: vLLM needs it, as --speculative-config has the target elsewhere"

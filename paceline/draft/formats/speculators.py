@@ -7,6 +7,7 @@
     sliding_window_non_causal              is_causal: false; full layers are never causal (`export.py` on vLLM)
     sample_from_anchor                     the same
     conv_*, selector_* (dflash2)           dflash_config.*
+    markov_*, *confidence_head* (dspark)   dflash_config.*
     draft_vocab_size, d2t, t2d, lm_head    not in z-lab's own code: the draft vocabulary (`vocabulary.py`)
 
 Keys without a counterpart are stored under `z_lab` or `speculators`, so that converting back restores every key. The
@@ -20,12 +21,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.draft.dflash.config import DFlash2Sizes
+from torch import Tensor
+
+from paceline.draft.codebooks import BOOKS
+from paceline.draft.dflash.config import MARKOV_KEYS, DFlash2Sizes
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.config.decoder import is_whole, short
 
 log = logging.getLogger("paceline.draft")
-KINDS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+KINDS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
 """Value of speculators_model_type -> architecture; both are in a config.json of `speculators`."""
 VERSION = "0.9.0"
 OUTSIDE = (
@@ -47,7 +51,10 @@ OWN = (
 )
 OWN += ("mask_token_id", "sliding_window_non_causal", "sample_from_anchor", "draft_vocab_size", "z_lab")
 """Keys of a `speculators` config.json that correspond to keys in z-lab's format."""
-SECOND = DFlash2Sizes.__slots__
+ADDED: dict[str, tuple[str, ...]] = {"dflash": (), "dflash2": DFlash2Sizes.__slots__, "dspark": MARKOV_KEYS}
+"""Kind -> keys of its config.json that no other kind has."""
+MARKOV_NAMES = {f"markov_head.{book}": f"markov_head.markov_w{place}.weight" for place, book in enumerate(BOOKS, 1)}
+"""Names of a DSpark drafter's codebooks, here -> in a file of `speculators`."""
 DEFAULTS: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016,
     "num_hidden_layers": 32,
@@ -82,15 +89,15 @@ def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     nested = {**(z_lab.get("dflash_config") or {}), "target_layer_ids": [each - 1 for each in ids]}
     if raw.get("mask_token_id") is not None:
         nested["mask_token_id"] = raw["mask_token_id"]
-    nested |= {name: raw[name] for name in SECOND if kind == "dflash2" and name in raw}
+    nested |= {name: raw[name] for name in ADDED[kind] if name in raw}
     converted = {**DEFAULTS, **layer, "model_type": "qwen3", "architectures": [KINDS[kind]]}
     converted |= {name: value for name, value in z_lab.items() if name in OUTSIDE}
     converted["dflash_config"] = nested
     (nested if "block_size" in nested else converted)["block_size"] = raw.get("block_size", 8)
     converted |= _causality(converted, bool(raw.get("sliding_window_non_causal", kind == "dflash2")), path)
-    if raw.get("sample_from_anchor"):
+    if raw.get("sample_from_anchor", kind == "dspark"):
         (nested if "sample_from_anchor" in nested else converted)["sample_from_anchor"] = True
-    rest = {name: value for name, value in raw.items() if name not in (*OWN, *SECOND)}
+    rest = {name: value for name, value in raw.items() if name not in (*OWN, *ADDED[kind])}
     rest |= {"model_type": layer["model_type"]} if layer.get("model_type", "qwen3") != "qwen3" else {}
     return {**converted, **({"speculators": rest} if rest else {})}
 
@@ -115,7 +122,7 @@ def _causality(layer: dict[str, Any], is_non_causal: bool, path: Path) -> dict[s
 def from_z_lab(
     raw: Mapping[str, Any], kind: str, settings: Mapping[str, Any], verifier: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
-    """Converts a config.json (`raw`) from z-lab's format to that of `speculators`. `kind`: "dflash" or "dflash2".
+    """Converts a config.json (`raw`) from z-lab's format to that of `speculators`. `kind`: a key of KINDS.
     `settings`: values in use of block_size, mask_token_id, target_layer_ids, num_slots, sample_from_anchor,
     sliding_window_non_causal and draft_vocab_size. `verifier`: the target's name_or_path and architectures, if known.
     `dtype`: that of the weights, such as "bfloat16"."""
@@ -141,9 +148,27 @@ def from_z_lab(
         "aux_hidden_state_layer_ids": [each + 1 for each in settings["target_layer_ids"]],
         "sliding_window_non_causal": settings["sliding_window_non_causal"],
         "sample_from_anchor": settings["sample_from_anchor"],
-        **{name: nested[name] for name in SECOND if kind == "dflash2" and name in nested},
+        **{name: nested[name] for name in ADDED[kind] if name in nested},
         **({"z_lab": outside} if outside else {}),
     }
+
+
+def with_our_names(tensors: Mapping[str, Tensor], ids: Tensor | None, vocab_size: int | None) -> dict[str, Tensor]:
+    """Renames the codebooks of a DSpark drafter from the names of `speculators`. The second one, which has a row for
+    each token of the draft vocabulary `ids`, gets zeros for all others of `vocab_size`."""
+    ours = {name: own for own, name in MARKOV_NAMES.items()}
+    renamed, second = {ours.get(name, name): tensor for name, tensor in tensors.items()}, f"markov_head.{BOOKS[1]}"
+    if second in renamed and ids is not None and vocab_size and len(renamed[second]) == len(ids):
+        whole_VR = renamed[second].new_zeros(vocab_size, renamed[second].shape[1])
+        renamed[second] = whole_VR.index_copy_(0, ids, renamed[second])
+    return renamed
+
+
+def with_their_names(tensors: Mapping[str, Tensor], ids: Tensor | None) -> dict[str, Tensor]:
+    """The inverse of `with_our_names`."""
+    second = f"markov_head.{BOOKS[1]}"
+    narrowed = {second: tensors[second][ids]} if second in tensors and ids is not None else {}
+    return {MARKOV_NAMES.get(name, name): tensor for name, tensor in {**tensors, **narrowed}.items()}
 
 
 def proposal_config(

@@ -22,7 +22,7 @@ from paceline.bench.config import BUILTIN_PROMPTS
 from paceline.draft.base import Drafter
 from paceline.draft.dflash.checkpoint import StoredDrafter
 from paceline.draft.dflash.config import DFlashConfig
-from paceline.draft.dflash2.drafter import drafter_from
+from paceline.draft.dflash_family import drafter_from
 from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint
 from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
 from paceline.draft.vocabulary import Vocabulary

@@ -1,0 +1,1 @@
+"""DSpark: a DFlash drafter with a Markov head and a confidence head."""
