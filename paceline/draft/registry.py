@@ -14,6 +14,7 @@ from paceline.draft.dflash.config import is_dflash
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash2.drafter import DFlash2Drafter
 from paceline.draft.dflash_family import read_drafter
+from paceline.draft.dspark.drafter import DSparkDrafter
 from paceline.draft.eagle3.checkpoint import is_eagle3
 from paceline.draft.eagle3.drafter import Eagle3Drafter
 from paceline.draft.formats.gguf_reader import is_gguf_drafter
@@ -40,6 +41,7 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "mtp": lambda target, target_name, **options: MtpDrafter.of_target(target_name, **options),
     "random-dflash": lambda target, target_name, **options: DFlashDrafter.random(target, **options),
     "random-dflash2": lambda target, target_name, **options: DFlash2Drafter.random(target, **options),
+    "random-dspark": lambda target, target_name, **options: DSparkDrafter.random(target, **options),
     "random-eagle3": lambda target, target_name, **options: Eagle3Drafter.random(target, **options),
 }
 

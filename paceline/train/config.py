@@ -312,17 +312,17 @@ class DrafterShape:
     """Token id that marks a position to be drafted [default: the last]."""
     draft_vocab: SomeTokens | None = None
     """Draft only the most frequent tokens, this many; 0 for all."""
-    kind: Annotated[str, ("dflash", "dflash2", "eagle3", "mtp")] = "dflash"
-    """Drafting method. dflash2 adds convolutions and a selector to a new drafter or to that of --init; eagle3 is
-    EAGLE-3; mtp trains the target's own multi-token-prediction layer."""
+    kind: Annotated[str, ("dflash", "dflash2", "dspark", "eagle3", "mtp")] = "dflash"
+    """Drafting method. dflash2 adds convolutions and a selector to a new drafter or to that of --init, dspark a Markov
+    head and a confidence head; eagle3 is EAGLE-3; mtp trains the target's own multi-token-prediction layer."""
     ttt_steps: Count = 3
     """Drafts per block that an eagle3 or mtp drafter learns, one after another; its blocks are these and the anchor."""
     eagle_version: Annotated[str, ("3.1", "3")] = "3.1"
     """Version of a new eagle3 drafter: 3.1 also norms each layer's features and the state passed to the next step."""
     selector_rank: Count = 64
-    """Values per token in the codebooks of a new dflash2 selector."""
+    """Values per token in the codebooks of a new dflash2 selector or dspark Markov head."""
     codebooks: Annotated[str, ("factored", "free")] = "factored"
-    """A new selector's codebooks: computed from the target's embedding (factored), or one trained row per token
+    """New codebooks: computed from the target's embedding (factored), or one trained row per token
     (free)."""
 
     def __post_init__(self) -> None:

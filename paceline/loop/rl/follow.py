@@ -32,6 +32,7 @@ from paceline.train.learn.losses import Head, SlotMetrics, head_loss
 from paceline.train.learn.optimisers import Optimisers
 from paceline.train.learn.packs import Chosen, PackBudget, Packer, split_into_packs
 from paceline.train.methods.copied_layers import settle_units
+from paceline.train.methods.dspark import DSparkTrainable
 from paceline.train.methods.selector import DFlash2Trainable, trainable_of
 
 BLOCKS_PER_PACK, TOKENS_PER_PACK = 128, 4096
@@ -56,7 +57,8 @@ class FollowConfig:
 
 
 class DFlashFollower:
-    """Trains the engine's DFlash or DFlash 2 drafter after each policy update; implements `rollouts.Follower`."""
+    """Trains the engine's DFlash, DFlash 2 or DSpark drafter after each policy update; implements
+    `rollouts.Follower`."""
 
     def __init__(self, drafter: Drafter, config: FollowConfig | None = None) -> None:
         """Raises ConfigError if `drafter` is of a kind that cannot be trained here."""
@@ -124,9 +126,12 @@ class DFlashFollower:
         for part in split_into_packs(chosen, PackBudget(BLOCKS_PER_PACK, TOKENS_PER_PACK, block_size)):
             pack = packer.pack(part)
             hidden_TD = trainable.hidden(pack, embedding_VD, False)
-            objective, measured = head_loss(hidden_TD, pack.slots, head, loss, num_slots)
+            inputs = hidden_TD, pack, head, embedding_VD, loss, num_slots
+            if isinstance(trainable, DSparkTrainable):
+                objective, measured = trainable.loss(*inputs)
+            else:
+                objective, measured = head_loss(hidden_TD, pack.slots, head, loss, num_slots)
             if isinstance(trainable, DFlash2Trainable):
-                inputs = hidden_TD, pack, head, embedding_VD, loss, num_slots
                 more, walked = trainable.selector_loss(*inputs, is_measured=True, is_learning=True)
                 objective, measured.flat = objective + more, measured.flat + walked.flat
             objective.backward()

@@ -18,10 +18,12 @@ from torch.nn.functional import cross_entropy
 
 from paceline.draft import shipped
 from paceline.draft.dflash.checkpoint import read_checkpoint, read_draft_ids
-from paceline.draft.dflash.config import DFlashConfig, as_dflash2, check_fit, default_layer_ids, new_config
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2, as_dspark, check_fit, default_layer_ids, new_config
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.draft.dflash2.drafter import DFlash2Network, beginnings
 from paceline.draft.dflash_family import network_of
+from paceline.draft.dspark import drafter as dspark
+from paceline.draft.dspark.drafter import DSparkNetwork
 from paceline.errors import ConfigError
 from paceline.hub import resolve
 from paceline.model.checkpoint import load_tensors
@@ -225,6 +227,8 @@ def network_for(
             copy_layers(network, load_tensors(resolve(target_name)), getattr(target, "config", None))
     if shape.kind == "dflash2" and config.second is None:
         return _with_selector(raw, network, target, shape, seed)
+    if shape.kind == "dspark" and config.markov is None:
+        return _with_markov_head(raw, network, target, shape, seed)
     return raw, network
 
 
@@ -239,6 +243,21 @@ def _with_selector(
     with torch.device("meta"):
         network = DFlash2Network(config, is_factored)
     network.load_state_dict({**body.state_dict(), **beginnings(config, seed, factored=is_factored)}, assign=True)
+    return raw, network
+
+
+def _with_markov_head(
+    raw: dict[str, Any], body: DFlashNetwork, target: Target, shape: DrafterShape, seed: int
+) -> tuple[dict[str, Any], DFlashNetwork]:
+    """Converts a DFlash v1 drafter to DSpark; at first it drafts the same tokens. Raises ConfigError for a DFlash 2
+    drafter."""
+    if body.config.second:
+        raise ConfigError("--drafter-kind dspark: a DFlash 2 drafter cannot become one: give --init a DFlash drafter")
+    raw = as_dspark({**raw, "vocab_size": target.vocab_size}, rank=shape.selector_rank)
+    config, is_factored = DFlashConfig.from_json(raw), shape.codebooks == "factored"
+    with torch.device("meta"):
+        network = DSparkNetwork(config, is_factored)
+    network.load_state_dict({**body.state_dict(), **dspark.beginnings(config, seed, factored=is_factored)}, assign=True)
     return raw, network
 
 

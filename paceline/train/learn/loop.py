@@ -32,14 +32,16 @@ from paceline.train.learn.checkpoint import check_same, latest_checkpoint, save_
 from paceline.train.learn.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
 from paceline.train.learn.optimisers import Optimisers, learning_rate_share
 from paceline.train.learn.packs import Chosen, Pack, PackBudget, Packer, Trainable, heldout_anchors
+from paceline.train.methods.dspark import DSparkTrainable
 from paceline.train.methods.eagle3 import Eagle3Trainable
 from paceline.train.methods.mtp import MtpTrainable
 from paceline.train.methods.selector import BlockSample, DFlash2Trainable
 from paceline.train.processes.parallel import make_parallel, recompute_layers
 
 HELDOUT_ANCHORS = 8
-NOT_SHARDABLE = (DFlash2Trainable, Eagle3Trainable, MtpTrainable)
+NOT_SHARDABLE = (DFlash2Trainable, DSparkTrainable, Eagle3Trainable, MtpTrainable)
 """Drafters that cannot be sharded."""
+WITH_CODEBOOKS = (DFlash2Trainable, DSparkTrainable)
 REGRESSION = 0.97
 """An out-of-distribution eal (expected acceptance length) below this share of its maximum is a regression."""
 EQUAL_RATIO = 0.97
@@ -102,7 +104,7 @@ class Trainer:
         if config.gradient_checkpointing:
             recompute_layers(drafter.layers)
         if config.parallel == "sharded" and self.ranks.world > 1 and isinstance(drafter, NOT_SHARDABLE):
-            raise ConfigError("DFlash 2, EAGLE-3 and MTP drafters are not trained in parts: use --parallel replicated")
+            raise ConfigError("only DFlash drafters are trained in parts: use --parallel replicated")
         self.parallel.prepare(drafter, config.autocast)
         self.optimisers = Optimisers(self.network, config.optim)
         self.vocabulary = self._loss_vocabulary()
@@ -190,7 +192,7 @@ class Trainer:
             "drafter": self.drafter.raw,
             "num_documents": len(self.corpus.train),
             "documents": self._documents,
-            **({"codebooks": self.drafter.codebooks} if isinstance(self.drafter, DFlash2Trainable) else {}),
+            **({"codebooks": self.drafter.codebooks} if isinstance(self.drafter, WITH_CODEBOOKS) else {}),
         }
 
     @functools.cached_property
@@ -262,6 +264,9 @@ class Trainer:
             inputs = pack, self.embedding_VD, head, self.config.loss, num_slots
             return self.drafter.loss(*inputs, is_autocast=self.config.autocast, is_measured=is_measured)
         hidden_TD, config = self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), self.config
+        if isinstance(self.drafter, DSparkTrainable):
+            inputs = hidden_TD, pack, head, self.embedding_VD, config.loss, num_slots
+            return self.drafter.loss(*inputs, is_measured=is_measured)
         loss, metrics = head_loss(hidden_TD, pack.slots, head, config.loss, num_slots, is_measured)
         if isinstance(self.drafter, DFlash2Trainable):
             is_learning = self.share_done >= config.selector_from

@@ -24,9 +24,11 @@ from torch import Tensor
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.draft.dflash2.drafter import DFlash2Network
 from paceline.draft.dflash2.selector import score
+from paceline.draft.dspark.drafter import DSparkNetwork
 from paceline.train.config import LossConfig
 from paceline.train.learn.losses import CHUNK_ROWS, Head, SlotMetrics, Slots, slot_weights
 from paceline.train.learn.packs import DFlashTrainable, Pack
+from paceline.train.methods.dspark import DSparkTrainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,8 @@ class DFlash2Trainable(DFlashTrainable):
 
 
 def trainable_of(network: DFlashNetwork, raw: dict[str, Any], attention: str = "auto") -> DFlashTrainable:
-    """Returns the Trainable of a DFlash or DFlash 2 network. `raw`: its config.json; `attention`: auto, split, sdpa or
-    flex."""
+    """Returns the Trainable of a DFlash, DFlash 2 or DSpark network. `raw`: its config.json; `attention`: auto, split,
+    sdpa or flex."""
+    if isinstance(network, DSparkNetwork):
+        return DSparkTrainable(network, raw, attention)
     return (DFlash2Trainable if isinstance(network, DFlash2Network) else DFlashTrainable)(network, raw, attention)

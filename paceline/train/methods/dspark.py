@@ -1,0 +1,124 @@
+"""Training of a DSpark drafter: its body and Markov head learn together, its confidence head from what they draft.
+
+The loss of a slot (draft position) is one of train/learn/losses.py, of logits to which the Markov head has added its
+part after the target's previous token. The confidence's loss is the binary cross entropy with the chance that the draft
+is accepted: the overlap of both distributions if the loss has the target's, else whether the most probable token is the
+target's. It has the same weights over the slots; hidden states are detached for it, so that the body learns to draft.
+
+The logits of a few blocks are computed at a time, and computed again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from paceline.draft.codebooks import BOOKS
+from paceline.draft.dspark.drafter import DSparkNetwork
+from paceline.train.config import LossConfig
+from paceline.train.learn.losses import CHUNK_ROWS, Head, SlotMetrics, Slots, measure, slot_losses, slot_weights
+from paceline.train.learn.packs import DFlashTrainable, Pack
+
+
+class DSparkTrainable(DFlashTrainable):
+    """Trains DSpark: a DFlash network with a Markov head and a confidence head."""
+
+    network: DSparkNetwork
+
+    @property
+    def codebooks(self) -> str:
+        return "factored" if self.network.markov_head.is_factored else "free"
+
+    def loss(
+        self,
+        hidden_TD: Tensor,
+        pack: Pack,
+        head: Head,
+        embedding_VD: Tensor,
+        config: LossConfig,
+        num_slots: float,
+        *,
+        is_measured: bool = True,
+    ) -> tuple[Tensor, SlotMetrics]:
+        """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the draft positions of the whole
+        step. hidden_TD [A * K, D]: result of `hidden` for the pack (A blocks, K draft positions each); `head`: LM head
+        over the tokens that the loss compares; embedding_VD: the target's embedding matrix. Metrics cover all blocks
+        in an evaluation, the first ones in training; without `is_measured` they are zero."""
+        slots, is_training = pack.slots, torch.is_grad_enabled()
+        per_block = slots.labels_AK.shape[1]
+        metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)
+        hidden_AKD, before_AK = hidden_TD.unflatten(0, (-1, per_block)), before(pack)
+        step = max(1, CHUNK_ROWS // per_block)
+        for first in range(0, len(before_AK), step):
+            blocks = slice(first, first + step)
+            final_AKD = None if slots.final_AKD is None else slots.final_AKD[blocks]
+            part = Slots(slots.labels_AK[blocks], slots.valid_AK[blocks], final_AKD)
+            own = SlotMetrics.zero(per_block) if is_measured and (first == 0 or not is_training) else None
+            inputs = hidden_AKD[blocks], before_AK[blocks], part, head, embedding_VD, config
+            if is_training:
+                loss = checkpoint(self._part, *inputs, own, use_reentrant=False)
+                assert isinstance(loss, Tensor)
+            else:
+                loss = self._part(*inputs, own)
+            total = total + loss
+            if own is not None:
+                metrics.flat += own.flat
+        return total / num_slots, metrics
+
+    def _part(
+        self,
+        hidden_AKD: Tensor,
+        before_AK: Tensor,
+        slots: Slots,
+        head: Head,
+        embedding_VD: Tensor,
+        config: LossConfig,
+        metrics: SlotMetrics | None,
+    ) -> Tensor:
+        """Returns the loss (a sum) of a few blocks, and writes their metrics."""
+        rows_AK, reached_AK = head.local(slots.labels_AK)
+        learned_AK, label_R1 = slots.valid_AK & reached_AK, rows_AK.flatten()[:, None]
+        with torch.autocast(hidden_AKD.device.type, enabled=False):
+            logits_RV = self._logits(hidden_AKD, before_AK, head, embedding_VD).flatten(0, 1)
+            ce_AK, loss_AK = slot_losses(logits_RV, label_R1, slots, head, config)
+            weight_AK = slot_weights(config, ce_AK.detach(), learned_AK)
+            total = (loss_AK * weight_AK).sum()
+            if self.network.confidence_head is not None:
+                rows_AKR = self.network.markov_head.rows(BOOKS[0], before_AK, embedding_VD).detach()
+                sure_AK = self.network.confidence_head(hidden_AKD.detach().float(), rows_AKR)
+                accepted_AK = self._accepted(logits_RV.detach(), label_R1, slots, head)
+                own_AK = F.binary_cross_entropy_with_logits(sure_AK, accepted_AK, reduction="none")
+                total = total + (own_AK * weight_AK).sum()
+        if metrics is not None:
+            metrics.flat.copy_(measure(logits_RV.detach(), label_R1, learned_AK).flat)
+            metrics.sums_4K[0] = slots.valid_AK.sum(0).cpu()  # a token that the head lacks counts as missed
+            metrics.flat[0] = (loss_AK.detach() * learned_AK).sum(dtype=torch.float64).cpu()
+        return total
+
+    def _logits(self, hidden_AKD: Tensor, before_AK: Tensor, head: Head, embedding_VD: Tensor) -> Tensor:
+        """Logits [A, K, V] over the head's tokens, with the Markov head's part after the tokens `before_AK`."""
+        return head.logits(hidden_AKD) + self.network.markov_head.added(before_AK, head.columns, embedding_VD)
+
+    def _accepted(self, logits_RV: Tensor, label_R1: Tensor, slots: Slots, head: Head) -> Tensor:
+        """Chance [A, K] that each slot's draft is accepted."""
+        if head.offset_V is not None:
+            logits_RV = logits_RV - head.offset_V
+        if slots.final_AKD is None:
+            return (logits_RV.argmax(-1) == label_R1[:, 0]).view(slots.labels_AK.shape).float()
+        target_RV = head.target_logits(slots.final_AKD.flatten(0, 1)).float().softmax(-1)
+        return torch.minimum(target_RV, logits_RV.float().softmax(-1)).sum(-1).view(slots.labels_AK.shape)
+
+    @torch.no_grad()
+    def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
+        slots = pack.slots
+        rows_AK, reached_AK = head.local(slots.labels_AK)
+        logits_AKV = self._logits(hidden_TD.unflatten(0, rows_AK.shape), before(pack), head, embedding_VD)
+        return (logits_AKV.argmax(-1) == rows_AK) & reached_AK & slots.valid_AK
+
+
+def before(pack: Pack) -> Tensor:
+    """Returns the token before each slot [A, K]: the anchor, then the target's tokens."""
+    tokens_AK = torch.where(pack.slots.valid_AK, pack.slots.labels_AK, 0).long()
+    return torch.cat([pack.anchors_A[:, None].to(tokens_AK), tokens_AK[:, :-1]], dim=1)

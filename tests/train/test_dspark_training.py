@@ -1,0 +1,148 @@
+"""DSpark in training: a start that changes nothing, its losses against their formulas, a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_training import config, documents, embedding, head_of, tiny_decoder
+from tiny_dflash import loud_
+from tiny_runs import TINY, paceline
+from torch.nn import functional as F
+
+from paceline.draft.codebooks import materialised
+from paceline.draft.dflash.checkpoint import write_checkpoint
+from paceline.draft.dflash_family import network_of, read_drafter
+from paceline.draft.dspark.drafter import DSparkNetwork
+from paceline.errors import ConfigError
+from paceline.train.config import DrafterShape, LossConfig
+from paceline.train.documents.dataset import Corpus
+from paceline.train.features.hidden_states import OnlineFeatures
+from paceline.train.learn.initial_weights import network_for
+from paceline.train.learn.loop import Trainer
+from paceline.train.learn.losses import Head, slot_weights
+from paceline.train.learn.packs import DFlashTrainable, Pack
+from paceline.train.methods import dspark
+from paceline.train.methods.dspark import DSparkTrainable
+from paceline.train.methods.selector import trainable_of
+
+SMALL: dict[str, Any] = {"num_layers": 1, "block_size": 4, "num_taps": 2}
+SPARK: dict[str, Any] = {**SMALL, "kind": "dspark", "selector_rank": 6}
+COLUMNS = torch.tensor([*range(20), 22])
+
+
+def trainer(folder: Path, *, needs_final: bool = False, head: Head | None = None, **shape: Any) -> Trainer:
+    settings, target = config(), tiny_decoder()
+    raw, network = network_for(target, "none", DrafterShape(**{**SPARK, **shape}), None, settings.seed)
+    corpus = Corpus(documents(), [])
+    features = OnlineFeatures(target, corpus.train, network.config.target_layer_ids, needs_final)
+    drafter = trainable_of(network, raw)
+    return Trainer(
+        drafter, corpus, features, embedding(target), head or head_of(target, network), settings, folder=folder
+    )
+
+
+def spark_of(one: Trainer) -> tuple[DSparkTrainable, Pack]:
+    assert isinstance(one.drafter, DSparkTrainable)
+    loud_(one.drafter.network.markov_head, 3)
+    chosen, _, _ = one.planner.step(one.state.place)
+    return one.drafter, one.packer.pack(chosen)
+
+
+@pytest.mark.parametrize("codebooks", ["factored", "free"])
+@pytest.mark.parametrize("is_continued", [False, True])
+def test_it_begins_as_the_v1_drafter(codebooks: str, is_continued: bool, tmp_path: Path) -> None:
+    target = tiny_decoder()
+    raw, body = network_for(target, "none", DrafterShape(**SMALL), None, 3)
+    if is_continued:
+        write_checkpoint(tmp_path / "v1", raw, body.state_dict())
+    init = tmp_path / "v1" if is_continued else None
+    raw_3, network = network_for(target, "none", DrafterShape(**SPARK, codebooks=codebooks), init, 3)
+    assert raw_3["architectures"] == ["DSparkDraftModel"]
+    assert isinstance(network, DSparkNetwork)
+    one = trainer(tmp_path)
+    chosen, _, _ = one.planner.step(one.state.place)
+    pack, table = one.packer.pack(chosen), one.embedding_VD
+    v1, spark = DFlashTrainable(body, raw), trainable_of(network, raw_3)
+    hidden = spark.hidden(pack, table, False)
+    torch.testing.assert_close(hidden, v1.hidden(pack, table, False), atol=1e-6, rtol=1e-6)
+    assert torch.equal(spark.right(hidden, pack, one.head, table), v1.right(hidden, pack, one.head, table))
+
+
+@pytest.mark.parametrize(("name", "columns"), [("ce", None), ("d-pace", COLUMNS), ("kl", None), ("lk", None)])
+@pytest.mark.parametrize("codebooks", ["factored", "free"])
+def test_loss_and_figures_by_formula(name: str, columns: torch.Tensor | None, codebooks: str, tmp_path: Path) -> None:
+    """Of a Markov head that is added after the target's tokens, and of the confidence in being accepted."""
+    one = trainer(tmp_path, needs_final=name in ("kl", "lk"), codebooks=codebooks)
+    drafter, pack = spark_of(one)
+    head = one.head if columns is None else Head(one.head.weight_VD[columns], columns=columns)
+    loss_config, table = LossConfig(name=name), one.embedding_VD
+    hidden = drafter.hidden(pack, table, False).detach().requires_grad_()
+    scalar, metrics = drafter.loss(hidden, pack, head, table, loss_config, 50.0)
+    (gradient,) = torch.autograd.grad(scalar, hidden, retain_graph=True)
+    whole = materialised(drafter.network.state_dict(), table)
+    w1, w2 = (whole[f"markov_head.{book}_codebook"] for book in ("predecessor", "successor"))
+    labels, valid = pack.slots.labels_AK.long(), pack.slots.valid_AK
+    before = torch.cat([pack.anchors_A[:, None], torch.where(valid, labels, 0)[:, :-1]], dim=1)
+    again = hidden.detach().requires_grad_()
+    ids = torch.arange(len(table)) if columns is None else columns
+    blocks = again.unflatten(0, labels.shape)
+    logits = blocks @ head.weight_VD.T + w1[before] @ w2[ids].T
+    rows, reached = head.local(labels)
+    log_probs = logits.log_softmax(-1)
+    ce = -log_probs.gather(-1, rows[..., None])[..., 0]
+    accepted, loss = (logits.argmax(-1) == rows).float(), ce
+    if pack.slots.final_AKD is not None and name in ("kl", "lk"):
+        target = head.target_logits(pack.slots.final_AKD).softmax(-1)
+        accepted = torch.minimum(target, log_probs.exp()).sum(-1).detach()
+        overlap = torch.minimum(target, log_probs.exp()).sum(-1)
+        loss = (target * (target.log() - log_probs)).sum(-1) if name == "kl" else -(overlap + 1e-6).log()
+    weights = slot_weights(loss_config, ce.detach(), valid & reached)
+    confidence = drafter.network.confidence_head
+    assert confidence is not None
+    sure = confidence(blocks.detach(), w1[before])
+    own = F.binary_cross_entropy_with_logits(sure, accepted, reduction="none")
+    expected = ((loss + own) * weights).sum() / 50.0
+    torch.testing.assert_close(scalar, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, again)[0], atol=1e-5, rtol=1e-4)
+    right = (logits.argmax(-1) == rows) & reached & valid
+    assert torch.equal(drafter.right(hidden, pack, head, table), right)
+    assert metrics.sums_4K[1].tolist() == right.sum(0).tolist()
+
+
+def test_pieces_have_the_gradient_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, pack = spark_of(one := trainer(tmp_path))
+    gradients = []
+    for rows in (10_000, 6):
+        monkeypatch.setattr(dspark, "CHUNK_ROWS", rows)
+        drafter.network.zero_grad()
+        hidden = drafter.hidden(pack, one.embedding_VD, False)
+        drafter.loss(hidden, pack, one.head, one.embedding_VD, LossConfig(), 50.0)[0].backward()
+        assert all(parameter.grad is not None for parameter in drafter.network.parameters())
+        gradients.append([parameter.grad for parameter in drafter.network.parameters()])
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
+
+
+def test_a_dflash_2_drafter_does_not_become_one(tmp_path: Path) -> None:
+    raw, network = network_for(tiny_decoder(), "none", DrafterShape(**{**SPARK, "kind": "dflash2"}), None, 3)
+    weights = materialised(network.state_dict(), embedding(tiny_decoder()))
+    write_checkpoint(tmp_path / "second", raw, network_of(network.config, weights).state_dict())
+    with pytest.raises(ConfigError, match="a DFlash 2 drafter cannot become one"):
+        network_for(tiny_decoder(), "none", DrafterShape(**SPARK), tmp_path / "second", 0)
+
+
+@pytest.mark.slow
+def test_a_run_writes_a_drafter_that_drafts(tmp_path: Path) -> None:
+    words = ("--drafter-kind", "dspark", "--selector-rank", 8, "--out", tmp_path / "run")
+    paceline(*TINY, "--max-steps", 6, *words)
+    drafter = read_drafter(tmp_path / "run" / "drafter")
+    assert drafter.name == "dspark"
+    tensors = load_file(tmp_path / "run" / "drafter" / "model.safetensors")
+    assert tensors["markov_head.successor_codebook"].abs().max() > 0
+    assert tensors["confidence_head.proj.weight"].abs().max() > 0
+    served = json.loads((tmp_path / "run" / "heldout.json").read_text())
+    assert served["tokens_per_round"] >= 1.0
