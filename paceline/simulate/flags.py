@@ -21,7 +21,7 @@ class Serving:
 
     model: str
     method: str = "dflash"
-    """Drafting method, such as dflash, mtp or eagle3: a key of METHODS."""
+    """Drafting method, such as dflash, dspark or eagle3: a key of METHODS."""
     drafter: str = PLACEHOLDER
     """Folder or hub id of the drafter."""
     num_drafted: int = 0

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline import __version__
-from paceline.draft.dflash.config import ARCHITECTURE_2
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.eagle3.checkpoint import LAYER_IDS
 from paceline.draft.eagle3.drafter import DEFAULT_DRAFTED
+from paceline.draft.formats.described import kind_of
 from paceline.draft.mtp.checkpoint import MARK, is_mtp
 from paceline.errors import ConfigError, DownloadError, PacelineError, reraised
 from paceline.hub import BUILTINS, resolve
@@ -81,16 +82,13 @@ def _kind(config: TrainConfig, drafter: Path, raw: dict[str, Any], named: str) -
     if config.shape.kind == "eagle3":
         return _Kind("EAGLE-3", DEFAULT_DRAFTED, f"EAGLE-3 in SpecForge's {sizes} The embedding is", [])
     place = _place(config, drafter)
-    block, is_second = (
-        int(raw.get("block_size", 0)) or 1 + DEFAULT_DRAFTED,
-        ARCHITECTURE_2 in (raw.get("architectures") or []),
-    )
+    block, kind = int(raw.get("block_size", 0)) or 1 + DEFAULT_DRAFTED, kind_of(DFlashConfig.from_json(raw))
     return _Kind(
-        "DFlash",
+        "DSpark" if kind == "DSpark" else "DFlash",
         block - 1,
-        f"{'DFlash 2' if is_second else 'DFlash v1'} in z-lab's {sizes} Embedding and head are",
+        f"{kind} in z-lab's {sizes} Embedding and head are",
         [
-            *([] if is_second else _engines(config.target.model, place, block)),
+            *(_engines(config.target.model, place, block) if kind == "DFlash v1" else []),
             f"paceline export {shlex.quote(place)} --format speculators --model {named} --out for-vllm",
         ],
     )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from paceline.draft.dflash.checkpoint import PACKED, StoredDrafter, weights_file
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint
 from paceline.draft.mtp.checkpoint import MtpLayer
 from paceline.model.config.decoder import DecoderConfig, decoder_config
@@ -22,7 +23,7 @@ class Fact(NamedTuple):
 
 
 def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
-    """Returns a table of the properties of a DFlash drafter that determine its drafts; each row (`Fact`) has a name, a
+    """Returns a table of the properties of a drafter of the DFlash family that determine its drafts; each row (`Fact`) has a name, a
     value and an explanation. `folder`: where the drafter was read from."""
     config, shape = stored.config, stored.config.shape
     ids, head_VD = stored.vocabulary
@@ -33,7 +34,7 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
     aligned = "slot k says the token behind its place" if config.from_anchor else "slot k says the token at its place"
     facts = [
         Fact("format", stored.form, _tensors(stored.tensors) + packed),
-        Fact("kind", "DFlash 2" if config.second else "DFlash v1", _second(stored)),
+        Fact("kind", kind_of(config), _second(stored)),
         Fact("made for", _target(stored)),
         Fact(
             "network",
@@ -61,6 +62,11 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
     facts += [Fact(what, value, meaning) for what, value, usual, meaning in flags if value != usual]
     unread = (*stored.unread, *stored.others)
     return facts + ([Fact("not read", ", ".join(unread), "nothing here knows what to do with it")] if unread else [])
+
+
+def kind_of(config: DFlashConfig) -> str:
+    """Returns the name of a drafter's kind: DFlash v1, DFlash 2 or DSpark."""
+    return "DFlash 2" if config.second else "DSpark" if config.markov else "DFlash v1"
 
 
 def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
@@ -144,7 +150,10 @@ def _target(stored: StoredDrafter) -> str:
 
 
 def _second(stored: StoredDrafter) -> str:
-    sizes = stored.config.second
+    sizes, markov = stored.config.second, stored.config.markov
+    if markov is not None:
+        confidence = "with" if markov.has_confidence else "without"
+        return f"a Markov head of rank {markov.rank}, {confidence} a confidence head{_books(stored)}"
     if sizes is None:
         return "slots are drafted independently of each other"
     return (

@@ -189,6 +189,8 @@ def _dflash(start: Start, folder: Path, raw: Mapping[str, Any], sizes: ConfigSiz
         )
     if stored.config.second:
         notes.append(f"a DFlash 2 drafter: {start.engine} must be a version that knows DFlash2DraftModel")
+    if stored.config.markov and start.engine != "vllm":
+        raise UnsupportedModelError(f"{folder}: a DSpark drafter is written for vLLM alone, not for {start.engine}")
     wanted = _form_for(start.engine, stored)
     is_read = stored.form == wanted and not (start.engine == "vllm" and _is_read_as_causal(raw, stored))
     if not is_read or ids is not None or weights_file(folder).name == PACKED:
@@ -203,13 +205,15 @@ def _dflash(start: Start, folder: Path, raw: Mapping[str, Any], sizes: ConfigSiz
         )
         notes += [f"left out for {start.engine}: {item}" for item in left_out]
         folder = scratch / "drafter"
-    return Given(folder, "dflash", num_drafted, notes)
+    return Given(folder, "dspark" if stored.config.markov else "dflash", num_drafted, notes)
 
 
 def _form_for(engine: str, stored: StoredDrafter) -> str:
     """Chooses the format that preserves most of this drafter. vLLM applies a speculators folder's window to all layers
     (vllm 56692), so only z-lab's format supports a mix of causal and other layers."""
     is_mixed = len(set(stored.config.is_causal)) > 1
+    if stored.config.markov:
+        return "speculators"
     if engine == "sglang" or is_mixed:
         return "z-lab"
     return "speculators" if stored.vocabulary.ids is not None else stored.form
