@@ -90,8 +90,8 @@ class PredictConfig:
     """With --tree, acceptance by rank of a slot's candidates: greedy or sampled, measured on GSM8K, or a bench decode
     run with --speculate tree:32 [default: greedy]."""
     method: str | None = None
-    """Method in the server command lines: dflash, dspark, mtp, eagle3, draft-model, ngram [default: dflash with --block, else
-    mtp]."""
+    """Method in the server command lines: dflash, dspark, mtp, eagle3, draft-model, ngram [default: dflash with
+    --block, else mtp]."""
     drafter: str | None = None
     """Drafter in the server command lines: a folder or hub id."""
 

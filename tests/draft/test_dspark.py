@@ -14,13 +14,14 @@ from stored_drafters import drafted
 from tiny_dflash import HIDDEN, VOCAB, loud_, needs_native, raw_config, tiny_target
 
 from paceline.draft.codebooks import BOOKS
-from paceline.draft.dflash.checkpoint import read_stored
+from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint
 from paceline.draft.dflash.config import DFlashConfig, as_dspark, is_dflash
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.dflash_family import drafter_from, read_drafter
 from paceline.draft.dspark.drafter import DSparkDrafter, DSparkNetwork
 from paceline.draft.dspark.heads import ConfidenceHead, MarkovHead, pick
 from paceline.draft.formats.export import export, rows_of
+from paceline.draft.formats.speculators import with_their_names
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.torch.decoder import Decoder
@@ -132,6 +133,22 @@ def test_slots_say_the_token_behind_them_unless_the_file_says_otherwise(tmp_path
     file.write_text(json.dumps(config))
     assert read_stored(tmp_path / "theirs").config.from_anchor
     assert read_drafter(tmp_path / "theirs").num_drafted == 8
+
+
+def test_deepspecs_files_are_read(tmp_path: Path) -> None:
+    """Names of the codebooks as in `speculators`, keys at the top level, and other defaults."""
+    drafter = DSparkDrafter(network_3(raw_3(sample_from_anchor=True)))
+    raw = drafter.config.raw | drafter.config.raw["dflash_config"]
+    raw = {name: value for name, value in raw.items() if name not in ("dflash_config", "sample_from_anchor")}
+    raw["architectures"] = ["Qwen3DSparkModel"]
+    write_checkpoint(tmp_path, raw, with_their_names(drafter.network.of_file(), None))
+    theirs = read_drafter(tmp_path)
+    assert theirs.config.from_anchor
+    assert drafted(tiny_target(), theirs) == drafted(tiny_target(), drafter)
+    del raw["enable_confidence_head"]
+    without = DFlashConfig.from_json(raw)
+    assert without.markov is not None
+    assert not without.markov.has_confidence
 
 
 @pytest.mark.parametrize("form", ["z-lab", "gguf"])

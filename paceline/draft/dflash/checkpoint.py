@@ -73,7 +73,7 @@ def read_stored(folder: Path | str) -> StoredDrafter:
     file = weights_file(folder)
     stored = read_packed(file, config.vocab_size) if file.name == PACKED else dict(load_tensors(folder))
     tensors, within, others = vocabulary.split(stored, folder)
-    if config.markov and form == "speculators":
+    if config.markov:
         tensors = speculators.with_our_names(tensors, within.ids, config.vocab_size)
     if config.shape.num_layers > len(tensors):
         raise ModelFileError(

@@ -55,6 +55,8 @@ class MarkovSizes:
     """True if the confidence head also reads the previous token's row of the Markov head."""
 
 
+DEEPSPEC = "Qwen3DSparkModel"
+"""Architecture of DSpark drafters in DeepSpec's files, which have z-lab's keys at the top level."""
 MARKOV_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 """Keys of a DSpark drafter's config.json."""
 
@@ -101,6 +103,13 @@ class DFlashConfig:
         """Parses the JSON object of a config.json (`raw`). `path` is for messages. Raises UnsupportedModelError for
         another format or architecture, ModelFileError for a missing or invalid key."""
         path = Path(path)
+        if DEEPSPEC in (raw.get("architectures") or []):
+            raw = {
+                **dict.fromkeys(MARKOV_KEYS[2:], False),
+                "sample_from_anchor": True,
+                **raw,
+                "architectures": [DSPARK],
+            }
         nested = raw.get("dflash_config") or {}
         if not isinstance(nested, dict):
             raise ModelFileError(f"{path}: dflash_config must be an object: correct config.json")
@@ -267,7 +276,7 @@ def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
     if not {ARCHITECTURE, ARCHITECTURE_2, DSPARK} & set(map(str, names)) or raw.get("model_type", "qwen3") != "qwen3":
         raise UnsupportedModelError(
             f"{path}: drafter architecture {names[0]} on model_type {raw.get('model_type')} is not implemented: "
-            f"give a {ARCHITECTURE}, {ARCHITECTURE_2} or {DSPARK} on qwen3"
+            f"give a {ARCHITECTURE}, {ARCHITECTURE_2}, {DSPARK} or {DEEPSPEC} on qwen3"
         )
     types = raw.get("layer_types")
     known = {"full_attention", "sliding_attention"}

@@ -23,8 +23,8 @@ class Fact(NamedTuple):
 
 
 def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
-    """Returns a table of the properties of a drafter of the DFlash family that determine its drafts; each row (`Fact`) has a name, a
-    value and an explanation. `folder`: where the drafter was read from."""
+    """Returns a table of the properties of a drafter of the DFlash family that determine its drafts; each row (`Fact`)
+    has a name, a value and an explanation. `folder`: where the drafter was read from."""
     config, shape = stored.config, stored.config.shape
     ids, head_VD = stored.vocabulary
     packed = ", read from blocks of 8 bits" if weights_file(folder).name == PACKED else ""
