@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Drafters of several kinds for one target, side by side: lookups (n-gram), a small model (some of the target's own layers, taught
-# by `paceline distill`), EAGLE-3, DFlash and DFlash 2, trained on the same answers for the same time. Tokens a round, what drafting
+# by `paceline distill`), EAGLE-3, DFlash, DFlash 2 and DSpark, trained on the same answers for the same time. Tokens a round, what drafting
 # takes, and speed, as a table and a chart.
 #
 #   DATA=path/to/prompt/sets bash experiments/drafters_side_by_side.sh
@@ -10,7 +10,7 @@
 # and humaneval.jsonl, on which is measured; ANSWERS and PROMPTS are others in their place. Each kind learns for MINUTES (8) of
 # steps, as its own recipe says; hidden states come on top, twice: EAGLE-3 reads other layers. Then three measurements with nothing
 # else running: `full` has every draft of every round checked, `tree:32` the likeliest 32 of those that can be told from each
-# other, `auto` is the planner's choice. About 70 minutes on two cores. Killed, the same command goes on after the last finished
+# other, `auto` is the planner's choice. About 80 minutes on two cores. Killed, the same command goes on after the last finished
 # stage. Needs pip install 'paceline[distill]'. Environment: OUT (folder), TARGET (smollm2-135m), LIMIT (prompts a file, 12), REPEAT
 # (turns, 3), LAYERS (of the small model, 6).
 set -euo pipefail
@@ -41,11 +41,13 @@ train=(paceline train --target "$target" --plan off --max-len 512 --max-tokens 1
 copied=(--lr 2e-3 --first-layers copied --loss d-pace --loss-vocab 8192 --draft-vocab 12288)
 "${train[@]}" --out "$out/eagle3" --drafter-kind eagle3 --lr 7e-4 --ttt-steps 5 --draft-vocab 12288
 "${train[@]}" --out "$out/dflash" "${copied[@]}"
-for folder in "$out"/dflash/features-*; do  # links, not copies
-    mkdir -p "$out/dflash2"
-    if [ ! -e "$out/dflash2/$(basename "$folder")" ]; then cp -al "$folder" "$out/dflash2/"; fi
+for kind in dflash2 dspark; do
+    mkdir -p "$out/$kind"
+    for folder in "$out"/dflash/features-*; do  # links, not copies
+        if [ ! -e "$out/$kind/$(basename "$folder")" ]; then cp -al "$folder" "$out/$kind/"; fi
+    done
+    "${train[@]}" --out "$out/$kind" "${copied[@]}" --drafter-kind "$kind"
 done
-"${train[@]}" --out "$out/dflash2" "${copied[@]}" --drafter-kind dflash2
 
 # Its gates are for students that answer in the target's place: a drafter is only refused when it learned nothing.
 if [ ! -e "$out/small/student.gguf" ]; then
@@ -53,7 +55,7 @@ if [ ! -e "$out/small/student.gguf" ]; then
         --num-answers 0 --least-agreement 0 --out "$out/small"
 fi
 
-drafters=none,ngram,$out/small/student.gguf,$out/eagle3/drafter,$out/dflash/drafter,$out/dflash2/drafter
+drafters=none,ngram,$out/small/student.gguf,$out/eagle3/drafter,$out/dflash/drafter,$out/dflash2/drafter,$out/dspark/drafter
 files=()
 for file in $prompts; do
     files+=(--prompts "$file")

@@ -6,7 +6,8 @@ key.
 
 Tiny random networks in float32. For each shape: our export is read by `speculators`, which makes a block's logits from
 features; `dflash` makes them of z-lab's folder; ours are the network's own. Then `speculators`' own converter makes its
-folder of ours, and both configs are compared as `speculators` reads them.
+folder of ours, and both configs are compared as `speculators` reads them. Of DSpark, which `dflash` does not know, the
+confidence is compared too, and the greedy drafts of 50 blocks.
 """
 
 # pyright: reportMissingImports=false
@@ -28,12 +29,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from tiny_dflash import HIDDEN, MIXED, TARGET_LAYERS, VOCAB, loud_, raw_config, target_shape, target_weights
 
+from paceline.draft.codebooks import BOOKS
 from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint
-from paceline.draft.dflash.config import DFlashConfig, as_dflash2
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2, as_dspark
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.draft.dflash2.drafter import DFlash2Network
 from paceline.draft.dflash2.selector import score
 from paceline.draft.dflash_family import network_of
+from paceline.draft.dspark.drafter import DSparkNetwork
+from paceline.draft.dspark.heads import pick
 from paceline.draft.formats.export import export, rows_of
 from paceline.runs.folder import write_results
 from paceline.train.learn.attention import Layout, make_attention
@@ -43,6 +47,8 @@ CONTEXT, WINDOW = 12, 32
 otherwise."""
 SLIDING = {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": MIXED}
 ENOUGH = 1e-5
+NUM_BLOCKS = 50
+"""Blocks whose drafts are compared."""
 
 
 def raw_2(**keys: Any) -> dict[str, Any]:
@@ -63,6 +69,9 @@ CASES: dict[str, tuple[dict[str, Any], list[int] | None]] = {
     ),
     "DFlash 2": (raw_2(), None),
     "DFlash 2, window": (raw_2(**SLIDING, is_causal=False), None),
+    "DSpark": (as_dspark(raw_config(), rank=5), None),
+    "DSpark, from the anchor": (as_dspark(raw_config(sample_from_anchor=True), rank=5), None),
+    "DSpark, draft vocabulary": (as_dspark(raw_config(sample_from_anchor=True), rank=5), [1, 4, 5, 9]),
 }  # fmt: skip
 
 
@@ -81,7 +90,8 @@ def main() -> None:
     if options.out:
         peers = {name: version(name) for name in ("speculators", "dflash")}
         write_results(options.out, {"rows": rows, "worst": worst}, peers)
-    sys.exit(worst > ENOUGH)
+    is_same = all(row["same_drafts"][0] == NUM_BLOCKS for row in rows if "same_drafts" in row)
+    sys.exit(worst > ENOUGH or not is_same)
 
 
 def written_target(folder: Path) -> Path:
@@ -102,7 +112,8 @@ def written_target(folder: Path) -> Path:
 
 def compared(raw: dict[str, Any], ids: list[int] | None, target: Path, out: Path) -> dict[str, Any]:
     config = DFlashConfig.from_json(raw)
-    network = (DFlash2Network if config.second else DFlashNetwork).random(config)
+    kind = DFlash2Network if config.second else DSparkNetwork if config.markov else DFlashNetwork
+    network = kind.random(config)
     loud_(network)
     for name, parameter in network.named_parameters():
         if name.endswith("kernel_projection.weight"):
@@ -123,6 +134,14 @@ def compared(raw: dict[str, Any], ids: list[int] | None, target: Path, out: Path
     read_back = our_logits(spec, features, tokens, embedding_VD, rows_VD)
     assert all(torch.equal(first, second) for first, second in zip(ours, read_back, strict=True))
     theirs = speculators_logits(spec, features, tokens)
+    if config.markov:
+        blocks = [torch.randn(length, features.shape[1], generator=draw) for _ in range(NUM_BLOCKS)]
+        model = speculators_model(spec)
+        same = sum(
+            our_drafts(spec, each, tokens, embedding_VD, rows_VD) == their_drafts(model, each, tokens, draft_ids)
+            for each in blocks
+        )
+        return {"speculators": worst_of(ours, theirs), "dflash": None, "same_drafts": [same, NUM_BLOCKS]}
     reference = dflash_logits(own, features, tokens, embedding_VD, rows_VD)
     return {
         "speculators": worst_of(ours, theirs),
@@ -137,33 +156,74 @@ def worst_of(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 @torch.no_grad()
 def our_logits(folder: Path, features: Tensor, tokens: Tensor, embedding_VD: Tensor, head_VD: Tensor) -> list[Tensor]:
-    """Logits of every slot of the block at CONTEXT; of DFlash 2 also the selector's scores behind the true tokens."""
+    """Logits of every slot of the block at CONTEXT; of DFlash 2 also the selector's scores behind the true tokens, of
+    DSpark the logits behind them and the confidence."""
+    network, hidden, ids = our_block(folder, features, tokens, embedding_VD)
+    logits, size = hidden @ head_VD.T, network.config.block_size
+    before = torch.cat([tokens[CONTEXT : CONTEXT + 1], tokens[CONTEXT : CONTEXT + size - 1]])
+    if isinstance(network, DSparkNetwork):
+        before = tokens[CONTEXT : CONTEXT + size] if network.config.from_anchor else before
+        assert network.confidence_head is not None
+        sure = network.confidence_head(hidden, network.markov_head.rows(BOOKS[0], before))
+        return [logits + network.markov_head.added(before, ids), sure]
+    if not isinstance(network, DFlash2Network):
+        return [logits]
+    picks = score(network.candidate_selector, hidden[None], logits[None], before[:1], before_BK=before[None])
+    return [logits, picks.scores_BKPM[0, :, 0]]
+
+
+@torch.no_grad()
+def our_block(
+    folder: Path, features: Tensor, tokens: Tensor, embedding_VD: Tensor
+) -> tuple[DFlashNetwork, Tensor, Tensor | None]:
+    """Network, hidden states of the block at CONTEXT, and draft vocabulary."""
     stored = read_stored(folder)
     config, network = stored.config, network_of(stored.config, stored.tensors, folder)
     block = torch.full((config.block_size,), config.mask_token_id)
     block[0] = tokens[CONTEXT]
     layout = Layout((CONTEXT,), (torch.tensor([CONTEXT]),), config.block_size)
     attend = make_attention("split", config, layout, torch.float32)
-    hidden = network(embedding_VD[block], features[:CONTEXT], attend)
-    logits = hidden @ head_VD.T
-    if not isinstance(network, DFlash2Network):
-        return [logits]
-    before = torch.cat([tokens[CONTEXT : CONTEXT + 1], tokens[CONTEXT : CONTEXT + config.block_size - 1]])
-    picks = score(network.candidate_selector, hidden[None], logits[None], before[:1], before_BK=before[None])
-    return [logits, picks.scores_BKPM[0, :, 0]]
+    return network, network(embedding_VD[block], features[:CONTEXT], attend), stored.vocabulary.ids
 
 
 @torch.no_grad()
-def speculators_logits(folder: Path, features: Tensor, tokens: Tensor) -> list[Tensor]:
-    from speculators import SpeculatorModel
+def our_drafts(folder: Path, features: Tensor, tokens: Tensor, embedding_VD: Tensor, head_VD: Tensor) -> list[int]:
+    """Greedy drafts of a DSpark drafter's block at CONTEXT."""
+    network, hidden, ids = our_block(folder, features, tokens, embedding_VD)
+    assert isinstance(network, DSparkNetwork)
+    slots = hidden[None, 0 if network.config.from_anchor else 1 :]
+    picks = pick(network.markov_head, None, slots, slots @ head_VD.T, tokens[CONTEXT : CONTEXT + 1], ids)
+    return picks.tokens_BKM[0, :, 0].tolist()
 
-    model: Any = SpeculatorModel.from_pretrained(str(folder), attn_implementation="eager").eval().float()
-    model._attn_impl, length = "eager", len(tokens)
+
+@torch.no_grad()
+def their_drafts(model: Any, features: Tensor, tokens: Tensor, draft_ids: Tensor | None) -> list[int]:
+    """The same by `speculators`' modules, one slot after another."""
+    hidden, logits = their_block(model, features, tokens)
+    drafts, before = list[int](), tokens[CONTEXT]
+    for slot in range(0 if model.config.sample_from_anchor else 1, model.block_size):
+        bias = model.markov_head.block_bias(prev_token_ids=before.view(1, 1), hidden_states=hidden[:, slot : slot + 1])
+        best = (logits[0, slot] + bias[0, 0]).argmax()
+        before = best if draft_ids is None else draft_ids[best]
+        drafts.append(int(before))
+    return drafts
+
+
+def speculators_model(folder: Path) -> Any:
+    from speculators import SpeculatorModel
     from speculators.models.attention import create_float_mask
 
-    model._create_mask_fn = create_float_mask
+    model: Any = SpeculatorModel.from_pretrained(str(folder), attn_implementation="eager").eval().float()
+    model._attn_impl, model._create_mask_fn = "eager", create_float_mask
     for layer in model.layers:
         layer.self_attn.config._attn_implementation = "eager"
+    return model
+
+
+@torch.no_grad()
+def their_block(model: Any, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits of the block at CONTEXT."""
+    length = len(tokens)
     mask = torch.zeros(1, length)
     mask[0, CONTEXT] = 1  # the only place where a block may begin
     hidden, logits, *_ = model._backbone_forward(
@@ -174,9 +234,22 @@ def speculators_logits(folder: Path, features: Tensor, tokens: Tensor) -> list[T
         torch.zeros(1, length, dtype=torch.long),
         max_anchors=1,
     )
+    return hidden, logits
+
+
+@torch.no_grad()
+def speculators_logits(folder: Path, features: Tensor, tokens: Tensor) -> list[Tensor]:
+    model = speculators_model(folder)
+    hidden, logits = their_block(model, features, tokens)
+    places = torch.arange(CONTEXT, CONTEXT + model.block_size)
+    if hasattr(model, "markov_head"):
+        block = tokens[None, places]
+        before = block if model.config.sample_from_anchor else torch.cat([block[:, :1], block[:, :-1]], dim=1)
+        rows = model.markov_head.prev_embeddings(before)
+        bias = model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden, prev_emb=rows)
+        return [(logits + bias)[0], model.confidence_head(torch.cat([hidden, rows], dim=-1))[0]]
     if not hasattr(model, "candidate_selector"):
         return [logits[0]]
-    places = torch.arange(CONTEXT, CONTEXT + model.block_size)
     before = model._predecessor_ids(tokens[None], places).reshape(1, -1)
     candidates = logits.topk(model.candidate_selector.top_k, dim=-1).indices
     return [logits[0], model.candidate_selector.score_candidates(logits, hidden, before, candidates)[0]]
