@@ -152,7 +152,7 @@ def test_deepspecs_files_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["z-lab", "gguf"])
-def test_other_formats_have_no_place_for_the_heads(form: str, tmp_path: Path) -> None:
+def test_other_formats_are_refused(form: str, tmp_path: Path) -> None:
     DSparkDrafter(network_3(raw_3())).save(tmp_path / "own")
     with pytest.raises(UnsupportedModelError, match="use the speculators format"):
         export(read_stored(tmp_path / "own"), form, tmp_path / ("out.gguf" if form == "gguf" else "out"))

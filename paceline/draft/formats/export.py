@@ -53,7 +53,7 @@ def export(
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")
     check_new(out, "file" if form == "gguf" else "folder")
     if stored.config.markov and form != "speculators":
-        raise UnsupportedModelError(f"the format {form} has no place for DSpark's heads: use the speculators format")
+        raise UnsupportedModelError(f"DSpark drafters are not written in the format {form}: use the speculators format")
     if form == "gguf":
         if out.suffix.lower() != ".gguf":
             raise ConfigError(f"--out {out} must be a file that ends in .gguf: programs know the format by it")
