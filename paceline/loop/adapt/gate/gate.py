@@ -118,12 +118,24 @@ def judge(
         return Verdict(
             False, f"its gain of {fell.gain:+.1%} on what fell may be none (95% from {fell.low:+.1%})", gains
         )
-    worst = min((name for name in gains if name != "drifted"), key=lambda name: gains[name].gain, default=None)
-    if worst is not None and gains[worst].gain <= -config.most_loss:
-        why = f"it loses {-gains[worst].gain:.1%} on {worst!r}, {config.most_loss:.0%} is the limit"
-        return Verdict(False, why, gains, loses=True)
+    if lost := lost_elsewhere(gains, config):
+        return lost
     without = "; no answers of another kind were there to look at" if ood is None else ""
     return Verdict(True, f"{fell.gain:+.1%} tokens/s on what fell (95% from {fell.low:+.1%}){without}", gains)
+
+
+def worst_of(gains: Mapping[str, Gain]) -> str | None:
+    """Returns the request set with the smallest gain, other than "drifted"; None if there is no other."""
+    return min((name for name in gains if name != "drifted"), key=lambda name: gains[name].gain, default=None)
+
+
+def lost_elsewhere(gains: Mapping[str, Gain], config: CandidateConfig) -> Verdict | None:
+    """Returns the refusal of a candidate that loses too much on traffic other than "drifted", else None."""
+    worst = worst_of(gains)
+    if worst is None or gains[worst].gain > -config.most_loss:
+        return None
+    why = f"it loses {-gains[worst].gain:.1%} on {worst!r}, {config.most_loss:.0%} is the limit"
+    return Verdict(False, why, gains, loses=True)
 
 
 def compare(pairs: Pairs, times: RoundTimes, num_draws: int = NUM_DRAWS) -> Gain:
