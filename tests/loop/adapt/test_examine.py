@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from paceline.errors import ConfigError
 from paceline.loop.adapt.config import CandidateConfig
 from paceline.loop.adapt.gate import examine as module
 from paceline.loop.adapt.gate.examine import TURNS, alike, draft_seconds, examine, is_held_out, usual_settings
-from paceline.loop.adapt.gate.gate import Verdict
+from paceline.loop.adapt.gate.gate import Gain, Verdict
 
 pytestmark = pytest.mark.slow
 
@@ -166,6 +167,29 @@ def test_what_loses_elsewhere_is_tried_part_of_the_way(
         load_file(each / "model.safetensors")["fc.weight"] for each in (old, new, tmp_path / "new-25")
     )
     torch.testing.assert_close(between.float(), torch.lerp(before.float(), trained.float(), 0.25), rtol=0.01, atol=0.01)
+
+
+def test_what_was_lost_is_scored_first_and_may_spare_the_rest(
+    model: Path, traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, old, scored = drafter(tmp_path / "new"), drafter(tmp_path / "old"), list[tuple[str, int]]()
+    lost = Gain(30, 2.0, 1.8, -0.1, -0.2, 0.0)
+    ends = iter([Verdict(False, "it loses", {"drifted": lost, "cluster chat": lost}, loses=True), Verdict(True, "+9%")])
+    lengths, score = iter([lost, replace(lost, gain=0.0)]), module.score
+    monkeypatch.setattr(module, "draft_seconds", lambda llm, drafters: [1.0] * len(drafters))
+    monkeypatch.setattr(module, "judge", lambda *_: next(ends))
+    monkeypatch.setattr(module, "compare", lambda *_: next(lengths))
+
+    def counted(llm: LLM, one: Any, chosen: Any) -> Any:
+        scored.append((Path(one.source).name, len(chosen)))
+        return score(llm, one, chosen)
+
+    monkeypatch.setattr(module, "score", counted)
+    verdict = judged(new, model, traces, incumbent=str(old), shares=(1.0, 0.5, 0.25))
+    assert verdict.passed
+    assert "50% of the way" in verdict.reason and "it loses 10.0% on 'cluster chat'" in verdict.reason
+    assert [number for name, number in scored if name == "new-50"] == [30], "the rest is spared"
+    assert [number for name, number in scored if name == "new-25"] == [30, 60]
 
 
 def test_only_what_it_loses_elsewhere_is_a_reason_for_less_of_it(
