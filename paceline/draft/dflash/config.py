@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.draft.dflash.packaging import DEEPSPEC, refuse_other_networks, unpacked
 from paceline.draft.foresight import Foresight
 from paceline.errors import DrafterMismatchError, ModelFileError, UnsupportedModelError
 from paceline.model.config.decoder import (
@@ -55,8 +56,6 @@ class MarkovSizes:
     """True if the confidence head also reads the previous token's row of the Markov head."""
 
 
-DEEPSPEC = "Qwen3DSparkModel"
-"""Architecture of DSpark drafters in DeepSpec's files, which have z-lab's keys at the top level."""
 MARKOV_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 """Keys of a DSpark drafter's config.json."""
 
@@ -103,18 +102,13 @@ class DFlashConfig:
         """Parses the JSON object of a config.json (`raw`). `path` is for messages. Raises UnsupportedModelError for
         another format or architecture, ModelFileError for a missing or invalid key."""
         path = Path(path)
-        if DEEPSPEC in (raw.get("architectures") or []):
-            raw = {
-                **dict.fromkeys(MARKOV_KEYS[2:], False),
-                "sample_from_anchor": True,
-                **raw,
-                "architectures": [DSPARK],
-            }
+        raw = unpacked(raw, DSPARK, dict.fromkeys(MARKOV_KEYS[2:], False))
         nested = raw.get("dflash_config") or {}
         if not isinstance(nested, dict):
             raise ModelFileError(f"{path}: dflash_config must be an object: correct config.json")
         own = {**raw, **nested}
         _check_supported(raw, path)
+        refuse_other_networks(own, {ARCHITECTURE: "dflash", ARCHITECTURE_2: "dflash2", DSPARK: "dspark"}, path)
         values = FAMILIES["Qwen3ForCausalLM"] | {"vocab_size": 1} | raw | {"architectures": ["Qwen3ForCausalLM"]}
         shape = decoder_config(values, path)
         num_target_layers = whole(own, "num_target_layers", path, 0, least=0) or None
