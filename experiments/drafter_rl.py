@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from paceline.data.answers import Answer, AnswerShards
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
-from paceline.draft.dflash_family import read_drafter
+from paceline.draft.formats.family import read_drafter
 from paceline.engine.llm import LLM
 from paceline.model.target import ForwardBatch, Target
 from paceline.plan.planner import FixedPlanner

@@ -20,8 +20,8 @@ import numpy as np
 from paceline import LLM, SamplingParams
 from paceline.data.prompts import read_prompts
 from paceline.draft.dflash.config import DFlashConfig
-from paceline.draft.dflash_family import read_drafter
 from paceline.draft.dspark.drafter import DSparkDrafter, DSparkNetwork
+from paceline.draft.formats.family import read_drafter
 from paceline.hardware import this_machine
 from paceline.plan.planner import FixedPlanner, Plan
 from paceline.report.tables import Column, Table

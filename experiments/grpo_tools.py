@@ -38,7 +38,7 @@ from grpo_agents import AGENTS, problems, reward
 from paceline.draft import shipped
 from paceline.draft.base import Drafter
 from paceline.draft.dflash.drafter import DFlashDrafter
-from paceline.draft.dflash_family import read_drafter
+from paceline.draft.formats.family import read_drafter
 from paceline.engine.llm import LLM
 from paceline.hub import resolve
 from paceline.loop.rl.agents import AgentRollouts, Trajectory, by_code

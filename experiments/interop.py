@@ -29,16 +29,16 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from tiny_dflash import HIDDEN, MIXED, TARGET_LAYERS, VOCAB, loud_, raw_config, target_shape, target_weights
 
-from paceline.draft.codebooks import BOOKS
 from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint
 from paceline.draft.dflash.config import DFlashConfig, as_dflash2, as_dspark
 from paceline.draft.dflash.drafter import DFlashNetwork
+from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.draft.dflash2.drafter import DFlash2Network
 from paceline.draft.dflash2.selector import score
-from paceline.draft.dflash_family import network_of
 from paceline.draft.dspark.drafter import DSparkNetwork
 from paceline.draft.dspark.heads import pick
 from paceline.draft.formats.export import export, rows_of
+from paceline.draft.formats.family import network_of
 from paceline.runs.folder import write_results
 from paceline.train.learn.attention import Layout, make_attention
 

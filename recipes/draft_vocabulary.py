@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from paceline.data.answers import AnswerShards
-from paceline.draft.dflash_family import read_drafter
+from paceline.draft.formats.family import read_drafter
 
 
 def main() -> None:

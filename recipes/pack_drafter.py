@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from paceline.draft.dflash.checkpoint import read_draft_ids, weights_file
-from paceline.draft.dflash_family import read_drafter
+from paceline.draft.formats.family import read_drafter
 from paceline.draft.formats.packed import PACKED, pack_smaller
 
 

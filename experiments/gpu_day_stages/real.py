@@ -20,7 +20,7 @@ from paceline.config import EngineConfig
 from paceline.data.answers import read_answers
 from paceline.data.prompts import read_prompts
 from paceline.draft.dflash.checkpoint import weights_file
-from paceline.draft.dflash_family import read_drafter
+from paceline.draft.formats.family import read_drafter
 from paceline.draft.shipped import SHIPPED, local
 from paceline.engine.completion import Completion
 from paceline.errors import DrafterMismatchError

@@ -176,10 +176,10 @@ def inspect(
       paceline inspect runs/mine/drafter --model smollm2-135m
     """
     from paceline.draft.dflash.checkpoint import read_stored
-    from paceline.draft.dflash_family import drafter_from
     from paceline.draft.eagle3.checkpoint import read_eagle3
     from paceline.draft.eagle3.drafter import Eagle3Drafter
     from paceline.draft.formats.described import described, described_eagle3, described_mtp
+    from paceline.draft.formats.family import drafter_from
     from paceline.draft.mtp.drafter import MtpDrafter
     from paceline.draft.registry import folder_of, holds_eagle3, holds_mtp
 

@@ -13,10 +13,10 @@ from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.dflash.config import is_dflash
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash2.drafter import DFlash2Drafter
-from paceline.draft.dflash_family import read_drafter
 from paceline.draft.dspark.drafter import DSparkDrafter
 from paceline.draft.eagle3.checkpoint import is_eagle3
 from paceline.draft.eagle3.drafter import Eagle3Drafter
+from paceline.draft.formats.family import read_drafter
 from paceline.draft.formats.gguf_reader import is_gguf_drafter
 from paceline.draft.mtp.checkpoint import is_mtp
 from paceline.draft.mtp.drafter import MtpDrafter

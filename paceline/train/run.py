@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.draft.codebooks import materialised
+from paceline.draft.dflash2.codebooks import materialised
 from paceline.errors import ModelNotFoundError, PromptError, UnsupportedModelError
 from paceline.hardware import this_machine
 from paceline.model.backends import load_target, settle

@@ -26,9 +26,9 @@ from paceline.draft import shipped
 from paceline.draft.base import Drafter
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashDrafter
-from paceline.draft.dflash_family import drafter_of, network_of, read_drafter
 from paceline.draft.eagle3.checkpoint import Eagle3Config, is_eagle3
 from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
+from paceline.draft.formats.family import drafter_of, network_of, read_drafter
 from paceline.draft.mtp.checkpoint import is_mtp, layer_of
 from paceline.draft.mtp.drafter import MtpDrafter
 from paceline.engine.llm import LLM

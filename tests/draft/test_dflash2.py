@@ -21,7 +21,7 @@ from paceline.draft.dflash2 import selector as dflash2_selector
 from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
 from paceline.draft.dflash2.paths import DFlash2NativePath, DFlash2Path
 from paceline.draft.dflash2.selector import WalkedReading, score
-from paceline.draft.dflash_family import drafter_of, read_drafter
+from paceline.draft.formats.family import drafter_of, read_drafter
 from paceline.draft.registry import make_drafter
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.native import library as native_lib
@@ -228,7 +228,7 @@ class TestFiles:
     def test_it_is_not_run_as_v1(self, tmp_path: Path) -> None:
         raw = raw_2()
         DFlash2Drafter(network_2(raw)).save(tmp_path / "drafter")
-        with pytest.raises(UnsupportedModelError, match="read it with dflash_family.read_drafter"):
+        with pytest.raises(UnsupportedModelError, match="read it with formats.family.read_drafter"):
             DFlashDrafter.from_folder(tmp_path / "drafter")
         with pytest.raises(
             ModelFileError, match="conv_kernel_size is of DFlash 2, the architecture is DFlashDraftModel"

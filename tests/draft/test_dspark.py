@@ -13,14 +13,14 @@ import torch
 from stored_drafters import drafted
 from tiny_dflash import HIDDEN, VOCAB, loud_, needs_native, raw_config, tiny_target
 
-from paceline.draft.codebooks import BOOKS
 from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint
 from paceline.draft.dflash.config import DFlashConfig, as_dspark, is_dflash
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
-from paceline.draft.dflash_family import drafter_from, read_drafter
+from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.draft.dspark.drafter import DSparkDrafter, DSparkNetwork
 from paceline.draft.dspark.heads import ConfidenceHead, MarkovHead, pick
 from paceline.draft.formats.export import export, rows_of
+from paceline.draft.formats.family import drafter_from, read_drafter
 from paceline.draft.formats.speculators import with_their_names
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.native.decoder import NativeDecoder

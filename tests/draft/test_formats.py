@@ -17,8 +17,8 @@ from tiny_dflash import HIDDEN, KINDS, VOCAB, raw_config, tiny_target
 from paceline.draft.dflash.checkpoint import read_draft_ids, read_stored
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
-from paceline.draft.dflash_family import read_drafter
 from paceline.draft.formats.export import export, rows_of
+from paceline.draft.formats.family import read_drafter
 from paceline.draft.registry import make_drafter
 from paceline.errors import CacheError, ConfigError, ModelFileError, UnsupportedModelError
 from paceline.model.target import head_weight

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.draft.dflash.checkpoint import read_draft_ids, read_stored, write_checkpoint
-from paceline.draft.dflash_family import read_drafter
 from paceline.draft.formats.export import export, rows_of
+from paceline.draft.formats.family import read_drafter
 from paceline.draft.registry import folder_of, make_drafter
 from paceline.errors import CacheError, ConfigError, ModelFileError, UnsupportedModelError
 from paceline.model.target import head_weight

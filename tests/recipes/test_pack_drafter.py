@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.draft.dflash.checkpoint import read_draft_ids, weights_file
-from paceline.draft.dflash_family import read_drafter
+from paceline.draft.formats.family import read_drafter
 from paceline.draft.shipped import find
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "pack_drafter.py"

@@ -14,10 +14,10 @@ from tiny_dflash import loud_
 from tiny_runs import TINY, paceline
 from torch.nn import functional as F
 
-from paceline.draft.codebooks import materialised
 from paceline.draft.dflash.checkpoint import write_checkpoint
-from paceline.draft.dflash_family import network_of, read_drafter
+from paceline.draft.dflash2.codebooks import materialised
 from paceline.draft.dspark.drafter import DSparkNetwork
+from paceline.draft.formats.family import network_of, read_drafter
 from paceline.errors import ConfigError
 from paceline.train.config import DrafterShape, LossConfig
 from paceline.train.documents.dataset import Corpus

@@ -15,11 +15,11 @@ from small_training import VOCAB, config, documents, embedding, head_of, tiny_de
 from tiny_runs import TINY, paceline
 from torch import nn
 
-from paceline.draft.codebooks import materialised
 from paceline.draft.dflash.checkpoint import read_checkpoint, write_checkpoint
 from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash2.codebooks import materialised
 from paceline.draft.dflash2.drafter import DFlash2Network
-from paceline.draft.dflash_family import read_drafter
+from paceline.draft.formats.family import read_drafter
 from paceline.errors import ConfigError
 from paceline.runs.folder import RunFolder
 from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig

@@ -239,7 +239,7 @@ class DFlashDrafter(TappedDrafter):
         stored = read_stored(folder)
         if stored.config.second or stored.config.markov:
             raise UnsupportedModelError(
-                f"{folder} holds a DFlash 2 or DSpark drafter: read it with dflash_family.read_drafter"
+                f"{folder} holds a DFlash 2 or DSpark drafter: read it with formats.family.read_drafter"
             )
         network = DFlashNetwork.of(stored.config, stored.tensors, folder)
         ids, head_VD = stored.vocabulary

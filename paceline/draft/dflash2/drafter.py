@@ -25,9 +25,9 @@ from typing import Any, Protocol, Self, cast
 import torch
 from torch import Tensor, nn
 
-from paceline.draft.codebooks import BOOKS
 from paceline.draft.dflash.config import DFlashConfig, as_dflash2, new_config
 from paceline.draft.dflash.drafter import Attend, DFlashDrafter, DFlashNetwork, DraftLayer
+from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.draft.dflash2.paths import SELECTOR, DFlash2NativePath, DFlash2Path, can_mix, convolve
 from paceline.draft.dflash2.selector import Picks, Selector, WalkedReading
 from paceline.draft.vocabulary import Vocabulary

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.draft.codebooks import BOOKS
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.paths import NativePath, TorchPath, rows_of
+from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.draft.dflash2.selector import Picks, Selector, score
 from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
 from paceline.model.native.decoder import NativeDecoder, pack

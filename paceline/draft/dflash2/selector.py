@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import rng
-from paceline.draft.codebooks import BOOKS, Codebooks
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.reading import Reading, inverse_temperature
+from paceline.draft.dflash2.codebooks import BOOKS, Codebooks
 from paceline.draft.foresight import Foresight, ranked
 from paceline.model.native import library as native_lib
 from paceline.model.sampling.logits import sample

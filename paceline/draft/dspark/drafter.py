@@ -2,7 +2,7 @@
 
 It shares context, cache and layers with `draft/dflash/drafter.py`; `draft/dspark/heads.py` has the formulas. In a tree,
 each branch is scored after its own parent. Sampled requests draw drafts from softmax(score / T) over the candidates,
-which is the exact distribution that the verification is told.
+which is exactly the distribution that the verification gets.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.draft.codebooks import BOOKS, Codebooks
 from paceline.draft.dflash.config import DFlashConfig
+from paceline.draft.dflash2.codebooks import BOOKS, Codebooks
 from paceline.draft.dflash2.selector import Picks
 
 MARKOV, CONFIDENCE = "markov_head.", "confidence_head."

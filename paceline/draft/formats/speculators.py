@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.draft.codebooks import BOOKS
 from paceline.draft.dflash.config import MARKOV_KEYS, DFlash2Sizes
+from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.config.decoder import is_whole, short
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from paceline.bounds import Count, check, within
 from paceline.draft.base import Drafter
-from paceline.draft.codebooks import materialised
 from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash2.codebooks import materialised
 from paceline.draft.dflash2.drafter import DFlash2Network
-from paceline.draft.dflash_family import network_of
+from paceline.draft.formats.family import network_of
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.loop.rl.rollouts import Sample

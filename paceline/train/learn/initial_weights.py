@@ -21,9 +21,9 @@ from paceline.draft.dflash.checkpoint import read_checkpoint, read_draft_ids
 from paceline.draft.dflash.config import DFlashConfig, as_dflash2, as_dspark, check_fit, default_layer_ids, new_config
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.draft.dflash2.drafter import DFlash2Network, beginnings
-from paceline.draft.dflash_family import network_of
 from paceline.draft.dspark import drafter as dspark
 from paceline.draft.dspark.drafter import DSparkNetwork
+from paceline.draft.formats.family import network_of
 from paceline.errors import ConfigError
 from paceline.hub import resolve
 from paceline.model.checkpoint import load_tensors

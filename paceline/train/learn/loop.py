@@ -39,9 +39,8 @@ from paceline.train.methods.selector import BlockSample, DFlash2Trainable
 from paceline.train.processes.parallel import make_parallel, recompute_layers
 
 HELDOUT_ANCHORS = 8
-NOT_SHARDABLE = (DFlash2Trainable, DSparkTrainable, Eagle3Trainable, MtpTrainable)
-"""Drafters that cannot be sharded."""
 WITH_CODEBOOKS = (DFlash2Trainable, DSparkTrainable)
+NOT_SHARDABLE = (*WITH_CODEBOOKS, Eagle3Trainable, MtpTrainable)
 REGRESSION = 0.97
 """An out-of-distribution eal (expected acceptance length) below this share of its maximum is a regression."""
 EQUAL_RATIO = 0.97
@@ -265,8 +264,7 @@ class Trainer:
             return self.drafter.loss(*inputs, is_autocast=self.config.autocast, is_measured=is_measured)
         hidden_TD, config = self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), self.config
         if isinstance(self.drafter, DSparkTrainable):
-            inputs = hidden_TD, pack, head, self.embedding_VD, config.loss, num_slots
-            return self.drafter.loss(*inputs, is_measured=is_measured)
+            return self.drafter.loss(hidden_TD, pack, head, self.embedding_VD, config.loss, num_slots, is_measured)
         loss, metrics = head_loss(hidden_TD, pack.slots, head, config.loss, num_slots, is_measured)
         if isinstance(self.drafter, DFlash2Trainable):
             is_learning = self.share_done >= config.selector_from
@@ -411,13 +409,10 @@ def _migrated(
     }
     if names := " and ".join(name for name, value in used.items() if value):
         raise ConfigError(
-            f"{folder} was begun with {names}, which this version does not have: go on with the version that began "
-            "it, or "
-            "continue from its drafter with --init, into another --out"
+            f"{folder} was begun with {names}, which this version does not have: go on with the version that began it, "
+            "or continue from its drafter with --init, into another --out"
         )
     if had_plateau:
-        notice(
-            "note: this run was begun by a version that watched for a plateau of the loss (--plateau); this one does "
-            "not"
-        )
+        since = "a version that watched for a plateau of the loss (--plateau)"
+        notice(f"note: this run was begun by {since}; this one does not")
     return identity, state

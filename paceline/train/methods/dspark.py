@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from paceline.draft.codebooks import BOOKS
+from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.draft.dspark.drafter import DSparkNetwork
 from paceline.train.config import LossConfig
 from paceline.train.learn.losses import CHUNK_ROWS, Head, SlotMetrics, Slots, measure, slot_losses, slot_weights
@@ -39,7 +39,6 @@ class DSparkTrainable(DFlashTrainable):
         embedding_VD: Tensor,
         config: LossConfig,
         num_slots: float,
-        *,
         is_measured: bool = True,
     ) -> tuple[Tensor, SlotMetrics]:
         """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the draft positions of the whole

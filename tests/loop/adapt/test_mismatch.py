@@ -19,10 +19,10 @@ from paceline.draft.base import Observed
 from paceline.draft.dflash.checkpoint import StoredDrafter
 from paceline.draft.dflash.config import DFlashConfig, as_dflash2, new_config
 from paceline.draft.dflash2.drafter import DFlash2Network
-from paceline.draft.dflash_family import drafter_from
 from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Config
 from paceline.draft.eagle3.checkpoint import new_config as new_eagle3
 from paceline.draft.eagle3.drafter import Eagle3Network
+from paceline.draft.formats.family import drafter_from
 from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.llm import LLM
 from paceline.loop.adapt.servers.mismatch import LOW, Ranked, drafter_of, measure, named, rank

@@ -22,9 +22,9 @@ from paceline.bench.config import BUILTIN_PROMPTS
 from paceline.draft.base import Drafter
 from paceline.draft.dflash.checkpoint import StoredDrafter
 from paceline.draft.dflash.config import DFlashConfig
-from paceline.draft.dflash_family import drafter_from
 from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint
 from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
+from paceline.draft.formats.family import drafter_from
 from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.llm import LLM
 from paceline.errors import PacelineError
