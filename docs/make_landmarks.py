@@ -83,13 +83,10 @@ def _summary(served: Sequence[Served]) -> str:
     near = sum(abs(each.error_with) <= CLOSE for each in assumed)
     return (
         f"Where the acceptance length is known, {close} of {len(known)} speed-ups are within {CLOSE:.0%} with the "
-        "overhead, "
-        f"{bare} without; of {len(assumed)} with an assumed chance {near} are. The mocked 27B by acceptance length "
-        f"({found}) "
-        f"is within {CLOSE:.0%} throughout, if its drafts came token by token. One constant overhead is a "
-        "simplification: the "
-        "published step of acceptance length 4 is hardly longer than that of 2, that of 8 much longer: no constant "
-        "says so."
+        f"overhead, {bare} without; of {len(assumed)} with an assumed chance {near} are. The mocked 27B by acceptance "
+        f"length ({found}) is within {CLOSE:.0%} throughout, if its drafts came token by token. One constant overhead "
+        "is a simplification: the published step of acceptance length 4 is hardly longer than that of 2, that of 8 "
+        "much longer: no constant says so."
     )
 
 

@@ -243,8 +243,7 @@ def keep(args: argparse.Namespace, llms: dict[str, LLM], measured: dict[Setting,
         shares = ", ".join(f"{source} {share:.0%}" for source, share in each["sources"].items())
         print(
             f"| {each['prompts']} | {each['batch']} | {each['temperature']:g} | {each['drafter']} | "
-            f"{each['median']:.2f} | "
-            f"{min(each['ratios']):.2f} to {max(each['ratios']):.2f} | {shares} |"
+            f"{each['median']:.2f} | {min(each['ratios']):.2f} to {max(each['ratios']):.2f} | {shares} |"
         )
     steps = [step for turns in measured.values() for step in turns.every()]
     disturbed = sum(step.spent_s for step in steps if step.is_disturbed) / sum(step.spent_s for step in steps)

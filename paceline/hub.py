@@ -158,8 +158,7 @@ def _hub_folder(repo_id: str) -> Path:
     except (errors.LocalEntryNotFoundError, errors.HTTPError, ConnectionError, TimeoutError) as error:
         raise DownloadError(
             f"{repo_id} is not in the Hugging Face cache and the hub cannot be reached: check the network and "
-            "HF_HUB_OFFLINE, "
-            "or give a local folder"
+            "HF_HUB_OFFLINE, or give a local folder"
         ) from error
     except OSError as error:
         raise CacheError(

@@ -171,14 +171,12 @@ def verdict(results: list[Result]) -> str:
         )
         return (
             "**The lossless lane dominates everywhere**: no lossy setting is surely faster than it on any task, and "
-            "each costs "
-            f"fidelity{doubt}. There is nothing to buy here."
+            f"each costs fidelity{doubt}. There is nothing to buy here."
         )
     lines = [
         f"- {result.setting} on {result.task}: "
-        f"{with_interval(result.beside_lossless, result.beside_lossless_interval, unit='x')} "
-        f"the lossless lane, mean total variation {result.mean_tv:.4f}, "
-        f"score {with_interval(result.score, result.score_interval)}, "
+        f"{with_interval(result.beside_lossless, result.beside_lossless_interval, unit='x')} the lossless lane, mean "
+        f"total variation {result.mean_tv:.4f}, score {with_interval(result.score, result.score_interval)}, "
         f"{with_interval(result.score_gain, result.score_gain_interval, '{:+.2f}')} beside it"
         for result in faster
     ]

@@ -90,8 +90,7 @@ def bench_mock(
     report = markdown(
         f"Mocked acceptance: {line['model']}, {line['weights']} weights, drafter {line['drafter']}",
         f"Real rounds over {config.prompt_tokens} tokens of prompt and {config.max_tokens} of answer, with mocked "
-        "acceptance, "
-        f"so the text means nothing: NOT lossless.{trees if config.trees else ''}",
+        f"acceptance, so the text means nothing: NOT lossless.{trees if config.trees else ''}",
         "The roofline moves bytes and multiplies at the machine's full rates, nothing else.",
         mock_table(line["results"]),
     )
@@ -210,9 +209,8 @@ def ceiling_line(llm: LLM, machine: Machine) -> str:
     cached = f" from memory, {rate / 1e9:.1f} GB/s of this much with its caches" if rate > machine.bytes_per_s else ""
     return (
         f"ceiling: {machine.name} reads {machine.bytes_per_s / 1e9:.1f} GB/s{cached}, a pass reads "
-        f"{num_bytes / 1e6:.0f} MB of "
-        f"{form_of(llm.target).weight_format} weights: plain decoding of one request cannot exceed "
-        f"{machine.ceiling_tokens_per_s(num_bytes):.1f} tokens/s"
+        f"{num_bytes / 1e6:.0f} MB of {form_of(llm.target).weight_format} weights: plain decoding of one request "
+        f"cannot exceed {machine.ceiling_tokens_per_s(num_bytes):.1f} tokens/s"
     )
 
 
@@ -272,8 +270,7 @@ def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, An
         verdict_on(results, line["looping"]),
         f"{ceiling_line(llm, machine)}.",
         f"{len(bench.requests)} requests, up to {config.max_tokens} tokens each, medians of {config.repeat} "
-        "repetitions; "
-        f"{bench.num_skipped} turns left out for length. {DECODING_NOTE}",
+        f"repetitions; {bench.num_skipped} turns left out for length. {DECODING_NOTE}",
         table(results),
         "## Rounds by source of drafts",
         sources_table([(result.setting, result) for result in results]),
@@ -289,8 +286,7 @@ def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, An
         "## Differences from plain greedy decoding",
         [
             f"{result.setting}, request {difference.request}: first at token {difference.index}, where the two best "
-            "logits "
-            f"were {difference.top2_gap:.4f} apart"
+            f"logits were {difference.top2_gap:.4f} apart"
             for result in results
             for difference in result.differences
         ],

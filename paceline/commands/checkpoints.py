@@ -120,8 +120,7 @@ def _into_target(folder: Path, form: str, model: str | None, out: Path) -> dict[
     if form != "target" or not holds_mtp(folder) or model is None:
         raise ConfigError(
             "format target, the only one for a trained MTP layer, puts it into a copy of its target: give the folder "
-            "that "
-            "paceline train --drafter-kind mtp wrote, and the target as --model"
+            "that paceline train --drafter-kind mtp wrote, and the target as --model"
         )
     names = stitch(read_mtp(folder), resolve_model(model), out)
     say(f"{out} is {model} with {len(names)} tensors of {folder}: use it as the model, with --drafter mtp")

@@ -189,9 +189,8 @@ def _draw(run: RunFolder, timing: Timing, picture: Path | None, svg_speed: float
         files["svg"] = picture
     off, on = timing.off, timing.on
     say(
-        f"off {off.tokens_per_s:.1f} tokens/s, on {on.tokens_per_s:.1f} tokens/s ({on.tokens_per_round:.2f} tokens "
-        "per round): "
-        f"{timing.verdict}"
+        f"off {off.tokens_per_s:.1f} tokens/s, on {on.tokens_per_s:.1f} tokens/s ({on.tokens_per_round:.2f} tokens per "
+        f"round): {timing.verdict}"
     )
     say("open in a browser: " + ", ".join(str(path) for path in files.values()))
     return {

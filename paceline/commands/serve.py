@@ -107,12 +107,9 @@ def serve(
         typer.Option(
             metavar="TOKENS_PER_ROUND|CURVE|MARGINALS|FILE",
             help="Mock acceptance for a load test without a trained drafter: a number of tokens per round (4), a "
-            "survival "
-            "curve (.8,.6,.4, or a file), or marginals for --speculate tree:N (greedy, or a file). --model may then "
-            "be a "
-            "config.json or a name from simulate --list, with random weights. Answers are meaningless and marked "
-            "lossless: "
-            "false, as is every metric; cannot be combined with --traces.",
+            "survival curve (.8,.6,.4, or a file), or marginals for --speculate tree:N (greedy, or a file). --model "
+            "may then be a config.json or a name from simulate --list, with random weights. Answers are meaningless "
+            "and marked lossless: false, as is every metric; cannot be combined with --traces.",
         ),
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, one per line.")] = None,

@@ -318,8 +318,7 @@ def simulate_serving(
         say(
             f"{sum(load.has_throughput for load in answer.compared)} of {len(answer.compared)} loads within "
             f"{THROUGHPUT_WITHIN:.0%} of the measured throughput, {answer.num_within} of them also "
-            f"{FIRST_TOKEN_WITHIN:.0%} "
-            f"of the median time to the first token; acceptance "
+            f"{FIRST_TOKEN_WITHIN:.0%} of the median time to the first token; acceptance "
             f"{'as given' if config.acceptance else 'as in the run'}: "
             + (", ".join(f"{share:.2f}" for share in answer.survival) or "nothing was drafted")
         )

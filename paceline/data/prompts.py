@@ -38,24 +38,18 @@ WORDINGS = (("{}", "question"), (HUMANEVAL, "prompt", "entry_point"), ("{}", "pr
 used."""
 METADATA_KEYS = (
     "id ids task_id question_id prompt_id conversation_id chat_id row_id uuid hash idx index key name sources "
-    "data_source "
-    "dataset dataset_name origin category subset split license url model app lang timestamp created created_at date "
-    "metadata "
-    "meta score scores rating quality num_tokens num_turns answer answers answer_idx answer_index output outputs "
-    "response "
-    "responses completion completions chosen rejected target targets label labels reference solution solutions "
-    "canonical_solution entry_point is_classification correct_answer final_answer ground_truth gold explanation "
-    "rationale "
-    "scorer"
+    "data_source dataset dataset_name origin category subset split license url model app lang timestamp created "
+    "created_at date metadata meta score scores rating quality num_tokens num_turns answer answers answer_idx "
+    "answer_index output outputs response responses completion completions chosen rejected target targets label labels "
+    "reference solution solutions canonical_solution entry_point is_classification correct_answer final_answer "
+    "ground_truth gold explanation rationale scorer"
 )
 NO_PART_OF_PROMPTS = frozenset(METADATA_KEYS.split())
 """Row keys for names, origins and answers. They are ignored without notice, since the target writes its own answers."""
 TOKEN_ROW_KEYS = (
-    "prompt_ids answer_ids key source turn temperature finish_reason text top_ids top_logprobs tag ended sampling "
-    "seed drafted "
-    "accepted num_reused drafter cluster queue_s prefill_s first_token_s draft_s verify_s host_s total_s conversation "
-    "prompt "
-    "digest version"
+    "prompt_ids answer_ids key source turn temperature finish_reason text top_ids top_logprobs tag ended sampling seed "
+    "drafted accepted num_reused drafter cluster queue_s prefill_s first_token_s draft_s verify_s host_s total_s "
+    "conversation prompt digest version"
 )
 BESIDE_TOKENS = NO_PART_OF_PROMPTS | frozenset(TOKEN_ROW_KEYS.split())
 """Row keys that are ignored in rows with `prompt_ids` (traces, answers, stores, suites): the tokens are the whole

@@ -218,8 +218,7 @@ def _hub_files(repo_id: str, config: str | None, split: str, name: str) -> Itera
         if isinstance(error, unknown):
             raise PromptError(
                 f"there is no file {name!r}, and no data set {repo_id!r} with readable files on the hub: check the "
-                "spelling, "
-                "or give a .jsonl or .parquet file"
+                "spelling, or give a .jsonl or .parquet file"
             ) from error
         raise DownloadError(
             f"the data set {repo_id} cannot be fetched: check the network and HF_HUB_OFFLINE, or give a .jsonl file"

@@ -304,8 +304,7 @@ def failure_reason(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -
     slot = num_accepted if logits_JV is None else best_J.index(_NONE)
     return (
         f"the model's logits are not finite at position {len(seq.tokens) + slot}: its weights are damaged, or too "
-        "large for "
-        "their dtype; check the model's files, or try float32"
+        "large for their dtype; check the model's files, or try float32"
     )
 
 

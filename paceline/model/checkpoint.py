@@ -166,8 +166,7 @@ def check_finite(name: str, weight: Weight, source: Path | str) -> None:
     if not is_finite:  # the sum of finite values may overflow; minimum and maximum cannot
         raise ModelFileError(
             f"{source}: tensor {name!r} holds NaN or an infinity: the training that made it failed, or the file is "
-            "damaged; "
-            "use another checkpoint"
+            "damaged; use another checkpoint"
         )
     return None
 

@@ -38,8 +38,7 @@ def taken_apart(
         if len(tensor) != config.num_experts or tensor.ndim != {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}[kind]:
             raise ModelFileError(
                 f"{source}: tensor {name!r} has shape {tuple(tensor.shape)}, the config asks for {config.num_experts} "
-                "experts: "
-                "config and weights are of different models, fetch the model again"
+                "experts: config and weights are of different models, fetch the model again"
             )
         if kind in ("_blocks", "_scales"):
             pair = waiting.setdefault(f"{owner}.{which}", {})

@@ -208,9 +208,8 @@ class Target(ABC):
         UnsupportedModelError if the implementation cannot replace weights.
         """
         raise UnsupportedModelError(
-            f"{type(self).__name__} keeps the weights it was loaded with: new ones go into paceline's own decoder "
-            "only (its "
-            "families stand in docs/reference/families.md)"
+            f"{type(self).__name__} keeps the weights it was loaded with: new ones go into paceline's own decoder only "
+            "(its families stand in docs/reference/families.md)"
         )
 
     @abstractmethod
@@ -262,8 +261,7 @@ def head_weight(target: Target) -> Tensor:
         if (target.matrix_head(probe).float() - expected).abs().max() > 0.05 * expected.abs().max():
             raise UnsupportedModelError(
                 "this target's head is no plain matrix, it has a bias: training a drafter for it, and drafting over a "
-                "part "
-                "of the vocabulary, are not implemented"
+                "part of the vocabulary, are not implemented"
             )
     return weight_VD
 

@@ -119,8 +119,7 @@ def parse_server(text: str, name: str = "the text", model: str | None = None) ->
         return _sglang(lines, name)
     raise ConfigError(
         f"{name} holds neither vLLM's 'Avg generation throughput' lines, nor SGLang's 'Decode batch' lines, nor "
-        "metrics: give "
-        "the server's own log, with its statistics on, or the text of GET /metrics"
+        "metrics: give the server's own log, with its statistics on, or the text of GET /metrics"
     )
 
 

@@ -111,9 +111,8 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
     head = ["---", f"license: {licence}", f"base_model: {_base(target)}", "library_name: paceline"]
     head += [f"tags: [{tag}, speculative-decoding, drafter]", "---", f"# {kind.title} drafter for {_base(target)}", ""]
     body = [
-        f"Drafts {kind.drafts} tokens a round for `{_base(target)}` ({_hash(config)}). {kind.about} the target's. "
-        "What is "
-        "drafted is checked by the target, so its text stays the target's.",
+        f"Drafts {kind.drafts} tokens a round for `{_base(target)}` ({_hash(config)}). {kind.about} the target's. What "
+        "is drafted is checked by the target, so its text stays the target's.",
         "",
         "## Data",
         "",
@@ -122,8 +121,7 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
         "## Training",
         "",
         f"{figures.get('steps')} steps, {figures.get('blocks')} blocks, loss {config.loop.loss.name}, "
-        f"{config.loop.optim.name} "
-        f"{config.loop.optim.lr:g}, {first}. Finished on {finished} with paceline "
+        f"{config.loop.optim.name} {config.loop.optim.lr:g}, {first}. Finished on {finished} with paceline "
         f"{__version__}. `paceline train --config run.yaml` does the same again.",
         "",
         "## Figures",
@@ -153,8 +151,7 @@ def _engines(target: str, drafter: str, block: int) -> list[str]:
         f"vllm serve {shlex.quote(_loaded_from(target))} --speculative-config "
         + shlex.quote(json.dumps({"method": "dflash", "model": drafter, "num_speculative_tokens": block - 1})),
         f"python -m sglang.launch_server --model-path {shlex.quote(_loaded_from(target))} --speculative-algorithm "
-        "DFLASH "
-        f"--speculative-draft-model-path {shlex.quote(drafter)} --speculative-num-draft-tokens {block}",
+        f"DFLASH --speculative-draft-model-path {shlex.quote(drafter)} --speculative-num-draft-tokens {block}",
     ]
 
 
@@ -235,15 +232,13 @@ def _limits(raw: dict[str, Any], drafter: Path) -> list[str]:
     limits = []
     if raw.get("attention_bias"):
         limits.append(
-            "It has biases in its attention (`attention_bias`), as its target: paceline and PyPI's `dflash` read "
-            "them; vLLM "
-            "and SGLang were not tried."
+            "It has biases in its attention (`attention_bias`), as its target: paceline and PyPI's `dflash` read them; "
+            "vLLM and SGLang were not tried."
         )
     if (drafter / "draft_ids.safetensors").is_file():
         limits.append(
-            "paceline drafts among the tokens of `draft_ids.safetensors` only; other engines read the same weights "
-            "and use the "
-            "whole head, unless they get what `paceline export --format speculators` writes."
+            "paceline drafts among the tokens of `draft_ids.safetensors` only; other engines read the same weights and "
+            "use the whole head, unless they get what `paceline export --format speculators` writes."
         )
     return ["## Limits", "", " ".join(limits), ""] if limits else []
 

@@ -176,9 +176,8 @@ class _Stages:
         corpus = self._corpus(answers, kept_out)
         num_places = sum(document.num_anchors for document in corpus.train)
         progress.say(
-            f"{len(corpus.train)} documents to learn from ({num_places} places for blocks), {len(corpus.heldout)} "
-            "held out; "
-            f"{corpus.told() or 'all of them whole'}"
+            f"{len(corpus.train)} documents to learn from ({num_places} places for blocks), {len(corpus.heldout)} held "
+            f"out; {corpus.told() or 'all of them whole'}"
         )
         folder = self._open()
         target = self._load_target()
@@ -223,8 +222,7 @@ class _Stages:
         if len(corpus.heldout) < MIN_HELDOUT:
             self.progress.say(
                 f"note: only {len(corpus.heldout)} documents are held out, so their figures are rough: give more "
-                "prompts, or a "
-                "file of others (--heldout)"
+                "prompts, or a file of others (--heldout)"
             )
         return corpus
 

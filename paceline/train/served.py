@@ -221,8 +221,7 @@ def agreement(figures: dict[str, Any]) -> str | None:
         return f"{both}, {apart:.1%} apart"
     return (
         f"warning: {both}, more than {AGREE:.0%} apart: training and serving do not compute the same, so report this "
-        "with the "
-        "run's folder"
+        "with the run's folder"
     )
 
 

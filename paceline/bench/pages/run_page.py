@@ -43,10 +43,8 @@ def speedup_cell(result: Result) -> str | None:
 
 DECODING_NOTE = (
     "Speed-up is over plain decoding (none), same batch and process. identical: greedy answers that equal plain "
-    "decoding's, "
-    "token for token. repeats: share of 8-grams that occurred before in the same answer; looping text is easy to "
-    "draft. "
-    "Brackets: 95% bootstrap intervals over prompts."
+    "decoding's, token for token. repeats: share of 8-grams that occurred before in the same answer; looping text is "
+    "easy to draft. Brackets: 95% bootstrap intervals over prompts."
 )
 """Explanation of the columns of `table`, for the reports."""
 COLUMNS = (
@@ -142,8 +140,7 @@ def read_run(folder: Path) -> RunData:
     if not (run.steps or run.checks or run.sets):
         raise ConfigError(
             f"{folder} holds neither training metrics (metrics.jsonl) nor an evaluation (evaluation.json) nor figures "
-            "of "
-            "decoding (results.json): give the folder of paceline train, evaluate or bench decode"
+            "of decoding (results.json): give the folder of paceline train, evaluate or bench decode"
         )
     return run
 

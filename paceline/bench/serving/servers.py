@@ -62,14 +62,11 @@ COLUMNS = (
 )
 NOTE = (
     "Times are p50 / p90 / p99 over the answers of all repetitions. first token and whole count from when a request "
-    "was due; "
-    "inter-token is each answer's mean time between tokens after the first, inter-chunk the time between two pieces "
-    "as they "
-    "came: a piece holds all tokens of a round. tokens/s: output tokens over wall time, median over repetitions. "
-    "speed-up: "
-    "mean time of an answer with speculation off over the one here. identical: texts equal to those with speculation "
-    "off. "
-    "reused: prompt tokens that the server found in its cache; much of it makes first tokens early."
+    "was due; inter-token is each answer's mean time between tokens after the first, inter-chunk the time between two "
+    "pieces as they came: a piece holds all tokens of a round. tokens/s: output tokens over wall time, median over "
+    "repetitions. speed-up: mean time of an answer with speculation off over the one here. identical: texts equal to "
+    "those with speculation off. reused: prompt tokens that the server found in its cache; much of it makes first "
+    "tokens early."
 )
 """Explanation of the columns, for the reports."""
 
@@ -171,10 +168,8 @@ def _report(
     late_s = max(result.late.p99 or 0.0 for result in results)
     sent = (
         f"Up to {config.max_tokens} tokens an answer at temperature {config.temperature:g}, {config.repeat} "
-        "repetitions. This "
-        f"client took at most {100 * busiest:.0f}% of a core; 99% of its requests went out within {1000 * late_s:.1f} "
-        "ms of "
-        "their time."
+        f"repetitions. This client took at most {100 * busiest:.0f}% of a core; 99% of its requests went out within "
+        f"{1000 * late_s:.1f} ms of their time."
     )
     failures = [
         f"{row.load}, speculate {row.speculate}: {n}x {why}" for row in results for why, n in row.failures.items()

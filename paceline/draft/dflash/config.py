@@ -305,8 +305,7 @@ def _second(raw: Mapping[str, Any], own: dict[str, Any], shape: DecoderConfig, p
         if keys := [name for name in names if own.get(name) is not None]:
             raise ModelFileError(
                 f"{path}: {keys[0]} is of DFlash 2, the architecture is {ARCHITECTURE}: without convolution and "
-                "selector its "
-                f"drafts would be others; write {ARCHITECTURE_2} in config.json"
+                f"selector its drafts would be others; write {ARCHITECTURE_2} in config.json"
             )
         return None
     sizes = DFlash2Sizes(*(whole(own, name, path, least=1) for name in names))

@@ -189,8 +189,7 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
     if missing := [name for name in needed if name not in tensors and name not in maps]:
         raise ModelFileError(
             f"{folder}: tensors that an EAGLE-3 drafter needs are missing: {', '.join(missing)}; export it with its "
-            "head and "
-            "its vocabulary, or fetch the drafter again"
+            "head and its vocabulary, or fetch the drafter again"
         )
     _check_flags(config, tensors, folder)
     _log_unknown(config, others, folder)

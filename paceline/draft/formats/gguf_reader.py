@@ -148,8 +148,7 @@ def _config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
         if native_keys.get(name) is not None and exported_keys.get(name) not in (None, native_keys[name]):
             raise ModelFileError(
                 f"{file.path}: {name} is {native_keys[name]} in llama.cpp's keys and {exported_keys[name]} in "
-                f"{CONFIG}: "
-                "export the drafter again, or take that key out of the file"
+                f"{CONFIG}: export the drafter again, or take that key out of the file"
             )
     return raw
 

@@ -198,8 +198,7 @@ def checked(layer: DecoderConfig, tensors: dict[str, Tensor], path: Path) -> dic
         if shape != given:
             raise ModelFileError(
                 f"{path}: tensor {name.removeprefix(LAYER)!r} of the mtp layer has shape {given}, the config asks for "
-                f"{shape}: "
-                "config and weights are of different models, fetch the model again"
+                f"{shape}: config and weights are of different models, fetch the model again"
             )
         check_finite(name, tensors[name], path)
     return {name.removeprefix(LAYER): tensor for name, tensor in tensors.items()}

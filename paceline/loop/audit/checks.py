@@ -98,10 +98,9 @@ def sampled(
             least = detectable(first, len(tests), tolerance + group.lost_share, false_alarms)
             figures["detectable_nats"] = least
             text = (
-                f"{group.name}: surprisal minus entropy {first.difference:+.3f} nats "
-                f"[{first.low:+.3f}, {first.high:+.3f}] over {group.num_tokens:,} tokens; {len(own)} tests, none "
-                "beyond a "
-                f"rate of {false_alarms:g} false alarms for all; a shift of {least:.2f} nats would have been found"
+                f"{group.name}: surprisal minus entropy {first.difference:+.3f} nats [{first.low:+.3f}, "
+                f"{first.high:+.3f}] over {group.num_tokens:,} tokens; {len(own)} tests, none beyond a rate of "
+                f"{false_alarms:g} false alarms for all; a shift of {least:.2f} nats would have been found"
             )
             findings.append(Finding("sampled", "passed", text, figures))
     return findings
@@ -159,8 +158,7 @@ def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
         gap, prompt, place = min(far, key=lambda entry: entry[1:])
         text += (
             f", {len(far)} of them by more than a near tie; first in prompt {prompt + 1} at token {place + 1}, where "
-            "the "
-            f"likeliest token's logit is {gap:.2f} larger"
+            f"the likeliest token's logit is {gap:.2f} larger"
         )
     return Finding("greedy", "fault" if far else "passed", text, figures)
 

@@ -93,8 +93,7 @@ class Endpoint:
                 refused = refused or _error_of(stream)
         raise ConfigError(
             f"{self.client.url} answers neither /v1/completions nor /v1/chat/completions ({refused}): is "
-            f"{self.served_name!r} "
-            "a model that writes text?"
+            f"{self.served_name!r} a model that writes text?"
         )
 
     def _determine_fields(self, probe: Request) -> None:
@@ -176,8 +175,7 @@ def served_name(client: Client, wanted: str | None) -> str:
     if wanted is None and not names:
         raise ConfigError(
             f"{client.url}/v1/models answered with status {reply.status} and no model: is it an OpenAI-compatible "
-            "server? "
-            "If so, name its model with --served-name"
+            "server? If so, name its model with --served-name"
         )
     if wanted is not None and names and wanted not in names:
         raise ModelNotFoundError(

@@ -120,8 +120,7 @@ def check_same_words(student: Path, teacher: Path) -> DecoderConfig:
     if config.vocab_size != teacher_config.vocab_size or words[0] != words[1]:
         raise ConfigError(
             f"{student} has other tokens than its teacher {teacher}: give a smaller model of the teacher's family, or "
-            "leave "
-            "--student out and take the teacher's layers"
+            "leave --student out and take the teacher's layers"
         )
     return config
 

@@ -152,9 +152,8 @@ class Watch(transformers.TrainerCallback):
             return
         if not math.isfinite(loss) or not math.isfinite((logs or {}).get("grad_norm", 0.0)):
             raise TrainingError(
-                f"the student's loss or gradient is no finite number at step {state.global_step}: choose another "
-                "--out and a "
-                f"lower --lr than {self._config.lr:g}"
+                f"the student's loss or gradient is no finite number at step {state.global_step}: choose another --out "
+                f"and a lower --lr than {self._config.lr:g}"
             )
         self._folder.log(stage="train", step=state.global_step, seconds=self.clock.seconds, **(logs or {}))
 

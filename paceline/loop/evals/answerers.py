@@ -83,8 +83,7 @@ class LLMAnswerer:
         if len(ids) + self.sampling.max_tokens > room:
             raise ContextLengthError(
                 f"case {case.id}, {len(ids)} tokens, does not fit in {room} with an answer of "
-                f"{self.sampling.max_tokens}: "
-                "raise max_len or lower max_tokens"
+                f"{self.sampling.max_tokens}: raise max_len or lower max_tokens"
             )
         return ids
 

@@ -63,8 +63,7 @@ def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> 
         (
             bad.total() > gates.most_bad * total,
             f"{store.path} is no material to learn from: of {total} answers {listed}; take them out of what was "
-            "recorded, or "
-            f"allow more than {gates.most_bad:.0%} by gates.most_bad",
+            f"recorded, or allow more than {gates.most_bad:.0%} by gates.most_bad",
         ),
         (
             num_learned < gates.least_rows,
@@ -112,8 +111,7 @@ def check_cases(suite: Suite | None, gates: TurnGates, dropped: Dropped) -> Suit
     if suite is None or number < gates.least_cases:
         raise PromptError(
             f"{number} cases are too few to judge a student by, {gates.least_cases} are needed "
-            f"(gates.least_cases){counts}: "
-            "record more, keep more of it aside (split.evals_share), or name a suite"
+            f"(gates.least_cases){counts}: record more, keep more of it aside (split.evals_share), or name a suite"
         )
     return suite
 

@@ -68,8 +68,7 @@ def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
     if store and (now := Store.open(store["store"]).version) != store["version"]:
         raise ConfigError(
             f"{store['store']} was at version {store['version']} when turn {number} began, and is at {now}: what was "
-            "learned "
-            f"is of another store; delete {folder} to begin the turn anew"
+            f"learned is of another store; delete {folder} to begin the turn anew"
         )
     return Turn(config, number, serving, folder, state, progress)
 

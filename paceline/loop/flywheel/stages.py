@@ -104,8 +104,7 @@ def record(turn: Turn) -> StageResult:
     if not config.prompts:
         raise ConfigError(
             f"turn {turn.number} begins with what {turn.serving.model} answers, and {traces} has nothing of it: serve "
-            "it with "
-            f"`{turn.serving.command}`, then run the same command again; or give prompts, which it then answers"
+            f"it with `{turn.serving.command}`, then run the same command again; or give prompts, which it then answers"
         )
     out = turn.folder / "recorded"
     engine = replace(config.engine, model=turn.serving.model, drafter=NO_DRAFTER)

@@ -54,8 +54,7 @@ def serving_of(config: FlywheelConfig) -> Serving:
     if serving.first_model != config.model:
         raise ConfigError(
             f"{config.out} is the flywheel of {serving.first_model}, not of {config.model}: choose another out, or "
-            "name that "
-            "model (later turns find their own)"
+            "name that model (later turns find their own)"
         )
     return serving
 

@@ -65,8 +65,7 @@ class DFlashFollower:
         if not isinstance(drafter, DFlashDrafter) or drafter.config.from_anchor:
             raise ConfigError(
                 f"the drafter {drafter.name!r} does not follow a policy: DFlash drafters do; lookups (ngram) need "
-                "nothing, "
-                "leave the follower out"
+                "nothing, leave the follower out"
             )
         self.drafter, self.config = drafter, config or FollowConfig()
         self._dtypes = {name: tensor.dtype for name, tensor in drafter.network.state_dict().items()}

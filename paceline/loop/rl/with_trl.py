@@ -121,8 +121,7 @@ def check_trainer(rollouts: Rollouts, trainer: Any) -> None:
             or bool(args.min_p)
             or (args.repetition_penalty or 1.0) != 1.0,
             "rollouts are drawn from the whole distribution of the policy: leave top_p, top_k, min_p and "
-            "repetition_penalty "
-            "out of GRPOConfig",
+            "repetition_penalty out of GRPOConfig",
         ),
         (
             trainer.accelerator.num_processes > 1,

@@ -148,8 +148,7 @@ class Store:
         if highest > self.version + 1:
             raise ConfigError(
                 f"{self.path}: store.json is at version {self.version}, but there are shards of version {highest}: "
-                "restore "
-                "the whole folder from one copy; nothing was changed"
+                "restore the whole folder from one copy; nothing was changed"
             )
         if self._is_whole(lines.get(self.version + 1)):
             finished = lines[self.version + 1]
@@ -317,8 +316,7 @@ class Store:
     def _mismatch(self, newest: int) -> ConfigError:
         return ConfigError(
             f"{self.path}: store.json is at version {self.version}, versions.jsonl ends with {newest}: restore the "
-            "whole "
-            "folder from one copy; nothing was changed"
+            "whole folder from one copy; nothing was changed"
         )
 
     def note_suite(self, file: str | Path) -> None:

@@ -111,8 +111,7 @@ def _filled(form: Form, config: SynthesizeConfig, progress: Progress) -> Callabl
     if config.prompting.num_self_written and left_out:
         progress.say(
             f"note: no opener names {{{left_out[0]}}}, a property with a pattern: users that the target writes will "
-            "name few "
-            f"different ones; write --openers such as: Please look at {{{left_out[0]}}}"
+            f"name few different ones; write --openers such as: Please look at {{{left_out[0]}}}"
         )
     return slots.fill
 

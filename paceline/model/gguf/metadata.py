@@ -151,8 +151,7 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, W
     if expanded:
         warnings.warn(
             f"{path}: weights in {', '.join(sorted(expanded))} are expanded, which takes several times the memory and "
-            "time; "
-            f"as they are go {', '.join(BLOCK_KINDS)}",
+            f"time; as they are go {', '.join(BLOCK_KINDS)}",
             stacklevel=2,
         )
 
@@ -331,9 +330,8 @@ def _byte_level_bpe(file: GGUFFile, vocab: dict[str, int]) -> tuple[Tokenizer, b
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         raise UnsupportedModelError(
-            f"{file.path}: GGUF pre-tokenizer {pre!r:.80} is not implemented "
-            f"(known: smollm, refact, gpt-2, {', '.join([*PRE_SPLITS, *AS_LLAMA])}): "
-            "use the model's folder instead"
+            f"{file.path}: GGUF pre-tokenizer {pre!r:.80} is not implemented (known: smollm, refact, gpt-2, "
+            f"{', '.join([*PRE_SPLITS, *AS_LLAMA])}): use the model's folder instead"
         )
     return backend, pre == "llama-bpe"
 

@@ -93,8 +93,7 @@ def _same_model(folder: Path, like: Path) -> Any:
         if getattr(ours, name) != getattr(theirs, name):
             raise UnsupportedModelError(
                 f"{folder} has {name} {getattr(ours, name)}, {like} has {getattr(theirs, name)}: give a GGUF file of "
-                "the same "
-                "model, or convert the folder with llama.cpp's convert_hf_to_gguf.py"
+                "the same model, or convert the folder with llama.cpp's convert_hf_to_gguf.py"
             )
     return ours
 

@@ -118,9 +118,8 @@ def jobs_of(
     field, spec = grammar or (None, None)
     if spec is not None and model.mocked:
         message = (
-            f"this server mocks acceptance ({model.mocked}), which looks at no token and so keeps to no grammar: "
-            "leave out "
-            f"{', '.join(GRAMMAR_FIELDS)} and a forced tool_choice"
+            f"this server mocks acceptance ({model.mocked}), which looks at no token and so keeps to no grammar: leave "
+            f"out {', '.join(GRAMMAR_FIELDS)} and a forced tool_choice"
         )
         raise RequestRefused(message, param=field, code="mocked_acceptance")
     if request.stream_options is not None and not request.stream:

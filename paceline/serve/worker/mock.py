@@ -138,9 +138,8 @@ def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
         return name if shipped.local(model) else "random-dflash"
     if name == LOOKUP or (name == NONE and most_accepted > 1):
         raise ConfigError(
-            f"--drafter {name} does not draft in every round, so nothing could be kept as --mock says: leave "
-            "--drafter out, or "
-            "give a checkpoint or random-dflash"
+            f"--drafter {name} does not draft in every round, so nothing could be kept as --mock says: leave --drafter "
+            "out, or give a checkpoint or random-dflash"
         )
     return name
 

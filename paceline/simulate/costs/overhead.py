@@ -45,9 +45,8 @@ def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
         raise ConfigError(
             f"plain_rate {plain_rate:g} tokens/s is a step of {1e3 / plain_rate:.2f} ms, but the prediction takes "
             f"{1e3 * predicted_s:.2f} ms without any overhead ({1 / predicted_s:.0f} tokens/s): the model was stored "
-            "smaller, "
-            "on more or faster GPUs, or several streams were counted together; see --precision, --gpus, --hardware, "
-            "--context"
+            "smaller, on more or faster GPUs, or several streams were counted together; see --precision, --gpus, "
+            "--hardware, --context"
         )
     return max(added_s, 0.0)
 

@@ -214,8 +214,7 @@ def check_shares(shape: ModelShape, num_gpus: int) -> None:
         keys = f" over {group.kv_heads} key heads" if group.kind == "gqa" else ""
         raise ConfigError(
             f"--gpus {num_gpus}: {shape.name} has {group.heads} heads{keys}, which {num_gpus} GPUs cannot share "
-            "evenly: "
-            f"choose from {', '.join(map(str, fitting))}"
+            f"evenly: choose from {', '.join(map(str, fitting))}"
         )
 
 

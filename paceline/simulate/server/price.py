@@ -60,8 +60,7 @@ def parse_slo(text: str | None) -> list[Limit]:
         if not match or not match[3].replace(".", "", 1).isdigit() or float(match[3]) <= 0:
             raise ConfigError(
                 f"--slo {part.strip()!r} is no limit: write it as p90-total=2s; one of mean, p50, p90, p99, then "
-                "total, "
-                "first-token or inter-token, then a time above 0 in s or ms"
+                "total, first-token or inter-token, then a time above 0 in s or ms"
             )
         limits.append(Limit(match[1], match[2], float(match[3]) * (1e-3 if match[4] == "ms" else 1.0)))
     if text is not None and not limits:

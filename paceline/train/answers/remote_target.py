@@ -200,8 +200,7 @@ class RemoteEngine:
             if isinstance(response, dict) and response.get("lossless") is False:
                 raise ConfigError(
                     f"{self.client.option} {self.client.url} says lossless: false, so its answers are not the model's "
-                    "own: "
-                    "start it without --mock"
+                    "own: start it without --mock"
                 )
             self._way = max(self._way, way)
             return read_answer(response, seq, self._llm.tokenizer)

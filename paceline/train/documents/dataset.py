@@ -215,8 +215,7 @@ def check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
             low, high = int(document.tokens.min()), int(document.tokens.max())
             raise PromptError(
                 f"answer {document.key} holds token {low if low < 0 else high}, the target has {vocab_size} tokens: "
-                "another "
-                "model wrote these answers; regenerate them with this target"
+                "another model wrote these answers; regenerate them with this target"
             )
 
 

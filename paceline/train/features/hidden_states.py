@@ -235,8 +235,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
     if num_bytes > disk.free - min(FREE_MARGIN * disk.total, MOST_MARGIN):
         raise CacheError(
             f"features need {num_bytes / 1e9:.1f} GB in {folder}, {disk.free / 1e9:.1f} GB are free: use --features "
-            "online, "
-            "fewer prompts, or another --out"
+            "online, fewer prompts, or another --out"
         )
 
 

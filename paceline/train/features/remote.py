@@ -114,8 +114,7 @@ class RemoteFeatures:
         if sizes != (target.num_layers, target.hidden_size):
             raise ConfigError(
                 f"{self._client.url} has a model of {sizes[0]} layers of {sizes[1]}, the target has "
-                f"{target.num_layers} of "
-                f"{target.hidden_size}: start it with the target"
+                f"{target.num_layers} of {target.hidden_size}: start it with the target"
             )
 
     def _check_vllm(self) -> None:
@@ -125,8 +124,7 @@ class RemoteFeatures:
         if self._needs_final or last in self._taps:
             raise UnsupportedModelError(
                 "vLLM gives the last layer's output before the final norm: use --loss ce or d-pace and other layers, "
-                "or "
-                "paceline serve --features"
+                "or paceline serve --features"
             )
         if self._name is None:
             self._name = first_model(self._client)

@@ -374,8 +374,7 @@ class Trainer:
         keys = ", ".join(self.corpus.train[number].key for number, _ in chosen[:3])
         raise TrainingError(
             f"loss {loss}, gradient norm {norm} in step {self.state.step + 1} (documents {keys}, ...): the checkpoint "
-            "of step "
-            f"{self.state.step} is in {self.folder}; lower --lr, or look at these documents"
+            f"of step {self.state.step} is in {self.folder}; lower --lr, or look at these documents"
         )
 
     def flops_per_block(self, head: Head) -> float:

@@ -77,6 +77,5 @@ def risen_rate(run: RunFolder, trainer: Trainer) -> str | None:
         return None
     return (
         f"note: the learning rate goes up from {last:.2g} to {now:.2g}: it follows the whole length of the run, which "
-        "is "
-        "longer now; the loss rises at first"
+        "is longer now; the loss rises at first"
     )

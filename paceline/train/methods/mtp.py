@@ -201,8 +201,7 @@ def _first_layer(config: TrainConfig) -> MtpLayer:
         (
             layer is None and not is_copied,
             f"{config.target.model} holds no multi-token-prediction layer to be trained{where}: begin a new one as a "
-            "copy of "
-            "its last layer (--first-layers copied), or train another kind (--drafter-kind eagle3, or dflash)",
+            "copy of its last layer (--first-layers copied), or train another kind (--drafter-kind eagle3, or dflash)",
         ),
         (
             layer is not None and is_copied,

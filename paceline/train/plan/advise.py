@@ -355,8 +355,7 @@ def _basis(plan: Plan, has_answers: bool, device: str | None) -> list[str]:
     if 0 < memory < plan.memory_bytes:
         sentences.append(
             f"A training there needs {plan.memory_bytes / 1e9:.0f} GB on one device, and there are {memory / 1e9:.0f} "
-            "GB: "
-            "give a larger one to --train-on, or have a server of the target give hidden states (train "
+            "GB: give a larger one to --train-on, or have a server of the target give hidden states (train "
             "--features-from)."
         )
     return sentences

@@ -79,8 +79,7 @@ def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = Fa
     if examined.prompts and tokenizer is None and config.scale == "default":
         notes.append(
             "the target's tokenizer is not on this machine: prompts that are too long, or that its template refuses, "
-            "are "
-            "counted when the run begins"
+            "are counted when the run begins"
         )
     if config.answers:
         summary = f": {_answers_text(config)}" if reads_answers else " are read when the run begins"

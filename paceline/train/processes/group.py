@@ -74,8 +74,7 @@ class Liveness:
         reason = f"{' '.join(str(error).split()):.200}"
         return ProcessesError(
             f"{self._name([self._ranks.rank])} waited in vain for what others were to send in a step ({reason}): one "
-            "is slow "
-            f"or hangs, see what each does; a longer --step-timeout-minutes waits longer; {GO_ON}"
+            f"is slow or hangs, see what each does; a longer --step-timeout-minutes waits longer; {GO_ON}"
         )
 
     def lost(self) -> ProcessesError | None:

@@ -21,11 +21,10 @@ from paceline.serve.settings import TraceConfig
 HELLO = [{"role": "user", "content": 'It\'s "hi",\nparams: SamplingParams(n=2)'}]
 PARAMS = (
     "SamplingParams(n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, temperature=0.7, "
-    "top_p=0.9, "
-    "top_k=0, min_p=0.0, seed=5, stop=[], stop_token_ids=[], bad_words=[], include_stop_str_in_output=False, "
-    "ignore_eos=False, "
-    "max_tokens=64, min_tokens=0, logprobs=None, skip_special_tokens=True, truncate_prompt_tokens=None, "
-    "structured_outputs=StructuredOutputsParams(json=None, regex='a<b>'), extra_args=None)"
+    "top_p=0.9, top_k=0, min_p=0.0, seed=5, stop=[], stop_token_ids=[], bad_words=[], "
+    "include_stop_str_in_output=False, ignore_eos=False, max_tokens=64, min_tokens=0, logprobs=None, "
+    "skip_special_tokens=True, truncate_prompt_tokens=None, structured_outputs=StructuredOutputsParams(json=None, "
+    "regex='a<b>'), extra_args=None)"
 )
 
 

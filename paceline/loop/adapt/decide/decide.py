@@ -155,9 +155,8 @@ def _proposal(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision
         return f"a second member would save {gain:.2f} in {config.horizon_days:g} days, less than its training costs"
     why = (
         f"the mix returns every {mix.period} hours and takes acceptance down by {mix.swing:.0%}: a member of its own "
-        "for "
-        f"{mix.weakest!r} ({mix.tokens_per_round:.2f} tokens a round) serves those hours; a retrained one would lose "
-        "the others"
+        f"for {mix.weakest!r} ({mix.tokens_per_round:.2f} tokens a round) serves those hours; a retrained one would "
+        "lose the others"
     )
     return Decision("propose", (mix.weakest,), why=why, declined={"retrain": "what returns with a period is no drift"})
 

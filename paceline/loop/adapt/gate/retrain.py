@@ -66,8 +66,7 @@ def write_window(traces: Path, clusters: Sequence[str], since: int, until: int, 
     if len(requests) < LEAST_ANSWERS:
         raise ConfigError(
             f"{len(requests)} different prompts of {', '.join(clusters)} are too few to train on, {LEAST_ANSWERS} are "
-            "needed: "
-            "wait, or keep more of the traffic"
+            "needed: wait, or keep more of the traffic"
         )
     if folder.exists():
         shutil.rmtree(folder)

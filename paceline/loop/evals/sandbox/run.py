@@ -166,10 +166,8 @@ def _probed(sandbox: Sandbox) -> tuple[Kind, str]:
             return kind, ""
         reasons.append(f"{kind}: {ran.why}")
     return "none", (
-        f"code of a model cannot be kept apart from this machine ({'; '.join(reasons)}): run it on Linux 5.12 or "
-        "newer where "
-        "user namespaces are allowed (sysctl kernel.unprivileged_userns_clone=1; in Docker --security-opt "
-        "seccomp=unconfined), "
-        "or on 6.2 or newer with Landlock (as root with a Python that all users may run), or add --unsafe-code if you "
-        "trust it"
+        f"code of a model cannot be kept apart from this machine ({'; '.join(reasons)}): run it on Linux 5.12 or newer "
+        "where user namespaces are allowed (sysctl kernel.unprivileged_userns_clone=1; in Docker --security-opt "
+        "seccomp=unconfined), or on 6.2 or newer with Landlock (as root with a Python that all users may run), or add "
+        "--unsafe-code if you trust it"
     )

@@ -58,8 +58,7 @@ def _starts_kernels(index: int) -> bool:
     except Exception as error:  # noqa: BLE001 Triton raises what its compiler, its driver and the C compiler raise
         log.warning(
             "Triton starts no kernel on cuda:%d (%s: %s): PyTorch's operations run in their place, slower. Most often "
-            "a C "
-            "compiler (gcc) or Python's headers (python3-dev) are missing",
+            "a C compiler (gcc) or Python's headers (python3-dev) are missing",
             index, type(error).__name__, error,
         )  # fmt: skip
         return False
