@@ -14,6 +14,7 @@ from paceline.bench.passes import parting
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash2.drafter import DFlash2Drafter
+from paceline.draft.dspark.drafter import DSparkDrafter
 from paceline.draft.eagle3.drafter import Eagle3Drafter
 from paceline.draft.mtp.checkpoint import MtpLayer, one_layer
 from paceline.draft.mtp.drafter import MtpDrafter
@@ -107,6 +108,7 @@ def drafters_for(
         "ngram": NgramDrafter,
         "dflash": lambda: DFlashDrafter.random(target, block_size=6, num_layers=2, **sizes),
         "dflash2": lambda: DFlash2Drafter.random(target, block_size=6, num_layers=2, **sizes),
+        "dspark": lambda: DSparkDrafter.random(target, block_size=6, num_layers=2, **sizes),
         "eagle3": lambda: Eagle3Drafter.random(target, num_drafted=4, **sizes),
         "mtp": lambda: MtpDrafter(tiny_mtp(config), num_drafted=4),
         "small model": lambda: SmallModelDrafter(decoder(config, tensors, device, rows=target.cache.num_rows)),

@@ -12,11 +12,13 @@ from doubles import ByteTokenizer
 from engine_runs import run
 from tiny_dflash import HIDDEN, PROMPT, VARIANTS, VOCAB, network, raw_config, tiny_target
 from tiny_dflash2 import network_2, raw_2
+from tiny_dspark import network_3, raw_3
 from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash2.drafter import DFlash2Drafter
+from paceline.draft.dspark.drafter import DSparkDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.engine.engine import Engine
 from paceline.model.torch import parts
@@ -124,13 +126,20 @@ def test_recorded_passes_are_ragged_ones_with_real_kernels(width: int) -> None:
 @torch.inference_mode()
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("keys", [{}, VARIANTS["sliding-both-ways"]], ids=["full", "sliding"])
-def test_recorded_selectors_score_the_same_candidates(keys: dict[str, Any]) -> None:
-    plain, static = paths(lambda: DFlash2Drafter(network_2(raw_2(**{"block_size": 4, **keys}))))
+@pytest.mark.parametrize("name", ["dflash2", "dspark"])
+def test_recorded_selectors_score_the_same_candidates(name: str, keys: dict[str, Any]) -> None:
+    keys = {"block_size": 4, **keys}
+    made = {"dflash2": lambda: DFlash2Drafter(network_2(raw_2(**keys)))}
+    made |= {"dspark": lambda: DSparkDrafter(network_3(raw_3(**keys)))}
+    plain, static = paths(made[name])
     size, width = plain.config.block_size, plain.config.num_slots
     for rows, anchors in rounds(plain, static, 4):
         one, two = (path.pick(rows, anchors, width, size) for path in (plain, static))
         assert torch.equal(one.tokens_BKM, two.tokens_BKM) and torch.equal(one.chosen_BKM, two.chosen_BKM)
         torch.testing.assert_close(one.scores_BKPM, two.scores_BKPM, atol=1e-4, rtol=1e-4)
+        assert (one.sure_BK is None) == (two.sure_BK is None) == (name == "dflash2")
+        if one.sure_BK is not None:
+            torch.testing.assert_close(one.sure_BK, two.sure_BK, atol=1e-4, rtol=1e-4)
     assert static._target.recorder.replayed["block"] == 4
 
 
@@ -154,13 +163,15 @@ def test_idle_rows_and_padding_write_behind_everything() -> None:
 DRAFTERS: dict[str, Any] = {
     "dflash": lambda: DFlashDrafter(network(raw_config())),
     "dflash2": lambda: DFlash2Drafter(network_2(raw_2())),
+    "dspark": lambda: DSparkDrafter(network_3(raw_3())),
     "small_model": lambda: SmallModelDrafter(tiny_target(num_rows=NUM_ROWS, kind=GraphDecoder), num_drafted=3),
 }
 PROMPTS = [PROMPT, PROMPT[:3], PROMPT[4:11], PROMPT[::-1]]
+KINDS = [("dflash", 6), ("dflash2", 0), ("dflash2", 6), ("dspark", 0), ("dspark", 6)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "num_nodes"), [("dflash", 6), ("dflash2", 0), ("dflash2", 6), ("small_model", 0)])
+@pytest.mark.parametrize(("name", "num_nodes"), [*KINDS, ("small_model", 0)])
 def test_rounds_of_recorded_passes_alone_say_what_plain_ones_do(name: str, num_nodes: int) -> None:
     """Engine, target and drafter as on CUDA: everything is recorded beforehand, and nothing in traffic."""
     params = [SamplingParams(max_tokens=10 + 3 * place) for place in range(4)]

@@ -12,9 +12,10 @@ import pytest
 import torch
 from stored_drafters import drafted
 from tiny_dflash import HIDDEN, VOCAB, loud_, needs_native, raw_config, tiny_target
+from tiny_dspark import network_3, raw_3
 
 from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint
-from paceline.draft.dflash.config import DFlashConfig, as_dspark, is_dflash
+from paceline.draft.dflash.config import DFlashConfig, is_dflash
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.draft.dspark.drafter import DSparkDrafter, DSparkNetwork
@@ -27,16 +28,6 @@ from paceline.model.native.decoder import NativeDecoder
 from paceline.model.torch.decoder import Decoder
 
 IDS = torch.tensor([0, 2, 3, 5, 8, 9, 10])
-
-
-def raw_3(**keys: Any) -> dict[str, Any]:
-    return as_dspark(raw_config(**keys), rank=5)
-
-
-def network_3(raw: dict[str, Any]) -> DSparkNetwork:
-    built = DSparkNetwork.random(DFlashConfig.from_json(raw))
-    loud_(built)
-    return built
 
 
 def heads() -> tuple[MarkovHead, ConfidenceHead]:

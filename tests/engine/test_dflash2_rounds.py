@@ -12,11 +12,12 @@ from doubles import ByteTokenizer
 from engine_runs import run
 from sampled_answers import p_value
 from tiny_dflash import PROMPT, VOCAB, loud_, raw_config, tiny_target
+from tiny_dspark import network_3, raw_3
 
-from paceline.draft.dflash.config import DFlashConfig, as_dflash2, as_dspark
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2
 from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network, WalkingDrafter
 from paceline.draft.dflash2.selector import WalkedReading
-from paceline.draft.dspark.drafter import DSparkDrafter, DSparkNetwork
+from paceline.draft.dspark.drafter import DSparkDrafter
 from paceline.engine.engine import Engine
 from paceline.model.native import library as native_lib
 from paceline.model.native.decoder import NativeDecoder
@@ -106,15 +107,11 @@ def network() -> DFlash2Network:
     return built
 
 
-def spark_network() -> DSparkNetwork:
-    built = DSparkNetwork.random(DFlashConfig.from_json(as_dspark(raw_config(), rank=5)))
-    loud_(built, 2)  # some of its drafts are accepted when they are sampled
-    return built
-
-
+SEED = 2
+"""Of a DSpark drafter some of whose drafts are accepted when they are sampled."""
 MADE: dict[str, Any] = {
     "dflash2": (lambda: DFlash2Drafter(network()), lambda: Agreeing2(network())),
-    "dspark": (lambda: DSparkDrafter(spark_network()), lambda: AgreeingSpark(spark_network())),
+    "dspark": (lambda: DSparkDrafter(network_3(raw_3(), SEED)), lambda: AgreeingSpark(network_3(raw_3(), SEED))),
 }
 """By name: a drafter, and one that can be told what to say."""
 
