@@ -127,13 +127,16 @@ def main() -> None:
     parser.add_argument(
         "--drafters", default="", help="some of those here, folders, hub ids; all of those here when empty"
     )
+    parser.add_argument("--raw", action="store_true", help="prompts as plain text: for a model without a template")
     parser.add_argument("--own-reading", action="store_true", help="Transformers reads the GGUF file by itself")
     args = parser.parse_args()
     share = -(-args.limit // len(args.prompts))
     messages = [prompt.messages for path in args.prompts for prompt in read_prompts(path, limit=share)][: args.limit]
     how = {"backend": args.backend, "weight_format": args.weight_format, "speculate": args.speculate}
     llm = LLM(args.model, drafter="none", dtype=args.dtype, max_batch=args.batch, **how)
-    prompts = [llm.encode_chat(list(each)) for each in messages]
+    prompts = [
+        llm.tokenizer.encode(str(each[-1]["content"])) if args.raw else llm.encode_chat(list(each)) for each in messages
+    ]
     params = SamplingParams(max_tokens=args.max_tokens)
     reference = transformers_answers(args, prompts, llm.tokenizer.eos_token_ids) if args.dtype == "float32" else None
     results = []
