@@ -239,8 +239,10 @@ def test_models_are_listed(call: Call, tmp_path: Path, monkeypatch: pytest.Monke
     done = call("models")
     assert done.returncode == 0
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
-    assert list(lines) == ["smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"]
-    assert all("fetched at first use" in line and "Apache-2.0" in line for line in lines.values())
+    assert list(lines) == ["smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "gemma-3-270m"]
+    assert all("fetched at first use" in line for line in lines.values())
+    assert "Gemma" in lines.pop("gemma-3-270m")
+    assert all("Apache-2.0" in line for line in lines.values())
     assert "98 MB" in lines["smollm2-135m"] and "dflash" in lines["smollm2-135m"]
     assert "491 MB" in lines["qwen2.5-coder-0.5b"] and "dflash" in lines["qwen2.5-coder-0.5b"]
     assert "ngram" in lines["qwen2.5-coder-1.5b"]
@@ -255,7 +257,7 @@ def test_models_that_are_here_say_where(call: Call, tmp_path: Path, monkeypatch:
     done = call("models", "--json")
     assert done.stdout.count("\n") == 1
     models = {each["name"]: each for each in json.loads(done.stdout)["models"]}
-    assert [each["path"] for each in models.values()] == [None, str(file), None]
+    assert [each["path"] for each in models.values()] == [None, str(file), None, None]
     assert {each["drafter"] for each in models.values()} == {"dflash", "ngram"}
     assert all(each["memory_bytes"] > each["file_bytes"] > 9e7 for each in models.values())
 

@@ -129,9 +129,9 @@ def test_recorded_passes_are_ragged_ones_with_real_kernels(width: int) -> None:
 @pytest.mark.parametrize("name", ["dflash2", "dspark"])
 def test_recorded_selectors_score_the_same_candidates(name: str, keys: dict[str, Any]) -> None:
     keys = {"block_size": 4, **keys}
-    made = {"dflash2": lambda: DFlash2Drafter(network_2(raw_2(**keys)))}
-    made |= {"dspark": lambda: DSparkDrafter(network_3(raw_3(**keys)))}
-    plain, static = paths(made[name])
+    drafters = {"dflash2": lambda: DFlash2Drafter(network_2(raw_2(**keys)))}
+    drafters |= {"dspark": lambda: DSparkDrafter(network_3(raw_3(**keys)))}
+    plain, static = paths(drafters[name])
     size, width = plain.config.block_size, plain.config.num_slots
     for rows, anchors in rounds(plain, static, 4):
         one, two = (path.pick(rows, anchors, width, size) for path in (plain, static))

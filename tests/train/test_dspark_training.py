@@ -105,8 +105,9 @@ def test_loss_and_figures_by_formula(name: str, columns: torch.Tensor | None, co
     confidence = drafter.network.confidence_head
     assert confidence is not None
     sure = confidence(blocks.detach(), w1[before])
-    own = F.binary_cross_entropy_with_logits(sure, accepted, reduction="none")
-    expected = ((loss + own) * weights).sum() / 50.0
+    own = F.binary_cross_entropy_with_logits(sure, accepted * reached, reduction="none")
+    unsure = slot_weights(loss_config, torch.where(reached, ce.detach(), 30.0), valid)
+    expected = ((loss * weights).sum() + (own * unsure).sum()) / 50.0
     torch.testing.assert_close(scalar, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, again)[0], atol=1e-5, rtol=1e-4)
     right = (logits.argmax(-1) == rows) & reached & valid

@@ -1,12 +1,12 @@
-"""How trainers other than z-lab's package drafters of the DFlash family: read where it is only another spelling, and
-refused where the network is another one, which would draft badly without an error.
+"""Adapts the config.json of other trainers to z-lab's keys, and refuses networks that would load, but draft badly
+without an error.
 
-    DeepSpec     Qwen3DSparkModel: DSpark with all keys at the top level; slot 0 drafts; the rest of a Qwen3.5 target's
+    DeepSpec     Qwen3DSparkModel: DSpark with all keys at the top level; position 0 drafts; a Qwen3.5 target's
                  config is copied in, but the drafter rotates whole heads and has no gates
     SpecForge    dflash_config.projector_type names the kind; attention_mode "mla" and experts are other networks
     LiquidAI     Lfm2DSparkDraftModel: rotates neighbouring channels (rope_is_neox_style false)
 
-Facts of 2026-07 to 09, from the configs that programs which read them have in their tests and documentation.
+Taken in July to September 2026 from the configs in tests and documentation of programs that load these drafters.
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ from paceline.model.config.decoder import short
 
 DEEPSPEC = "Qwen3DSparkModel"
 """Architecture of DSpark drafters in DeepSpec's files."""
-INHERITED = ("partial_rotary_factor", "mrope_interleaved", "mrope_section")
+INHERITED = ("partial_rotary_factor", "mrope_interleaved", "mrope_section", "num_experts")
 """Keys that DeepSpec's configs copy from the target, and that do not describe the drafter."""
-KNOWN: dict[str, tuple[Any, ...]] = {
+SUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention_mode": ("gqa", "mha"),
     "n_routed_experts": (0,),
     "num_experts": (0,),
     "rope_is_neox_style": (True,),
     "enable_qwen35_gated_q_proj": (False,),
 }
-"""Keys that say that the network is another one, unless they have one of these values."""
+"""Key -> values that are supported; any other value means another network."""
 
 
 def unpacked(raw: dict[str, Any], architecture: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config.json of DeepSpec with z-lab's keys; any other unchanged. `architecture`: the name that the
-    result has; `defaults`: values of keys that it lacks."""
-    if DEEPSPEC not in (raw.get("architectures") or []):
+    """Converts a config.json of DeepSpec to z-lab's keys; returns any other unchanged. `architecture`: architecture to
+    write; `defaults`: values of missing keys."""
+    names = raw.get("architectures")
+    if not isinstance(names, list) or DEEPSPEC not in names:
         return raw
-    own = {name: value for name, value in raw.items() if name not in INHERITED}
-    rope = own.get("rope_parameters")
-    if isinstance(rope, dict):
-        own["rope_parameters"] = {name: value for name, value in rope.items() if name not in INHERITED}
+    own = {name: value for name, value in raw.items() if name not in INHERITED and value is not None}
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := own.get(key), dict):
+            own[key] = {name: value for name, value in rope.items() if name not in INHERITED}
     return {**defaults, "sample_from_anchor": True, **own, "architectures": [architecture], "model_type": "qwen3"}
 
 
 def refuse_other_networks(own: Mapping[str, Any], projectors: Mapping[str, str], path: Path) -> None:
-    """Raises UnsupportedModelError if a key says that the network is another one than the architecture's. `own`:
+    """Raises UnsupportedModelError if a key has a value that means a network other than the architecture's. `own`:
     config.json with the keys of dflash_config; `projectors`: architecture -> its projector_type."""
     names = own.get("architectures") or [*projectors][:1]
     expected = next((projectors[name] for name in names if name in projectors), None)
-    known = {**KNOWN, **({} if expected is None else {"projector_type": (expected,)})}
+    known = {**SUPPORTED, **({} if expected is None else {"projector_type": (expected,)})}
     for name, values in known.items():
         value = own.get(name)
         if value is not None and value not in values:

@@ -1,8 +1,7 @@
-"""Two tables with one row of numbers per token, which say how likely a token is after another one: a candidate b after
-token a is scored by a product of a's row in the first table and b's row in the second.
+"""Two codebooks, tables with one row of numbers per token, which score pairs of tokens: token b after token a by the
+dot product of a's row in the first one and b's row in the second.
 
-DFlash 2's candidate selector (`draft/dflash2/selector.py`) and DSpark's Markov head (`draft/dspark/heads.py`) are made
-of them.
+DFlash 2's candidate selector (`draft/dflash2/selector.py`) and DSpark's Markov head (`draft/dspark/heads.py`) use them.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class Codebooks(nn.Module):
         return F.linear(F.embedding(tokens, embedding_VD).to(factor.dtype), factor)
 
     def linked(self, before_BKPR: Tensor, tokens_BKM: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Returns the dot products [B, K, P, M] of one vector for each of P previous tokens (`before_BKPR`, made of
-        rows of codebook A) and one for each of M candidates (`tokens_BKM`: its row of codebook B). `embedding_VD`: the
-        target's embedding, from which a factored codebook B is computed."""
+        """Returns the dot products [B, K, P, M] of one vector for each of P previous tokens (`before_BKPR`, float32,
+        made of rows of codebook A) and one for each of M candidates (`tokens_BKM`: its row of codebook B).
+        `embedding_VD`: the target's embedding, from which a factored codebook B is computed."""
         if not self.is_factored:
             return before_BKPR @ self.rows(BOOKS[1], tokens_BKM).float().transpose(-1, -2)
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"

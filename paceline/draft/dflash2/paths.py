@@ -94,7 +94,8 @@ class DFlash2Path(TorchPath):
         K, M], scores [B, K, P, M]). A candidate has P = M scores, one for each candidate of the previous draft position
         as its predecessor; at the first position the predecessor is always the last committed token (`anchors_B`)."""
         hidden_BKD, logits_BKV = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
-        return tuple(score(self.selector, hidden_BKD, logits_BKV, anchors_B, self.ids))[:3]
+        picks = score(self.selector, hidden_BKD, logits_BKV, anchors_B, self.ids)
+        return picks.chosen_BKM, picks.tokens_BKM, picks.scores_BKPM
 
 
 class DFlash2NativePath(NativePath):

@@ -1,8 +1,8 @@
-"""DSpark: a DFlash drafter whose drafts depend on each other by a Markov head, and which predicts their acceptance.
+"""DSpark: a DFlash drafter with a Markov head, by which each draft depends on the one before it, and a confidence head.
 
 It shares context, cache and layers with `draft/dflash/drafter.py`; `draft/dspark/heads.py` has the formulas. In a tree,
-each branch is scored after its own parent. Sampled requests draw drafts from softmax(score / T) over the candidates,
-which is exactly the distribution that the verification gets.
+each branch is scored after its own parent, among the candidates after the greedy draft. Sampled requests draw drafts
+from softmax(score / T) over the candidates, which is exactly the distribution that the verification gets.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class DSparkNetwork(DFlashNetwork):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Creates a network with the random weights of a DFlash v1 network. Its heads have no effect yet: the Markov
-        head adds zero, and the confidence is one half."""
+        """Creates a network with the random weights of a DFlash v1 network, and heads without an effect: a correction
+        of zero, and a chance of one half."""
         body = DFlashNetwork.random(replace(config, markov=None), seed, device, dtype).state_dict()
         like = next(iter(body.values()))
         return cls.of(config, body | {name: tensor.to(like) for name, tensor in beginnings(config, seed).items()})
 
 
 def beginnings(config: DFlashConfig, seed: int = 0, *, factored: bool = False) -> dict[str, Tensor]:
-    """Returns the tensors (float32) that extend a DFlash v1 network to a DSpark network with the same drafts: a Markov
-    head that adds zero to the logits, and a confidence head that says one half. `factored`: the codebooks [V, rank] are
+    """Returns the tensors (float32) that extend a DFlash v1 network to a DSpark network with the same drafts: those of
+    heads whose correction is zero, and whose chance is one half. `factored`: the codebooks [V, rank] are
     replaced by factors [rank, D], which are multiplied by the target's embedding."""
     with torch.device("meta"):
         heads = {name: like for name, like in DSparkNetwork(config, factored).state_dict().items() if _is_head(name)}
@@ -73,19 +73,22 @@ class Heads(nn.Module):
 
     def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, ids: Tensor | None) -> None:
         super().__init__()
+        assert config.markov is not None
         with torch.device("meta"):
             self.markov_head = MarkovHead(config)
-            has_confidence = config.markov is not None and config.markov.has_confidence
-            self.confidence_head = ConfidenceHead(config) if has_confidence else None
+            self.confidence_head = ConfidenceHead(config) if config.markov.has_confidence else None
         kind = {"device": target.device, "dtype": target.dtype}
         own = {name: tensor.detach().to(**kind) for name, tensor in tensors.items() if _is_head(name)}
         self.load_state_dict(own, assign=True)
         self.ids = None if ids is None else ids.to(target.device)
+        self.columns_VR = self.markov_head.columns(self.ids).detach()
         self.weight_bytes = sum(tensor.nbytes for tensor in own.values())
 
     @torch.inference_mode()
     def pick(self, hidden_BKD: Tensor, logits_BKV: Tensor, anchors_B: Tensor) -> Picks:
-        return pick(self.markov_head, self.confidence_head, hidden_BKD, logits_BKV, anchors_B, self.ids)
+        """Returns the scored candidates of blocks with these final normed hidden states and logits."""
+        heads = self.markov_head, self.confidence_head
+        return pick(*heads, hidden_BKD, logits_BKV, anchors_B, self.ids, self.columns_VR)
 
 
 def _body(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -111,8 +114,8 @@ class DSparkPath(TorchPath):
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
         """Computes M candidate tokens at each of the first `width` draft positions of B = `num_rows` blocks, from the
-        blocks' hidden states [T, D] before the final norm. Returns the tensors of `Picks`. `anchors_B`: the last
-        committed tokens."""
+        blocks' hidden states [T, D] before the final norm. Returns the tensors of `Picks`, whose last one is left
+        out without a confidence head. `anchors_B`: the last committed tokens."""
         blocks = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
         return tuple(tensor for tensor in self._heads.pick(*blocks, anchors_B) if tensor is not None)
 
@@ -134,7 +137,7 @@ class DSparkNativePath(NativePath):
 
 
 class DSparkDrafter(WalkingDrafter):
-    """A DSpark drafter: its Markov head changes each draft's logits by the draft before it."""
+    """A DSpark drafter: its Markov head corrects each position's logits for the draft before it."""
 
     name = "dspark"
     network: DSparkNetwork

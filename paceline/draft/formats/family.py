@@ -1,4 +1,4 @@
-"""Reads drafters of the DFlash family: DFlash, DFlash 2 and DSpark, as their config.json says."""
+"""Reads DFlash, DFlash 2 and DSpark drafters: config.json selects which."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ OWN = (
 )
 OWN += ("mask_token_id", "sliding_window_non_causal", "sample_from_anchor", "draft_vocab_size", "z_lab")
 """Keys of a `speculators` config.json that correspond to keys in z-lab's format."""
-ADDED: dict[str, tuple[str, ...]] = {"dflash": (), "dflash2": DFlash2Sizes.__slots__, "dspark": MARKOV_KEYS}
+ADDED: dict[str, tuple[str, ...]] = {"dflash": (), "dflash2": (*DFlash2Sizes.__slots__,), "dspark": MARKOV_KEYS}
 """Kind -> keys of its config.json that no other kind has."""
 MARKOV_NAMES = {f"markov_head.{book}": f"markov_head.markov_w{place}.weight" for place, book in enumerate(BOOKS, 1)}
 """Names of a DSpark drafter's codebooks, here -> in a file of `speculators`."""

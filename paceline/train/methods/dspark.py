@@ -1,9 +1,11 @@
-"""Training of a DSpark drafter: its body and Markov head learn together, its confidence head from what they draft.
+"""Training of a DSpark drafter: its body and Markov head learn together, and its confidence head whether their drafts
+are accepted.
 
-The loss of a slot (draft position) is one of train/learn/losses.py, of logits to which the Markov head has added its
-part after the target's previous token. The confidence's loss is the binary cross entropy with the chance that the draft
-is accepted: the overlap of both distributions if the loss has the target's, else whether the most probable token is the
-target's. It has the same weights over the slots; hidden states are detached for it, so that the body learns to draft.
+The loss of a draft position is one of train/learn/losses.py, of logits with the Markov head's correction for the
+target's previous token. The confidence's loss is the binary cross entropy with the chance that the draft is accepted:
+the overlap of both distributions over the head's tokens if the loss has the target's distribution, else whether the
+most probable token is the target's. It is weighted like the other; its inputs are detached, so that body and Markov
+head learn to draft.
 
 The logits of a few blocks are computed at a time, and computed again in the backward pass.
 """
@@ -20,6 +22,9 @@ from paceline.draft.dspark.drafter import DSparkNetwork
 from paceline.train.config import LossConfig
 from paceline.train.learn.losses import CHUNK_ROWS, Head, SlotMetrics, Slots, measure, slot_losses, slot_weights
 from paceline.train.learn.packs import DFlashTrainable, Pack
+
+NEVER = 30.0
+"""Cross entropy of a token that the drafter cannot draft."""
 
 
 class DSparkTrainable(DFlashTrainable):
@@ -44,7 +49,8 @@ class DSparkTrainable(DFlashTrainable):
         """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the draft positions of the whole
         step. hidden_TD [A * K, D]: result of `hidden` for the pack (A blocks, K draft positions each); `head`: LM head
         over the tokens that the loss compares; embedding_VD: the target's embedding matrix. Metrics cover all blocks
-        in an evaluation, the first ones in training; without `is_measured` they are zero."""
+        in an evaluation, the first ones in training, and leave the confidence out; without `is_measured` they are
+        zero."""
         slots, is_training = pack.slots, torch.is_grad_enabled()
         per_block = slots.labels_AK.shape[1]
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)
@@ -85,9 +91,11 @@ class DSparkTrainable(DFlashTrainable):
             weight_AK = slot_weights(config, ce_AK.detach(), learned_AK)
             total = (loss_AK * weight_AK).sum()
             if self.network.confidence_head is not None:
+                # A token that the head lacks has no loss above, but its draft is never accepted.
+                weight_AK = slot_weights(config, torch.where(reached_AK, ce_AK.detach(), NEVER), slots.valid_AK)
                 rows_AKR = self.network.markov_head.rows(BOOKS[0], before_AK, embedding_VD).detach()
                 sure_AK = self.network.confidence_head(hidden_AKD.detach().float(), rows_AKR)
-                accepted_AK = self._accepted(logits_RV.detach(), label_R1, slots, head)
+                accepted_AK = self._accepted(logits_RV.detach(), label_R1, slots, head) * reached_AK
                 own_AK = F.binary_cross_entropy_with_logits(sure_AK, accepted_AK, reduction="none")
                 total = total + (own_AK * weight_AK).sum()
         if metrics is not None:
@@ -101,7 +109,8 @@ class DSparkTrainable(DFlashTrainable):
         return head.logits(hidden_AKD) + self.network.markov_head.added(before_AK, head.columns, embedding_VD)
 
     def _accepted(self, logits_RV: Tensor, label_R1: Tensor, slots: Slots, head: Head) -> Tensor:
-        """Chance [A, K] that each slot's draft is accepted."""
+        """Chance [A, K] that each position's draft is accepted, by the drafter's own logits: without the offset of a
+        sampled vocabulary."""
         if head.offset_V is not None:
             logits_RV = logits_RV - head.offset_V
         if slots.final_AKD is None:
@@ -118,6 +127,7 @@ class DSparkTrainable(DFlashTrainable):
 
 
 def before(pack: Pack) -> Tensor:
-    """Returns the token before each slot [A, K]: the anchor, then the target's tokens."""
+    """Returns the token before each draft position [A, K]: the anchor, then the target's tokens; after the document's
+    end, token 0."""
     tokens_AK = torch.where(pack.slots.valid_AK, pack.slots.labels_AK, 0).long()
     return torch.cat([pack.anchors_A[:, None].to(tokens_AK), tokens_AK[:, :-1]], dim=1)
