@@ -7,6 +7,7 @@ are never read.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import ModelFileError, ModelNotFoundError, reraised
+from paceline.model import fp8
 from paceline.model.config.decoder import DecoderConfig, decoder_config
 from paceline.model.config.values import MAX_SIZE, is_whole, short
 from paceline.model.gguf import metadata as gguf
@@ -48,8 +50,8 @@ def load_tensors(path: Path | str) -> Iterator[tuple[str, Tensor]]: ...
 @overload
 def load_tensors(path: Path | str, keep_blocks: bool) -> Iterator[tuple[str, Weight]]: ...
 def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
-    """Yield (Hugging Face name, tensor) for every weight. Tensors of safetensors keep their dtype, those of GGUF are
-    dequantised to float32.
+    """Yield (Hugging Face name, tensor) for every weight. Tensors of safetensors keep their dtype, those of GGUF and of
+    FP8 checkpoints are dequantised to float32.
 
     With `keep_blocks`, quantised matrices of a GGUF file are yielded as Blocks instead. Raises ModelFileError if a file
     is missing, truncated or pickled.
@@ -58,15 +60,15 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
     if is_gguf(path):
         yield from gguf.load_tensors(path, keep_blocks)
         return
-    for file, names in shards_of(path).items():
-        yield from _read_shard(file, names)
+    shards = shards_of(path).items()
+    yield from fp8.dense(itertools.chain.from_iterable(_read_shard(*shard) for shard in shards), path)
 
 
 def load_named(path: Path | str, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) from the safetensors files of a folder, only for names for which `is_wanted` returns
     true."""
-    for file, names in shards_of(existing(path)).items():
-        yield from _read_shard(file, names, is_wanted)
+    shards = shards_of(existing(path)).items()
+    yield from fp8.dense(itertools.chain.from_iterable(_read_shard(*shard, is_wanted) for shard in shards), path)
 
 
 def random_tensors(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import ModelFileError, UnsupportedModelError
+from paceline.model.config.quantisation import refuse_quantised
 from paceline.model.config.values import LARGEST, MAX_EXPERTS, TABLES, fraction, is_whole, short, text_part, whole
 
 FAMILIES, ROPE_KEYS = TABLES["families"], TABLES["rope"]
@@ -376,22 +377,17 @@ def _architecture(raw: dict[str, Any], path: Path) -> str:
             "the Transformers fallback runs it from a safetensors folder"
         )
     traits = FAMILIES[name]["traits"]
+    refuse_quantised(raw.get("quantization_config"), traits.get("quantised"), path)
     own = traits.get("allowed", {})
     keys = {key: [*plain, *own.get(key, ())] for key, plain in TABLES["allowed"].items()}
     for key, plain in (keys | {key: plain for key, plain in own.items() if key not in keys}).items():
         is_read = key == "partial_rotary_factor" and traits.get("partial_rotary")
-        if is_read or (key == "quantization_config" and _is_quantised_as(raw.get(key), traits.get("quantised"))):
-            continue
-        if raw.get(key) not in plain:
+        if not is_read and raw.get(key) not in plain:
             raise UnsupportedModelError(
                 f"{path}: {key} {short(raw[key])} is not implemented: "
                 "use an unquantised, unmodified checkpoint, or the Transformers fallback"
             )
     return name
-
-
-def _is_quantised_as(config: object, method: str | None) -> bool:
-    return method is not None and isinstance(config, dict) and config.get("quant_method") == method
 
 
 def check_rope(scaling: dict[str, Any]) -> None:

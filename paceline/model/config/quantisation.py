@@ -1,0 +1,28 @@
+"""Refuses quantised checkpoints that are not read. Imports no PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any
+
+from paceline.errors import UnsupportedModelError
+
+FP8_BLOCK = 128
+"""Rows and columns of an FP8 weight that share a factor (`model/fp8.py`)."""
+
+
+def refuse_quantised(config: Any, known: str | None, path: Path) -> None:
+    """Raises UnsupportedModelError for a checkpoint whose weights cannot be read. `config`: the quantization_config of
+    its config.json, or None; `known`: the quant_method that is also read in the model's family, besides FP8."""
+    if config is None:
+        return
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    blocks = config.get("weight_block_size") if isinstance(config, dict) else None
+    is_fp8 = method == "fp8" and blocks == [FP8_BLOCK, FP8_BLOCK] and config.get("fmt", "e4m3") == "e4m3"
+    if not is_fp8 and (known is None or method != known):
+        raise UnsupportedModelError(
+            f"{path}: weights quantised as {short(method)} (quantization_config) are not implemented: use the original "
+            f"checkpoint, one in FP8 with blocks of {FP8_BLOCK} x {FP8_BLOCK}, a GGUF file, or the Transformers "
+            "fallback"
+        )
