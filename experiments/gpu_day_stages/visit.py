@@ -74,6 +74,6 @@ class Visit:
             yield
         except Skipped as error:
             self.leave_out(name, str(error))
-        except Exception:
+        except Exception:  # whatever a kernel raises: the other parts of the visit are still run
             logging.exception("%s failed", name)
             self.send({"check": name, "passed": False, "traceback": traceback.format_exc()})
