@@ -108,7 +108,7 @@ def network() -> DFlash2Network:
 
 
 SEED = 2
-"""Of a DSpark drafter some of whose drafts are accepted when they are sampled."""
+"""Seed of a random DSpark drafter; with this one, some sampled drafts are accepted."""
 MADE: dict[str, Any] = {
     "dflash2": (lambda: DFlash2Drafter(network()), lambda: Agreeing2(network())),
     "dspark": (lambda: DSparkDrafter(network_3(raw_3(), SEED)), lambda: AgreeingSpark(network_3(raw_3(), SEED))),
@@ -157,7 +157,7 @@ SAMPLED = SamplingParams(temperature=0.7, top_k=3, max_tokens=4)
 
 
 def p_of(rule: str, monkeypatch: pytest.MonkeyPatch, name: str = "dflash2") -> float:
-    """Of drafts that are drawn from the drafter's own distribution, or guessed (auto)."""
+    """Returns the p-value of sampled answers; the rule auto guesses the drafts, others draw them from the drafter."""
     return p_value(MADE[name][0](), rule, SAMPLED, 1 / 8, monkeypatch)
 
 

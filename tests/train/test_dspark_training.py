@@ -76,7 +76,7 @@ def test_it_begins_as_the_v1_drafter(codebooks: str, is_continued: bool, tmp_pat
 @pytest.mark.parametrize(("name", "columns"), [("ce", None), ("d-pace", COLUMNS), ("kl", None), ("lk", None)])
 @pytest.mark.parametrize("codebooks", ["factored", "free"])
 def test_loss_and_figures_by_formula(name: str, columns: torch.Tensor | None, codebooks: str, tmp_path: Path) -> None:
-    """Of a Markov head that is added after the target's tokens, and of the confidence in being accepted."""
+    """The Markov head corrects logits for the target's tokens; the confidence learns whether drafts are accepted."""
     one = trainer(tmp_path, needs_final=name in ("kl", "lk"), codebooks=codebooks)
     drafter, pack = spark_of(one)
     head = one.head if columns is None else Head(one.head.weight_VD[columns], columns=columns)
