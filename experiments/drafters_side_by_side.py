@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.runs.folder import record_of, write_whole
 
-TREES = ("eagle3", "dflash", "dflash2", "dspark")
+TREES = ("eagle3", "mtp", "dflash", "dflash2", "dspark")
 """Drafters that draft trees."""
 
 

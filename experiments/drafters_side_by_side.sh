@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Drafters of several kinds for one target, side by side: lookups (n-gram), a small model (some of the target's own layers, taught
-# by `paceline distill`), EAGLE-3, DFlash, DFlash 2 and DSpark, trained on the same answers for the same time. Tokens a round, what drafting
-# takes, and speed, as a table and a chart.
+# by `paceline distill`), EAGLE-3, an MTP layer, DFlash, DFlash 2 and DSpark, trained on the same answers for the same time. Tokens a
+# round, what drafting takes, and speed, as a table and a chart.
 #
 #   DATA=path/to/prompt/sets bash experiments/drafters_side_by_side.sh
 #   ANSWERS="runs/a/answers runs/b/answers" PROMPTS="questions.jsonl tasks.jsonl" bash experiments/drafters_side_by_side.sh
 #
 # DATA holds gsm8k_train.jsonl, mbpp_train.jsonl and user_instructions.jsonl, which the target answers first, and gsm8k_test.jsonl
 # and humaneval.jsonl, on which is measured; ANSWERS and PROMPTS are others in their place. Each kind learns for MINUTES (8) of
-# steps, as its own recipe says; hidden states come on top, twice: EAGLE-3 reads other layers. Then three measurements with nothing
+# steps, as its own recipe says; hidden states come on top, three times: EAGLE-3 and MTP read other layers. Then three measurements with nothing
 # else running: `full` has every draft of every round checked, `tree:32` the likeliest 32 of those that can be told from each
 # other, `auto` is the planner's choice. About 80 minutes on two cores. Killed, the same command goes on after the last finished
 # stage. Needs pip install 'paceline[distill]'. Environment: OUT (folder), TARGET (smollm2-135m), LIMIT (prompts a file, 12), REPEAT
@@ -36,10 +36,12 @@ done
 train=(paceline train --target "$target" --plan off --max-len 512 --max-tokens 128 --epochs 1000 --max-minutes "${MINUTES:-8}"
     --blocks-per-step 192 --anchors 48 --features cached --heldout-every 250 --serve-share 0
     "${of_answers[@]}")
-# A block of 8 each: seven drafts of DFlash's, and of EAGLE-3's as many as it learns at once, five drafted when served.
+# A block of 8 each: seven drafts of DFlash's, and of EAGLE-3's and MTP's as many as they learn at once, five drafted when served.
 # Rates: of 2e-3, 7e-4 and 3e-4 the second was best for EAGLE-3 after 90 seconds; the first is that of the default drafter's recipe.
+# MTP begins with a copy of the target's last layer, as a model without such a layer must; of 1e-3 and 3e-4 the first was better.
 copied=(--lr 2e-3 --first-layers copied --loss d-pace --loss-vocab 8192 --draft-vocab 12288)
 "${train[@]}" --out "$out/eagle3" --drafter-kind eagle3 --lr 7e-4 --ttt-steps 5 --draft-vocab 12288
+"${train[@]}" --out "$out/mtp" --drafter-kind mtp --first-layers copied --lr 1e-3 --ttt-steps 5 --loss-vocab 8192
 "${train[@]}" --out "$out/dflash" "${copied[@]}"
 for kind in dflash2 dspark; do
     mkdir -p "$out/$kind"
@@ -55,7 +57,7 @@ if [ ! -e "$out/small/student.gguf" ]; then
         --num-answers 0 --least-agreement 0 --out "$out/small"
 fi
 
-drafters=none,ngram,$out/small/student.gguf,$out/eagle3/drafter,$out/dflash/drafter,$out/dflash2/drafter,$out/dspark/drafter
+drafters=none,ngram,$out/small/student.gguf,$out/eagle3/drafter,$out/mtp/drafter,$out/dflash/drafter,$out/dflash2/drafter,$out/dspark/drafter
 files=()
 for file in $prompts; do
     files+=(--prompts "$file")

@@ -61,6 +61,7 @@ def drafters(llm: LLM, names: list[str]) -> dict[str, Any]:
         "small_model=itself": lambda: SmallModelDrafter(load_target(llm.config)),
         "small_model=random": lambda: SmallModelDrafter(Decoder(tiny, random_tensors(tiny, 0), dtype=dtype)),
         "dflash=random": lambda: DFlashDrafter.random(llm.target, num_layers=3, block_size=8, seed=0),
+        "dspark=random": lambda: "random-dspark",
         "eagle3=random": lambda: Eagle3Drafter.random(llm.target, seed=0),
         "mtp=copied": lambda: MtpDrafter(new_layer(resolve(llm.config.model))),
     }

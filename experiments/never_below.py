@@ -6,10 +6,11 @@ One LLM for each drafter, the planner choosing. The prompts are answered by all 
 same time, a step of each in turns, so that all meet the same pace of the machine. `--batch` requests are in flight:
 where an answer ends, the next prompt is read beside the others, as in a server. A ratio is of one turn over all
 prompts, their reading included; sampled answers all have the same length, so that nobody has more to read. The table
-has the median of the ratios, their range, and the share of rounds by the source of their drafts. `noisy` is the default
+has the median of the ratios, their range, the time from one token of an answer to the next (mean over answers, over
+that of plain decoding; median [range]), and the share of rounds by the source of their drafts. `noisy` is the default
 drafter with noise in its weights, which drafts as one does that is half trained; `default-chain` is the default drafter
-without trees; `none again` is plain decoding once
-more: how far its ratio is from 1 is the machine's doing.
+without trees, `default-latency` with the objective latency; `none again` is plain decoding once more: how far its ratio
+is from 1 is the machine's doing.
 
 On a virtual machine the hypervisor may give the processor to others in the middle of a step, for longer than a turn
 takes. Such steps (/proc/stat tells) count as long as undisturbed ones of the same kind take: as many rows, drafts and
@@ -44,6 +45,8 @@ from paceline.types import LOOKUP, NONE
 
 CHAIN = "-chain"
 """Behind a drafter's name: it drafts chains alone, no trees."""
+SOONER = "-latency"
+"""Behind a drafter's name: the planner's objective is latency."""
 
 Setting = tuple[str, int, float]
 """Prompt file, batch, temperature."""
@@ -64,9 +67,9 @@ def noisy(drafter: Drafter, share: float) -> Drafter:
 
 
 def load(args: argparse.Namespace, name: str, max_batch: int) -> LLM:
-    own = {"noisy": "default", "none again": "none"}.get(name, name.removesuffix(CHAIN))
-    trees = not name.endswith(CHAIN)
-    llm = LLM(args.model, drafter=own, dtype=args.dtype, max_batch=max_batch, max_len=1024, trees=trees)
+    own = {"noisy": "default", "none again": "none"}.get(name, name.removesuffix(CHAIN).removesuffix(SOONER))
+    settings = {"trees": not name.endswith(CHAIN)} | ({"objective": "latency"} if name.endswith(SOONER) else {})
+    llm = LLM(args.model, drafter=own, dtype=args.dtype, max_batch=max_batch, max_len=1024, **settings)
     if name == "noisy":
         llm.use_drafter(noisy(llm.drafter, args.noise))
     return llm
@@ -104,6 +107,12 @@ class Contender:
     steps: list[Step] = field(default_factory=list)
     sources: Counter[str] = field(default_factory=Counter)
     waiting: list[list[int]] = field(default_factory=list)
+    clock_s: float = 0.0
+    """Seconds of all steps so far."""
+    open: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """Of each answer that has begun, by its sequence's identity: the clock at its first tokens, and tokens since."""
+    waits: list[float] = field(default_factory=list)
+    """Of each answer that has ended: mean seconds from one token to the next."""
 
     def step(self, in_flight: int, params: SamplingParams) -> None:
         """A step with as many requests as may be in flight: the next prompt takes the place of an answer that has
@@ -116,8 +125,15 @@ class Contender:
         spent_s = time.perf_counter() - began
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         self.steps.append(Step(kind_of(self.engine), num_tokens, spent_s, stolen_ticks() > stolen))
+        self.clock_s += spent_s
         for chunk in chunks:
+            key, tokens = id(chunk.sequence), len(chunk.token_ids)
+            first_s, since = self.open.get(key, (self.clock_s, -tokens))
+            self.open[key] = first_s, since + tokens
             if chunk.finish_reason:
+                del self.open[key]
+                if since + tokens > 0:
+                    self.waits.append((self.clock_s - first_s) / (since + tokens))
                 self.sources.update(each.source for each in chunk.sequence.rounds)
 
 
@@ -162,8 +178,11 @@ class Turns:
     """Contender -> the steps of each turn."""
     sources: dict[str, Counter[str]] = field(default_factory=dict)
     """Rounds by the source of their drafts, over all turns."""
+    waits: dict[str, list[float]] = field(default_factory=dict)
+    """Contender -> mean seconds from a token to the next over the answers of each turn, disturbed steps included."""
 
     def add(self, name: str, one: Contender) -> None:
+        self.waits.setdefault(name, []).append(statistics.fmean(one.waits))
         self.steps.setdefault(name, []).append(one.steps)
         self.sources.setdefault(name, Counter()).update(one.sources)
 
@@ -227,7 +246,9 @@ def results_of(setting: Setting, turns: Turns) -> list[dict[str, Any]]:
         total = turns.sources[name].total()
         shares = {source: round(count / total, 3) for source, count in turns.sources[name].most_common()}
         where = {"prompts": Path(file).name, "batch": batch, "temperature": temperature, "drafter": name}
+        waits = [one / plain for one, plain in zip(turns.waits[name], turns.waits["none"], strict=True)]
         speeds = {"ratios": ratios, "median": statistics.median(ratios), "tokens_per_s": all_speeds[name]}
+        speeds |= {"wait_ratios": waits, "wait_median": statistics.median(waits)}
         results.append(where | speeds | {"sources": shares})
     return sorted(results, key=lambda each: list(turns.steps).index(each["drafter"]))
 
@@ -236,14 +257,15 @@ def keep(args: argparse.Namespace, llms: dict[str, LLM], measured: dict[Setting,
     """Write the results so far to `--out`, and print the table."""
     results = [each for setting, turns in measured.items() for each in results_of(setting, turns)]
     print(
-        "\n| prompts | batch | temperature | drafter | over none | range | rounds by source "
-        "|\n|---|---|---|---|---|---|---|"
+        "\n| prompts | batch | temperature | drafter | over none | range | time to a token | rounds by source "
+        "|\n|---|---|---|---|---|---|---|---|"
     )
     for each in results:
         shares = ", ".join(f"{source} {share:.0%}" for source, share in each["sources"].items())
         print(
             f"| {each['prompts']} | {each['batch']} | {each['temperature']:g} | {each['drafter']} | "
-            f"{each['median']:.2f} | {min(each['ratios']):.2f} to {max(each['ratios']):.2f} | {shares} |"
+            f"{each['median']:.2f} | {min(each['ratios']):.2f} to {max(each['ratios']):.2f} | "
+            f"{each['wait_median']:.2f} [{min(each['wait_ratios']):.2f}, {max(each['wait_ratios']):.2f}] | {shares} |"
         )
     steps = [step for turns in measured.values() for step in turns.every()]
     disturbed = sum(step.spent_s for step in steps if step.is_disturbed) / sum(step.spent_s for step in steps)

@@ -5,9 +5,10 @@
 vLLM serves one stream plainly, then with a DFlash drafter whose acceptance is mocked (`rejection_sample_method:
 synthetic`) at each of `--lengths`, always with `--num-drafted` drafts; at the end plainly again, for the machine's
 noise. The CPU build lacks the kernel for it, which vllm_mocked_kernel.py adds. The drafter's weights are random: they
-cost what trained ones do. The prediction gets the plain run's log, the target's and the drafter's sizes, this machine's
-measured rates and the acceptance that was asked for, and no time of a speculative round. Our own engine's mocked rounds
-(`bench decode --mock-tokens-per-round`) stand beside. Exit status 1 where a prediction is off by more than `--within`.
+cost what trained ones do. The prediction gets the log of the plain server under two loads, one request and as many as a
+round has positions, the target's and the drafter's sizes, this machine's measured rates and the acceptance that was
+asked for, and no time of a speculative round. Our own engine's mocked rounds (`bench decode --mock-tokens-per-round`)
+stand beside. Exit status 1 where a prediction is off by more than `--within`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +46,13 @@ PROMPT_TOKENS = 24
 
 @contextlib.contextmanager
 def serving(args: argparse.Namespace, model: Path, log: Path, speculative: dict[str, Any] | None) -> Iterator[int]:
-    """vLLM for one stream; its port."""
+    """vLLM for one stream, without drafts for as many as a round has positions; its port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     python = installed(args.peers_home / "vllm/bin/python", "vllm")
-    words = ["--model", model, "--dtype", args.dtype, "--enforce-eager", "--max-num-seqs", 1, "--max-model-len", 1024]
+    words = ["--model", model, "--dtype", args.dtype, "--enforce-eager", "--max-model-len", 1024]
+    words += ["--max-num-seqs", 1 if speculative else args.num_drafted + 1]
     words += ["--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", port]
     if speculative:
         words += ["--speculative-config", json.dumps(speculative), "--worker-extension-cls"]
@@ -108,6 +111,12 @@ def decode_rate(port: int, model: Path, number: int, max_tokens: int) -> float:
 def measured(args: argparse.Namespace, model: Path, log: Path, speculative: dict[str, Any] | None) -> dict[str, Any]:
     with serving(args, model, log, speculative) as port:
         rates = [decode_rate(port, model, number, args.max_tokens) for number in range(args.answers + 1)][1:]
+        if speculative is None:
+            with ThreadPoolExecutor(args.num_drafted + 1) as pool:  # for the log: rounds of as many positions
+                all_rates = pool.map(
+                    lambda number: decode_rate(port, model, number, 2 * args.max_tokens), range(args.num_drafted + 1)
+                )
+                say(f"{sum(all_rates):.1f} tokens/s of {args.num_drafted + 1} streams together")
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
             length = parse_server(answer.read().decode()).tokens_per_round or 1.0
     say(f"{statistics.median(rates):.1f} tokens/s at an acceptance length of {length:.2f}")

@@ -40,7 +40,7 @@ from paceline.simulate.costs.rounds import (
     read_calibration,
     read_table,
 )
-from paceline.simulate.costs.shapes import ModelShape, Precisions, with_precisions
+from paceline.simulate.costs.shapes import ModelShape, Precisions, num_bytes, with_precisions
 from paceline.simulate.flags import PLACEHOLDER, Serving, server_flags
 from paceline.simulate.marginals import read_marginals
 from paceline.simulate.server.drafts import Survival
@@ -94,10 +94,10 @@ def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
     overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
     if overhead:
         setup.overhead, setup.bare = overhead, setup.costs
-        setup.costs = with_overhead(setup.costs, overhead.seconds)
-        setup.limits.insert(
-            1, limits.TEXTS["overhead"].format(ms=f"{1e3 * overhead.seconds:.3g}", source=overhead.source)
-        )
+        setup.costs = with_overhead(setup.costs, overhead.seconds, overhead.token_s)
+        text = limits.TEXTS["overhead_by_position" if overhead.token_s else "overhead"]
+        amounts = {"ms": f"{1e3 * overhead.seconds:.3g}", "token_ms": f"{1e3 * overhead.token_s:.3g}"}
+        setup.limits.insert(1, text.format(source=overhead.source, **amounts))
     return setup
 
 
@@ -173,10 +173,13 @@ def counted(hardware: str | None) -> tuple[int, str | None]:
 
 
 def drafter_of(config: CostsConfig, deployment: Deployment) -> DrafterCost:
+    """Returns the drafter's cost. Its parameters are float32 in a float32 deployment, else bfloat16: servers run it in
+    the target's data type, and do not quantise it."""
     if config.drafter_params is None:
         return _fraction(config)
-    rates = deployment.flops_per_s("bfloat16"), deployment.bytes_per_s
-    return ShapeDrafter(config.drafter_params, *rates, block=config.block)
+    number_format = "float32" if deployment.precisions.weights == "float32" else "bfloat16"
+    rates = deployment.flops_per_s(number_format), deployment.bytes_per_s
+    return ShapeDrafter(config.drafter_params, *rates, num_bytes(number_format), config.block)
 
 
 def _fraction(config: CostsConfig) -> FractionDrafter:
@@ -242,7 +245,8 @@ class Answer:
         if self.setup.overhead is None:
             return None
         length, speedup = self.without[0]
-        known = {"ms": 1e3 * self.setup.overhead.seconds, "source": self.setup.overhead.source}
+        overhead = self.setup.overhead
+        known = {"ms": 1e3 * overhead.seconds, "ms_per_position": 1e3 * overhead.token_s, "source": overhead.source}
         return {**known, "speedup_without": speedup, "best_draft_length_without": length}
 
 

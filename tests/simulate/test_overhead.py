@@ -9,16 +9,20 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.errors import ConfigError
-from paceline.simulate.answer import predict_all, simulate_server
+from paceline.hardware import Machine
+from paceline.simulate.answer import drafter_of, predict_all, simulate_server
 from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig
 from paceline.simulate.costs import catalogue
-from paceline.simulate.costs.overhead import overhead_s, with_overhead
+from paceline.simulate.costs.overhead import fitted, overhead_s, with_overhead
 from paceline.simulate.costs.roofline import Deployment
 from paceline.simulate.costs.rounds import FractionDrafter, RooflineCosts, TimeTable, ToyCosts, table_of
+from paceline.simulate.costs.shapes import with_precisions
+from paceline.simulate.server_logs import Sample, Seen
 from paceline.simulate.speedup import Load
 
 SHAPE = catalogue.find("Qwen3.5-27B")
 COSTS = RooflineCosts(SHAPE, Deployment(catalogue.machines()["B200"], SHAPE.precisions), FractionDrafter(0.1))
+CPU = Machine("a CPU", 3e10, {"bfloat16": 1e12, "float32": 3e11}, 2, 16e9)
 ON = {"model": "Qwen3.5-27B", "hardware": "B200"}
 
 
@@ -63,6 +67,49 @@ def test_the_answer_says_it_and_what_would_be_without() -> None:
     assert bare.as_json()["overhead"] is None
     stated = predict_all(CostsConfig(**ON, overhead_ms=overhead["ms"]), PredictConfig())
     assert stated.predictions[0].speedup == pytest.approx(prediction.predictions[0].speedup)
+
+
+def seen(rounds: dict[int, float]) -> Seen:
+    """A server's log with three intervals for each number of requests, the last of which was disturbed."""
+    samples = [
+        Sample(running=requests, tokens_per_s=requests / (seconds * factor), tokens_per_round=1.0, context=4096.0)
+        for requests, seconds in rounds.items()
+        for factor in (1.0, 1.0, 1.5)
+    ]
+    return Seen("vLLM", samples, None)
+
+
+def test_a_log_of_several_loads_has_a_part_for_each_position() -> None:
+    """Planted: 5 ms a round and 0.4 ms a position; the disturbed intervals move nothing."""
+    rounds = {requests: COSTS.round_s(requests, 0, 4096) + 0.005 + 0.0004 * requests for requests in (1, 4, 8)}
+    overhead = fitted(COSTS, 4096, seen(rounds), "plain.log")
+    assert (overhead.seconds, overhead.token_s) == (pytest.approx(0.005), pytest.approx(0.0004))
+    costs = with_overhead(COSTS, overhead.seconds, overhead.token_s)
+    assert costs.host_s == pytest.approx(0.005)
+    assert costs.verify_s(1, 8, 4096) == pytest.approx(COSTS.verify_s(1, 8, 4096) + 8 * 0.0004)
+
+
+@pytest.mark.parametrize("requests", [(4,), (6, 8)])
+def test_a_log_of_one_load_has_a_constant(requests: tuple[int, ...]) -> None:
+    rounds = {number: COSTS.round_s(number, 0, 4096) + 0.001 * number for number in requests}
+    assert fitted(COSTS, 4096, seen(rounds), "plain.log").token_s == 0.0
+
+
+def test_larger_rounds_that_cost_less_than_the_roofline_have_no_part_below_zero() -> None:
+    rounds = {1: COSTS.round_s(1, 0, 4096) + 0.005, 8: COSTS.round_s(8, 0, 4096) + 0.003}
+    overhead = fitted(COSTS, 4096, seen(rounds), "plain.log")
+    assert overhead.token_s == 0.0 and 0.003 <= overhead.seconds <= 0.005
+
+
+def test_the_drafter_of_a_float32_target_reads_four_bytes_a_parameter() -> None:
+    """A server runs the drafter in the target's data type; a quantised target's drafter stays in bfloat16."""
+    parts = {
+        precision: drafter_of(CostsConfig(drafter_params=1e9, block=8), Deployment(CPU, precisions))
+        for precision in ("float32", "bfloat16", "float8")
+        for precisions in (with_precisions(SHAPE.precisions, precision),)
+    }
+    assert parts["bfloat16"].draft_s(7, 1) == parts["float8"].draft_s(7, 1) == pytest.approx(2e9 / 3e10)
+    assert parts["float32"].draft_s(7, 1) == pytest.approx(4e9 / 3e10)
 
 
 @pytest.mark.slow

@@ -1,22 +1,24 @@
-"""Overhead of a round: one constant for launches, scheduling, sampling and synchronisation, added to the predicted
-cost.
+"""Overhead of a round: seconds for launches, scheduling, sampling and synchronisation, added to the predicted cost.
 
     added_s = overhead_s(costs, Load(1, 4096), plain_rate=75.0)
     costs = with_overhead(costs, added_s)
 
 The overhead is given, or computed from one measured rate of plain decoding, or fitted to the rounds in a server's log.
-Measured speed-ups are not used, so predictions with an overhead can be compared with them. It is a part of
-`StepCosts.host_s`; the formulas of `speedup.py` stay the same.
+A log of rounds with different numbers of positions (sequences times drafted tokens + 1) also yields what the server
+takes for each position. Measured speed-ups are not used, so predictions with an overhead can be compared with them. The
+constant is a part of `StepCosts.host_s`; the formulas of `speedup.py` stay the same.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.simulate.costs.rounds import MeasuredCosts, RooflineCosts, StepCosts
+from paceline.simulate.costs.rounds import MeasuredCosts, PassFit, RooflineCosts, StepCosts
 from paceline.simulate.server_logs import Seen, read_server
 from paceline.simulate.speedup import Load
 
@@ -28,6 +30,8 @@ class Overhead:
     seconds: float
     source: str
     """Description of the source for readers."""
+    token_s: float = 0.0
+    """Seconds added for each position of each sequence that the target's pass reads."""
 
 
 def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
@@ -51,12 +55,16 @@ def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
     return max(added_s, 0.0)
 
 
-def with_overhead(costs: StepCosts, added_s: float) -> StepCosts:
-    """Returns the same costs with `added_s` seconds added to each round. Raises ConfigError for costs that are not in
-    seconds."""
+def with_overhead(costs: StepCosts, added_s: float, token_s: float = 0.0) -> StepCosts:
+    """Returns the same costs with `added_s` seconds added to each round, and to a roofline `token_s` seconds for each
+    position of a target pass. Raises ConfigError for costs that are not in seconds."""
     if not isinstance(costs, RooflineCosts | MeasuredCosts):
         raise ConfigError("an overhead needs costs in seconds, the toy model has none: leave --toy or the overhead out")
-    return replace(costs, host_s=costs.host_s + added_s)
+    slower = replace(costs, host_s=costs.host_s + added_s)
+    if not token_s or not isinstance(slower, RooflineCosts):
+        return slower
+    fit = slower.fit or PassFit()
+    return replace(slower, fit=replace(fit, token_s=fit.token_s + token_s))
 
 
 def overhead_of(
@@ -77,11 +85,13 @@ def overhead_of(
 
 
 def fitted(costs: StepCosts, context: int, seen: Seen, name: str) -> Overhead:
-    """Returns the overhead fitted to a server's log: the median difference between measured round times and those that
-    `costs` predicts. `seen`: the parsed log; `context`: cached tokens per sequence, used for intervals for which the
-    log reports none; `name`: the log's name, for messages.
+    """Returns the overhead fitted to a server's log: what measured rounds take beyond those that `costs` predicts.
+    `seen`: the parsed log; `context`: cached tokens per sequence, used for intervals for which the log reports none;
+    `name`: the log's name, for messages.
 
-    Raises ConfigError if no round is known, or if the rounds were faster than `costs`.
+    A log of one load yields a constant, the median. If the rounds of one interval had at least twice as many positions
+    as those of another, a roofline gets seconds for each position too: the slope of a line through the medians of all
+    numbers of positions. Raises ConfigError if no round is known, or if the rounds were faster than `costs`.
     """
     if not seen.samples:
         raise ConfigError(f"{name} tells of tokens a round but of no round's time: give a log of a steady load")
@@ -89,16 +99,36 @@ def fitted(costs: StepCosts, context: int, seen: Seen, name: str) -> Overhead:
         (each.round_s, costs.round_s(each.running, each.num_drafted, round(each.context or context)))
         for each in seen.samples
     ]
-    added_s = statistics.median(measured - predicted for measured, predicted in times)
+    positions = [each.running * (each.num_drafted + 1) for each in seen.samples]
+    beyond = [measured - predicted for measured, predicted in times]
+    token_s = _slope(positions, beyond) if isinstance(costs, RooflineCosts) else 0.0
+    added_s = statistics.median(rest - token_s * number for rest, number in zip(beyond, positions, strict=True))
+    if added_s < 0 and token_s:
+        added_s, token_s = statistics.median(beyond), 0.0
     if added_s < 0:
         measured, predicted = (statistics.median(each) for each in zip(*times, strict=True))
         raise ConfigError(
             f"{name}: a round took {1e3 * measured:.2f} ms, but the prediction takes {1e3 * predicted:.2f} ms without "
-            "any "
-            "overhead: check --model, --hardware, --gpus, --precision, --drafter-cost and --block against the server's"
+            "any overhead: check --model, --hardware, --gpus, --precision, --drafter-cost and --block against the "
+            "server's"
         )
-    off = statistics.median(abs((predicted + added_s) / measured - 1) for measured, predicted in times)
+    off = statistics.median(
+        abs((predicted + added_s + token_s * number) / measured - 1)
+        for (measured, predicted), number in zip(times, positions, strict=True)
+    )
     counts = sorted(each.running for each in seen.samples)
     requests = f"{counts[0]} to {counts[-1]}" if counts[0] < counts[-1] else f"{counts[0]}"
     source = f"the median over {len(times)} intervals of {name} ({seen.server}, {requests} requests)"
-    return Overhead(added_s, f"{source}, whose rounds are then met within {off:.0%}")
+    return Overhead(added_s, f"{source}, whose rounds are then met within {off:.0%}", token_s)
+
+
+def _slope(positions: Sequence[float], beyond: Sequence[float]) -> float:
+    """Returns the seconds that each position adds, 0 or more. `positions`: number in each measured round; `beyond`: the
+    seconds of the round that the roofline does not predict."""
+    if max(positions) < 2 * min(positions):
+        return 0.0
+    seconds: dict[float, list[float]] = defaultdict(list)
+    for number, rest in zip(positions, beyond, strict=True):
+        seconds[number].append(rest)
+    medians = {number: statistics.median(each) for number, each in seconds.items()}
+    return max(statistics.linear_regression([*medians], [*medians.values()]).slope, 0.0)

@@ -329,8 +329,9 @@ function acceptanceFrom({ acceptance, chance, curve, recorded }) {
 function costOf({ cost, fraction, params, block = 1 }, deployment, { formats }) {
   const drafts = block > 1 ? block : null;
   if (cost === "share") return { fraction, block: drafts };
-  const flops = flopsPerS(deployment, formats.bfloat16), bytes = deployment.machine.bytes_per_s * deployment.num_gpus;
-  return { dense: params * 1e9, flops_per_s: flops, bytes_per_s: bytes, block: drafts };
+  const format = deployment.precisions.weights.name === "float32" ? formats.float32 : formats.bfloat16;
+  const flops = flopsPerS(deployment, format), bytes = deployment.machine.bytes_per_s * deployment.num_gpus;
+  return { dense: params * 1e9, flops_per_s: flops, bytes_per_s: bytes, num_bytes: format.num_bytes, block: drafts };
 }
 
 /** The settings of one drafter, without its name before them. */
