@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from family_models import target_of
 from mtp_models import Folder, mtp_folders, shaken
+from real_vllm import free_port
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -21,14 +24,26 @@ from paceline.draft.mtp.drafter import MtpDrafter
 from paceline.draft.mtp.stitch import stitch
 from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
-from paceline.errors import CacheError, ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
-from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Start, given_to
+from paceline.errors import (
+    CacheError,
+    ConfigError,
+    DeployError,
+    DrafterMismatchError,
+    ModelFileError,
+    UnsupportedModelError,
+)
+from paceline.loop.adapt.config import DeployConfig, OtherEngineConfig
+from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Start, command_of, given_to
+from paceline.loop.adapt.servers.vllm_sglang.engine_folders import EngineFolders
+from paceline.loop.adapt.servers.vllm_sglang.start import serve_with
 from paceline.model.checkpoint import load_tensors
 from paceline.plan.planner import FixedPlanner
+from paceline.simulate.flags import METHODS
 from paceline.train.methods.mtp import new_layer
 from paceline.types import SamplingParams
 
 pytestmark = pytest.mark.slow
+FAKE = Path(__file__).parents[1] / "support" / "fake_engine.py"
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +101,55 @@ def test_answers_with_it_are_plain_decoding_s(folder_of: Folder, tmp_path: Path)
     assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in llm.generate(prompts, params)]
 
 
-def test_engines_are_told_where_they_read_it(folder_of: Folder, tmp_path: Path) -> None:
+def test_engines_serve_a_copy_of_the_target_that_has_it(folder_of: Folder, tmp_path: Path) -> None:
+    """Clients see the target's name; the drafts are as many as the layer was trained for."""
+    model, copy = folder_of("qwen3.5+"), tmp_path / "given" / "target"
+    folder = drafter_for(model, tmp_path / "drafter")
+    given = given_to(start := Start("vllm", str(model), str(folder)), tmp_path / "given")
+    assert (given.folder, given.method, given.num_drafted, given.target) == (folder, "mtp", 4, copy)
+    assert all(torch.equal(read_mtp(copy).tensors[name], each) for name, each in read_mtp(folder).tensors.items())
+    vllm, sglang = (command_of(each, given) for each in (start, Start("sglang", str(model), str(folder))))
+    assert vllm[2:5] == [str(copy), "--served-model-name", str(model)]
+    assert json.loads(vllm[-1]) == {"method": "mtp", "num_speculative_tokens": 4}
+    assert sglang[3:7] == ["--model-path", str(copy), "--served-model-name", str(model)]
+    words = ["EAGLE", "draft-model-path", str(copy), "num-steps", "4", "eagle-topk", "1", "num-draft-tokens", "5"]
+    assert [word.removeprefix("--speculative-") for word in sglang[-9:]] == words and METHODS["mtp"][
+        "sglang"
+    ] == "EAGLE"
+
+
+def test_what_no_engine_reads_is_refused_with_the_way(folder_of: Folder, tmp_path: Path) -> None:
+    MtpDrafter(new_layer(folder_of("qwen2")), num_drafted=3).save(tmp_path / "other")
+    message = (
+        "vllm reads MTP layers of Qwen3-Next and Qwen3.5 targets only: serve this one with paceline serve, or train"
+    )
+    with pytest.raises(UnsupportedModelError, match=message):
+        given_to(Start("vllm", str(folder_of("qwen2")), str(tmp_path / "other")), tmp_path / "scratch")
     model = folder_of("qwen3.5+")
     folder = drafter_for(model, tmp_path / "drafter")
-    with pytest.raises(
-        UnsupportedModelError, match="MTP layer, which vllm reads in the files of its target: put it there"
-    ):
-        given_to(Start("vllm", str(model), str(folder)), tmp_path / "given")
+    with pytest.raises(ConfigError, match="num_drafted must be at least 1, not 0"):
+        given_to(Start("vllm", str(model), str(folder), num_drafted=0), tmp_path / "scratch")
+    folders = EngineFolders(DeployConfig("vllm"), EngineConfig(model=str(model)), tmp_path / "state")
+    with pytest.raises(DeployError, match="lies in the files of its target, which are not replaced"):
+        folders.given(folder)
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_an_engine_that_reads_it_there_passes_the_check(folder_of: Folder, tmp_path: Path) -> None:
+    """Our server in vLLM's place drafts with the copy's layer; its acceptance length is that of the drafter's
+    folder."""
+    model, lines = folder_of("qwen3.5+"), list[str]()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if line.startswith("ready: http"):
+            signal.raise_signal(signal.SIGTERM)
+
+    folder, command = drafter_for(model, tmp_path / "drafter"), f"{sys.executable} {FAKE} vllm"
+    start = Start("vllm", str(model), str(folder), "127.0.0.1", free_port(), 3, "float32", command=command)
+    assert serve_with(start, OtherEngineConfig("vllm", strict=True), say) == 0
+    assert lines[0].endswith("mtp, 3 drafts a round") and lines[-1].startswith("ready: http")
+    assert any("as it should be" in line for line in lines)
 
 
 def test_inspect_says_what_it_is_and_what_it_brings(folder_of: Folder, tmp_path: Path) -> None:
@@ -159,6 +216,10 @@ def test_a_layer_that_the_target_did_not_have_is_added(folder_of: Folder, tmp_pa
         assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
         assert dict(load_tensors(out)).keys() > tensors.keys()
         target_of(out)
+    stitch(layer, sharded, tmp_path / "linked", links=True)
+    links = [file.name for file in (tmp_path / "linked").iterdir() if file.is_symlink()]
+    assert links == ["model-00001-of-00001.safetensors"] and target_of(tmp_path / "linked")
+    assert json.loads((sharded / "model.safetensors.index.json").read_text()) == index
     new_index = json.loads((tmp_path / "more" / "model.safetensors.index.json").read_text())
     assert new_index["metadata"]["total_size"] == 7 + sum(tensor.nbytes for tensor in layer.tensors.values())
 

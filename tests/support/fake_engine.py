@@ -1,8 +1,8 @@
 """vLLM or SGLang as `paceline serve --engine` sees them: `python fake_engine.py vllm|sglang|dies|deaf|low OPTIONS`.
 
-vllm is our own server in its place, with the drafter of --speculative-config and all its drafts checked in every round:
-its completions and counters have the same words. Its command line is left in the file that WORDS names. low counts
-rounds in which no draft was accepted.
+vllm is our own server in its place, with the drafter of --speculative-config (mtp: the model's own layer) and all
+its drafts checked in every round: its completions and counters have the same words. Its command line is left in the
+file that WORDS names. low counts rounds in which no draft was accepted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(kind: str, words: list[str]) -> None:
         "--port",
         named(words, "--port"),
         "--drafter",
-        config["model"],
+        "mtp" if config["method"] == "mtp" else config["model"],
         "--speculate",
         str(config["num_speculative_tokens"]),
     ]

@@ -1,10 +1,11 @@
-"""EAGLE-3's decode path (the network prepared for drafting) in native (C++) calls, for a native target."""
+"""EAGLE-3's decode path (the network prepared for drafting) in native (C++) calls, for a native target; and its base
+class, which MTP's has too."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,59 +13,46 @@ from torch import Tensor
 from paceline.draft.eagle3.checkpoint import Eagle3Config
 from paceline.draft.eagle3.path import EagleNorms, within
 from paceline.draft.level import Level
+from paceline.model.config.decoder import DecoderConfig
 from paceline.model.native.decoder import NativeDecoder, cache_view, layer_parts, native_cache, native_model, pack
-from paceline.model.native.library import Buffers, Matrix, pointer
+from paceline.model.native.library import Buffers, Matrix, Model, pointer
 
 
-class Eagle3NativePath(EagleNorms):
-    """EAGLE-3 in native (C++) calls: one pass for each drafting step, one matrix product each for the features and the
-    LM head.
+class NativeChain:
+    """Base class of decode paths of chained drafters in native (C++) calls: one pass for each drafting step.
 
     In a draft tree, each step computes the round's earlier drafts again, because a token's parent must be in the same
-    native pass; a few more tokens cost little. With a target in block-quantised format the drafter's matrices are
-    rounded to Q8_0.
+    native pass; a few more tokens cost little.
     """
 
-    def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: NativeDecoder, slack: int) -> None:
-        """`slack`: number of cache positions per row beyond the maximum text length, for drafts."""
-        shape, dtype = config.shape, target.dtype
-        rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in network.items()}
-        super().__init__(config, rounded, dtype, torch.float32)
-        weights = {name: target.as_weight(tensor) for name, tensor in rounded.items()}
-        self._size = shape.hidden_size
-        self._fc, self._head = pack([weights["fc.weight"]], dtype), pack([weights["lm_head.weight"]], dtype)
-        own = weights.get("embed_tokens.weight")
-        layers = [layer_parts(shape, at, within(weights, f"layers.{at}."), dtype) for at in range(shape.num_layers)]
-        matrices = [
-            self._fc,
-            self._head,
-            *(part for layer in layers for part in layer.values() if isinstance(part, Matrix)),
-        ]
-        self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
-        """Bytes of the drafter's packed matrices, without the target's."""
-        max_len = target.cache.max_len
-        self._model = native_model(
-            shape,
-            dtype,
-            max_len + slack,
-            layers,
-            first_position=1,
-            embedding=target.embedding_matrix if own is None else pack([own], dtype),
-            final_norm=rounded["norm.weight"].float().contiguous(),
-            beside_norm=rounded["layers.0.hidden_norm.weight"].float().contiguous(),
-            adds_to_normed=int(config.norm_before_residual),
-        )
-        self.cache = native_cache(shape, target.cache.num_rows, max_len, dtype, slack=slack)
+    reads_tokens = True
+    """True if the native model embeds the tokens itself."""
+    _model: Model
+
+    def _open(self, shape: DecoderConfig, target: NativeDecoder, slack: int) -> None:
+        """Allocate the cache. `slack`: number of cache positions per row beyond the maximum text length, for drafts."""
+        self.cache = native_cache(shape, target.cache.num_rows, target.cache.max_len, target.dtype, slack=slack)
         self._view, self._buffers = cache_view(self.cache), Buffers()
         self._drafts: dict[int, _Drafts] = {}
         """Drafts of the current round, by row."""
+
+    @abstractmethod
+    def next_state(self, hidden_TD: Tensor) -> Tensor:
+        """Returns the states [T, D] that the next drafting step reads, from the hidden states after the last layer."""
+
+    def _features(self, taps_TF: Tensor) -> Tensor:
+        """Computes the input of the first drafting step [T, D] from the target's hidden states [T, F]."""
+        return taps_TF
+
+    def _inputs(self, tokens: list[int], hidden_TD: Tensor) -> Tensor:
+        """Hidden states [T, D] that go into the native model."""
+        return hidden_TD
 
     @torch.inference_mode()
     def extend(
         self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
     ) -> Tensor:
-        features_TD = self._fc.multiply(self.normed_features(taps_TF[: len(tokens)]), self._dtype)
-        hidden_TD = self._pass(rows, starts, counts, tokens, features_TD, None)
+        hidden_TD = self._pass(rows, starts, counts, tokens, self._features(taps_TF[: len(tokens)]), None)
         self.cache.append(rows, counts)
         return self.next_state(hidden_TD[torch.tensor([end - 1 for end in accumulate(counts)])])
 
@@ -89,11 +77,6 @@ class Eagle3NativePath(EagleNorms):
         hidden_TD = self._pass(level.rows, starts, counts, read, torch.stack(states), parents if is_tree else None)
         return self.next_state(hidden_TD if len(output_rows) == len(read) else hidden_TD[torch.tensor(output_rows)])
 
-    @torch.inference_mode()
-    def logits(self, state_TD: Tensor) -> Tensor:
-        """Returns the logits [T, V] of T drafting states, over the draft vocabulary, float32."""
-        return self._head.multiply(self.head_input(state_TD), self._dtype)
-
     def _pass(
         self,
         rows: list[int],
@@ -105,14 +88,60 @@ class Eagle3NativePath(EagleNorms):
     ) -> Tensor:
         """Hidden states [T, D] after the last layer, from features or states [T, D] of the positions before the
         tokens."""
-        hidden_TD, out_TD = hidden_TD.float().contiguous(), torch.empty(len(tokens), self._size)
+        hidden_TD = self._inputs(tokens, hidden_TD).float().contiguous()
+        out_TD = torch.empty_like(hidden_TD)
         work = self._buffers.work
         work.num_rows, work.hidden, work.hidden_out = len(rows), pointer(hidden_TD), pointer(out_TD)
-        arrays: dict[str, Any] = {"rows": rows, "starts": starts, "counts": counts, "tokens": tokens}
-        self._buffers.fill(**arrays)
+        self._buffers.fill(rows=rows, starts=starts, counts=counts, **({"tokens": tokens} if self.reads_tokens else {}))
         self._buffers.fill_parents(parents)
         self._model.forward(self._view, work)
         return out_TD
+
+
+class Eagle3NativePath(EagleNorms, NativeChain):
+    """EAGLE-3 in native (C++) calls: one pass for each drafting step, one matrix product each for the features and the
+    LM head.
+
+    With a target in block-quantised format the drafter's matrices are rounded to Q8_0.
+    """
+
+    def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: NativeDecoder, slack: int) -> None:
+        """`slack`: number of cache positions per row beyond the maximum text length, for drafts."""
+        shape, dtype = config.shape, target.dtype
+        rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in network.items()}
+        super().__init__(config, rounded, dtype, torch.float32)
+        weights = {name: target.as_weight(tensor) for name, tensor in rounded.items()}
+        self._fc, self._head = pack([weights["fc.weight"]], dtype), pack([weights["lm_head.weight"]], dtype)
+        own = weights.get("embed_tokens.weight")
+        layers = [layer_parts(shape, at, within(weights, f"layers.{at}."), dtype) for at in range(shape.num_layers)]
+        matrices = [
+            self._fc,
+            self._head,
+            *(part for layer in layers for part in layer.values() if isinstance(part, Matrix)),
+        ]
+        self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
+        """Bytes of the drafter's packed matrices, without the target's."""
+        max_len = target.cache.max_len
+        self._model = native_model(
+            shape,
+            dtype,
+            max_len + slack,
+            layers,
+            first_position=1,
+            embedding=target.embedding_matrix if own is None else pack([own], dtype),
+            final_norm=rounded["norm.weight"].float().contiguous(),
+            beside_norm=rounded["layers.0.hidden_norm.weight"].float().contiguous(),
+            adds_to_normed=int(config.norm_before_residual),
+        )
+        self._open(shape, target, slack)
+
+    @torch.inference_mode()
+    def logits(self, state_TD: Tensor) -> Tensor:
+        """Returns the logits [T, V] of T drafting states, over the draft vocabulary, float32."""
+        return self._head.multiply(self.head_input(state_TD), self._dtype)
+
+    def _features(self, taps_TF: Tensor) -> Tensor:
+        return self._fc.multiply(self.normed_features(taps_TF), self._dtype)
 
 
 class _Drafts:

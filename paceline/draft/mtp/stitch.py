@@ -31,9 +31,9 @@ from paceline.runs.folder import check_new, sync, sync_folder
 WHOLE, INDEX, NEW = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
 
 
-def stitch(layer: MtpLayer, target: Path, out: Path) -> list[str]:
+def stitch(layer: MtpLayer, target: Path, out: Path, *, links: bool = False) -> list[str]:
     """Writes a copy of the target that contains this layer into a new folder; returns the names of the replaced or
-    added tensors.
+    added tensors. `links`: unchanged weight files become symbolic links to the target's.
 
     Raises CacheError if `out` has files or cannot be written, DrafterMismatchError for a layer of another target,
     UnsupportedModelError for a quantised layer, and the errors of reading the target.
@@ -54,20 +54,25 @@ def stitch(layer: MtpLayer, target: Path, out: Path) -> list[str]:
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
             staging = Path(scratch) / "model"
             staging.mkdir()
-            names = _replace(target_names(layer), target, files, staging) or _add(layer, staging, raw)
+            names = _replace(target_names(layer), target, files, staging, links) or _add(layer, staging, raw)
             sync_folder(staging)
             staging.rename(out)
             sync(out.parent)
     return names
 
 
-def _replace(ours: Mapping[str, Tensor], target: Path, files: Mapping[Path, list[str]], out: Path) -> list[str]:
+def _replace(
+    ours: Mapping[str, Tensor], target: Path, files: Mapping[Path, list[str]], out: Path, links: bool
+) -> list[str]:
     """Copy all files, replacing the layer's tensors; returns the names of the replaced ones."""
     beginnings, replaced = tuple({_beginning(name) for name in ours}), list[str]()
     for file in sorted(each for each in target.iterdir() if each.is_file()):
         own = [name for name in _names(file, files) if name.startswith(beginnings)]
         if not own:
-            shutil.copyfile(file, out / file.name)
+            if links and file in files:
+                (out / file.name).symlink_to(file.resolve())
+            else:
+                shutil.copyfile(file, out / file.name)
             continue
         tensors = read_tensors(file)
         save_file(

@@ -216,7 +216,7 @@ class TestGiven:
             given_to(Start("vllm", str(target), str(drafter), num_drafted=4), tmp_path)
 
     def test_a_language_model_is_no_drafter(self, target: Path, tmp_path: Path) -> None:
-        with pytest.raises(UnsupportedModelError, match="no DFlash and no EAGLE-3"):
+        with pytest.raises(UnsupportedModelError, match="no DFlash, EAGLE-3 or MTP drafter"):
             given_to(Start("vllm", str(target), str(target)), tmp_path)
 
 

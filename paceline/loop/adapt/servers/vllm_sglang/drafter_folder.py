@@ -8,10 +8,12 @@
 |---|---|---|
 | DFlash | method dflash, K drafts | DFLASH, a block of K + 1 |
 | EAGLE-3 | method eagle3, K drafts | EAGLE3, K steps, one branch, K + 1 tokens |
+| MTP | method mtp, K drafts | EAGLE, as EAGLE3 |
 
 K: drafts per round. 8-bit weights are expanded to dense. A draft vocabulary (subset of tokens that the drafter can
 draft) goes to vLLM in the `speculators` format; for SGLang it is left out, and the drafter drafts among all tokens. A
-speculators folder that vLLM would misread is converted. Details: `docs/how-to/vllm-sglang.md`."""
+speculators folder that vLLM would misread is converted. An MTP layer is put into a copy of the target, which the engine
+serves. Details: `docs/how-to/vllm-sglang.md`."""
 
 from __future__ import annotations
 
@@ -31,10 +33,12 @@ from paceline.draft.dflash.config import check_fit, is_dflash
 from paceline.draft.eagle3.checkpoint import check_eagle3_fit, default_taps, is_eagle3, read_eagle3, write_eagle3
 from paceline.draft.formats.export import HeadRows, export, rows_of
 from paceline.draft.formats.gguf_reader import is_gguf_drafter
-from paceline.draft.mtp.checkpoint import is_mtp
+from paceline.draft.mtp.checkpoint import is_mtp, read_mtp
+from paceline.draft.mtp.stitch import stitch
 from paceline.draft.registry import DRAFTERS, shipped_or_checkpoint
 from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError, refuse
 from paceline.hub import BUILTINS
+from paceline.hub import resolve as resolve_model
 from paceline.model.checkpoint import config_json, read_json
 from paceline.model.embedding_and_head import light_folder, load_ends
 from paceline.model.gguf.container import is_gguf
@@ -44,6 +48,8 @@ VLLM_MODULE = "vllm.entrypoints.openai.api_server"
 COMMANDS = {"vllm": "vllm serve", "sglang": f"{sys.executable} -m sglang.launch_server"}
 EAGLE3_DRAFTS = 5
 """Default drafts per round, as in paceline's own engine."""
+SGLANG_ALGORITHMS = {"mtp": "EAGLE"}
+"""SGLang's names of methods, where they are not the same in capitals. NEXTN is another name of its EAGLE."""
 OURS = {
     "vllm": (
         "--speculative-config",
@@ -122,10 +128,12 @@ class Given:
 
     folder: Path
     method: str
-    """dflash or eagle3."""
+    """dflash, dspark, eagle3 or mtp."""
     num_drafted: int
     notes: list[str] = field(default_factory=list)
     """Texts on what was changed or left out in the conversion for the engine."""
+    target: Path | None = None
+    """Copy of the target that contains the drafter's MTP layer, for the engine to serve; None: the target itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +176,9 @@ def given_to(start: Start, scratch: Path) -> Given:
     if is_eagle3(raw):
         return _eagle3(start, folder, sizes, scratch)
     if is_mtp(raw):
-        raise UnsupportedModelError(
-            f"{folder} holds an MTP layer, which {start.engine} reads in the files of its target: put it there with "
-            "paceline export --format target, and start the engine by hand"
-        )
+        return _mtp(start, folder, scratch)
     raise UnsupportedModelError(
-        f"{folder} holds no DFlash and no EAGLE-3 drafter: start {start.engine} by hand for others"
+        f"{folder} holds no DFlash, EAGLE-3 or MTP drafter: start {start.engine} by hand for others"
     )
 
 
@@ -248,6 +253,23 @@ def _eagle3(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Gi
     return Given(folder, "eagle3", num_drafted)
 
 
+def _mtp(start: Start, folder: Path, scratch: Path) -> Given:
+    """Write a copy of the target with the layer. The only layers that the engines read at targets of paceline's
+    families, with the states that paceline passes, are those of Qwen3-Next and Qwen3.5."""
+    layer = read_mtp(folder)
+    if not layer.tells_normed:
+        raise UnsupportedModelError(
+            f"{folder}: {start.engine} reads MTP layers of Qwen3-Next and Qwen3.5 targets only: serve this one with "
+            f"paceline serve, or train a dflash or eagle3 drafter for {start.engine}"
+        )
+    num_drafted = layer.steps if start.num_drafted is None else start.num_drafted
+    assert num_drafted is not None
+    refuse(ConfigError, (num_drafted < 1, f"num_drafted must be at least 1, not {num_drafted}"))
+    names = stitch(layer, resolve_model(start.model), target := scratch / "target", links=True)
+    note = f"{start.engine} serves a copy of the target with {len(names)} tensors of the layer"
+    return Given(folder, "mtp", num_drafted, [note], target)
+
+
 def command_of(start: Start, given: Given) -> list[str]:
     """Builds the command line that starts the engine with this drafter. vLLM's API key is not in it: see
     `environment_of`."""
@@ -276,10 +298,12 @@ def environment_of(start: Start) -> dict[str, str]:
 
 
 def _vllm(start: Start, given: Given, ends: Sequence[str]) -> list[str]:
-    speculative = {"method": given.method, "model": str(given.folder), "num_speculative_tokens": given.num_drafted}
+    model, names = _model_and_names(start, given)
+    drafter = {} if given.target else {"model": str(given.folder)}
+    speculative = {"method": given.method, **drafter, "num_speculative_tokens": given.num_drafted}
     return [
-        *([start.model] if list(ends) == ["serve"] else ["--model", start.model]),
-        *(("--served-model-name", *start.served_names) if start.served_names else ()),
+        *([model] if list(ends) == ["serve"] else ["--model", model]),
+        *(("--served-model-name", *names) if names else ()),
         *("--host", start.host, "--port", str(start.port)),
         *_option("--dtype", None if start.dtype == "auto" else start.dtype),
         *_option("--max-num-seqs", start.max_batch),
@@ -289,19 +313,28 @@ def _vllm(start: Start, given: Given, ends: Sequence[str]) -> list[str]:
 
 
 def _sglang(start: Start, given: Given, ends: Sequence[str]) -> list[str]:
+    model, names = _model_and_names(start, given)
+    algorithm = SGLANG_ALGORITHMS.get(given.method, given.method.upper())
     steps = ("--speculative-num-steps", str(given.num_drafted), "--speculative-eagle-topk", "1")
     return [
-        *("--model-path", start.model),
-        *_option("--served-model-name", next(iter(start.served_names), None)),
+        *("--model-path", model),
+        *_option("--served-model-name", next(iter(names), None)),
         *("--host", start.host, "--port", str(start.port)),
         *_option("--dtype", None if start.dtype == "auto" else start.dtype),
         *_option("--max-running-requests", start.max_batch),
         *_option("--context-length", start.max_len),
         *_option("--api-key", start.api_key),
-        *("--speculative-algorithm", given.method.upper(), "--speculative-draft-model-path", str(given.folder)),
-        *(steps if given.method == "eagle3" else ()),
+        *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(given.target or given.folder)),
+        *(steps if given.method in ("eagle3", "mtp") else ()),
         *("--speculative-num-draft-tokens", str(given.num_drafted + 1)),
     ]
+
+
+def _model_and_names(start: Start, given: Given) -> tuple[str, tuple[str, ...]]:
+    """Model that the engine loads, and its names for clients: a copy of the target is called as the target."""
+    if given.target is None:
+        return start.model, start.served_names
+    return str(given.target), start.served_names or (start.model,)
 
 
 def _option(name: str, value: object) -> tuple[str, ...]:

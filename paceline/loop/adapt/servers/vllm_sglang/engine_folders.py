@@ -23,7 +23,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from paceline.config import EngineConfig
-from paceline.errors import CacheError, DeployError, DownloadError, PacelineError, UnreachableError, reraised
+from paceline.draft.registry import holds_mtp
+from paceline.errors import (
+    CacheError,
+    DeployError,
+    DownloadError,
+    PacelineError,
+    UnreachableError,
+    UnsupportedModelError,
+    reraised,
+)
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.servers.counters import ask
 from paceline.loop.adapt.servers.vllm_sglang.check import Comparison, brings, prompt_ids, served
@@ -85,6 +94,10 @@ class EngineFolders:
         """Writes the drafter and its record to `scratch`. The folder in the result, and in the record, is relative to
         `scratch` if the drafter was converted, else absolute."""
         with _says_nothing_of_the_drafter(f"{drafter} cannot be given to {self.config.engine}"):
+            if holds_mtp(drafter):
+                raise UnsupportedModelError(
+                    "an MTP layer lies in the files of its target, which are not replaced: train a dflash drafter"
+                )
             given = given_to(self._start(str(drafter)), scratch)
         is_converted = given.folder.is_relative_to(scratch)
         given = replace(given, folder=given.folder.relative_to(scratch) if is_converted else given.folder.absolute())
