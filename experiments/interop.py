@@ -3,11 +3,13 @@ key.
 
     python -m venv build/interop && build/interop/bin/pip install -e '.[hf]' dflash==0.1.0 speculators==0.9.0
     build/interop/bin/python experiments/interop.py --out experiments/results/interop.json
+    build/interop/bin/python experiments/interop.py --drafter runs/dspark/drafter --prompts gsm8k_test.jsonl
 
 Tiny random networks in float32. For each shape: our export is read by `speculators`, which makes a block's logits from
 features; `dflash` makes them of z-lab's folder; ours are the network's own. Then `speculators`' own converter makes its
 folder of ours, and both configs are compared as `speculators` reads them. Of DSpark, which `dflash` does not know, the
-confidence is compared too, and the greedy drafts of 50 blocks.
+confidence is compared too, and the greedy drafts of 50 blocks. With --drafter, a trained DSpark drafter is compared in
+the same way instead, in one block of each of 50 prompts, with the target's own hidden states as features.
 """
 
 # pyright: reportMissingImports=false
@@ -21,14 +23,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from gguf_to_folder import folder_of
 from tiny_dflash import HIDDEN, MIXED, TARGET_LAYERS, VOCAB, loud_, raw_config, target_shape, target_weights
 
+from paceline import LLM
+from paceline.data.prompts import read_prompts
 from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint
 from paceline.draft.dflash.config import DFlashConfig, as_dflash2, as_dspark
 from paceline.draft.dflash.drafter import DFlashNetwork
@@ -39,8 +45,13 @@ from paceline.draft.dspark.drafter import DSparkNetwork
 from paceline.draft.dspark.heads import pick
 from paceline.draft.formats.export import export, rows_of
 from paceline.draft.formats.family import network_of
+from paceline.model.checkpoint import config_json
+from paceline.model.target import head_weight
 from paceline.runs.folder import write_results
+from paceline.train.documents.dataset import Document
+from paceline.train.features.hidden_states import OnlineFeatures
 from paceline.train.learn.attention import Layout, make_attention
+from paceline.train.learn.initial_weights import embedding_matrix
 
 CONTEXT, WINDOW = 12, 32
 """Positions before the anchor; the window is wider than context and block together, since `speculators` counts it
@@ -78,7 +89,16 @@ CASES: dict[str, tuple[dict[str, Any], list[int] | None]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--drafter", type=Path, help="a trained DSpark drafter's folder")
+    parser.add_argument("--model", default="smollm2-135m", help="its target, with --drafter: a built-in name")
+    parser.add_argument("--prompts", type=Path, help="texts of its blocks, with --drafter")
     options = parser.parse_args()
+    if options.drafter:
+        row = of_trained(options.drafter, options.model, options.prompts)
+        print(json.dumps(row))
+        if options.out:
+            write_results(options.out, {"rows": [row]}, {"speculators": version("speculators")})
+        sys.exit(row["relative"] > ENOUGH or row["same_drafts"][0] < NUM_BLOCKS)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         target = written_target(Path(scratch) / "target")
@@ -133,10 +153,10 @@ def compared(raw: dict[str, Any], ids: list[int] | None, target: Path, out: Path
     ours = our_logits(own, features, tokens, embedding_VD, rows_VD)
     read_back = our_logits(spec, features, tokens, embedding_VD, rows_VD)
     assert all(torch.equal(first, second) for first, second in zip(ours, read_back, strict=True))
-    theirs = speculators_logits(spec, features, tokens)
+    model = speculators_model(spec)
+    theirs = speculators_logits(model, features, tokens)
     if config.markov:
         blocks = [torch.randn(length, features.shape[1], generator=draw) for _ in range(NUM_BLOCKS)]
-        model = speculators_model(spec)
         same = sum(
             our_drafts(spec, each, tokens, embedding_VD, rows_VD) == their_drafts(model, each, tokens, draft_ids)
             for each in blocks
@@ -148,6 +168,37 @@ def compared(raw: dict[str, Any], ids: list[int] | None, target: Path, out: Path
         "dflash": worst_of(ours[:1], reference),
         "config": config_differences(spec, own, target, out / "converted") if config.second is None else None,
     }
+
+
+def of_trained(drafter: Path, model: str, prompts: Path) -> dict[str, Any]:
+    """Largest differences of logits and confidence, absolute and as a share of the largest number, and how many blocks
+    have the same greedy drafts."""
+    stored, folder = read_stored(drafter), folder_of(model)
+    llm = LLM(str(folder), drafter="none", dtype="float32", device="cpu", max_batch=1)
+    length, ids = CONTEXT + 2 * stored.config.block_size, stored.vocabulary.ids
+    encoded = [llm.encode_chat(each.messages) for each in read_prompts(prompts)]
+    texts = [np.array(each[-length:], dtype=np.int32) for each in encoded if len(each) >= length][:NUM_BLOCKS]
+    source = OnlineFeatures(
+        llm.target, [Document(str(at), each, 0) for at, each in enumerate(texts)], stored.config.target_layer_ids, False
+    )
+    head_VD, embedding_VD = head_weight(llm.target).float(), embedding_matrix(llm.target).float()
+    rows_VD, worst, relative, same = head_VD if ids is None else head_VD[ids], 0.0, 0.0, 0
+    with tempfile.TemporaryDirectory() as scratch:
+        spec = Path(scratch) / "spec"
+        verifier = {"name_or_path": str(folder), "architectures": config_json(folder)["architectures"]}
+        export(stored, "speculators", spec, head_rows=rows_of(head_VD), verifier=verifier)
+        theirs = speculators_model(spec)
+        for number, text in enumerate(texts):
+            features, tokens = source.of(number).taps_SF.float(), torch.from_numpy(text.astype(np.int64))
+            pairs = (
+                our_logits(spec, features, tokens, embedding_VD, rows_VD),
+                speculators_logits(theirs, features, tokens),
+            )
+            worst = max(worst, worst_of(*pairs))
+            relative = max(relative, *(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*pairs, strict=True)))
+            drafts = our_drafts(spec, features, tokens, embedding_VD, rows_VD)
+            same += drafts == their_drafts(theirs, features, tokens, ids)
+    return {"drafter": drafter.name, "speculators": worst, "relative": relative, "same_drafts": [same, len(texts)]}
 
 
 def worst_of(ours: list[Tensor], theirs: list[Tensor]) -> float:
@@ -223,14 +274,14 @@ def speculators_model(folder: Path) -> Any:
 @torch.no_grad()
 def their_block(model: Any, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states and logits of the block at CONTEXT."""
-    length = len(tokens)
+    length, size = len(tokens), model.config.transformer_layer_config.hidden_size
     mask = torch.zeros(1, length)
     mask[0, CONTEXT] = 1  # the only place where a block may begin
     hidden, logits, *_ = model._backbone_forward(
         features[None],
         tokens[None],
         mask,
-        torch.zeros(1, length, HIDDEN),
+        torch.zeros(1, length, size),
         torch.zeros(1, length, dtype=torch.long),
         max_anchors=1,
     )
@@ -238,8 +289,7 @@ def their_block(model: Any, features: Tensor, tokens: Tensor) -> tuple[Tensor, T
 
 
 @torch.no_grad()
-def speculators_logits(folder: Path, features: Tensor, tokens: Tensor) -> list[Tensor]:
-    model = speculators_model(folder)
+def speculators_logits(model: Any, features: Tensor, tokens: Tensor) -> list[Tensor]:
     hidden, logits = their_block(model, features, tokens)
     places = torch.arange(CONTEXT, CONTEXT + model.block_size)
     if hasattr(model, "markov_head"):
