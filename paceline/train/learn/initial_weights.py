@@ -224,20 +224,27 @@ def network_for(
         network = DFlashNetwork.random(config, seed)
         if shape.is_copied:
             copy_layers(network, load_tensors(resolve(target_name)), getattr(target, "config", None))
-    is_factored, extended = shape.codebooks == "factored", {**raw, "vocab_size": target.vocab_size}
-    if shape.kind == "dflash2" and config.second is None:
-        raw = as_dflash2(extended, rank=shape.selector_rank)
-        # The group size of published drafters, or the largest divisor of the hidden size in it.
-        raw["dflash_config"]["conv_group_size"] = gcd(raw["dflash_config"]["conv_group_size"], target.hidden_size)
-        network = DFlash2Network.extending(network, DFlashConfig.from_json(raw), seed, factored=is_factored)
-    elif shape.kind == "dspark" and config.markov is None:
-        if config.second:
-            raise ConfigError(
-                "--drafter-kind dspark: a DFlash 2 drafter cannot become one: give --init a DFlash drafter"
-            )
-        raw = as_dspark(extended, rank=shape.selector_rank)
-        network = DSparkNetwork.extending(network, DFlashConfig.from_json(raw), seed, factored=is_factored)
+    if (shape.kind == "dflash2" and config.second is None) or (shape.kind == "dspark" and config.markov is None):
+        return _extended({**raw, "vocab_size": target.vocab_size}, network, shape, seed)
     return raw, network
+
+
+def _extended(
+    raw: dict[str, Any], body: DFlashNetwork, shape: DrafterShape, seed: int
+) -> tuple[dict[str, Any], DFlashNetwork]:
+    """Extends a DFlash v1 drafter with config.json `raw` to one of `shape.kind`; at first it drafts the same tokens.
+    Raises ConfigError if a DFlash 2 drafter should become a DSpark one."""
+    if shape.kind == "dflash2":
+        raw, kind = as_dflash2(raw, rank=shape.selector_rank), DFlash2Network
+        # The group size of published drafters, or the largest divisor of the hidden size in it.
+        raw["dflash_config"]["conv_group_size"] = gcd(
+            raw["dflash_config"]["conv_group_size"], body.config.shape.hidden_size
+        )
+    elif body.config.second:
+        raise ConfigError("--drafter-kind dspark: a DFlash 2 drafter cannot become one: give --init a DFlash drafter")
+    else:
+        raw, kind = as_dspark(raw, rank=shape.selector_rank), DSparkNetwork
+    return raw, kind.extending(body, DFlashConfig.from_json(raw), seed, factored=shape.codebooks == "factored")
 
 
 class FirstNorm(NamedTuple):
