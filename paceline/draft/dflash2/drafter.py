@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from paceline.draft.dflash.config import DFlashConfig, as_dflash2
 from paceline.draft.dflash.drafter import Attend, DFlashDrafter, DFlashNetwork, DraftLayer, shapes_of, with_tensors
 from paceline.draft.dflash2.codebooks import BOOKS
-from paceline.draft.dflash2.paths import SELECTOR, CandidatePath, DFlash2NativePath, DFlash2Path, can_mix, convolve
+from paceline.draft.dflash2.paths import SELECTOR, DFlash2NativePath, DFlash2Path, can_mix, convolve
 from paceline.draft.dflash2.selector import Selector, WalkedReading
 from paceline.draft.vocabulary import Vocabulary
 from paceline.model.native.decoder import NativeDecoder
@@ -170,9 +170,7 @@ class WalkingDrafter(DFlashDrafter):
 
     @torch.inference_mode()
     def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> WalkedReading:
-        return WalkedReading(
-            cast("CandidatePath | DFlash2NativePath", self._path).pick(rows, anchors, width, size), self._vocab_size
-        )
+        return WalkedReading(self._path.pick(rows, anchors, width, size), self._vocab_size)
 
 
 class DFlash2Drafter(WalkingDrafter):
