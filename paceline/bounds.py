@@ -5,7 +5,7 @@
     rule: Annotated[str, ("auto", "match", "block")] = "auto"           # or Literal["auto", ...]
     shares: tuple[Annotated[float, within("above 0 and at most 1", above=0, most=1)], ...] = (0.5,)
 
-In a tuple every value is checked; None is always valid.
+In a tuple every value is checked; None is always valid. A dataclass derived from `Checked` checks its fields itself.
 """
 
 from __future__ import annotations
@@ -62,6 +62,16 @@ def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
                 if isinstance(error, SamplingError):
                     error.field = name
                 raise error
+
+
+class Checked:
+    """Base class of dataclasses whose fields are checked when an object is created, and nothing else. Others call
+    `check` in their own `__post_init__`."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("chat_visit")  # tests take both a fixture and functions from it
+pytest.register_assert_rewrite("chat_visit", "small_drafter")  # tests take both fixtures and functions from them
 
 SLOW_FILE = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 

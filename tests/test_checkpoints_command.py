@@ -8,37 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_llm import tiny_model
+from small_drafter import write_drafter
 from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.commands.checkpoints import _target
 from paceline.draft.dflash.checkpoint import read_stored
-from paceline.draft.dflash.config import DFlashConfig, new_config
-from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.eagle3.checkpoint import Eagle3Config, read_eagle3
 from paceline.draft.eagle3.checkpoint import new_config as new_eagle3
 from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
 from paceline.errors import ConfigError, ModelFileError, PacelineError
 from paceline.model.checkpoint import load_tensors
 
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-def write_drafter(folder: Path, hidden: int = 32) -> Path:
-    raw = new_config(hidden, 258, 2, num_layers=1, block_size=4, head_dim=8)
-    raw["dflash_config"]["target_layer_ids"] = [0]
-    ids = torch.arange(0, 258, 2)
-    DFlashDrafter(DFlashNetwork.random(DFlashConfig.from_json(raw)), draft_ids=ids).save(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_drafter(tmp_path_factory.mktemp("drafters") / "own")
+pytest_plugins = ("small_drafter",)
 
 
 def run(*words: str) -> tuple[str, str]:

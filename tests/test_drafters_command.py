@@ -11,13 +11,14 @@ from live_server import Live, serving
 from paceline.commands.drafters import drafters_drain, drafters_list, drafters_load, drafters_unload
 from paceline.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> tuple[list[dict[str, Any]], str]:
     shown = capsys.readouterr()
     return json.loads(shown.out.splitlines()[-1])["drafters"], shown.err
 
 
-@pytest.mark.slow
 def test_a_table_and_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as live:
         drafters_load(drafter="words=ngram", server=live.url)
@@ -33,7 +34,6 @@ def test_a_table_and_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
         assert [row["name"] for row in last_line(capsys)[0]] == ["none"]
 
 
-@pytest.mark.slow
 def test_what_the_server_refuses_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     def refused(live: Live, words: str, **options: Any) -> None:
         with pytest.raises(ConfigError, match=words):
@@ -53,7 +53,6 @@ def test_what_the_server_refuses_is_told(capsys: pytest.CaptureFixture[str]) -> 
         drafters_list(server="nowhere")
 
 
-@pytest.mark.slow
 def test_the_key_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

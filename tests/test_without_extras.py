@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ABSENT = {
     "triton",
     "gguf",
@@ -101,7 +102,6 @@ def collected() -> int:
     return int(pytest.main([*words, *map(str, gpu_tests())]))
 
 
-@pytest.mark.slow
 def test_tests_of_a_gpu_are_collected() -> None:
     """Whatever a GPU's machine lacks, each file's tests are collected: one that cannot be imported ends a day there."""
     done = in_a_process("import sys; from {name} import collected; sys.exit(collected())")
@@ -120,20 +120,17 @@ def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=here.parent.parent, env=plain)
 
 
-@pytest.mark.slow
 def test_everything_but_the_extras_imports_and_runs(tmp_path: Path) -> None:
     import gguf
     import torch
     from safetensors.torch import save_file
 
     from paceline.draft.formats.packed import packed
+    from paceline.model.gguf.package import finish
 
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_tensor("token_embd.weight", torch.ones(4, 32).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     save_file(packed({"fc.weight": torch.randn(4, 64)}), tmp_path / "packed.safetensors")
     code = "import json; from pathlib import Path; from {name} import report; "
     done = in_a_process(code + f"print(json.dumps(report(Path({str(tmp_path)!r}))))")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from package_source import PACKAGE, nodes_of
 
+pytestmark = pytest.mark.slow
 BEGINNINGS = re.compile(
     r"(As|Of|What|Nothing|Nobody|Those|In their|Who|Whoever|Whatever|Which|So|Such|Than|And|But|Whether .*\bwould)\b"
 )
@@ -45,12 +46,10 @@ def texts() -> Iterator[tuple[str, str]]:
                 yield where, str(node.value.value)
 
 
-@pytest.mark.slow
 def test_texts_begin_with_what_a_thing_is_or_does() -> None:
     assert [f"{where}: {text[:60]!r}" for where, text in texts() if BEGINNINGS.match(text)] == []
 
 
-@pytest.mark.slow
 def test_texts_use_standard_words() -> None:
     wrong = [
         f"{where}: {match.group()!r} in {text[:60]!r}"
@@ -70,7 +69,6 @@ def names_in(folder: Path, names: set[str]) -> Iterator[tuple[Path, int, str]]:
                 yield path, node.lineno, node.id
 
 
-@pytest.mark.slow
 def test_names_of_data_say_what_they_are() -> None:
     wrong = [
         f"{path.relative_to(PACKAGE)}:{line}: {name}"
@@ -80,7 +78,6 @@ def test_names_of_data_say_what_they_are() -> None:
     assert wrong == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["tests", "experiments"])
 def test_names_in_tests_and_experiments_say_what_they_are(folder: str) -> None:
     root = PACKAGE.parent

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.draft.base import Drafter, Observed
 from paceline.errors import ConfigError, SamplingError, refuse
@@ -47,41 +48,50 @@ class _Row:
     trust: float = _FIRST_TRUST
 
 
-class NgramDrafter(Drafter):
-    """Drafts the tokens after the longest earlier match of the text's end. Drafts nothing if fewer than `min_match`
-    tokens match."""
+class _TextDrafter(Drafter):
+    """A drafter that copies tokens of a text, with a share of accepted drafts for each row."""
 
-    name = LOOKUP
     is_instant = True
 
-    def __init__(self, *, num_drafted: int | None = None, min_match: int = 1) -> None:
-        """`num_drafted`: maximum tokens drafted per round. Raises ConfigError if it is negative, or if `min_match` is
-        below 1."""
-        self.num_drafted = MOST_DRAFTED if num_drafted is None else num_drafted
-        refuse(
-            ConfigError,
-            (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"),
-            (min_match < 1, f"min_match must be at least 1, not {min_match}"),
-        )
-        self._sizes = (2, 1) if min_match == 1 else (min_match,)
-        self._rows: dict[int, _Row] = {}
+    def __init__(self, num_drafted: int) -> None:
+        self.num_drafted = num_drafted
+        self._rows: dict[int, Any] = {}
+        """State of each row, with the field `trust`."""
         self._pending: dict[int, int] = {}
         """Number of drafts in the current round, by row."""
-
-    def start(self, seq: Sequence) -> None:
-        self._rows[seq.row] = _Row()
 
     def drop(self, seq: Sequence) -> None:
         self._rows.pop(seq.row, None)
         self._pending.pop(seq.row, None)
 
     def observe(self, observed: list[Observed]) -> None:
-        """Update each row's share of accepted drafts, by which the acceptance of its next drafts is estimated. Tokens
-        are added to the n-gram index later, when the row drafts."""
+        """Update each row's share of accepted drafts, by which the acceptance of its next drafts is estimated."""
         for one in observed if self._pending else ():
             if num_pending := self._pending.pop(one.sequence.row, 0):
                 row = self._rows[one.sequence.row]
                 row.trust += (1 - _FADE) * ((one.count - 1) / num_pending - row.trust)
+
+
+class NgramDrafter(_TextDrafter):
+    """Drafts the tokens after the longest earlier match of the text's end. Drafts nothing if fewer than `min_match`
+    tokens match."""
+
+    name = LOOKUP
+    _rows: dict[int, _Row]
+
+    def __init__(self, *, num_drafted: int | None = None, min_match: int = 1) -> None:
+        """`num_drafted`: maximum tokens drafted per round. Raises ConfigError if it is negative, or if `min_match` is
+        below 1."""
+        super().__init__(MOST_DRAFTED if num_drafted is None else num_drafted)
+        refuse(
+            ConfigError,
+            (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"),
+            (min_match < 1, f"min_match must be at least 1, not {min_match}"),
+        )
+        self._sizes = (2, 1) if min_match == 1 else (min_match,)
+
+    def start(self, seq: Sequence) -> None:
+        self._rows[seq.row] = _Row()
 
     def chance(self, seq: Sequence) -> float:
         row = self._rows[seq.row]
@@ -194,7 +204,7 @@ class _Place:
             self.next = min(self.next + num_other, len(self.tokens)) if self.passed else len(self.tokens)
 
 
-class PredictionDrafter(Drafter):
+class PredictionDrafter(_TextDrafter):
     """Drafts the next tokens of the answer that a request predicts (`Sequence.prediction`), from its beginning. Where
     the answer differs, the answer's last tokens give the position in the prediction: the longest match of at least two
     tokens, or the next occurrence of the last token. Otherwise each token is assumed to replace one of the prediction;
@@ -202,29 +212,15 @@ class PredictionDrafter(Drafter):
     """
 
     name = PREDICTION
-    is_instant = True
+    _rows: dict[int, _Place]
 
     def __init__(self, *, num_drafted: int | None = None) -> None:
         """`num_drafted`: maximum tokens drafted per round, at most MOST_PREDICTED (31)."""
-        self.num_drafted = MOST_PREDICTED if num_drafted is None else min(num_drafted, MOST_PREDICTED)
-        self._rows: dict[int, _Place] = {}
-        self._pending: dict[int, int] = {}
-        """Number of drafts in the current round, by row."""
+        super().__init__(MOST_PREDICTED if num_drafted is None else min(num_drafted, MOST_PREDICTED))
 
     def start(self, seq: Sequence) -> None:
         if seq.prediction:
             self._rows[seq.row] = _Place(seq.prediction, seq.prompt_len)
-
-    def drop(self, seq: Sequence) -> None:
-        self._rows.pop(seq.row, None)
-        self._pending.pop(seq.row, None)
-
-    def observe(self, observed: list[Observed]) -> None:
-        """Update each row's share of accepted drafts, by which the acceptance of its next drafts is estimated."""
-        for one in observed if self._pending else ():
-            if num_pending := self._pending.pop(one.sequence.row, 0):
-                place = self._rows[one.sequence.row]
-                place.trust += (1 - _FADE) * ((one.count - 1) / num_pending - place.trust)
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
         """Returns the chances of at most `most` drafts, as in `Drafter`; () without a draft. They grow from draft to

@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from paceline.bounds import Count, Must, Positive, Share, Whole, at_least, check, within
+from paceline.bounds import Checked, Count, Must, Positive, Share, Whole, at_least, check, within
 from paceline.config import EngineConfig
 from paceline.data.prompts import Message, read_messages, read_tools
 from paceline.errors import ConfigError, PromptError, refuse, reraised
@@ -100,7 +100,7 @@ def _json(file: Path) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptsConfig:
+class PromptsConfig(Checked):
     """Selects the prompts that the target answers."""
 
     prompts: tuple[str, ...] = ()
@@ -114,9 +114,6 @@ class PromptsConfig:
     openers: Path | None = None
     """Text file of beginnings of self-written prompts, one per line; in synthesize, {name} becomes that property's
     value."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
     @property
     def num_self_written(self) -> int:
@@ -211,7 +208,7 @@ class LossConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimConfig:
+class OptimConfig(Checked):
     """The optimiser and its parameters."""
 
     name: Annotated[str, ("adamw", "muon")] = "adamw"
@@ -223,12 +220,9 @@ class OptimConfig:
     clip: Positive = 1.0
     """Largest gradient norm; longer gradients are scaled down."""
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class LoopConfig:
+class LoopConfig(Checked):
     """Settings of the training loop. A resumed run must have the same values, except for its length, memory use, saving
     and logging (`checkpoint.FREE_TO_CHANGE`)."""
 
@@ -276,12 +270,9 @@ class LoopConfig:
     """With several processes (torchrun): each holds the whole network (replicated), or a part of it (sharded,
     FSDP2)."""
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class DrafterShape:
+class DrafterShape(Checked):
     """Architecture of a new drafter; sizes that are not given are the target's."""
 
     num_layers: Count = 3
@@ -324,9 +315,6 @@ class DrafterShape:
     codebooks: Annotated[str, ("factored", "free")] = "factored"
     """New codebooks: computed from the target's embedding (factored), or one trained row per token
     (free)."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
     @property
     def is_copied(self) -> bool:

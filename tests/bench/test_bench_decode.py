@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
+from benched import FakeLLM, make_drafter
+from doubles import FakeTarget, ScriptedDrafter
 
 from paceline.bench import decode, runs
 from paceline.bench.config import BenchConfig
@@ -17,10 +18,7 @@ from paceline.bench.decode import Bench, as_line, differences, speedup_over
 from paceline.bench.drafting import drafting, sources_table
 from paceline.bench.pages.run_page import page, read_run, verdict_on
 from paceline.bench.passes import Answer, Pass, Request, make_requests, run_pass
-from paceline.config import EngineConfig
 from paceline.data.prompts import Prompt
-from paceline.draft.base import Drafter, NoDrafter
-from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, ContextLengthError, SamplingError
 from paceline.hardware import Machine
 from paceline.report.statistics import bootstrap, first_difference, ratio_of_sums, repetition
@@ -28,32 +26,6 @@ from paceline.runs.folder import RunFolder
 from paceline.types import Round, SamplingParams
 
 MACHINE = Machine("test", 1e9, {}, 1, 1)
-
-
-class FakeLLM:
-    """The part of an LLM that a benchmark uses."""
-
-    def __init__(self, max_len: int = 256) -> None:
-        self.target = FakeTarget(vocab_size=258, num_rows=4, max_len=max_len)
-        self.tokenizer = ByteTokenizer()
-        self.config = EngineConfig(model="fake", device="cpu", dtype="float32")
-        self.drafter = NoDrafter()
-        self.engine = self.new_engine(self.drafter)
-
-    def record_passes(self, engine: Engine) -> None:
-        engine.record()
-
-    def new_engine(self, drafter: Drafter) -> Engine:
-        return Engine(self.target, cast(Any, self.tokenizer), drafter, eos_token_ids=(257,))
-
-    def encode_chat(self, messages: list[dict[str, str]], tools: Any = (), variables: Any = None) -> list[int]:
-        return self.tokenizer.encode_chat(messages, variables, tools)
-
-
-def make_drafter(name: str, target: FakeTarget, **options: Any) -> Drafter:
-    if name == "none":
-        return NoDrafter()
-    return ScriptedDrafter(target, 4, mode="adversarial") if name == "bad" else ScriptedDrafter(target, 4, accuracy=0.9)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +39,7 @@ def prompts(*turns: tuple[str, ...]) -> list[Prompt]:
 
 def bench(config: BenchConfig, *turns: tuple[str, ...], max_len: int = 256) -> Bench:
     return Bench(
-        cast(Any, FakeLLM(max_len)),
+        cast(Any, FakeLLM(max_len=max_len)),
         prompts(*(turns or (("one",), ("two",), ("three",)))),
         config,
         notice=lambda _: None,

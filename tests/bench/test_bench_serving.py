@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import re
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from live_server import serving, talker
+from loopback import Handler, answering
 from server_words import LAST, USAGE, event, stream, text_event
 from small_llm import tiny_model
 
@@ -261,12 +261,12 @@ def test_bad_words(words: tuple[str, ...], said_of_it: str) -> None:
 def other_server() -> Iterator[str]:
     """Speaks HTTP/1.0 and hangs up at the end, as simple servers do; not ours by its own words."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Other(Handler):
         def do_GET(self) -> None:
             self._answer(json.dumps({"data": [{"id": "theirs", "owned_by": "them"}]}).encode())
 
         def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            request = self.body()
             assert "speculate" not in request and "return_metrics" not in request
             self._answer(text_event("hi") + LAST + event(b"[DONE]"))
 
@@ -275,16 +275,8 @@ def other_server() -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(Other) as url:
+        yield url
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
+from benched import FakeLLM, make_drafter
+from shown import Shown
 
 from paceline.bench import decode, runs
 from paceline.bench import evaluate as library
@@ -20,51 +21,15 @@ from paceline.bench.evaluate import Evaluation, PromptSet, evaluate, evaluation_
 from paceline.commands import evaluate as command
 from paceline.config import EngineConfig
 from paceline.data.prompts import Prompt
-from paceline.draft.base import Drafter, NoDrafter
-from paceline.engine.engine import Engine
 from paceline.errors import CacheError, ConfigError, ModelNotFoundError, PromptError
 from paceline.hardware import Machine
 from paceline.report.statistics import is_loop
-from paceline.report.tables import SILENT, Progress, Table
+from paceline.report.tables import SILENT, Progress
 from paceline.runs.folder import RunFolder, plain
 from paceline.types import Round
 
 MACHINE = Machine("test", 1e9, {}, 1, 1)
 CONFIG = BenchConfig(batches=(1, 2), temperatures=(0.0, 1.0), max_tokens=40, ignore_eos=True)
-
-
-class FakeLLM:
-    """The part of an LLM that an evaluation uses."""
-
-    num_made = 0
-
-    def __init__(self, model: str = "fake", *, drafter: str = "none", max_batch: int = 2, **settings: Any) -> None:
-        FakeLLM.num_made += 1
-        self.target = FakeTarget(vocab_size=258, num_rows=max_batch, max_len=256)
-        self.tokenizer = ByteTokenizer()
-        self.config = EngineConfig(model=model, device="cpu", dtype="float32")
-        self.cache_bytes, self.pass_costs = 0, None
-        self.drafter = NoDrafter()
-        self.engine = self.new_engine(self.drafter)
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> FakeLLM:
-        return cls(config.model, max_batch=config.max_batch)
-
-    def record_passes(self, engine: Engine) -> None:
-        engine.record()
-
-    def new_engine(self, drafter: Drafter) -> Engine:
-        return Engine(self.target, cast(Any, self.tokenizer), drafter, eos_token_ids=(257,))
-
-    def encode_chat(self, messages: list[dict[str, str]], tools: Any = (), variables: Any = None) -> list[int]:
-        return self.tokenizer.encode_chat(messages)
-
-
-def make_drafter(name: str, target: FakeTarget, **options: Any) -> Drafter:
-    if name == "none":
-        return NoDrafter()
-    return ScriptedDrafter(target, 4, mode="adversarial") if name == "bad" else ScriptedDrafter(target, 4, accuracy=0.9)
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +43,10 @@ def prompts(*turns: str) -> list[Prompt]:
 
 def run_bench(config: BenchConfig = CONFIG, *turns: str) -> Bench:
     benchmark = Bench(
-        cast(Any, FakeLLM()), prompts(*(turns or ("one", "two", "three", "four", "five"))), config, lambda _: None
+        cast(Any, FakeLLM(max_batch=2)),
+        prompts(*(turns or ("one", "two", "three", "four", "five"))),
+        config,
+        lambda _: None,
     )
     benchmark.run()
     return benchmark
@@ -98,20 +66,6 @@ class Asked:
         merged = replace(self, **changes)
         more: dict[str, Any] = {"engine": EngineConfig(model="fake"), "limit": merged.limit, "out": merged.out}
         return evaluate(merged.drafter, merged.prompts, merged.config, progress=progress, **more)
-
-
-class Heard(Progress):
-    """Keeps what was said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.tables: list[Table] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def table(self, table: Table) -> None:
-        self.tables.append(table)
 
 
 @pytest.fixture
@@ -232,7 +186,7 @@ def test_nothing_to_evaluate() -> None:
 
 @pytest.mark.slow
 def test_a_run_writes_its_evaluation(ask: Asked) -> None:
-    heard = Heard()
+    heard = Shown()
     done = ask.run(heard)
     assert list(done.sets) == list(done.heldout) == ["easy", "hard"]
     assert [(row["prompts"], row["drafter"]) for row in done.results] == [
@@ -243,7 +197,7 @@ def test_a_run_writes_its_evaluation(ask: Asked) -> None:
     assert {key: saved[key] for key in line} == line
     assert {"processor", "versions", "commit"} <= set(saved)
     assert json.loads((ask.out / "config.json").read_text())["what"] == "evaluate"
-    assert len(heard.tables) == 2 and any("end in a loop" in heading for heading in heard.said)
+    assert len(heard.tables) == 2 and any("end in a loop" in heading for heading in heard.lines)
 
 
 @pytest.mark.slow
@@ -272,9 +226,9 @@ def test_the_command_shows_the_acceptance_length_by_context(ask: Asked, capsys: 
 @pytest.mark.slow
 def test_a_second_run_does_what_is_missing(ask: Asked) -> None:
     first = ask.run(prompts=ask.prompts[:1])
-    heard = Heard()
+    heard = Shown()
     both = ask.run(heard)
-    assert "easy is done: skipped" in heard.said
+    assert "easy is done: skipped" in heard.lines
     assert both.sets["easy"] == first.sets["easy"]
     assert list(both.sets) == ["easy", "hard"]
     assert FakeLLM.num_made == 2

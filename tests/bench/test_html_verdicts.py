@@ -15,7 +15,7 @@ from paceline.bench.pages.run_page import page, read_run, training_verdict
 from paceline.cli import app
 from paceline.train.run import TrainResult
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("undrawn")]
 
 pytest.importorskip("matplotlib")
 pytest_plugins = ("undrawn",)
@@ -26,7 +26,6 @@ def verdict_of(run: Path) -> str:
     return html.unescape(re.findall('<p class="verdict[a-z ]*">(.*?)</p>', page(read_run(run)), re.DOTALL)[0])
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
@@ -55,7 +54,6 @@ def test_a_report_opens_with_a_verdict(tmp_path: Path, values: dict[str, Any], s
     assert ("Its interval" in verdict) == ("speedup_interval" in values)
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("values", "sentence", "tone"),
     [
@@ -77,7 +75,6 @@ def test_a_page_shows_no_speedup_that_cannot_be(
     assert f'<p class="verdict{tone}">' in text and "9.37x" not in text
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_verdict_judges_by_the_settings_that_can_be(tmp_path: Path) -> None:
     figures = evaluation()
     figures["sets"]["gsm8k"]["results"].append(row("busy", 1, 0.0, speedup=4.0))
@@ -86,7 +83,6 @@ def test_a_verdict_judges_by_the_settings_that_can_be(tmp_path: Path) -> None:
     assert "No verdict on busy (one request at a time, greedy): the machine was busy: repeat." in verdict
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_verdict_names_the_worst_setting(tmp_path: Path) -> None:
     figures = evaluation()
     figures["sets"]["gsm8k"]["results"][3]["speedup"] = 0.9
@@ -95,14 +91,12 @@ def test_a_verdict_names_the_worst_setting(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_verdict_on_plain_decoding_alone(tmp_path: Path) -> None:
     figures = evaluation()
     figures["sets"]["gsm8k"]["results"] = [row("none", 1, 0.0)]
     assert "Only plain decoding was measured" in verdict_of(folder(tmp_path / "run", None, figures))
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
@@ -134,7 +128,6 @@ def test_a_training_ends_with_expected_and_got_and_keeps_the_better_drafter(tmp_
     assert "Next: paceline evaluate " in better
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_the_command_ends_with_the_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,6 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ import pytest
 from delaying_proxy import delaying
 from doubles import ScriptedDrafter
 from live_server import serving, talker
-from loopback import answering
+from loopback import Handler, answering
 from server_words import LAST, event, stream, text_event
 from small_llm import Talker, fake_llm
 
@@ -197,7 +196,7 @@ def test_mocked_answers_are_never_told_as_a_gain(tmp_path: Path) -> None:
     assert "NOT LOSSLESS: words, mock" in verdict and "less time" not in verdict
 
 
-class OtherServer(BaseHTTPRequestHandler):
+class OtherServer(Handler):
     """Takes a schema as llama-cpp-python's server does, says nothing of its time, and closes connections."""
 
     refusal: ClassVar[int] = 422
@@ -205,24 +204,16 @@ class OtherServer(BaseHTTPRequestHandler):
     forms: ClassVar[list[dict[str, Any]]] = []
 
     def do_GET(self) -> None:
-        self._send(200, b'{"data": [{"id": "m", "owned_by": "me"}]}')
+        self.answer(200, b'{"data": [{"id": "m", "owned_by": "me"}]}')
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = self.body()
         self.forms.append(body["response_format"])
         if body["response_format"]["type"] == "json_schema":
-            self._send(self.refusal, b'{"error": {"message": "unknown type"}}')
+            self.answer(self.refusal, b'{"error": {"message": "unknown type"}}')
         else:
             time.sleep(0.2)  # so that a busy machine's connecting does not take longer
-            self._send(200, text_event("yes") + LAST + event(b"[DONE]"))
-
-    def _send(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None: ...
+            self.answer(200, text_event("yes") + LAST + event(b"[DONE]"))
 
 
 @pytest.mark.slow

@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from loopback import Handler, free_port
 
 pytestmark = pytest.mark.slow
 GATEWAY = Path(__file__).parents[2] / "deploy" / "gateway"
@@ -56,23 +57,21 @@ class Replica(ThreadingHTTPServer):
         self.server_close()
 
 
-class _Answers(BaseHTTPRequestHandler):
+class _Answers(Handler):
     server: Replica
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # else a body waits for the acknowledgement of its headers
 
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
     def do_GET(self) -> None:
-        self._say(200, json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode())
+        models = {"object": "list", "data": [{"id": "m", "object": "model"}]}
+        self.answer(200, json.dumps(models).encode(), "application/json")
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         self.server.seen.append(self.headers.get("x-session-id") or "")
         self.server.headers.append(dict(self.headers))
         if self.server.status != 200 or not body.get("stream"):
-            self._say(self.server.status, json.dumps({"replica": self.server.name}).encode())
+            self.answer(self.server.status, json.dumps({"replica": self.server.name}).encode(), "application/json")
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -83,19 +82,6 @@ class _Answers(BaseHTTPRequestHandler):
             self.wfile.flush()
             self.server.go_on.wait(20)
         self.wfile.write(b"0\r\n\r\n")
-
-    def _say(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 def listens(port: int) -> bool:

@@ -3,12 +3,10 @@ there is."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from command_lines import parse
+from scripts import module_at
 from torch.distributed.run import get_args_parser
 
 JOBS = Path(__file__).parents[2] / "deploy" / "jobs"
@@ -50,12 +49,7 @@ STACK_KEYS = {
 
 @pytest.fixture(scope="module")
 def jobs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("render_jobs", JOBS / "render.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_at(JOBS / "render.py", "render_jobs")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from scripts import module_at
 
 from paceline.serve.admin.metrics import Metrics
 from paceline.serve.settings import ServeConfig
@@ -47,12 +47,7 @@ def manifests() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def check_image() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_image", DEPLOY / "check_image.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_at(DEPLOY / "check_image.py")
 
 
 @pytest.mark.parametrize("version", VERSIONS)

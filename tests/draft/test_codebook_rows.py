@@ -31,6 +31,7 @@ from paceline.train.config import DrafterShape
 from paceline.train.learn.initial_weights import network_for
 from paceline.types import SamplingParams
 
+pytestmark = pytest.mark.slow
 OUTSIDE = sorted(set(range(VOCAB)) - set(IDS.tolist()))
 ANCHORS = [OUTSIDE[0], OUTSIDE[-1], int(IDS[0])]
 NAMES = [f"candidate_selector.{book}" for book in BOOKS]
@@ -57,7 +58,6 @@ def with_all_rows(folder: Path) -> DFlash2Drafter:
     return DFlash2Drafter(network, draft_ids=IDS)
 
 
-@pytest.mark.slow
 def test_the_file_holds_rows_of_drafted_tokens_alone(small: Path) -> None:
     stored = load_file(small / PACKED)
     assert [len(stored[name]) for name in NAMES] == [len(IDS), len(IDS)] and stored[BOOK_IDS].tolist() == IDS.tolist()
@@ -68,7 +68,6 @@ def test_the_file_holds_rows_of_drafted_tokens_alone(small: Path) -> None:
         assert torch.equal(tensors[name][IDS], before[name][IDS]) and not tensors[name][OUTSIDE].any()
 
 
-@pytest.mark.slow
 def test_other_drafters_keep_every_row(tmp_path: Path) -> None:
     """Without a draft vocabulary any token is a candidate; DFlash v1 has no codebooks."""
     DFlash2Drafter(network_2(raw_2())).save(tmp_path / "all", in_8_bits=True)
@@ -79,7 +78,6 @@ def test_other_drafters_keep_every_row(tmp_path: Path) -> None:
     assert BOOK_IDS not in load_file(tmp_path / "first" / PACKED)
 
 
-@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_those_of_all_rows_but_behind_an_anchor_without_one(kind: Any, small: Path) -> None:
@@ -108,14 +106,12 @@ def test_scores_are_those_of_all_rows_but_behind_an_anchor_without_one(kind: Any
             torch.testing.assert_close(ours.scores_BKPM[:, 0], full.scores_BKPM[:, 0])
 
 
-@pytest.mark.slow
 @NEEDS_NATIVE
 def test_both_paths_draft_the_same(small: Path) -> None:
     drafts = [drafted(tiny_target(kind=kind), read_drafter(small)) for kind in (Decoder, NativeDecoder)]
     assert drafts[0] == drafts[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_other_programs_get_codebooks_of_full_size(form: str, small: Path, tmp_path: Path) -> None:
     """And the drafts are the same once the draft vocabulary, which not every format has, is there again."""
@@ -130,7 +126,6 @@ def test_other_programs_get_codebooks_of_full_size(form: str, small: Path, tmp_p
     assert drafts[0] == drafts[1]
 
 
-@pytest.mark.slow
 def test_training_goes_on_from_it_and_rows_of_other_tokens_learn(small: Path) -> None:
     _, network = network_for(tiny_target(), "none", DrafterShape(kind="dflash2"), small, 0)
     assert isinstance(network, DFlash2Network)
@@ -142,7 +137,6 @@ def test_training_goes_on_from_it_and_rows_of_other_tokens_learn(small: Path) ->
     assert gradient is not None and bool(gradient[OUTSIDE[0]].any()) and not gradient[OUTSIDE[1:]].any()
 
 
-@pytest.mark.slow
 def test_inspect_says_how_many_rows_there_are(small: Path, tmp_path: Path) -> None:
     DFlash2Drafter(network_2(raw_2()), draft_ids=IDS).save(tmp_path / "dense")
     kinds = list[str]()
@@ -152,7 +146,6 @@ def test_inspect_says_how_many_rows_there_are(small: Path, tmp_path: Path) -> No
     assert "rows" not in kinds[1]
 
 
-@pytest.mark.slow
 def test_a_packed_folder_is_made_smaller_block_by_block(small: Path, tmp_path: Path) -> None:
     """No number is rounded twice, and what is small already stays as it is."""
     full = tmp_path / "full"
@@ -172,7 +165,6 @@ def test_a_packed_folder_is_made_smaller_block_by_block(small: Path, tmp_path: P
     assert once.stat().st_mode == (full / PACKED).stat().st_mode
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ids", [[1, 5, 4, 9], [1, 4, 5, VOCAB], [1, 4, 5]], ids=["order", "unknown token", "fewer"])
 def test_damaged_rows_are_refused(small: Path, ids: list[int]) -> None:
     stored = load_file(small / PACKED)

@@ -28,6 +28,8 @@ from paceline.model.torch.graphs import GraphDecoder
 from paceline.plan.planner import FixedPlanner
 from paceline.types import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 NUM_ROWS, FREE = 4, 128
 
 
@@ -94,7 +96,6 @@ def assert_same_context(plain: Any, static: Any, tolerance: float) -> None:
             torch.testing.assert_close(one, two, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS.keys())
 def test_recorded_passes_equal_ragged_ones_to_the_bit(keys: dict[str, Any]) -> None:
@@ -108,7 +109,6 @@ def test_recorded_passes_equal_ragged_ones_to_the_bit(keys: dict[str, Any]) -> N
     assert recorder.replayed["block"] == 4 and recorder.replayed["inject"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 3])
 def test_recorded_passes_are_ragged_ones_with_real_kernels(width: int) -> None:
     """Fewer drafts than slots, and how sure the drafter is of each."""
@@ -122,7 +122,6 @@ def test_recorded_passes_are_ragged_ones_with_real_kernels(width: int) -> None:
     assert_same_context(plain, static, 1e-4)
 
 
-@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("keys", [{}, VARIANTS["sliding-both-ways"]], ids=["full", "sliding"])
@@ -143,7 +142,6 @@ def test_recorded_selectors_score_the_same_candidates(name: str, keys: dict[str,
     assert static._target.recorder.replayed["block"] == 4
 
 
-@pytest.mark.slow
 def test_idle_rows_and_padding_write_behind_everything() -> None:
     """Rows without a part in a pass keep all that they hold, also behind their lengths; so does a row."""
     _, static = paths(lambda: DFlashDrafter(network(raw_config(block_size=4))))
@@ -170,7 +168,6 @@ PROMPTS = [PROMPT, PROMPT[:3], PROMPT[4:11], PROMPT[::-1]]
 KINDS = [("dflash", 6), ("dflash2", 0), ("dflash2", 6), ("dspark", 0), ("dspark", 6)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_nodes"), [*KINDS, ("small_model", 0)])
 def test_rounds_of_recorded_passes_alone_say_what_plain_ones_do(name: str, num_nodes: int) -> None:
     """Engine, target and drafter as on CUDA: everything is recorded beforehand, and nothing in traffic."""
@@ -193,7 +190,6 @@ def test_rounds_of_recorded_passes_alone_say_what_plain_ones_do(name: str, num_n
         assert target.recorder.replayed["block"] > 5 and not target.recorder.eager["block"]
 
 
-@pytest.mark.slow
 def test_features_of_rows_go_to_their_rows() -> None:
     """Packed features of several rows, each with its own count."""
     plain, static = paths(lambda: DFlashDrafter(network(raw_config())))

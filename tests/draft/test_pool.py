@@ -64,11 +64,12 @@ def test_rows_keep_the_drafter_they_began_with(before: tuple[int, ...], after: t
     assert not old.num_observed
 
 
-def test_a_drafter_that_does_not_fit_changes_nothing() -> None:
-    class Misfit(ScriptedDrafter):
-        def bind(self, target: Target) -> None:
-            raise DrafterMismatchError("made for another model")
+class Misfit(ScriptedDrafter):
+    def bind(self, target: Target) -> None:
+        raise DrafterMismatchError("made for another model")
 
+
+def test_a_drafter_that_does_not_fit_changes_nothing() -> None:
     target = FakeTarget()
     old = ScriptedDrafter(target, tap_layers=(1, 2))
     engine = engine_with(target, old)
@@ -277,10 +278,6 @@ class TestMembers:
             engine.remove("a")
 
     def test_a_member_that_does_not_fit_changes_nothing(self) -> None:
-        class Misfit(ScriptedDrafter):
-            def bind(self, target: Target) -> None:
-                raise DrafterMismatchError("made for another model")
-
         target = FakeTarget()
         engine = Engine(target, ByteTokenizer(), self.members(target))
         before = dict(engine.pool.members)

@@ -31,6 +31,7 @@ from paceline.types import Batch, SamplingParams, Sequence
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
 ]
 
@@ -81,7 +82,6 @@ def decoded(net: DFlashNetwork, target: Decoder, *, chunk: int) -> Tensor:
     return torch.stack(drafter.logits)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), list(zip(VARIANTS, cycle(WAYS), strict=False)))
 @torch.inference_mode()
 def test_every_slot_of_several_anchors_as_decoding_sees_it(name: str, way: str) -> None:
@@ -95,7 +95,6 @@ def test_every_slot_of_several_anchors_as_decoding_sees_it(name: str, way: str) 
     torch.testing.assert_close(trained(net, target, way), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
 @torch.inference_mode()
 def test_one_position_off_would_be_noticed() -> None:
     net, target = network(raw_config()), tiny_target()
@@ -107,7 +106,6 @@ def test_one_position_off_would_be_noticed() -> None:
     assert (shifted - expected).abs().amax(-1).min() > 1e-3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "sliding-both-ways", "scaled"])
 def test_training_counts_the_drafts_that_decoding_makes(name: str) -> None:
     """recall@1 of the loop is the share of labels among the drafts; the labels stand where the drafts are verified."""

@@ -10,34 +10,18 @@ from dataclasses import replace
 import pytest
 from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from engine_runs import drafters, run
-from scipy.stats import chisquare
+from sampled_answers import Answer, chi_square, enumerated
+from torch import Tensor
 
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
-from paceline.model.sampling.logits import penalise, sample, target_probs
+from paceline.model.sampling.logits import penalise, sample
 from paceline.types import SamplingParams
 from paceline.verify import rules
 from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms
 
 pytestmark = pytest.mark.slow
-
-
-def exact_distribution(
-    target: FakeTarget, prompt: list[int], params: SamplingParams, depth: int
-) -> dict[tuple[int, ...], float]:
-    """Probability of every answer of `depth` tokens, by enumeration."""
-    answers: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(depth):
-        longer = {}
-        for answer, mass in answers.items():
-            tokens = prompt + list(answer)
-            logits = penalise(target.logits_after(tokens)[None].clone(), params, tokens, Counter(answer), [])
-            for token, share in enumerate(target_probs(logits, params)[0].tolist()):
-                if share > 0:
-                    longer[(*answer, token)] = mass * share
-        answers = longer
-    return answers
 
 
 def chance_of(
@@ -51,20 +35,16 @@ def chance_of(
     """The chi-square test's p-value of answers of a few tokens against the target's distribution."""
     engine = Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(rule))
     params = [SamplingParams(**shape, seed=seed, max_tokens=num_tokens) for seed in range(num_samples)]  # pyright: ignore[reportArgumentType]
-    counts = Counter[tuple[int, ...]]()
+    answers = list[Answer]()
     for begin in range(0, num_samples, 100):  # a long queue would be checked again at every step
         own = params[begin : begin + 100]
-        counts.update(tuple(seq.output_ids) for seq in run(engine, [[1, 2]] * len(own), own))
-    expected = exact_distribution(target, [1, 2], params[0], num_tokens)
-    assert set(counts) <= set(expected)
-    common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
-    observed = [counts[answer] for answer in common]
-    masses = [expected[answer] * num_samples for answer in common]
-    rest = num_samples - sum(masses)
-    if rest > 1:
-        observed, masses = [*observed, num_samples - sum(observed)], [*masses, rest]
-    scale = num_samples / sum(masses)
-    return float(chisquare(observed, [mass * scale for mass in masses]).pvalue)
+        answers += [tuple(seq.output_ids) for seq in run(engine, [[1, 2]] * len(own), own)]
+
+    def logits_after(answer: Answer) -> Tensor:
+        tokens = [1, 2, *answer]
+        return penalise(target.logits_after(tokens)[None].clone(), params[0], tokens, Counter(answer), [])
+
+    return chi_square(answers, enumerated(logits_after, params[0]))
 
 
 SHAPES = {

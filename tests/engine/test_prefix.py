@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
+from engine_runs import run
 from native_models import needs_library
 from small_llm import tiny_model
 
@@ -22,12 +23,7 @@ SYSTEM = [(7 * index) % 250 for index in range(60)]
 
 
 def sequences(engine: Engine, prompts: list[list[int]], max_tokens: int = 12) -> list[Sequence]:
-    ids = [engine.add(prompt, SamplingParams(max_tokens=max_tokens)) for prompt in prompts]
-    done: dict[int, Sequence] = {}
-    while engine.has_work:
-        done |= {chunk.sequence.request_id: chunk.sequence for chunk in engine.step() if chunk.finish_reason}
-        engine.check_integrity()
-    return [done[request_id] for request_id in ids]
+    return run(engine, prompts, SamplingParams(max_tokens=max_tokens))
 
 
 def engine_of(num_rows: int = 2, *, reuses: bool = True, accuracy: float | None = 0.6) -> tuple[Engine, FakeTarget]:

@@ -13,6 +13,7 @@ from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
 from paceline.plan.planner import AdaptivePlanner
 
+pytestmark = pytest.mark.slow
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 1, "max_len": 64}
 
 
@@ -28,7 +29,6 @@ def most_verified(llm: LLM) -> int:
     return most
 
 
-@pytest.mark.slow
 def test_a_number_is_that_of_every_drafter(folder: Path) -> None:
     llm = LLM(str(folder), drafter="random-dflash", speculate=2, **SETTINGS)
     assert llm.drafter.num_drafted == most_verified(llm) == 2
@@ -39,14 +39,12 @@ def test_a_number_is_that_of_every_drafter(folder: Path) -> None:
         LLM(str(folder), speculate=2, num_drafted=3, **SETTINGS)
 
 
-@pytest.mark.slow
 def test_full_is_all_that_the_drafter_makes(folder: Path) -> None:
     llm = LLM(str(folder), drafter="random-dflash", speculate="full", num_drafted=3, **SETTINGS)
     assert llm.drafter.num_drafted == most_verified(llm) == 3
     assert llm.make_drafter("ngram").num_drafted == 3
 
 
-@pytest.mark.slow
 def test_off_loads_no_drafter(folder: Path) -> None:
     for more in ({"drafters": {"a": "no-such", "b": "ngram"}}, {"drafter": "no-such"}, {"drafter": NgramDrafter()}):
         llm = LLM(str(folder), speculate="off", **more, **SETTINGS)

@@ -32,6 +32,8 @@ from paceline.rng import Noise
 from paceline.types import DraftBlock, SamplingParams, Sequence
 from paceline.verify.rules import Uniforms
 
+pytestmark = pytest.mark.slow
+
 VOCAB, NUM_TOKENS, PROMPT, EDGE = 4, 4, [1, 2], 1e-3
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -120,7 +122,6 @@ def matches(
     return [tuple(seq.output_ids) == answer for seq, (answer, _) in zip(done, cases, strict=True)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_answer_comes_with_its_probability(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = answers_of(way)
@@ -223,7 +224,6 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[FixedPlanne
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake, planner = MISTAKES[name]
@@ -231,6 +231,5 @@ def test_a_mistake_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(matches("top-p", monkeypatch, planner(), accuracy=1.0))
 
 
-@pytest.mark.slow
 def test_padding_that_the_pass_knows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(matches("plain", monkeypatch, Padded(), accuracy=1.0))

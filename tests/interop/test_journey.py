@@ -14,7 +14,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from elsewhere_server import Elsewhere, served
 from hidden_states_server import VLLM
 from journey import MODEL, ROOT, STEPS, chat, line_of, lines, path_with, program, recorder, words_of
 from live_server import Live, serving
+from loopback import free_port
 from safetensors.torch import load_file, save_file
 from tiny_runs import paceline
 from torch.distributed.run import get_args_parser
@@ -171,9 +171,7 @@ def test_serve(home: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
     serve_with = started.serve_with
     monkeypatch.setattr(started, "serve_with", lambda start, config, _: serve_with(start, config, say))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     names = {MODEL: home / "target", "--port 8000": f"--dtype float32 --port {port}"}
     assert not app(words_of("serve", names), prog_name="paceline", standalone_mode=False)
     assert printed[-1].startswith("ready: http"), printed

@@ -9,17 +9,16 @@ The drafters are made by hand: each drafts one token always.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import subprocess
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loopback import free_port
+from real_vllm import IS_MISSING, MISSING, PYTHON, running
 
 from paceline.draft.dflash.checkpoint import write_checkpoint
 from paceline.draft.dflash.config import DFlashConfig, new_config
@@ -27,7 +26,7 @@ from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.errors import DeployError, DownloadError
 from paceline.hub import resolve
 from paceline.loop.adapt.config import DeployConfig
-from paceline.loop.adapt.servers.counters import Meters, ask, is_up, tokens_per_round
+from paceline.loop.adapt.servers.counters import Meters, ask, tokens_per_round
 from paceline.loop.adapt.servers.deploy import open_deployment
 from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Given, Start, command_of, given_to
 from paceline.model.checkpoint import load_tensors
@@ -35,28 +34,12 @@ from paceline.model.gguf.to_folder import write_folder
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.net.streaming import Client
 
-HOME = os.environ.get("PEERS_VENV", "")
-PYTHON = Path(HOME, "vllm", "bin", "python")
-ROOT = Path(__file__).parents[2]
 KEY = "a key"
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "PACELINE_ADMIN_KEY": KEY,
-}
-MOST_START_S = 1200.0
 PROMPT = "A line: " + " the" * 40
 """After it, the target says nothing else."""
 MASK = 49151
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.slow,
-    pytest.mark.skipif(not (HOME and PYTHON.is_file()), reason="PEERS_VENV names no folder with vllm/bin/python"),
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.skipif(IS_MISSING, reason=MISSING)]
 
 
 @pytest.fixture(scope="module")
@@ -86,38 +69,15 @@ def drafting(folder: Path, target: Path, word: str, num_layers: int = 1) -> Path
 WORDS = (" the", " Zurich", " a")
 
 
-@contextlib.contextmanager
-def serving(target: Path, drafter: Path, log: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def serving(target: Path, drafter: Path, log: Path, key: str | None = KEY) -> AbstractContextManager[str]:
+    port = free_port()
     module = "paceline.interop.draft_weights"
     words = ("--enforce-eager", "--max-num-seqs", "4", "--per-request-spec-decode-metrics", "summary")
     words += ("--worker-extension-cls", f"{module}.DraftWeights", "--middleware", f"{module}.DraftWeightsRoute")
     command = f"{PYTHON} -m vllm.entrypoints.openai.api_server"
     start = Start("vllm", str(target), "", port=port, dtype="float32", max_len=512, command=command, words=words)
-    preload = [str(file) for file in PYTHON.parents[1].glob("lib/libiomp5.so")]
-    changes = {**SETTINGS, "PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(log.parent / "cache")}
-    environment = os.environ | changes | ({"LD_PRELOAD": preload[0]} if preload else {})
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            command_of(start, Given(drafter, "dflash", 7)), env=environment, stdout=out, stderr=subprocess.STDOUT
-        )
-    client = Client(start.url, None)
-    try:
-        until = time.monotonic() + MOST_START_S
-        while not is_up(client):
-            assert server.poll() is None and time.monotonic() < until, log.read_text()[-6000:]
-            time.sleep(1.0)
-        yield start.url
-    finally:
-        client.close()
-        server.terminate()
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+    environment = {} if key is None else {"PACELINE_ADMIN_KEY": key}
+    return running(command_of(start, Given(drafter, "dflash", 7)), start.url, log, **environment)
 
 
 def test_weights_change_while_it_answers(target: Path, tmp_path: Path) -> None:
@@ -175,9 +135,8 @@ def _is_running(client: Client) -> bool:
 
 
 def test_a_vllm_without_a_key_does_not_start(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(SETTINGS, "PACELINE_ADMIN_KEY")
     monkeypatch.delenv("PACELINE_ADMIN_KEY", raising=False)
     log = tmp_path / "vllm.log"
-    with pytest.raises(AssertionError), serving(target, drafting(tmp_path / "one", target, " the"), log):
+    with pytest.raises(AssertionError), serving(target, drafting(tmp_path / "one", target, " the"), log, key=None):
         pass
     assert "has no PACELINE_ADMIN_KEY" in log.read_text()

@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 from command_lines import in_blocks, words_of
-from small_llm import tiny_model
-from test_checkpoints_command import write_drafter
+from small_drafter import write_drafter
 
 from paceline.config import EngineConfig
 from paceline.draft.eagle3.drafter import Eagle3Drafter
@@ -37,6 +36,7 @@ LAUNCH = "sglang.launch_server"
 GPU = ("--device", "cuda", "--attention-backend", "triton")
 """Options for what SGLang would detect from the hardware."""
 
+pytest_plugins = ("small_drafter",)
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.slow,
@@ -45,11 +45,6 @@ pytestmark = [
         reason="PEERS_VENV names no folder with vllm/bin/python that has sglang",
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("target") / "tiny")
 
 
 @pytest.fixture(scope="module")

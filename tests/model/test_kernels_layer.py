@@ -28,7 +28,10 @@ from paceline.model.torch.kernels import available, layer
 from paceline.model.torch.kernels.layer import NormWeight, Places
 from paceline.model.torch.parts import RMSNorm, WholeNorm
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
 DTYPES = {"float32": (torch.float32, 1e-5), "bfloat16": (torch.bfloat16, 1e-2)}
 SIZES = {
     "1.5B": (1536, 12, 2, 8960),
@@ -212,7 +215,6 @@ def in_a_process(call: str, **environment: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "dtype"),
     [(cases, dtype) for cases in CASES for dtype in DTYPES if (cases, dtype) != ("decoders", "bfloat16")],
@@ -283,7 +285,6 @@ def stack_of(cubin: bytes) -> int:
     return int(words["STACK"]) + int(words["LOCAL"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", SIZES)
 def test_a_kernel_compiles_for_an_h100(model: str) -> None:
     used = in_a_process(f"print(json.dumps(resources({model!r})))")

@@ -21,6 +21,7 @@ from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.dflash.paths import TorchPath
 from paceline.draft.dflash.static import StaticBlock, StaticForms, StaticInject
 from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
+from paceline.draft.dflash2.paths import DFlash2Path
 from paceline.engine.device_round import Form, StaticRound
 from paceline.engine.device_rows import DeviceRows
 from paceline.model.checkpoint import expected_shapes, load_config, random_tensors
@@ -89,7 +90,7 @@ def launches(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list
         return wrapped
 
     is_pass = isinstance(region, StaticPass | StaticRound)
-    for kind in (Layer, DeltaLayer) if is_pass else (TorchPath, *TorchPath.__subclasses__()):
+    for kind in (Layer, DeltaLayer) if is_pass else (TorchPath, DFlash2Path):
         name = "run" if is_pass else "run_layer"
         monkeypatch.setattr(kind, name, counted(getattr(kind, name)))
 

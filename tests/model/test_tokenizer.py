@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from paceline.errors import ModelFileError, ModelNotFoundError, PromptError, UnsupportedModelError
 from paceline.hub import resolve
+from paceline.model.gguf.package import finish
 from paceline.model.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
-
 TEXTS = [
     "Hello, world!",
     "  two  spaces\n\n\nthree lines\t\tand tabs \r\n",
@@ -258,10 +258,7 @@ def write_tokenizer_gguf(path: Path, model: str, tokens: list[str], **metadata: 
     writer.add_token_list(tokens)
     for key, value in metadata.items():
         getattr(writer, key)(value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

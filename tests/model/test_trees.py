@@ -261,36 +261,32 @@ def places_for_positions(parents: list[int]) -> tuple[Tensor, list[int]]:
     return ancestors(parents)[0], list(range(len(parents)))
 
 
-@pytest.mark.parametrize("mistake", [siblings_parent, siblings_seen])
-def test_a_mask_with_a_wrong_ancestor_is_seen(
-    mistake: Callable[[list[int]], tuple[Tensor, list[int]]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "module", "mistake"),
+    [
+        (Decoder, "attention", siblings_parent),
+        (Decoder, "attention", siblings_seen),
+        pytest.param(GraphDecoder, "graphs", siblings_parent, marks=pytest.mark.slow),
+        pytest.param(GraphDecoder, "graphs", places_for_positions, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mask_with_a_mistake_is_seen(
+    kind: type[Decoder],
+    module: str,
+    mistake: Callable[[list[int]], tuple[Tensor, list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the comparison with passes over nothing but a node's path; without the mistake it holds."""
+    """By the comparison with passes over nothing but a node's path, in ordinary passes and in those of fixed shape;
+    without the mistake it holds."""
     config = SHAPES["llama"]
-    decoder = Decoder(config, random_weights(config).items(), num_rows=4, max_len=128)
+    decoder = kind(config, random_weights(config).items(), num_rows=4, max_len=128)
     decoder.set_taps((0, 2))
     expected = along_chains(decoder)
     torch.testing.assert_close(as_trees(decoder)[0], expected[0], atol=1e-4, rtol=1e-4)
     for row in ROWS:
         decoder.cache.free(row)
-    monkeypatch.setattr("paceline.model.torch.attention.ancestors", mistake)
+    monkeypatch.setattr(f"paceline.model.torch.{module}.ancestors", mistake)
     assert not torch.allclose(as_trees(decoder)[0], expected[0], atol=1e-2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", [siblings_parent, places_for_positions])
-def test_a_mistake_in_passes_of_fixed_shape_is_seen(
-    mistake: Callable[[list[int]], tuple[Tensor, list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = SHAPES["llama"]
-    static = GraphDecoder(config, random_weights(config).items(), num_rows=4, max_len=128)
-    static.set_taps((0, 2))
-    expected = along_chains(static)
-    torch.testing.assert_close(as_trees(static)[0], expected[0], atol=1e-4, rtol=1e-4)
-    for row in ROWS:
-        static.cache.free(row)
-    monkeypatch.setattr("paceline.model.torch.graphs.ancestors", mistake)
-    assert not torch.allclose(as_trees(static)[0], expected[0], atol=1e-2)
 
 
 def test_padding_that_can_be_seen_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

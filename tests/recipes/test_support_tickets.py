@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from scripts import module_at
 
 from paceline.data.prompts import read_prompts
 from paceline.hub import resolve
@@ -41,12 +41,7 @@ echo "{\\"heldout\\": $figures}" > "$2/evaluation.json"
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
     """recipes/ is no package: the script is loaded from its path."""
-    spec = importlib.util.spec_from_file_location("support_tickets", RUNS / "support_tickets.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return module_at(RUNS / "support_tickets.py")
 
 
 def texts(rows: list[dict[str, Any]]) -> list[str]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 from live_server import Live, break_engine, serving, talker
-from small_llm import tiny_model
 
-from paceline import LLM
-
+pytest_plugins = ("tiny_server",)
 HELLO: Any = [{"role": "user", "content": "Say something."}]
 MODEL = "tiny"
 SCHEMA = {
@@ -30,17 +27,6 @@ FUNCTION: Any = {
 }
 GREEDY: Any = {"extra_body": {"temperature": 0}}
 """Version 2 of the client has no such arguments any more, the API takes them as before."""
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder: Path = tiny_model(tmp_path_factory.mktemp("models") / MODEL, max_position=2048)
-
-    def load() -> LLM:
-        return LLM(str(folder), drafter="ngram", dtype="float32", device="cpu", max_batch=4, speculate="full")
-
-    with serving(load) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

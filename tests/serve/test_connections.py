@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from live_server import Live, chat_body, serving, talker, wait_until
+from live_server import Live, chat_body, read_to_end, serving, talker, wait_until
 
 from paceline.errors import ConfigError
 from paceline.serve.http.security import allowed_hosts, host_name
@@ -160,10 +160,7 @@ def test_the_second_request_of_a_connection_is_due_as_well(hasty: Live) -> None:
             text += connection.recv(4096)
         assert text.startswith(b"HTTP/1.1 200 ")
         began = time.monotonic()
-        stream, text = hasty.open_stream(chat_body(max_tokens=150)), b""
-        while b"[DONE]" not in text:
-            text += stream.recv(4096)
-        stream.close()
+        text = read_to_end(hasty.open_stream(chat_body(max_tokens=150)))
         assert time.monotonic() - began > HEADER_S and b'"finish_reason":"length"' in text
         connection.sendall(whole[:20])
         assert b"header_timeout" in rest_of(connection)
@@ -244,10 +241,7 @@ def test_one_that_reads_again_in_time_keeps_its_answer(live: Live) -> None:
     assert live._loop
     live._loop.call_soon_threadsafe(connection.pause_writing)
     live._loop.call_soon_threadsafe(connection.resume_writing)
-    text = b""
-    while b"[DONE]" not in text:
-        text += stream.recv(4096)
-    stream.close()
+    text = read_to_end(stream)
     assert b'"finish_reason":"length"' in text
 
 

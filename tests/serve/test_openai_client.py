@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from live_server import Live, serving
-from small_llm import tiny_model
+from live_server import Live
 
 from paceline import LLM, SamplingParams
 
+pytest_plugins = ("tiny_server",)
 MESSAGES = [{"role": "user", "content": "Say something."}]
 MODEL = "tiny"
 PLACE = {"place": {"enum": ["Oslo", "Rome"]}}
@@ -28,28 +27,9 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / MODEL, max_position=2048)
-
-
-@pytest.fixture(scope="module")
-def live(folder: Path) -> Iterator[Live]:
-    def load() -> LLM:
-        return LLM(str(folder), drafter="ngram", dtype="float32", device="cpu", max_batch=4, speculate="full")
-
-    with serving(load) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[openai.OpenAI]:
     with live.client() as opened:
         yield opened
-
-
-@pytest.fixture(scope="module")
-def offline(folder: Path) -> LLM:
-    return LLM(str(folder), drafter="none", dtype="float32", device="cpu")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from doubles import ByteTokenizer
-from live_server import break_engine, chat_body, serving, wait_until
+from live_server import break_engine, chat_body, read_to_end, serving, wait_until
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Chunk
@@ -116,16 +116,10 @@ def test_a_request_that_fails_alone_is_told_and_its_neighbours_are_not() -> None
             status, answer, _ = live.post("/v1/completions", body)
             assert status == 500 and answer["error"]["code"] == "request_failed"
             assert answer["error"]["message"] == "the model's numbers are not finite"
-            text = b""
-            while b"[DONE]" not in text:
-                text += stream.recv(4096)
-            stream.close()
+            text = read_to_end(stream)
             assert text.count(b'"text":"b') == 60 and b'"finish_reason":"length"' in text
         stream = live.open_stream(prompt("ccc!"), "/v1/completions")
-        text = b""
-        while b"[DONE]" not in text:
-            text += stream.recv(4096)
-        stream.close()
+        text = read_to_end(stream)
         assert text.count(b'"text":"c') == 3 and b'"code":"request_failed"' in text
         wait_until(lambda: live.worker.num_open == 0)
         assert live.seen.num_crashes == 0 and len(live.llms) == 1

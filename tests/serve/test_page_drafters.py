@@ -24,7 +24,6 @@ from paceline.serve.requests.routing import chosen_route
 from paceline.types import Route
 
 pytest_plugins = ("chat_visit",)
-slow = pytest.mark.slow
 FACTORS = [(2.0, 3.0, 200), (3.004, 3.0, 200), (3.006, 3.0, 200), (1.27, 1.04, 200), (9.37, 3.0, 4), (1.0, None, 99)]
 """Factor, acceptance length and tokens."""
 GUARD = """async (cases) => {
@@ -43,7 +42,6 @@ def test_a_header_names_a_drafter_that_is_there() -> None:
 
 
 @pytest.mark.slow
-@slow
 def test_a_request_gets_the_drafter_that_its_header_names(tmp_path: Path) -> None:
     drafters, sizes = {"first": "ngram", "words": "ngram"}, {"max_batch": 2, "max_len": 128}
     folder = str(tiny_model(tmp_path / "model"))
@@ -63,7 +61,6 @@ def test_a_request_gets_the_drafter_that_its_header_names(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@slow
 def test_a_drafter_is_chosen_where_several_are_loaded(chat: Any, server: PageServer) -> None:
     server.told = {"drafter": "mine, default", "drafters": ["mine", "default"]}
     tab: Visit = chat()
@@ -78,7 +75,6 @@ def test_a_drafter_is_chosen_where_several_are_loaded(chat: Any, server: PageSer
 
 
 @pytest.mark.slow
-@slow
 def test_a_reload_keeps_the_conversation_until_it_is_cleared(chat: Any, server: PageServer) -> None:
     tab: Visit = chat()
     done(tab.ask("first"))
@@ -106,7 +102,6 @@ def test_a_reload_keeps_the_conversation_until_it_is_cleared(chat: Any, server: 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@slow
 def test_no_speed_up_that_cannot_be_and_none_of_few_tokens(chat: Any) -> None:
     tab: Visit = chat()
     assert tab.page.evaluate(GUARD, FACTORS) == [doubt(*each) or "" for each in FACTORS]
@@ -135,7 +130,6 @@ def test_no_speed_up_that_cannot_be_and_none_of_few_tokens(chat: Any) -> None:
 
 
 @pytest.mark.slow
-@slow
 def test_settings_push_nothing_down_and_a_phones_header_has_two_rows(chat: Any) -> None:
     tab: Visit = chat(viewport=NARROW)
     examples = tab.page.locator("#examples")
@@ -165,7 +159,6 @@ def test_settings_push_nothing_down_and_a_phones_header_has_two_rows(chat: Any) 
 
 
 @pytest.mark.slow
-@slow
 def test_a_fenced_block_stands_apart(chat: Any) -> None:
     tab = chat(permissions=("clipboard-read", "clipboard-write"))
     reply = tab.ask("code")
@@ -180,7 +173,6 @@ def test_a_fenced_block_stands_apart(chat: Any) -> None:
 
 
 @pytest.mark.slow
-@slow
 def test_a_fence_that_is_still_open(chat: Any, server: PageServer) -> None:
     server.second_half.clear()
     tab = chat()
@@ -200,7 +192,6 @@ def test_a_fence_that_is_still_open(chat: Any, server: PageServer) -> None:
 
 
 @pytest.mark.slow
-@slow
 def test_markdown_is_shown_whole(chat: Any) -> None:
     tab = chat(permissions=("clipboard-read", "clipboard-write"))
     reply = tab.ask("markdown")
@@ -229,7 +220,6 @@ def test_markdown_is_shown_whole(chat: Any) -> None:
 
 
 @pytest.mark.slow
-@slow
 def test_hostile_markdown_does_nothing(chat: Any) -> None:
     tab = chat()
     reply = tab.ask("hostile")
@@ -262,7 +252,6 @@ def test_hostile_markdown_does_nothing(chat: Any) -> None:
 
 
 @pytest.mark.slow
-@slow
 def test_markup_stays_text(chat: Any, server: PageServer) -> None:
     server.models = ["smol-135m", "<b>other</b>"]
     tab = chat()

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pytest
 from live_server import Live, break_engine, serving, talker, wait_until
 from pydantic import BaseModel, ConfigDict
-from small_llm import tiny_model
 
-from paceline import LLM
 from paceline.serve.dialects.responses import ResponsesRequest, chat_of
 
+pytest_plugins = ("tiny_server",)
 MODEL = "tiny"
 QUESTION = "Say something."
 HELLO = [{"role": "user", "content": QUESTION}]
@@ -39,17 +37,6 @@ class Place(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     place: Literal["Oslo", "Rome"]
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder: Path = tiny_model(tmp_path_factory.mktemp("models") / MODEL, max_position=2048)
-
-    def load() -> LLM:
-        return LLM(str(folder), drafter="ngram", dtype="float32", device="cpu", max_batch=4, speculate="full")
-
-    with serving(load) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

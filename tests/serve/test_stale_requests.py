@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from live_server import LONG, Gated, break_engine, chat_body, serving, wait_until
+from live_server import LONG, Gated, break_engine, chat_body, read_to_end, serving, wait_until
 from small_llm import fake_llm
 
 from paceline.draft.base import NoDrafter
@@ -34,10 +34,7 @@ def test_a_client_that_was_lost_in_a_crash_ends_no_other_client_s_answer() -> No
         assert list(live.llm.engine._requests) == lost.request_ids
         live.worker.abort(lost)  # as its connection closes, late
         targets[1].gate.set()
-        text = b""
-        while b"[DONE]" not in text:
-            text += other.recv(4096)
-        other.close()
+        text = read_to_end(other)
         assert b'"finish_reason":"length"' in text
         assert live.seen.num_crashes == 1
 

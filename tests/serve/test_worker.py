@@ -20,6 +20,7 @@ from live_server import (
     in_engine,
     in_threads,
     quick_end,
+    read_to_end,
     serving,
     talker,
     wait_until,
@@ -134,10 +135,7 @@ def test_a_bad_request_found_late_harms_no_other() -> None:
         status, body, _ = live.post("/v1/chat/completions", chat_body(max_tokens=5, logit_bias={"5000": 1}))
         assert status == 400
         assert "vocabulary" in body["error"]["message"]
-        text = b""
-        while b"[DONE]" not in text:
-            text += other.recv(4096)
-        other.close()
+        text = read_to_end(other)
         assert b'"finish_reason":"length"' in text
         assert live.seen.num_crashes == 0
 
@@ -154,10 +152,7 @@ def test_an_unforeseen_error_of_one_request_harms_no_other(monkeypatch: pytest.M
         status, body, _ = live.post("/v1/chat/completions", chat_body(max_tokens=5))
         assert (status, body["error"]["code"]) == (500, "request_failed")
         assert "secret" not in json.dumps(body)
-        text = b""
-        while b"[DONE]" not in text:
-            text += other.recv(4096)
-        other.close()
+        text = read_to_end(other)
         assert b'"finish_reason":"length"' in text
         assert len(live.llms) == 1
 
@@ -180,9 +175,7 @@ def test_a_drain_finishes_what_is_under_way_and_takes_nothing_new() -> None:
         assert (status, body["error"]["code"]) == (503, "draining")
         assert live.request("GET", "/health")[0] == 200
         assert live.post("/v1/chat/completions", chat_body(max_tokens=3))[0] == 503
-        while b"[DONE]" not in text:
-            text += stream.recv(4096)
-        stream.close()
+        text = read_to_end(stream, text)
         assert b'"finish_reason":"length"' in text
         wait_until(lambda: live.worker.state == "stopped")
 
@@ -192,9 +185,7 @@ def test_a_drain_does_not_wait_for_ever() -> None:
         stream = live.open_stream(chat_body(**LONG))
         text = stream.recv(4096)
         live.drain()
-        while b"[DONE]" not in text:
-            text += stream.recv(4096)
-        stream.close()
+        text = read_to_end(stream, text)
         assert b"shutting down" in text
         wait_until(lambda: live.worker.state == "stopped")
 

@@ -20,6 +20,7 @@ from paceline.simulate.calculator import data
 from paceline.simulate.costs import catalogue
 from paceline.simulate.costs.model_config import shape_of
 
+pytestmark = pytest.mark.slow
 QUANTIZATIONS = (
     {"quant_method": "fp8"},
     {"quant_method": "awq", "bits": 4},
@@ -66,7 +67,6 @@ def spoiled(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-@pytest.mark.slow
 def test_every_config_of_the_catalogue_is_read_as_python_reads_it() -> None:
     results = run_js(READ, {"formats": data()["formats"], "configs": configs()})
     assert len(results) > 20
@@ -75,7 +75,6 @@ def test_every_config_of_the_catalogue_is_read_as_python_reads_it() -> None:
         assert ours["again"] == ours["shape"]
 
 
-@pytest.mark.slow
 def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
     rng = random.Random(1)
     cases = [spoiled(rng, config) for config in configs() for _ in range(9)]
@@ -92,7 +91,6 @@ def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
     assert 30 < refused < len(cases) - 30
 
 
-@pytest.mark.slow
 def test_a_pasted_shape_is_checked() -> None:
     good = asdict(catalogue.find("DeepSeek-V4-Flash"))
     wrong = [

@@ -20,6 +20,7 @@ from paceline.simulate.answer import predict_all
 from paceline.simulate.calculator import data
 from paceline.simulate.config import CostsConfig, PredictConfig
 
+pytestmark = pytest.mark.slow
 NUM_INPUTS = 280
 ALL = """({ data, links }) => links.map((link) => {
   const fields = fieldsOf(data), found = resolve(fromHash(fields, link), fields, data);
@@ -67,7 +68,6 @@ def python_options(own: dict[str, str]) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_every_drafter_of_the_page_is_predicted_as_the_command_does() -> None:
     """280 predictions: 70 links that set four drafters each, with and without overhead."""
     rng, kinds = random.Random(17), ("ideal", "autoregressive", "block", "yours")
@@ -109,7 +109,6 @@ OLD = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("link", "kind", "expected"), OLD)
 def test_links_of_the_first_page_keep_their_meaning(
     link: str, kind: str, expected: tuple[float, float, int | None]
@@ -133,7 +132,6 @@ RUNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_runs_are_read_as_they_are_printed() -> None:
     """bench decode's line, evaluation.json, generate's line; after other lines; several traces as their sum."""
     pasted = [json.dumps(RUNS[0]), json.dumps(RUNS[1], indent=2), f"decoding ...\nreport: x\n{json.dumps(RUNS[2])}\n"]

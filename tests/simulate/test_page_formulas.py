@@ -7,7 +7,6 @@ Runs in Node, else in Chromium (PACELINE_NO_NODE=1 takes Chromium), else skips.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import random
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from javascript import run_js
+from scripts import module_at
 from typer.testing import CliRunner
 
 from paceline.cli import app
@@ -33,6 +33,7 @@ from paceline.simulate.costs.shapes import FORMATS, Attention, ModelShape, Preci
 from paceline.simulate.flags import METHODS, Serving, server_flags
 from paceline.simulate.speedup import Load, predict
 
+pytestmark = pytest.mark.slow
 NUM_INPUTS = 400
 RELATIVE = 1e-9
 SHAPES = catalogue.all_shapes()
@@ -137,7 +138,6 @@ def drawn_case(rng: random.Random, place: int) -> tuple[dict[str, Any], dict[str
     return {**inputs, "plain_rate": plain_rate, "kind": kind, "values": values, "load": asdict(load)}, expected
 
 
-@pytest.mark.slow
 def test_random_inputs_agree() -> None:
     rng = random.Random(6)
     cases = [drawn_case(rng, place) for place in range(NUM_INPUTS)]
@@ -151,7 +151,6 @@ def test_random_inputs_agree() -> None:
     assert sum(expected["host_s"] == 0 for _, expected in cases) > least
 
 
-@pytest.mark.slow
 def test_a_rate_that_cannot_be_is_refused_as_python_refuses_it() -> None:
     shape = SHAPES["Qwen3.5-27B"]
     deployment = Deployment(catalogue.machines()["B200"], shape.precisions)
@@ -200,14 +199,9 @@ def agree(ours: dict[str, Any], expected: dict[str, Any], inputs: dict[str, Any]
 
 
 def landmarks() -> Any:
-    spec = importlib.util.spec_from_file_location("landmarks", Path(__file__).with_name("test_landmarks.py"))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(Path(__file__).with_name("test_landmarks.py"), "landmarks")
 
 
-@pytest.mark.slow
 def test_the_landmarks_come_out_of_links() -> None:
     """Both tables, through the very code that turns a link into a prediction."""
     expected = [
@@ -238,7 +232,6 @@ def test_the_landmarks_come_out_of_links() -> None:
     ]
 
 
-@pytest.mark.slow
 def test_of_equal_lengths_the_shortest_is_best() -> None:
     link = "#model=Qwen3-8B&hardware=B200&batch=1&context=1&chance=0&fraction=0"
     (ours,) = run_js(FROM_LINK, {"data": data(), "links": [link]})
@@ -248,7 +241,6 @@ def test_of_equal_lengths_the_shortest_is_best() -> None:
 # Words
 
 
-@pytest.mark.slow
 def test_flags_are_pythons_to_the_letter() -> None:
     rng = random.Random(2)
     servings = [
@@ -283,7 +275,6 @@ LINKS = [
 ]
 
 
-@pytest.mark.slow
 def test_the_command_gives_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     links = [link.replace("%", "%25").replace("+", "%2B") for link in LINKS]
@@ -301,7 +292,6 @@ def test_the_command_gives_the_same_figures(tmp_path: Path, monkeypatch: pytest.
         assert ours["link"] == ours["again"]
 
 
-@pytest.mark.slow
 def test_limits_are_as_many_as_pythons() -> None:
     main = """({ data, cases }) => cases.map((found) => [limitsOf(found, data),
       warningsOf({ ...found, memory: memoryNeed(found.shape, found.deployment, found.load) })])"""
@@ -347,7 +337,6 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.slow
 def test_hostile_links_change_nothing() -> None:
     main = """({ data, links }) => { const fields = fieldsOf(data);
       return [JSON.stringify(standards(fields)), ...links.map((link) => JSON.stringify(fromHash(fields, link)))]; }"""
@@ -371,7 +360,6 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.slow
 def test_nonsense_recordings_are_refused() -> None:
     main = """({ data, pasted }) => pasted.map((recorded) => {
       const fields = fieldsOf(data), state = { ...standards(fields), drafter: "yours", "yours.recorded": recorded };

@@ -7,10 +7,9 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from loopback import answering
+from loopback import Handler, answering
 
 from paceline.engine.llm import LLM
 from paceline.types import SamplingParams
@@ -99,22 +98,15 @@ class Elsewhere:
 def served(fake: Elsewhere) -> Iterator[Elsewhere]:
     """On a free port of loopback, from threads."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Asked(Handler):
         def _any(self) -> None:
-            raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            body = json.loads(raw) if raw else {}
-            status, data = fake.answer(self.command, self.path, self.headers.get("Authorization"), body)
+            status, data = fake.answer(self.command, self.path, self.headers.get("Authorization"), self.body())
             if not status:
                 self.close_connection = True
                 return
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.answer(status, data)
 
         do_GET = do_POST = _any
 
-        def log_message(self, *_: Any) -> None: ...
-
-    with answering(Handler) as fake.url:
+    with answering(Asked) as fake.url:
         yield fake

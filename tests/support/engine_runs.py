@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from doubles import FakeTarget, ScriptedDrafter
 
 from paceline.draft.base import Drafter
@@ -31,6 +32,16 @@ def collect(engine: Engine) -> list[Chunk]:
     while engine.has_work:
         chunks += engine.step()
     return chunks
+
+
+def check_logprobs(target: FakeTarget, seq: Sequence, num_top: int) -> None:
+    """The log-probabilities of an answer are those of the target, with its `num_top` most probable tokens."""
+    assert len(seq.logprobs) == len(seq.output_ids)
+    for index, entry in enumerate(seq.logprobs):
+        expected = target.logits_after(seq.tokens[: seq.prompt_len + index]).log_softmax(-1)
+        assert entry.token_id == seq.output_ids[index]
+        assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-5)
+        assert [token for token, _ in entry.top] == expected.topk(num_top).indices.tolist()
 
 
 def drafters(target: FakeTarget) -> dict[str, Drafter | None]:

@@ -6,11 +6,10 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-from loopback import answering
+from loopback import Handler, answering
 
 
 class FakeServer:
@@ -92,28 +91,22 @@ class FakeServer:
 def serving(fake: FakeServer, port: int = 0) -> Iterator[FakeServer]:
     """On this port of loopback, or a free one, from a thread."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Asked(Handler):
         def _any(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            body = self.rfile.read(length)
+            body = self.body()
             if fake.is_away:
                 self.close_connection = True
                 return
             fake.keys.append(self.headers.get("Authorization"))
-            status, text = fake.answer(self.command, self.path, json.loads(body) if body else {})
+            status, text = fake.answer(self.command, self.path, body)
             if self.path in fake.loses:
                 self.close_connection = True
                 return
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text.encode())))
-            self.end_headers()
-            self.wfile.write(text.encode())
+            self.answer(status, text.encode())
 
         do_GET = do_POST = do_DELETE = _any
 
-        def log_message(self, *_: Any) -> None: ...
-
-    with answering(Handler, port) as fake.url:
+    with answering(Asked, port) as fake.url:
         yield fake
 
 

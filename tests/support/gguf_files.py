@@ -11,6 +11,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Quant
 
 from paceline.model.gguf import metadata as our_gguf
+from paceline.model.gguf.package import finish
 
 GGUF_NAMES = {hf: ours for ours, hf in our_gguf.LAYER_NAMES.items()}
 
@@ -68,13 +69,6 @@ def write_gguf(path: Path, model: Any, arch: str, quant: Quant | dict[str, Quant
         kind = Quant.F32 if values.ndim == 1 else wanted[0]
         writer.add_tensor(gguf_name(name), gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
     finish(writer)
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def byte_level_vocabulary(num_tokens: int, specials: tuple[str, ...] = (), seed: int = 0) -> dict[str, Any]:

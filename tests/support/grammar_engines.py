@@ -6,9 +6,10 @@ import json
 from collections import Counter
 from functools import cache
 
+import engine_runs
 import tokenizers
 import torch
-from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
+from doubles import ByteTokenizer, FakeTarget
 from engine_runs import byte_target
 from llguidance import LLMatcher
 
@@ -45,15 +46,7 @@ def byte_engine(target: FakeTarget, drafter: Drafter | None = None, rule: str = 
 
 
 def drafters(target: FakeTarget) -> dict[str, Drafter | None]:
-    return {
-        "none": None,
-        "always": ScriptedDrafter(target, accuracy=1.0, tap_layers=(0, 2)),
-        "never": ScriptedDrafter(target, accuracy=0.0, tap_layers=(1,)),
-        "sometimes": ScriptedDrafter(target, accuracy=0.6),
-        "sometimes, with probabilities": ScriptedDrafter(target, accuracy=0.6, with_probs=True),
-        "ngram": NgramDrafter(),
-        "the answer": Knowing({}),
-    }
+    return engine_runs.drafters(target) | {"ngram": NgramDrafter(), "the answer": Knowing({})}
 
 
 class Knowing(Drafter):

@@ -181,6 +181,14 @@ class Live:
         return connection
 
 
+def read_to_end(stream: socket.socket, text: bytes = b"") -> bytes:
+    """The streamed answer up to its end, after the part `text` that was read before; closes the connection."""
+    while b"[DONE]" not in text:
+        text += stream.recv(4096)
+    stream.close()
+    return text
+
+
 @contextlib.contextmanager
 def serving(factory: Callable[[], Any] | None = None, **settings: Any) -> Iterator[Live]:
     """A server over a fake engine, or over what `factory` makes; settings are ServeConfig's."""

@@ -1,11 +1,39 @@
-"""An HTTP server on loopback for as long as a test needs it."""
+"""HTTP servers on loopback for as long as a test needs them."""
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Handles requests without a log."""
+
+    def body(self) -> Any:
+        """The request's body, which is JSON; {} without one."""
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        return json.loads(raw) if raw else {}
+
+    def answer(self, status: int, body: bytes, content_type: str | None = None) -> None:
+        self.send_response(status)
+        if content_type:
+            self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
 
 
 @contextmanager

@@ -78,12 +78,12 @@ SMALL_BUCKETS = mock.patch("paceline.train.processes.buckets.BUCKET_BYTES", 4096
 class RandomFeatures:
     """Hidden states drawn from the document's number."""
 
-    def __init__(self, documents: list[Document]) -> None:
-        self.documents = documents
+    def __init__(self, documents: list[Document], size: int = len(TAPS) * HIDDEN) -> None:
+        self.documents, self.size = documents, size
 
     def of(self, number: int) -> Features:
         generator = torch.Generator().manual_seed(number)
-        return Features(torch.randn(len(self.documents[number]), len(TAPS) * HIDDEN, generator=generator), None)
+        return Features(torch.randn(len(self.documents[number]), self.size, generator=generator), None)
 
 
 def make_trainer(config: LoopConfig, folder: Path, ranks: Ranks | None = None) -> Trainer:

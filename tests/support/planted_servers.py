@@ -11,18 +11,19 @@ another     greedy answers come from another model
 from __future__ import annotations
 
 import contextlib
-import http.server
 import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from loopback import Handler, answering
+
 from paceline.loop.audit.answers import AnswerReader
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.net.streaming import Client
 
-HOST = "127.0.0.1"
+JSON_TYPE = "application/json"
 HEAT, TOP_P, SLIP_EVERY = 1.15, 0.9, 100
 LOSSY = "typical:eps=0.09,delta=0.3"
 JSON = dict[str, Any]
@@ -112,39 +113,24 @@ class Slipping:
 def proxy(ask: Ask, name: str = "model") -> Iterator[str]:
     """Its address."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Asked(Handler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self.answer(200, json.dumps({"data": [{"id": name}]}).encode())
+            self.answer(200, json.dumps({"data": [{"id": name}]}).encode(), JSON_TYPE)
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = self.body()
             if not self.path.endswith("/v1/completions"):
-                self.answer(404, b"{}")
+                self.answer(404, b"{}", JSON_TYPE)
                 return
             try:
-                self.answer(200, json.dumps(ask(body | {"model": None})).encode())
+                self.answer(200, json.dumps(ask(body | {"model": None})).encode(), JSON_TYPE)
             except Refused as refused:
-                self.answer(refused.status, refused.body)
+                self.answer(refused.status, refused.body, JSON_TYPE)
 
-        def answer(self, status: int, data: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer((HOST, 0), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        try:
-            yield f"http://{HOST}:{server.server_address[1]}"
-        finally:
-            server.shutdown()
+    with answering(Asked) as url:
+        yield url
 
 
 def planted(ask: Ask, other: Ask, tokenizer: Tokenizer, rule: str = LOSSY) -> dict[str, Ask]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+
+from loopback import free_port
 
 HOME = os.environ.get("PEERS_VENV", "")
 PYTHON = Path(HOME, "vllm", "bin", "python")
@@ -26,13 +28,7 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
 }
 SMALL = ("--enforce-eager", "--max-num-batched-tokens", "256", "--max-num-seqs", "4")
-MOST_START_S = 900.0
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+MOST_START_S = 1200.0
 
 
 def environment(cache: Path) -> dict[str, str]:
@@ -42,20 +38,24 @@ def environment(cache: Path) -> dict[str, str]:
     return os.environ | changes | ({"LD_PRELOAD": preload[0]} if preload else {})
 
 
-@contextlib.contextmanager
-def serving(words: list[str], log: Path, **more: str) -> Iterator[str]:
+def serving(words: list[str], log: Path, **more: str) -> AbstractContextManager[str]:
     """vLLM, started with the words behind `vllm serve`, the model first; its address. `more`: its environment's."""
     port = free_port()
     command = [str(PYTHON), "-m", MODULE, "--model", *words, *SMALL, "--host", "127.0.0.1", "--port", str(port)]
+    return running(command, f"http://127.0.0.1:{port}", log, **more)
+
+
+@contextlib.contextmanager
+def running(command: list[str], url: str, log: Path, **more: str) -> Iterator[str]:
+    """vLLM, started by `command`, from the time when it answers at `url`; `more`: its environment's."""
     with log.open("w") as out:
         server = subprocess.Popen(
             command, env=environment(log.parent / "cache") | more, stdout=out, stderr=subprocess.STDOUT
         )
-    url = f"http://127.0.0.1:{port}"
     try:
         until = time.monotonic() + MOST_START_S
         while not is_up(url):
-            assert server.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
+            assert server.poll() is None and time.monotonic() < until, log.read_text()[-6000:]
             time.sleep(1.0)
         yield url
     finally:

@@ -1,16 +1,17 @@
-"""Answers of the tiny target, sampled with a drafter, against the distribution of plain decoding."""
+"""Compares sampled answers with the distribution that they should have, which is enumerated, by a chi-square test."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import pytest
 from doubles import ByteTokenizer
 from engine_runs import run
-from scipy.stats import chisquare
 from tiny_dflash import PROMPT, tiny_target
+from torch import Tensor
 
 from paceline import types
 from paceline.draft.base import Drafter
@@ -24,25 +25,59 @@ from paceline.model.torch.decoder import Decoder
 from paceline.types import SamplingParams
 from paceline.verify.rules import RULES
 
+Answer = tuple[int, ...]
 FASTEST: type = Decoder if native_lib.load() is None else NativeDecoder
 
 
-@cache
-def expected_answers(params: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Probability of every answer to PROMPT, by enumeration."""
-    target = tiny_target()
-    masses: dict[tuple[int, ...], float] = {(): 1.0}
+def enumerated(
+    logits_after: Callable[[Answer], Tensor], params: SamplingParams, end: int | None = None
+) -> dict[Answer, float]:
+    """Probability of every answer of `params.max_tokens` tokens, or fewer if the last one is `end`. `logits_after`:
+    returns the logits [1, V] after an answer's first tokens."""
+    masses: dict[Answer, float] = {(): 1.0}
     for _ in range(params.max_tokens):
-        longer = {}
+        longer: dict[Answer, float] = {}
         for answer, mass in masses.items():
-            tokens, row = PROMPT + list(answer), target.cache.allocate()
-            logits_TV = target.forward(ForwardBatch([row], [0], [len(tokens)], tokens, "last")).logits_TV
-            target.cache.free(row)
-            for token, share in enumerate(target_probs(logits_TV[-1:], params)[0].tolist()):
+            if answer and answer[-1] == end:
+                longer[answer] = mass
+                continue
+            for token, share in enumerate(target_probs(logits_after(answer), params)[0].tolist()):
                 if share > 0:
                     longer[(*answer, token)] = mass * share
         masses = longer
     return masses
+
+
+def chi_square(answers: Iterable[Answer], expected: dict[Answer, float]) -> float:
+    """The test's p-value of sampled answers against their probabilities; rare answers count as one. Fails for an answer
+    that is impossible."""
+    from scipy.stats import chisquare  # which takes most of a second to import
+
+    counts = Counter(answers)
+    num_samples = counts.total()
+    assert set(counts) <= set(expected)
+    common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
+    observed, masses = [counts[answer] for answer in common], [expected[answer] * num_samples for answer in common]
+    rest = num_samples - sum(masses)
+    if rest > 1:
+        observed, masses = [*observed, num_samples - sum(observed)], [*masses, rest]
+    scale = num_samples / sum(masses)
+    assert len(common) >= 8
+    return float(chisquare(observed, [mass * scale for mass in masses]).pvalue)
+
+
+@cache
+def expected_answers(params: SamplingParams) -> dict[Answer, float]:
+    """Probability of every answer of the tiny target to PROMPT."""
+    target = tiny_target()
+
+    def logits_after(answer: Answer) -> Tensor:
+        tokens, row = PROMPT + list(answer), target.cache.allocate()
+        logits_TV = target.forward(ForwardBatch([row], [0], [len(tokens)], tokens, "last")).logits_TV
+        target.cache.free(row)
+        return logits_TV[-1:]
+
+    return enumerated(logits_after, params)
 
 
 def p_value(
@@ -59,9 +94,4 @@ def p_value(
     sequences = run(engine, [PROMPT] * num_samples, params)
     num_accepted = sum(each.num_accepted for seq in sequences for each in seq.rounds)
     assert num_accepted > least_accepted * num_samples, "the test needs drafts that stand"
-    counts, expected = Counter(tuple(seq.output_ids) for seq in sequences), expected_answers(params)
-    assert set(counts) <= set(expected)
-    common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
-    observed, masses = [counts[each] for each in common], [expected[each] * num_samples for each in common]
-    observed, masses = [*observed, num_samples - sum(observed)], [*masses, num_samples - sum(masses)]
-    return float(chisquare(observed, masses).pvalue)
+    return chi_square((tuple(seq.output_ids) for seq in sequences), expected_answers(params))

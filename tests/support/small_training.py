@@ -19,9 +19,11 @@ from paceline.train.features.hidden_states import Features, FeatureSource, Onlin
 from paceline.train.learn.initial_weights import network_for
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.losses import Head
-from paceline.train.learn.packs import DFlashTrainable
+from paceline.train.learn.packs import Pack
+from paceline.train.methods.selector import trainable_of
 
 VOCAB, HIDDEN = 24, 32
+SMALL: dict[str, Any] = {"num_layers": 1, "block_size": 4, "num_taps": 2}
 SHAPE = DecoderConfig(
     "llama", hidden_size=HIDDEN, vocab_size=VOCAB, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2,
     head_dim=8, rms_norm_eps=1e-6, max_position=256,
@@ -78,23 +80,30 @@ def trainer(
     poisoned: int | None = None,
     target: Target | None = None,
     learned: list[Document] | None = None,
+    needs_final: bool = False,
+    shape: dict[str, Any] | None = None,
     **options: Any,
 ) -> Trainer:
-    """A new drafter of one layer and blocks of four over ten documents, or those `learned`; `options` as Trainer's."""
+    """A new drafter of one layer and blocks of four over ten documents, or those `learned`; `shape`: further fields of
+    its DrafterShape; `options` as Trainer's."""
     settings = settings or config()
     target = target or tiny_decoder()
-    shape = DrafterShape(num_layers=1, block_size=4, num_taps=2)
-    raw, network = network_for(target, "none", shape, None, settings.seed)
+    raw, network = network_for(target, "none", DrafterShape(**SMALL, **(shape or {})), None, settings.seed)
     corpus = Corpus(learned or documents(), [])
     features: FeatureSource = OnlineFeatures(
-        target, corpus.train, network.config.target_layer_ids, settings.loss.needs_target_probs
+        target, corpus.train, network.config.target_layer_ids, needs_final or settings.loss.needs_target_probs
     )
     if poisoned is not None:
         features = Poisoned(features, poisoned)
-    drafter = DFlashTrainable(network, raw, settings.attention)
+    drafter = trainable_of(network, raw, settings.attention)
     return Trainer(
         drafter, corpus, features, embedding(target), head_of(target, network), settings, folder=folder, **options
     )
+
+
+def a_pack(one: Trainer) -> Pack:
+    chosen, _, _ = one.planner.step(one.state.place)
+    return one.packer.pack(chosen)
 
 
 def embedding(target: Target) -> torch.Tensor:

@@ -17,6 +17,7 @@ import numpy as np
 
 from paceline import hub
 from paceline.hub import Builtin, Piece
+from paceline.model.gguf.package import finish
 
 ALL = ["tiny-part1==1", "tiny-part2==1", "tiny-part3==1"]
 """Package requirements of all three pieces."""
@@ -51,10 +52,7 @@ def write_tiny_gguf(path: Path, context: int = 64) -> None:
         writer.add_tensor(f"blk.0.{name}.weight", rng.standard_normal(shape, dtype=np.float32))
     writer.add_tensor("token_embd.weight", rng.standard_normal((len(tokens), 32), dtype=np.float32))
     writer.add_tensor("output_norm.weight", np.ones(32, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def sha256(path: Path) -> str:

@@ -6,16 +6,15 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from loopback import Handler, answering
 from pyarrow import parquet
 from typer.testing import CliRunner
 
@@ -51,25 +50,12 @@ def line(*words: str) -> dict[str, Any]:
 
 @contextmanager
 def serving(text: str, status: int = 200) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
+    class Metrics(Handler):
         def do_GET(self) -> None:
-            body = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(status, text.encode())
 
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with answering(Metrics) as url:
+        yield url
 
 
 def traces(

@@ -9,75 +9,38 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_training import config, documents, embedding, head_of, tiny_decoder
+from small_training import SMALL, a_pack, embedding, tiny_decoder, trainer
 from tiny_dflash import loud_
 from tiny_runs import TINY, paceline
 from torch.nn import functional as F
 
 from paceline.draft.dflash.checkpoint import write_checkpoint
 from paceline.draft.dflash2.codebooks import materialised
-from paceline.draft.dspark.drafter import DSparkNetwork
 from paceline.draft.formats.family import network_of, read_drafter
 from paceline.errors import ConfigError
 from paceline.train.config import DrafterShape, LossConfig
-from paceline.train.documents.dataset import Corpus
-from paceline.train.features.hidden_states import OnlineFeatures
 from paceline.train.learn.initial_weights import network_for
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.losses import Head, slot_weights
-from paceline.train.learn.packs import DFlashTrainable, Pack
+from paceline.train.learn.packs import Pack
 from paceline.train.methods import dspark
 from paceline.train.methods.dspark import DSparkTrainable
-from paceline.train.methods.selector import trainable_of
 
-SMALL: dict[str, Any] = {"num_layers": 1, "block_size": 4, "num_taps": 2}
-SPARK: dict[str, Any] = {**SMALL, "kind": "dspark", "selector_rank": 6}
+SPARK: dict[str, Any] = {"kind": "dspark", "selector_rank": 6}
 COLUMNS = torch.tensor([*range(20), 22])
-
-
-def trainer(folder: Path, *, needs_final: bool = False, head: Head | None = None, **shape: Any) -> Trainer:
-    settings, target = config(), tiny_decoder()
-    raw, network = network_for(target, "none", DrafterShape(**{**SPARK, **shape}), None, settings.seed)
-    corpus = Corpus(documents(), [])
-    features = OnlineFeatures(target, corpus.train, network.config.target_layer_ids, needs_final)
-    drafter = trainable_of(network, raw)
-    return Trainer(
-        drafter, corpus, features, embedding(target), head or head_of(target, network), settings, folder=folder
-    )
 
 
 def spark_of(one: Trainer) -> tuple[DSparkTrainable, Pack]:
     assert isinstance(one.drafter, DSparkTrainable)
     loud_(one.drafter.network.markov_head, 3)
-    chosen, _, _ = one.planner.step(one.state.place)
-    return one.drafter, one.packer.pack(chosen)
-
-
-@pytest.mark.parametrize("codebooks", ["factored", "free"])
-@pytest.mark.parametrize("is_continued", [False, True])
-def test_it_begins_as_the_v1_drafter(codebooks: str, is_continued: bool, tmp_path: Path) -> None:
-    target = tiny_decoder()
-    raw, body = network_for(target, "none", DrafterShape(**SMALL), None, 3)
-    if is_continued:
-        write_checkpoint(tmp_path / "v1", raw, body.state_dict())
-    init = tmp_path / "v1" if is_continued else None
-    raw_3, network = network_for(target, "none", DrafterShape(**SPARK, codebooks=codebooks), init, 3)
-    assert raw_3["architectures"] == ["DSparkDraftModel"]
-    assert isinstance(network, DSparkNetwork)
-    one = trainer(tmp_path)
-    chosen, _, _ = one.planner.step(one.state.place)
-    pack, table = one.packer.pack(chosen), one.embedding_VD
-    v1, spark = DFlashTrainable(body, raw), trainable_of(network, raw_3)
-    hidden = spark.hidden(pack, table, False)
-    torch.testing.assert_close(hidden, v1.hidden(pack, table, False), atol=1e-6, rtol=1e-6)
-    assert torch.equal(spark.right(hidden, pack, one.head, table), v1.right(hidden, pack, one.head, table))
+    return one.drafter, a_pack(one)
 
 
 @pytest.mark.parametrize(("name", "columns"), [("ce", None), ("d-pace", COLUMNS), ("kl", None), ("lk", None)])
 @pytest.mark.parametrize("codebooks", ["factored", "free"])
 def test_loss_and_figures_by_formula(name: str, columns: torch.Tensor | None, codebooks: str, tmp_path: Path) -> None:
     """The Markov head corrects logits for the target's tokens; the confidence learns whether drafts are accepted."""
-    one = trainer(tmp_path, needs_final=name in ("kl", "lk"), codebooks=codebooks)
+    one = trainer(tmp_path, needs_final=name in ("kl", "lk"), shape={**SPARK, "codebooks": codebooks})
     drafter, pack = spark_of(one)
     head = one.head if columns is None else Head(one.head.weight_VD[columns], columns=columns)
     loss_config, table = LossConfig(name=name), one.embedding_VD
@@ -116,7 +79,7 @@ def test_loss_and_figures_by_formula(name: str, columns: torch.Tensor | None, co
 
 
 def test_pieces_have_the_gradient_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, pack = spark_of(one := trainer(tmp_path))
+    drafter, pack = spark_of(one := trainer(tmp_path, shape=SPARK))
     gradients = []
     for rows in (10_000, 6):
         monkeypatch.setattr(dspark, "CHUNK_ROWS", rows)
@@ -129,11 +92,11 @@ def test_pieces_have_the_gradient_of_the_whole(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_dflash_2_drafter_does_not_become_one(tmp_path: Path) -> None:
-    raw, network = network_for(tiny_decoder(), "none", DrafterShape(**{**SPARK, "kind": "dflash2"}), None, 3)
+    raw, network = network_for(tiny_decoder(), "none", DrafterShape(**SMALL, kind="dflash2", selector_rank=6), None, 3)
     weights = materialised(network.state_dict(), embedding(tiny_decoder()))
     write_checkpoint(tmp_path / "second", raw, network_of(network.config, weights).state_dict())
     with pytest.raises(ConfigError, match="a DFlash 2 drafter cannot become one"):
-        network_for(tiny_decoder(), "none", DrafterShape(**SPARK), tmp_path / "second", 0)
+        network_for(tiny_decoder(), "none", DrafterShape(**SMALL, **SPARK), tmp_path / "second", 0)
 
 
 @pytest.mark.slow

@@ -159,21 +159,19 @@ class TestEnds:
         assert learning_rate_share(1.0) == pytest.approx(0.05) and learning_rate_share(0.52) == pytest.approx(0.525)
 
 
+@pytest.mark.slow
 class TestHeldOut:
-    @pytest.mark.slow
     def test_it_is_looked_at_every_so_often_and_at_the_end(self, tmp_path: Path) -> None:
         figures = steps_of(watched(tmp_path, max_steps=5, heldout_every=2))
         assert [each["step"] for each in figures if "heldout" in each] == [2, 4, 5]
         assert {"loss", "eal", "accuracy", "recall1", "recall16"} <= figures[1]["heldout"].keys()
         assert figures[1]["ood"]["eal"] >= 1.0
 
-    @pytest.mark.slow
     def test_looking_teaches_nothing(self, tmp_path: Path) -> None:
         plain = objectives(tmp_path / "a")
         looked = [each["objective"] for each in steps_of(watched(tmp_path / "b", heldout_every=1))]
         assert looked == pytest.approx(plain, rel=1e-6)
 
-    @pytest.mark.slow
     def test_it_measures_all_slots_of_the_same_anchors_each_time(self, tmp_path: Path) -> None:
         one = watched(tmp_path, blocks_per_pack=3)
         docs, features = one.heldout["heldout"]
@@ -185,7 +183,6 @@ class TestHeldOut:
         assert first["recall1"][0] * num_blocks == pytest.approx(round(first["recall1"][0] * num_blocks), abs=0.01)
         assert all(parameter.grad is None for parameter in one.network.parameters())
 
-    @pytest.mark.slow
     def test_a_regression_out_of_distribution_is_said(self, tmp_path: Path) -> None:
         one, notices = watched(tmp_path, max_steps=4, heldout_every=1), []
         levels = iter([2.0, 2.5, 2.45, 2.0])
@@ -213,6 +210,7 @@ def test_weight_decay_spares_norms_and_gradients_are_clipped(tmp_path: Path) -> 
     assert (one.network.state_dict()["layers.0.mlp.up_proj.weight"] - shrunk).abs().max() < 1.5 * rate
 
 
+@pytest.mark.slow
 class TestKeepBest:
     @staticmethod
     def _kept(one: Trainer, looks: list[tuple[float, float]]) -> tuple[int | None, list[torch.Tensor]]:
@@ -225,22 +223,18 @@ class TestKeepBest:
         assert kept is None or torch.equal(kept[0]["fc.weight"], weights[kept[1]["step"] - 1])
         return kept and kept[1]["step"], weights
 
-    @pytest.mark.slow
     def test_the_weights_of_the_best_look_stay(self, tmp_path: Path) -> None:
         one = watched(tmp_path, max_steps=4, heldout_every=1, keep="best")
         step, weights = self._kept(one, [(1.0, 2.0), (3.0, 2.0), (2.0, 2.0), (2.5, 2.0)])
         assert step == 2 and not torch.equal(weights[1], weights[3])
 
-    @pytest.mark.slow
     def test_a_look_that_forgets_others_does_not_count(self, tmp_path: Path) -> None:
         one = watched(tmp_path, max_steps=3, heldout_every=1, keep="best")
         assert self._kept(one, [(1.0, 2.0), (3.0, 1.5), (2.0, 2.0)])[0] == 3
 
-    @pytest.mark.slow
     def test_by_default_nothing_is_kept(self, tmp_path: Path) -> None:
         assert self._kept(watched(tmp_path, max_steps=2, heldout_every=1), [(1.0, 2.0), (3.0, 2.0)])[0] is None
 
-    @pytest.mark.slow
     def test_what_serves_best_is_kept_beside_the_last(self, tmp_path: Path) -> None:
         """Looks that are no better than before are not served, but for the last one."""
         one = watched(tmp_path, max_steps=5, heldout_every=1, serve_share=1.0)
@@ -255,7 +249,6 @@ class TestKeepBest:
         step, _ = self._kept(one, [(1.5, 2.0), (3.0, 2.0), (2.0, 2.0), (3.5, 2.0), (2.0, 2.0)])
         assert (served, step, one.state.best_served) == ([1, 2, 4, 5], 1, 1.5)
 
-    @pytest.mark.slow
     def test_of_weights_that_serve_alike_those_are_kept_of_which_more_is_expected(self, tmp_path: Path) -> None:
         """A few served prompts cannot tell 1.50 from 1.47; all held-out documents can tell 1.5 from 3."""
         one = watched(tmp_path, max_steps=4, heldout_every=1, serve_share=1.0)
@@ -263,7 +256,6 @@ class TestKeepBest:
         step, _ = self._kept(one, [(1.5, 2.0), (3.0, 2.0), (3.5, 2.0), (2.0, 2.0)])
         assert (step, one.state.best_served) == (2, 1.5), "1.44 is too little, and of the last no more is expected"
 
-    @pytest.mark.slow
     def test_serving_takes_its_share_of_the_time_and_no_more(self, tmp_path: Path) -> None:
         one, served = watched(tmp_path, max_steps=4, heldout_every=1, serve_share=0.0), list[int]()
         one.served = lambda weights: served.append(one.state.step) or 1.5
@@ -271,7 +263,6 @@ class TestKeepBest:
         self._kept(one, [(1.5, 2.0), (3.0, 2.0), (3.1, 2.0), (3.5, 2.0)])
         assert served == [4], "at the end only"
 
-    @pytest.mark.slow
     def test_a_resumed_run_knows_what_was_best(self, tmp_path: Path) -> None:
         self._kept(watched(tmp_path, max_steps=2, heldout_every=1, keep="best"), [(1.0, 2.0), (3.0, 2.0)])
         one = watched(tmp_path, max_steps=2, heldout_every=1, keep="best")

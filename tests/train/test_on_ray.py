@@ -42,12 +42,6 @@ from paceline.train.processes.ray_cluster import Job, Share, Work, Worker, conne
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own warnings
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Two processors, whatever this machine has; calls with --ray use it and leave it."""

@@ -28,12 +28,6 @@ from paceline.types import SamplingParams
 CONFIG = AnswerConfig(max_tokens=10, max_prompt_tokens=60)
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
 def talking(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """Instead of loading a model, a talker; the engines that were asked for."""

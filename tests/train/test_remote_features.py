@@ -17,6 +17,7 @@ from elsewhere_server import Elsewhere, served
 from hidden_states_server import VLLM, loaded
 from live_server import Live, serving, wait_until
 from safetensors.torch import load, load_file, save_file
+from shown import Shown
 from small_llm import tiny_model
 
 from paceline.config import EngineConfig
@@ -28,7 +29,6 @@ from paceline.model.backends import settle
 from paceline.model.embedding_and_head import Ends, load_ends
 from paceline.model.target import head_weight
 from paceline.net.retrying import KEY
-from paceline.report.tables import Progress
 from paceline.train import train
 from paceline.train.config import (
     AnswerConfig,
@@ -102,14 +102,6 @@ def trained(
     return load_file(result.drafter / "model.safetensors")
 
 
-class Said(Progress):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-
 @pytest.fixture(scope="module")
 def here(engine: EngineConfig, answers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The weights of a drafter trained with hidden states of this process."""
@@ -128,7 +120,7 @@ def test_vllm_s_files_give_the_same_drafter(
     one, fake = vllm
     one.has_locks = features == "cached"
     elsewhere = RemoteConfig(features_from=fake.url, features_folder=one.folder, at_once=4)
-    progress = Said()
+    progress = Shown()
     there = trained(tmp_path / "there", engine, answers, elsewhere, features=features, progress=progress)
     assert same(there, here)
     [(number, command)] = [(number, line) for number, line in enumerate(progress.lines) if "vllm serve" in line]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_training import VOCAB, config, documents, embedding, head_of, tiny_decoder
+from small_training import SMALL, VOCAB, a_pack, config, documents, tiny_decoder, trainer
 from tiny_runs import TINY, paceline
 from torch import nn
 
@@ -19,11 +19,11 @@ from paceline.draft.dflash.checkpoint import read_checkpoint, write_checkpoint
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash2.codebooks import materialised
 from paceline.draft.dflash2.drafter import DFlash2Network
+from paceline.draft.dspark.drafter import DSparkNetwork
 from paceline.draft.formats.family import read_drafter
 from paceline.errors import ConfigError
 from paceline.runs.folder import RunFolder
 from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
-from paceline.train.documents.dataset import Corpus
 from paceline.train.features.hidden_states import OnlineFeatures
 from paceline.train.learn.initial_weights import network_for
 from paceline.train.learn.loop import Trainer
@@ -31,44 +31,40 @@ from paceline.train.learn.losses import Head
 from paceline.train.learn.packs import DFlashTrainable, Pack
 from paceline.train.methods.selector import BlockSample, DFlash2Trainable, trainable_of
 
-SMALL: dict[str, Any] = {"num_layers": 1, "block_size": 4, "num_taps": 2}
-SECOND: dict[str, Any] = {**SMALL, "kind": "dflash2", "selector_rank": 6}
+SECOND: dict[str, Any] = {"kind": "dflash2", "selector_rank": 6}
 
 
-def trainer_2(folder: Path, settings: LoopConfig | None = None, head: Head | None = None, **shape: Any) -> Trainer:
-    settings, target = settings or config(), tiny_decoder()
-    raw, network = network_for(target, "none", DrafterShape(**{**SECOND, **shape}), None, settings.seed)
-    corpus = Corpus(documents(), [])
-    features = OnlineFeatures(target, corpus.train, network.config.target_layer_ids, False)
-    drafter = trainable_of(network, raw)
-    head = head or head_of(target, network)
-    one = Trainer(drafter, corpus, features, embedding(target), head, settings, folder=folder)
-    one.heldout["heldout"] = documents(4), OnlineFeatures(target, documents(4), network.config.target_layer_ids, False)
+def trainer_2(folder: Path, settings: LoopConfig | None = None) -> Trainer:
+    one = trainer(folder, settings, target=(target := tiny_decoder()), shape=SECOND)
+    heldout, layer_ids = documents(4), one.drafter.network.config.target_layer_ids
+    one.heldout["heldout"] = heldout, OnlineFeatures(target, heldout, layer_ids, False)
     return one
 
 
-def a_pack(one: Trainer) -> Pack:
-    chosen, _, _ = one.planner.step(one.state.place)
-    return one.packer.pack(chosen)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("codebooks", ["factored", "free"])
 @pytest.mark.parametrize("is_continued", [False, True])
-def test_it_begins_as_the_v1_drafter(codebooks: str, is_continued: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "network_type"),
+    [pytest.param("dflash2", DFlash2Network, marks=pytest.mark.slow), ("dspark", DSparkNetwork)],
+)
+def test_it_begins_as_the_v1_drafter(
+    kind: str, network_type: type, codebooks: str, is_continued: bool, tmp_path: Path
+) -> None:
     target = tiny_decoder()
     raw, body = network_for(target, "none", DrafterShape(**SMALL), None, 3)
     init = None
     if is_continued:
         write_checkpoint(init := tmp_path / "v1", raw, body.state_dict())
-    raw_2, network = network_for(target, "none", DrafterShape(**SECOND, codebooks=codebooks), init, 3)
-    assert raw_2["architectures"] == ["DFlash2DraftModel"] and isinstance(network, DFlash2Network)
-    one = trainer_2(tmp_path)
+    shape = DrafterShape(**SMALL, kind=kind, selector_rank=6, codebooks=codebooks)
+    extended_raw, network = network_for(target, "none", shape, init, 3)
+    assert extended_raw["architectures"] == [network_type.__name__.replace("Network", "DraftModel")]
+    assert isinstance(network, network_type)
+    one = trainer(tmp_path, shape={"kind": kind, "selector_rank": 6})
     pack, table = a_pack(one), one.embedding_VD
-    v1, v2 = DFlashTrainable(body, raw), trainable_of(network, raw_2)
-    hidden = v2.hidden(pack, table, False)
+    v1, extended = DFlashTrainable(body, raw), trainable_of(network, extended_raw)
+    hidden = extended.hidden(pack, table, False)
     torch.testing.assert_close(hidden, v1.hidden(pack, table, False), atol=1e-6, rtol=1e-6)
-    assert torch.equal(v2.right(hidden, pack, one.head, table), v1.right(hidden, pack, one.head, table))
+    assert torch.equal(extended.right(hidden, pack, one.head, table), v1.right(hidden, pack, one.head, table))
 
 
 def test_a_block_whose_slots_are_shifted_is_refused(tmp_path: Path) -> None:

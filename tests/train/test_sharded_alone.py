@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from many_processes import RandomFeatures
 from torch.distributed.tensor import DTensor
 
 from paceline.draft.dflash.config import DFlashConfig, new_config
@@ -23,7 +24,6 @@ from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.runs.ranks import Ranks
 from paceline.train.config import LoopConfig, OptimConfig
 from paceline.train.documents.dataset import Corpus, Document
-from paceline.train.features.hidden_states import Features
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.losses import Head
 from paceline.train.learn.optimisers import Optimisers
@@ -31,17 +31,6 @@ from paceline.train.learn.packs import DFlashTrainable
 from paceline.train.processes.parallel import Sharded
 
 HIDDEN, VOCAB, LAYERS, TAPS, STEPS, KILLED_AT = 64, 96, 2, (1, 3), 4, 3
-
-
-class RandomFeatures:
-    """Hidden states drawn from the document's number."""
-
-    def __init__(self, documents: list[Document]) -> None:
-        self.documents = documents
-
-    def of(self, number: int) -> Features:
-        generator = torch.Generator().manual_seed(number)
-        return Features(torch.randn(len(self.documents[number]), len(TAPS) * HIDDEN, generator=generator), None)
 
 
 class Killed(Exception):
@@ -74,7 +63,7 @@ def trainer(folder: Path, device: str, optimiser: str, is_autocast: bool) -> Tra
         optim=OptimConfig(optimiser, lr=1e-3),
     )  # fmt: skip
     # Split: the kernel of FlexAttention would compile for longer than all else takes.
-    drafter, features = DFlashTrainable(network, raw, "split"), RandomFeatures(documents)
+    drafter, features = DFlashTrainable(network, raw, "split"), RandomFeatures(documents, len(TAPS) * HIDDEN)
     return Trainer(drafter, Corpus(documents, []), features, weight_VD, Head(weight_VD), config, folder=folder)
 
 

@@ -14,12 +14,6 @@ from paceline.errors import CacheError, ConfigError, PromptError
 from paceline.train.tiny import write_tiny_target
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "error", "message"),

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from shown import Shown
 from tiny_dflash import tiny_target
 from tiny_runs import TINY, figures, paceline
 
@@ -51,22 +52,6 @@ INT8 = ("--feature-dtype", "int8", "--stream-buffer", "64K")
 pytestmark = pytest.mark.slow
 
 Finished = tuple[Path, dict[str, Any]]
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
-class Heard(Progress):
-    """Keeps the lines that were shown."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
 
 
 def kept_at(patch: pytest.MonkeyPatch, step: int, run: Path, kept: Path) -> None:
@@ -256,7 +241,7 @@ def test_a_plan_whose_minutes_shrink_expects_less(tmp_path: Path, monkeypatch: p
     RunFolder(tmp_path).write_json("plan.json", plan | {"expected": planned})
     clock = iter([0.0, 60 * 45.0])
     monkeypatch.setattr(train_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    config, shown = TrainConfig(tmp_path, loop=LoopConfig(max_minutes=45.0), minutes=50.0, given=("minutes",)), Heard()
+    config, shown = TrainConfig(tmp_path, loop=LoopConfig(max_minutes=45.0), minutes=50.0, given=("minutes",)), Shown()
     trainer = cast(Any, SimpleNamespace(state=SimpleNamespace(step=0), config=config.loop))
     train_run._Stages(config, Ranks(), lambda: None, shown, Stop(shown.say))._set_training_minutes(trainer)
     stored = json.loads((tmp_path / "plan.json").read_text())
@@ -264,8 +249,8 @@ def test_a_plan_whose_minutes_shrink_expects_less(tmp_path: Path, monkeypatch: p
     assert minutes < 45.0 and stored["blocks"] == pytest.approx(9e5 * minutes / 45)
     assert stored["expected"] == expected_of("smollm2-135m", Learned(stored["blocks"], 30_000, 150.0))
     assert stored["expected"]["tokens_per_round"] < planned["tokens_per_round"]
-    assert shown.said[0] == f"{minutes:.3g} minutes are left for learning, where 45 were planned"
-    assert shown.said[1:] == list(expected_lines("smollm2-135m", stored["expected"]))
+    assert shown.lines[0] == f"{minutes:.3g} minutes are left for learning, where 45 were planned"
+    assert shown.lines[1:] == list(expected_lines("smollm2-135m", stored["expected"]))
 
 
 def test_a_finished_run_is_not_trained_again(finished: Finished, capsys: Any) -> None:

@@ -19,6 +19,8 @@ from paceline.train.learn.loop import Trainer
 from paceline.train.learn.losses import Head
 from paceline.train.learn.packs import Pack, Trainable
 
+pytestmark = pytest.mark.slow
+
 
 class Guesser(nn.Module):
     """No attention at all: every slot is a product of the anchor's embedding and of the newest tap before it."""
@@ -69,7 +71,6 @@ def losses(one: Trainer) -> dict[int, float]:
     return {figures["step"]: figures["loss"] for figures in steps}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"autocast": True}, {"gradient_checkpointing": True}], ids=str)
 def test_another_network_learns(tmp_path: Path, changes: dict[str, Any]) -> None:
     one = trainer(tmp_path, max_steps=20, optim=OptimConfig(lr=1e-2), **changes)
@@ -86,7 +87,6 @@ def test_another_network_learns(tmp_path: Path, changes: dict[str, Any]) -> None
     assert "Guesser" in (tmp_path / "step-000020" / "config.json").read_text()
 
 
-@pytest.mark.slow
 def test_its_run_is_resumed(tmp_path: Path) -> None:
     whole = losses(trainer(tmp_path / "whole", max_steps=6))
     part = trainer(tmp_path / "part", max_steps=6, checkpoint_minutes=-1.0)

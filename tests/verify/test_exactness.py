@@ -23,6 +23,8 @@ from paceline.types import SamplingParams
 from paceline.verify import rules
 from paceline.verify.rules import Uniforms
 
+pytestmark = pytest.mark.slow
+
 VOCAB, NUM_TOKENS, PROMPT = 5, 3, (0, 2)
 Context = tuple[int, ...]
 Table = Callable[[Context], Tensor]
@@ -196,7 +198,6 @@ def largest_error(probs: dict[Context, float], name: str) -> float:
     return max(abs(probs.get(text, 0.0) - prob) for text, prob in exact_text(name).items())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "drafter", "name"),
     [
@@ -211,7 +212,6 @@ def test_enumerated_text_is_the_targets(rule: str, drafter: str, name: str) -> N
         assert largest_error(probs, name) < 1e-6  # float32 tables
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "rule"),
     [(by_likeliest_tokens, "rejection"), (by_entropy, "block")],
@@ -222,19 +222,16 @@ def test_how_many_are_checked_may_depend_on_what_they_are_drawn_from(width: Widt
     assert largest_error(probs, "plain") < 1e-6
 
 
-@pytest.mark.slow
 def test_enumeration_sees_a_width_chosen_by_the_drawn_tokens() -> None:
     probs, widths = enumerate_text(rejection_outcomes, "block", 3, "plain", by_drawn_tokens)
     assert widths == {0, 1, 2, 3}
     assert largest_error(probs, "plain") > 1e-3
 
 
-@pytest.mark.slow
 def test_match_stays_exact_however_the_width_is_chosen() -> None:
     probs, _ = enumerate_text(match_outcomes, "block", 3, "plain", by_drawn_tokens)
     assert largest_error(probs, "plain") < 1e-6
 
 
-@pytest.mark.slow
 def test_enumeration_sees_a_wrong_residual() -> None:
     assert largest_error(enumerate_text(wrong_outcomes, "random", 2, "plain")[0], "plain") > 1e-3

@@ -246,12 +246,17 @@ class DFlashDrafter(TappedDrafter):
         return cls(network, num_drafted=num_drafted, draft_ids=ids, head_VD=head_VD)
 
     @classmethod
-    def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> DFlashDrafter:
+    def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> Self:
         """Creates a drafter with random weights, for benchmarks: drafting takes real time, but the drafts are useless.
         `keys` go to `config.new_config`."""
         raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
-        network = DFlashNetwork.random(DFlashConfig.from_json(raw), seed, target.device, target.dtype)
-        return cls(network, num_drafted=num_drafted)
+        return cls(cls._random_network(raw, seed, target.device, target.dtype), num_drafted=num_drafted)
+
+    @staticmethod
+    def _random_network(raw: dict[str, Any], *options: Any) -> DFlashNetwork:
+        """Creates a network of this drafter's method, in which a DFlash v1 network with config.json `raw` is extended.
+        `options` go to its `random`."""
+        return DFlashNetwork.random(DFlashConfig.from_json(raw), *options)
 
     def save(self, folder: Path | str, *, in_8_bits: bool = False) -> None:
         """Writes the drafter's config.json and weights into a folder, in z-lab's format. `in_8_bits` rounds the

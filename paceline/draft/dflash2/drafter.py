@@ -20,16 +20,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from paceline.draft.dflash.config import DFlashConfig, as_dflash2, new_config
-from paceline.draft.dflash.drafter import Attend, DFlashDrafter, DFlashNetwork, DraftLayer
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2
+from paceline.draft.dflash.drafter import Attend, DFlashDrafter, DFlashNetwork, DraftLayer, shapes_of, with_tensors
 from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.draft.dflash2.paths import SELECTOR, DFlash2NativePath, DFlash2Path, can_mix, convolve
-from paceline.draft.dflash2.selector import Picks, Selector, WalkedReading
+from paceline.draft.dflash2.selector import Selector, WalkedReading
 from paceline.draft.vocabulary import Vocabulary
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import Target
@@ -81,14 +81,55 @@ class ConvolvedLayer(DraftLayer):
         return block_TD + self.mlp_conv.finish(self.mlp(inputs_TD), kernel, size)
 
 
-class DFlash2Network(DFlashNetwork):
+class ExtendedNetwork(DFlashNetwork):
+    """A DFlash v1 network with further modules, among them codebooks. `factored`: training replaces the codebooks [V,
+    rank] by factors [rank, D], which are multiplied by the target's embedding."""
+
+    def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
+        super().__init__(config)
+        self.codebooks = "factored" if factored else "free"
+
+    @classmethod
+    def extending(cls, body: DFlashNetwork, config: DFlashConfig, seed: int = 0, *, factored: bool = False) -> Self:
+        """Creates a network that has the DFlash v1 network `body` as its part, and the same output: convolutions change
+        nothing, selector and Markov head add zero to the logits, and a confidence head predicts one half. Shares the
+        tensors of `body`."""
+        with torch.device("meta"):
+            network = cls(config, factored)
+        generator, tensors = torch.Generator().manual_seed(seed), body.state_dict()
+        like = next(iter(tensors.values()))
+        for name, shape in shapes_of(network.state_dict()).items():
+            if name in tensors:
+                continue
+            tensor = torch.zeros(shape)
+            if name.endswith("base_kernel"):
+                tensor[:, 0] = 1.0
+            elif "predecessor" in name or name.endswith("hidden_projection.weight"):
+                tensor.normal_(0.0, DEVIATION, generator=generator)
+            tensors[name] = tensor.to(like)
+        return with_tensors(network, tensors, "checkpoint")
+
+    @classmethod
+    def random(
+        cls,
+        config: DFlashConfig,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """Creates a network with the random weights of a DFlash v1 network. Its other modules have no effect yet."""
+        body = DFlashNetwork.random(replace(config, second=None, markov=None), seed, device, dtype)
+        return cls.extending(body, config, seed)
+
+
+class DFlash2Network(ExtendedNetwork):
     """The trainable DFlash 2 network: DFlash with convolutions and a candidate selector. `codebook_suffix`: suffix of
     the codebooks' names in the checkpoint file, empty or `.weight`."""
 
     codebook_suffix = ""
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
-        super().__init__(config)
+        super().__init__(config, factored)
         self.candidate_selector = Selector(config, factored)
 
     @staticmethod
@@ -104,20 +145,6 @@ class DFlash2Network(DFlashNetwork):
         network.codebook_suffix = ".weight" if suffixed.keys() & tensors.keys() else ""
         return network
 
-    @classmethod
-    def random(
-        cls,
-        config: DFlashConfig,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> Self:
-        """Creates a network with the random weights of a DFlash v1 network. Its convolutions and selector have no
-        effect yet."""
-        body = DFlashNetwork.random(replace(config, second=None), seed, device, dtype).state_dict()
-        like = next(iter(body.values()))
-        return cls.of(config, body | {name: tensor.to(like) for name, tensor in beginnings(config, seed).items()})
-
     def of_file(self) -> dict[str, Tensor]:
         names = {f"{SELECTOR}{book}": f"{SELECTOR}{book}{self.codebook_suffix}" for book in BOOKS}
         return {names.get(name, name): tensor for name, tensor in self.state_dict().items()}
@@ -132,33 +159,6 @@ class DFlash2Network(DFlashNetwork):
         return super().forward(block_TD, taps_NF, attend)
 
 
-def beginnings(config: DFlashConfig, seed: int = 0, *, factored: bool = False) -> dict[str, Tensor]:
-    """Returns the tensors (float32) that extend a DFlash v1 network to a DFlash 2 network with the same output:
-    convolutions that change nothing, and a selector that adds zero to the logits. `factored`: the selector's codebooks
-    [V, rank] are replaced by factors [rank, D], which are multiplied by the target's embedding."""
-    with torch.device("meta"):
-        network = DFlash2Network(config, factored)
-        body = DFlashNetwork(config).state_dict()
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, Tensor] = {}
-    for name, like in network.state_dict().items():
-        if name in body:
-            continue
-        tensor = torch.zeros(like.shape)
-        if name.endswith("base_kernel"):
-            tensor[:, 0] = 1.0
-        elif name.startswith(SELECTOR) and "successor" not in name:
-            tensor.normal_(0.0, DEVIATION, generator=generator)
-        tensors[name] = tensor
-    return tensors
-
-
-class PickingPath(Protocol):
-    """A decode path whose blocks end in scored candidates."""
-
-    def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks: ...
-
-
 class WalkingDrafter(DFlashDrafter):
     """A drafter whose drafts are picked one after another, each given the one before it."""
 
@@ -170,7 +170,7 @@ class WalkingDrafter(DFlashDrafter):
 
     @torch.inference_mode()
     def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> WalkedReading:
-        return WalkedReading(cast("PickingPath", self._path).pick(rows, anchors, width, size), self._vocab_size)
+        return WalkedReading(self._path.pick(rows, anchors, width, size), self._vocab_size)
 
 
 class DFlash2Drafter(WalkingDrafter):
@@ -183,14 +183,9 @@ class DFlash2Drafter(WalkingDrafter):
     def has_native_path(self) -> bool:
         return can_mix(self.config)
 
-    @classmethod
-    def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> DFlash2Drafter:
-        """Creates a drafter with random weights, for benchmarks. `keys` go to `config.new_config`; `selector_rank`
-        (codebook width) defaults to 64."""
-        rank = keys.pop("selector_rank", 64)
-        raw = as_dflash2(new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys), rank=rank)
-        network = DFlash2Network.random(DFlashConfig.from_json(raw), seed, target.device, target.dtype)
-        return cls(network, num_drafted=num_drafted)
+    @staticmethod
+    def _random_network(raw: dict[str, Any], *options: Any) -> DFlashNetwork:
+        return DFlash2Network.random(DFlashConfig.from_json(as_dflash2(raw, rank=64)), *options)
 
     def _make_path(self, target: Target) -> DFlash2Path | DFlash2NativePath:
         own = Vocabulary(self.draft_ids, self.head_VD)

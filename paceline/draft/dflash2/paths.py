@@ -3,6 +3,7 @@ the candidate selector's scores."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -49,7 +50,30 @@ def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -
     return out.flatten(0, 1)
 
 
-class DFlash2Path(TorchPath):
+class CandidatePath(TorchPath):
+    """DFlash in PyTorch operations, with blocks that end in scored candidates instead of drafts."""
+
+    @abstractmethod
+    def scored(self, hidden_BKD: Tensor, logits_BKV: Tensor, anchors_B: Tensor) -> Picks:
+        """Returns the scored candidates of blocks with these final normed hidden states and logits, after the last
+        committed tokens `anchors_B`."""
+
+    def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
+        """Drafts a block of `size` tokens for each cache row of `rows`; returns the scored candidates of its first
+        `width` draft positions. `anchors`: the rows' last committed tokens. The next call may overwrite the result."""
+        if outputs := self._replayed(rows, anchors, size):
+            return Picks(*(rows_of(tensor, rows)[:, :width] for tensor in outputs))
+        return self.scored(*self.read(rows, anchors, width, size), torch.tensor(anchors, device=self.device))
+
+    def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
+        """Computes M candidate tokens at each of the first `width` draft positions of B = `num_rows` blocks, from the
+        blocks' hidden states [T, D] before the final norm. Returns the tensors of `Picks`, whose last one is left
+        out if the drafter does not predict it. `anchors_B`: the last committed tokens."""
+        blocks = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
+        return tuple(tensor for tensor in self.scored(*blocks, anchors_B) if tensor is not None)
+
+
+class DFlash2Path(CandidatePath):
     """DFlash 2 in PyTorch operations on any device, with weights prepared for one target. Adds convolutions and the
     candidate selector to the layers of DFlash v1 (`TorchPath`)."""
 
@@ -79,23 +103,8 @@ class DFlash2Path(TorchPath):
             outputs_TD = run(convolve(inputs_TD, added[:, 0], base[0], size))
             residual.add(convolve(outputs_TD, added[:, 1], base[1], size))
 
-    def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """Drafts a block of `size` tokens for each cache row of `rows`; returns the scored candidates of its first
-        `width` draft positions. `anchors`: the rows' last committed tokens. The next call may overwrite the result."""
-        if outputs := self._replayed(rows, anchors, size):
-            chosen_BKM, tokens_BKM, scores_BKPM = (rows_of(tensor, rows)[:, :width] for tensor in outputs)
-            return Picks(chosen_BKM, tokens_BKM, scores_BKPM)
-        hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
-        return score(self.selector, hidden_BKD, logits_BKV, torch.tensor(anchors, device=logits_BKV.device), self.ids)
-
-    def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
-        """Computes M candidate tokens at each of the first `width` draft positions (K) of B = `num_rows` blocks, from
-        the blocks' hidden states [T, D] before the final norm. Returns (indices in the LM head [B, K, M], token ids [B,
-        K, M], scores [B, K, P, M]). A candidate has P = M scores, one for each candidate of the previous draft position
-        as its predecessor; at the first position the predecessor is always the last committed token (`anchors_B`)."""
-        hidden_BKD, logits_BKV = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
-        picks = score(self.selector, hidden_BKD, logits_BKV, anchors_B, self.ids)
-        return picks.chosen_BKM, picks.tokens_BKM, picks.scores_BKPM
+    def scored(self, hidden_BKD: Tensor, logits_BKV: Tensor, anchors_B: Tensor) -> Picks:
+        return score(self.selector, hidden_BKD, logits_BKV, anchors_B, self.ids)
 
 
 class DFlash2NativePath(NativePath):

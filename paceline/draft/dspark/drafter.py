@@ -8,16 +8,16 @@ from softmax(score / T) over the candidates, which is exactly the distribution t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.draft.dflash.config import DFlashConfig, as_dspark, new_config
+from paceline.draft.dflash.config import DFlashConfig, as_dspark
 from paceline.draft.dflash.drafter import DFlashNetwork
-from paceline.draft.dflash.paths import NativePath, TorchPath, rows_of
-from paceline.draft.dflash2.drafter import DEVIATION, WalkingDrafter
+from paceline.draft.dflash.paths import NativePath
+from paceline.draft.dflash2.drafter import ExtendedNetwork, WalkingDrafter
+from paceline.draft.dflash2.paths import CandidatePath
 from paceline.draft.dflash2.selector import Picks
 from paceline.draft.dspark.heads import CONFIDENCE, MARKOV, ConfidenceHead, MarkovHead, pick
 from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
@@ -25,43 +25,15 @@ from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import Target
 
 
-class DSparkNetwork(DFlashNetwork):
+class DSparkNetwork(ExtendedNetwork):
     """The trainable DSpark network: DFlash with a Markov head and, unless the config leaves it out, a confidence
     head."""
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
-        super().__init__(config)
+        super().__init__(config, factored)
         assert config.markov is not None
         self.markov_head = MarkovHead(config, factored)
         self.confidence_head = ConfidenceHead(config) if config.markov.has_confidence else None
-
-    @classmethod
-    def random(
-        cls,
-        config: DFlashConfig,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> Self:
-        """Creates a network with the random weights of a DFlash v1 network, and heads without an effect: a correction
-        of zero, and a chance of one half."""
-        body = DFlashNetwork.random(replace(config, markov=None), seed, device, dtype).state_dict()
-        like = next(iter(body.values()))
-        return cls.of(config, body | {name: tensor.to(like) for name, tensor in beginnings(config, seed).items()})
-
-
-def beginnings(config: DFlashConfig, seed: int = 0, *, factored: bool = False) -> dict[str, Tensor]:
-    """Returns the tensors (float32) that extend a DFlash v1 network to a DSpark network with the same drafts: those of
-    heads whose correction is zero, and whose chance is one half. `factored`: the codebooks [V, rank] are
-    replaced by factors [rank, D], which are multiplied by the target's embedding."""
-    with torch.device("meta"):
-        heads = {name: like for name, like in DSparkNetwork(config, factored).state_dict().items() if _is_head(name)}
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {name: torch.zeros(like.shape) for name, like in heads.items()}
-    for name, tensor in tensors.items():
-        if "predecessor" in name:
-            tensor.normal_(0.0, DEVIATION, generator=generator)
-    return tensors
 
 
 def _is_head(name: str) -> bool:
@@ -95,7 +67,7 @@ def _body(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not _is_head(name)}
 
 
-class DSparkPath(TorchPath):
+class DSparkPath(CandidatePath):
     """DSpark in PyTorch operations on any device, with weights prepared for one target."""
 
     def __init__(
@@ -105,19 +77,8 @@ class DSparkPath(TorchPath):
         self._heads = Heads(config, tensors, target, own.ids)
         self.weight_bytes += self._heads.weight_bytes
 
-    def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """Drafts a block of `size` tokens for each cache row of `rows`; returns the scored candidates of its first
-        `width` draft positions. `anchors`: the rows' last committed tokens. The next call may overwrite the result."""
-        if outputs := self._replayed(rows, anchors, size):
-            return Picks(*(rows_of(tensor, rows)[:, :width] for tensor in outputs))
-        return self._heads.pick(*self.read(rows, anchors, width, size), torch.tensor(anchors, device=self.device))
-
-    def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
-        """Computes M candidate tokens at each of the first `width` draft positions of B = `num_rows` blocks, from the
-        blocks' hidden states [T, D] before the final norm. Returns the tensors of `Picks`, whose last one is left
-        out without a confidence head. `anchors_B`: the last committed tokens."""
-        blocks = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
-        return tuple(tensor for tensor in self._heads.pick(*blocks, anchors_B) if tensor is not None)
+    def scored(self, hidden_BKD: Tensor, logits_BKV: Tensor, anchors_B: Tensor) -> Picks:
+        return self._heads.pick(hidden_BKD, logits_BKV, anchors_B)
 
 
 class DSparkNativePath(NativePath):
@@ -142,14 +103,9 @@ class DSparkDrafter(WalkingDrafter):
     name = "dspark"
     network: DSparkNetwork
 
-    @classmethod
-    def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> DSparkDrafter:
-        """Creates a drafter with random weights, for benchmarks. `keys` go to `config.new_config`; `markov_rank`
-        (codebook width) defaults to 64."""
-        rank = keys.pop("markov_rank", 64)
-        raw = as_dspark(new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys), rank=rank)
-        network = DSparkNetwork.random(DFlashConfig.from_json(raw), seed, target.device, target.dtype)
-        return cls(network, num_drafted=num_drafted)
+    @staticmethod
+    def _random_network(raw: dict[str, Any], *options: Any) -> DFlashNetwork:
+        return DSparkNetwork.random(DFlashConfig.from_json(as_dspark(raw, rank=64)), *options)
 
     def _make_path(self, target: Target) -> DSparkPath | DSparkNativePath:
         own, tensors = Vocabulary(self.draft_ids, self.head_VD), self.network.state_dict()

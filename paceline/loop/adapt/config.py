@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from paceline.bounds import Amount, Count, Positive, Share, check, within
+from paceline.bounds import Amount, Checked, Count, Positive, Share, check, within
 from paceline.errors import ConfigError, refuse
 
 SCENARIOS = ("two-bases", "slow-drift", "new-schema", "weekend", "noise", "empty-day", "two-bases-drift")
@@ -44,7 +44,7 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PriceConfig:
+class PriceConfig(Checked):
     """Prices per hour of serving and of training, which decide if a training pays for itself. Hours are core-hours or
     GPU-hours, in the same unit everywhere."""
 
@@ -59,12 +59,9 @@ class PriceConfig:
     units: Positive = 1.0
     """Cores or GPUs that one round keeps busy."""
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class ReplayConfig:
+class ReplayConfig(Checked):
     """Options to replay a policy on a virtual clock: on synthetic traffic with known drift (lasting loss of
     acceptance), or on stored traces."""
 
@@ -82,9 +79,6 @@ class ReplayConfig:
     """Folder of traces to replay instead of a scenario."""
     out: Path | None = None
     """JSON Lines file for the hourly lines of the first repetition."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +256,7 @@ class DeployConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherEngineConfig:
+class OtherEngineConfig(Checked):
     """Options to start vLLM or SGLang with a drafter instead of paceline's own engine, and to check its acceptance
     length."""
 
@@ -279,6 +273,3 @@ class OtherEngineConfig:
     """Expected acceptance length [default: measured with the target, before the engine is started]."""
     strict: bool = False
     """Stop that engine if its acceptance length is clearly lower, instead of only warning."""
-
-    def __post_init__(self) -> None:
-        check(self)

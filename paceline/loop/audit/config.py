@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from paceline.bounds import Count, Positive, Rate, Whole, check, within
+from paceline.bounds import Checked, Count, Positive, Rate, Whole, within
 
 Precision = Literal["float32", "bfloat16", "quantised"]
 
@@ -33,7 +33,7 @@ TOLERANCES = {
 
 
 @dataclass(frozen=True, slots=True)
-class AuditConfig:
+class AuditConfig(Checked):
     """Options of an audit: requests to send, and limits of the checks. Raises ConfigError if they are invalid."""
 
     served_name: str | None = None
@@ -56,9 +56,6 @@ class AuditConfig:
     """Requests in flight at the same time."""
     timeout_s: Rate = 120.0
     """Longest wait for an answer, in seconds."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
     @property
     def tolerance(self) -> Tolerance:

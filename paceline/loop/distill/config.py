@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from paceline.bounds import Amount, Count, Positive, Rate, Share, Whole, at_least, check
+from paceline.bounds import Amount, Checked, Count, Positive, Rate, Share, Whole, at_least, check
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, refuse
 from paceline.train.config import AnswerConfig, PromptsConfig
@@ -127,7 +127,7 @@ class TeachingConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GateConfig:
+class GateConfig(Checked):
     """Thresholds on held-out prompts that the student must reach to be accepted."""
 
     least_agreement: Share = 0.9
@@ -138,9 +138,6 @@ class GateConfig:
     answers."""
     num_answers: Whole = 40
     """Held-out prompts that the student answers by itself; 0 for none."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from paceline.bounds import Amount, Count, Positive, Share, check, within
+from paceline.bounds import Amount, Checked, Count, Positive, Share, check, within
 from paceline.errors import ConfigError, refuse
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ KINDS = ("auto", "exact", "numeric", "regex", "json", "code", "judge")
 
 
 @dataclass(frozen=True, slots=True)
-class EvalSampling:
+class EvalSampling(Checked):
     """Settings for generating the answers."""
 
     max_tokens: Count = 256
@@ -28,9 +28,6 @@ class EvalSampling:
     """Base seed; the seed of each request is derived from it, the case and the sample."""
     at_once: Count = 8
     """Concurrent requests."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def seed_of(self, case: Case, sample: int) -> int:
         """Derives a request's seed from the base seed, the case's id and the sample's number. The case's index is not
@@ -69,7 +66,7 @@ class MakeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GateConfig:
+class GateConfig(Checked):
     """Conditions that scores must meet in `paceline evals run` and `compare`: a minimum score, no loss against another
     run, or identical answers. If one fails, the command exits with status 3."""
 
@@ -85,12 +82,9 @@ class GateConfig:
     same_text: bool = False
     """Every answer must be identical to the other run's, as a lossless drafter guarantees."""
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class EndpointConfig:
+class EndpointConfig(Checked):
     """A server that answers in place of a local model."""
 
     url: str | None = None
@@ -101,9 +95,6 @@ class EndpointConfig:
     """File with its key; else PACELINE_API_KEY."""
     timeout_s: Positive = 600.0
     """Timeout of a request in seconds."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +111,7 @@ class JudgeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PricesConfig:
+class PricesConfig(Checked):
     """Prices from which the price of answers is computed: per hour of this machine, and per million prompt and answer
     tokens of an endpoint. In any currency."""
 
@@ -130,9 +121,6 @@ class PricesConfig:
     """Price of a million prompt tokens of the endpoint."""
     price_out: Amount | None = None
     """Price of a million answer tokens of the endpoint."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def of_1000(self, wall_s: float, num_answers: int, prompt_tokens: int, answer_tokens: int) -> float | None:
         """Returns the price of 1,000 answers, in the currency of the fields; None if no price is set, or without

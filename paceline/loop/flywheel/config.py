@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from paceline.bounds import Amount, Count, Positive, Share, at_least, check
+from paceline.bounds import Amount, Checked, Count, Positive, Share, at_least, check
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, refuse
 from paceline.loop.distill.config import FilesConfig, StudentConfig, TeachingConfig
@@ -30,7 +30,7 @@ OF_STUDENT, OF_DRAFTER = 0.5, 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterConfig:
+class DrafterConfig(Checked):
     """Training of the drafters, with the settings of `paceline train`."""
 
     of_teacher: bool = True
@@ -47,9 +47,6 @@ class DrafterConfig:
     shape: DrafterShape = field(default_factory=DrafterShape)
     loop: LoopConfig = field(default_factory=LoopConfig)
 
-    def __post_init__(self) -> None:
-        check(self)
-
     @property
     def has_length(self) -> bool:
         """True if `minutes` or `loop` sets the length of the training."""
@@ -57,7 +54,7 @@ class DrafterConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnGates:
+class TurnGates(Checked):
     """Conditions under which an iteration (turn) of the flywheel continues: minimum numbers of answers and eval cases,
     maximum share of bad answers, maximum losses of the student's evals score, and minimum speed-up by a drafter."""
 
@@ -75,9 +72,6 @@ class TurnGates:
     losses do not accumulate."""
     least_speedup: Amount = 1.0
     """Minimum tokens/s with a drafter divided by tokens/s without; a slower drafter is not served."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, slots=True)

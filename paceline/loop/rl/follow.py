@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.bounds import Count, check, within
+from paceline.bounds import Checked, Count, within
 from paceline.draft.base import Drafter
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash2.codebooks import materialised
@@ -39,7 +39,7 @@ BLOCKS_PER_PACK, TOKENS_PER_PACK = 128, 4096
 
 
 @dataclass(frozen=True, slots=True)
-class FollowConfig:
+class FollowConfig(Checked):
     """Settings of the drafter's training between two rollouts. Raises ConfigError on impossible values."""
 
     steps: Count = 2
@@ -51,9 +51,6 @@ class FollowConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-4))
     seed: Annotated[int, within("0 or more", least=0)] = 0
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 class DFlashFollower:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from paceline.bounds import Count, Positive, check, within
+from paceline.bounds import Checked, Count, Positive, within
 from paceline.errors import DownloadError, RolloutError
 from paceline.loop.rl.agents import Trajectory
 from paceline.net.retrying import Client, Refused
@@ -28,7 +28,7 @@ SHOWN_CHARACTERS = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeConfig:
+class JudgeConfig(Checked):
     """Address of the judge, and its criteria. The API key is read from the environment variable PACELINE_REMOTE_KEY.
     Raises ConfigError on impossible values."""
 
@@ -43,9 +43,6 @@ class JudgeConfig:
     """Minutes of retries while the judge is down."""
     max_tokens: Count = 256
     seed: Annotated[int, within("0 or more", least=0)] = 0
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 class RelativeJudge:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Protocol
 
 from torch import Tensor
 
-from paceline.bounds import Count, check, within
+from paceline.bounds import Checked, Count, within
 from paceline.engine.completion import Completion
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, RolloutError, refuse
@@ -26,7 +26,7 @@ from paceline.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutConfig:
+class RolloutConfig(Checked):
     """Sampling settings of rollouts. Raises ConfigError on impossible values."""
 
     seed: Annotated[int, within("between 0 and 2**32 - 1", least=0, most=2**32 - 1)] = 0
@@ -37,9 +37,6 @@ class RolloutConfig:
     """Longest answer, in tokens; for agents, of one turn."""
     max_drafted: int | None = None
     """Largest number of draft tokens per round; 0 disables drafting, None leaves it to the engine."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def params(self, seed: int) -> SamplingParams:
         """Returns the sampling parameters of one answer."""

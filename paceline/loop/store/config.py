@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from paceline.bounds import Share, check, within
+from paceline.bounds import Checked, Share, within
 
 Overlap = Annotated[float, within("above 0 and at most 1", above=0, most=1)]
 
 
 @dataclass(frozen=True, slots=True)
-class SplitConfig:
+class SplitConfig(Checked):
     """Options of the split of conversations between training and evals. A store keeps the options that it was created
     with."""
 
@@ -24,6 +24,3 @@ class SplitConfig:
     exact copies only."""
     related: Overlap = 0.7
     """Similarity of first prompts above which conversations stay on the same side."""
-
-    def __post_init__(self) -> None:
-        check(self)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from paceline.bounds import Count, Share, check, within
+from paceline.bounds import Checked, Count, Share, within
 from paceline.config import EngineConfig
 from paceline.train.config import AnswerConfig, PromptsConfig
 
 
 @dataclass(frozen=True, slots=True)
-class SynthesizeConfig:
+class SynthesizeConfig(Checked):
     """Options of `paceline synthesize`, which generates answers for an application that has no recorded traffic: model,
     prompts, and form of the answers. Raises ConfigError if they are invalid."""
 
@@ -34,9 +34,6 @@ class SynthesizeConfig:
     """Similarity to an earlier answer above which an answer is left out; 1 leaves out exact copies only."""
     max_batch: Count = 32
     """Maximum number of answers generated at the same time."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(slots=True)

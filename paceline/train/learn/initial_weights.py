@@ -20,8 +20,7 @@ from paceline.draft import shipped
 from paceline.draft.dflash.checkpoint import read_checkpoint, read_draft_ids
 from paceline.draft.dflash.config import DFlashConfig, as_dflash2, as_dspark, check_fit, default_layer_ids, new_config
 from paceline.draft.dflash.drafter import DFlashNetwork
-from paceline.draft.dflash2.drafter import DFlash2Network, beginnings
-from paceline.draft.dspark import drafter as dspark
+from paceline.draft.dflash2.drafter import DFlash2Network
 from paceline.draft.dspark.drafter import DSparkNetwork
 from paceline.draft.formats.family import network_of
 from paceline.errors import ConfigError
@@ -225,40 +224,27 @@ def network_for(
         network = DFlashNetwork.random(config, seed)
         if shape.is_copied:
             copy_layers(network, load_tensors(resolve(target_name)), getattr(target, "config", None))
-    if shape.kind == "dflash2" and config.second is None:
-        return _with_selector(raw, network, target, shape, seed)
-    if shape.kind == "dspark" and config.markov is None:
-        return _with_markov_head(raw, network, target, shape, seed)
+    if (shape.kind == "dflash2" and config.second is None) or (shape.kind == "dspark" and config.markov is None):
+        return _extended({**raw, "vocab_size": target.vocab_size}, network, shape, seed)
     return raw, network
 
 
-def _with_selector(
-    raw: dict[str, Any], body: DFlashNetwork, target: Target, shape: DrafterShape, seed: int
+def _extended(
+    raw: dict[str, Any], body: DFlashNetwork, shape: DrafterShape, seed: int
 ) -> tuple[dict[str, Any], DFlashNetwork]:
-    """Converts a DFlash v1 drafter to DFlash 2; at first it drafts the same tokens."""
-    raw = as_dflash2({**raw, "vocab_size": target.vocab_size}, rank=shape.selector_rank)
-    # The group size of published drafters, or the largest divisor of the hidden size in it.
-    raw["dflash_config"]["conv_group_size"] = gcd(raw["dflash_config"]["conv_group_size"], target.hidden_size)
-    config, is_factored = DFlashConfig.from_json(raw), shape.codebooks == "factored"
-    with torch.device("meta"):
-        network = DFlash2Network(config, is_factored)
-    network.load_state_dict({**body.state_dict(), **beginnings(config, seed, factored=is_factored)}, assign=True)
-    return raw, network
-
-
-def _with_markov_head(
-    raw: dict[str, Any], body: DFlashNetwork, target: Target, shape: DrafterShape, seed: int
-) -> tuple[dict[str, Any], DFlashNetwork]:
-    """Converts a DFlash v1 drafter to DSpark; at first it drafts the same tokens. Raises ConfigError for a DFlash 2
-    drafter."""
-    if body.config.second:
+    """Extends a DFlash v1 drafter with config.json `raw` to one of `shape.kind`; at first it drafts the same tokens.
+    Raises ConfigError if a DFlash 2 drafter should become a DSpark one."""
+    if shape.kind == "dflash2":
+        raw, kind = as_dflash2(raw, rank=shape.selector_rank), DFlash2Network
+        # The group size of published drafters, or the largest divisor of the hidden size in it.
+        raw["dflash_config"]["conv_group_size"] = gcd(
+            raw["dflash_config"]["conv_group_size"], body.config.shape.hidden_size
+        )
+    elif body.config.second:
         raise ConfigError("--drafter-kind dspark: a DFlash 2 drafter cannot become one: give --init a DFlash drafter")
-    raw = as_dspark({**raw, "vocab_size": target.vocab_size}, rank=shape.selector_rank)
-    config, is_factored = DFlashConfig.from_json(raw), shape.codebooks == "factored"
-    with torch.device("meta"):
-        network = DSparkNetwork(config, is_factored)
-    network.load_state_dict({**body.state_dict(), **dspark.beginnings(config, seed, factored=is_factored)}, assign=True)
-    return raw, network
+    else:
+        raw, kind = as_dspark(raw, rank=shape.selector_rank), DSparkNetwork
+    return raw, kind.extending(body, DFlashConfig.from_json(raw), seed, factored=shape.codebooks == "factored")
 
 
 class FirstNorm(NamedTuple):

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.draft.dflash2.drafter import ExtendedNetwork
 from paceline.errors import ConfigError, TrainingError
 from paceline.report.tables import ignore
 from paceline.runs.ranks import Ranks
@@ -39,8 +40,7 @@ from paceline.train.methods.selector import BlockSample, DFlash2Trainable
 from paceline.train.processes.parallel import make_parallel, recompute_layers
 
 HELDOUT_ANCHORS = 8
-WITH_CODEBOOKS = (DFlash2Trainable, DSparkTrainable)
-NOT_SHARDABLE = (*WITH_CODEBOOKS, Eagle3Trainable, MtpTrainable)
+NOT_SHARDABLE = (DFlash2Trainable, DSparkTrainable, Eagle3Trainable, MtpTrainable)
 REGRESSION = 0.97
 """An out-of-distribution eal (expected acceptance length) below this share of its maximum is a regression."""
 EQUAL_RATIO = 0.97
@@ -186,12 +186,13 @@ class Trainer:
         self.wait()
 
     def _identity(self) -> dict[str, Any]:
+        network = self.drafter.network
         return {
             **asdict(self.config),
             "drafter": self.drafter.raw,
             "num_documents": len(self.corpus.train),
             "documents": self._documents,
-            **({"codebooks": self.drafter.codebooks} if isinstance(self.drafter, WITH_CODEBOOKS) else {}),
+            **({"codebooks": network.codebooks} if isinstance(network, ExtendedNetwork) else {}),
         }
 
     @functools.cached_property

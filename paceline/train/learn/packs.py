@@ -52,6 +52,12 @@ class Pack:
             change(self.behind_N),
         )
 
+    @property
+    def before_AK(self) -> Tensor:
+        """Token id before each draft position: the anchor, then the target's tokens; after the document's end, 0."""
+        tokens_AK = torch.where(self.slots.valid_AK, self.slots.labels_AK, 0).long()
+        return torch.cat([self.anchors_A[:, None].to(tokens_AK), tokens_AK[:, :-1]], dim=1)
+
     def tensors(self) -> Iterator[Tensor]:
         slots = self.slots
         yield from (*self.layout.anchors, self.anchors_A, self.taps_NF, slots.labels_AK, slots.valid_AK, self.behind_N)

@@ -32,10 +32,6 @@ class DSparkTrainable(DFlashTrainable):
 
     network: DSparkNetwork
 
-    @property
-    def codebooks(self) -> str:
-        return "factored" if self.network.markov_head.is_factored else "free"
-
     def loss(
         self,
         hidden_TD: Tensor,
@@ -54,7 +50,7 @@ class DSparkTrainable(DFlashTrainable):
         slots, is_training = pack.slots, torch.is_grad_enabled()
         per_block = slots.labels_AK.shape[1]
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)
-        hidden_AKD, before_AK = hidden_TD.unflatten(0, (-1, per_block)), before(pack)
+        hidden_AKD, before_AK = hidden_TD.unflatten(0, (-1, per_block)), pack.before_AK
         step = max(1, CHUNK_ROWS // per_block)
         for first in range(0, len(before_AK), step):
             blocks = slice(first, first + step)
@@ -122,12 +118,5 @@ class DSparkTrainable(DFlashTrainable):
     def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
         slots = pack.slots
         rows_AK, reached_AK = head.local(slots.labels_AK)
-        logits_AKV = self._logits(hidden_TD.unflatten(0, rows_AK.shape), before(pack), head, embedding_VD)
+        logits_AKV = self._logits(hidden_TD.unflatten(0, rows_AK.shape), pack.before_AK, head, embedding_VD)
         return (logits_AKV.argmax(-1) == rows_AK) & reached_AK & slots.valid_AK
-
-
-def before(pack: Pack) -> Tensor:
-    """Returns the token before each draft position [A, K]: the anchor, then the target's tokens; after the document's
-    end, token 0."""
-    tokens_AK = torch.where(pack.slots.valid_AK, pack.slots.labels_AK, 0).long()
-    return torch.cat([pack.anchors_A[:, None].to(tokens_AK), tokens_AK[:, :-1]], dim=1)

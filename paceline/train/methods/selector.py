@@ -65,10 +65,6 @@ class DFlash2Trainable(DFlashTrainable):
 
     network: DFlash2Network
 
-    @property
-    def codebooks(self) -> str:
-        return "factored" if self.network.candidate_selector.is_factored else "free"
-
     def selector_loss(
         self,
         hidden_TD: Tensor,
@@ -96,11 +92,11 @@ class DFlash2Trainable(DFlashTrainable):
             return sum(
                 (parameter.sum() for parameter in self.network.candidate_selector.parameters()), total
             ) * 0.0, metrics
-        hidden_AKD = hidden_TD.detach().unflatten(0, (-1, per_block))
+        hidden_AKD, before_AK = hidden_TD.detach().unflatten(0, (-1, per_block)), pack.before_AK
         for number, blocks_A in enumerate(sampled_A.split(max(1, CHUNK_ROWS // per_block))):
             part = Slots(slots.labels_AK[blocks_A], slots.valid_AK[blocks_A])
             with torch.autocast(hidden_TD.device.type, enabled=False):
-                inputs = pack.anchors_A[blocks_A], head, embedding_VD, config
+                inputs = before_AK[blocks_A], head, embedding_VD, config
                 loss, measured = self._part(hidden_AKD[blocks_A], part, *inputs)
             total = total + loss
             if is_measured and (not is_training or number == 0):
@@ -108,7 +104,7 @@ class DFlash2Trainable(DFlashTrainable):
         return total * (config.selector / (num_slots * sample.share)), metrics
 
     def _part(
-        self, hidden_AKD: Tensor, slots: Slots, anchors_A: Tensor, head: Head, embedding_VD: Tensor, config: LossConfig
+        self, hidden_AKD: Tensor, slots: Slots, before_AK: Tensor, head: Head, embedding_VD: Tensor, config: LossConfig
     ) -> tuple[Tensor, SlotMetrics]:
         """Returns loss (a sum) and metrics of a few blocks."""
         valid_AK = slots.valid_AK
@@ -117,7 +113,7 @@ class DFlash2Trainable(DFlashTrainable):
             logits_AKV = head.logits(hidden_AKD.flatten(0, 1)).unflatten(0, valid_AK.shape).float()
             # On CPU twice as fast as logsumexp.
             ce_AK = -torch.log_softmax(logits_AKV, dim=-1).gather(-1, local_AK[..., None])[..., 0]
-        scores_AKM, is_gold_AKM = self._scores(hidden_AKD, logits_AKV, slots, anchors_A, head, embedding_VD)
+        scores_AKM, is_gold_AKM = self._scores(hidden_AKD, logits_AKV, slots, before_AK, head, embedding_VD)
         learned_AK = is_gold_AKM.any(-1) & reached_AK & valid_AK
         gold_AK1 = is_gold_AKM.long().argmax(-1, keepdim=True)
         own_AK = -torch.log_softmax(scores_AKM, dim=-1).gather(-1, gold_AK1)[..., 0]
@@ -132,15 +128,12 @@ class DFlash2Trainable(DFlashTrainable):
         return (own_AK * weight_AK).sum(), metrics
 
     def _scores(
-        self, hidden_AKD: Tensor, logits_AKV: Tensor, slots: Slots, anchors_A: Tensor, head: Head, embedding_VD: Tensor
+        self, hidden_AKD: Tensor, logits_AKV: Tensor, slots: Slots, before_AK: Tensor, head: Head, embedding_VD: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns the scores of each slot's candidates after the target's previous token, and which is the target's
         token."""
-        tokens_AK = torch.where(slots.valid_AK, slots.labels_AK, 0).long()
-        before_AK = torch.cat([anchors_A[:, None], tokens_AK[:, :-1]], dim=1)
-        picks = score(
-            self.network.candidate_selector, hidden_AKD, logits_AKV, anchors_A, head.columns, before_AK, embedding_VD
-        )
+        selector, anchors_A = self.network.candidate_selector, before_AK[:, 0]
+        picks = score(selector, hidden_AKD, logits_AKV, anchors_A, head.columns, before_AK, embedding_VD)
         return picks.scores_BKPM[:, :, 0], picks.chosen_BKM == head.local(slots.labels_AK)[0][..., None]
 
     @torch.no_grad()
@@ -152,7 +145,7 @@ class DFlash2Trainable(DFlashTrainable):
         slots = pack.slots
         hidden_AKD = hidden_TD.unflatten(0, slots.valid_AK.shape)
         logits_AKV = head.logits(hidden_TD).unflatten(0, slots.valid_AK.shape).float()
-        scores_AKM, is_gold_AKM = self._scores(hidden_AKD, logits_AKV, slots, pack.anchors_A, head, embedding_VD)
+        scores_AKM, is_gold_AKM = self._scores(hidden_AKD, logits_AKV, slots, pack.before_AK, head, embedding_VD)
         picked_AK = is_gold_AKM.gather(-1, scores_AKM.argmax(-1, keepdim=True))[..., 0]
         return picked_AK & head.local(slots.labels_AK)[1] & slots.valid_AK
 

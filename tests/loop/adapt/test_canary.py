@@ -5,14 +5,12 @@ On a virtual clock, beside a server that only looks like one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from canaries import begun, is_condemned, swapped, why
 from fake_servers import FakeServer
-from fake_servers import serving as fake_serving
 from played import NOW, PASSED, Deciding, Played, events, ticked, traffic, watcher
 
 from paceline.errors import CacheError, ConfigError
@@ -24,13 +22,6 @@ from paceline.loop.adapt.gate import lineage
 from paceline.loop.adapt.rollout.evidence import Failures, more_failures
 
 DAY_S = 24 * 3600
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with fake_serving(FakeServer()) as fake:
-        fake.count(rounds=1000, accepted=1000, tokens=2000)
-        yield fake
 
 
 class TestFailures:
@@ -144,8 +135,8 @@ class TestTraffic:
             WatchConfig(probation_minutes=120.0, most_probation_hours=1.0)
 
 
+@pytest.mark.slow
 class TestHands:
-    @pytest.mark.slow
     def test_what_is_loaded_during_a_training_is_watched(self, tmp_path: Path, server: FakeServer) -> None:
         one = begun(tmp_path, server, 2)
         server.members["mine"] = "poisoned"
@@ -157,7 +148,6 @@ class TestHands:
         assert events(one)[2:] == ["rolled back", "swapped"], "the training went on beside it"
         assert set(server.members) == {"general"}
 
-    @pytest.mark.slow
     def test_a_swap_waits_for_its_end(self, tmp_path: Path, server: FakeServer) -> None:
         one = begun(tmp_path, server, 2)
         server.members["mine"] = "runs/mine"
@@ -171,7 +161,6 @@ class TestHands:
         again.tick(NOW + 960)
         assert events(again) == ["training", "told", "kept", "swapped"]
 
-    @pytest.mark.slow
     def test_one_after_the_other(self, tmp_path: Path, server: FakeServer) -> None:
         """Two at once, one of them while a drafter of ours is on probation."""
         one = swapped(tmp_path, server)
@@ -188,7 +177,6 @@ class TestHands:
             one.tick(NOW + 3600 * turn + 900)
         assert watched == ["mine", "yours"] and events(one)[-4:] == ["told", "kept", "told", "kept"]
 
-    @pytest.mark.slow
     def test_what_takes_the_place_of_ours_is_judged_by_itself(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
         server.members["general"] = "runs/mine"
@@ -198,7 +186,6 @@ class TestHands:
         assert one.by_hand is not None and one.by_hand.undo == [["drafter", "general", "default"]]
         assert server.members == {"general": "runs/mine"}
 
-    @pytest.mark.slow
     def test_a_server_that_was_started_again_without_it(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
         server.members["general"] = "default"
@@ -207,7 +194,6 @@ class TestHands:
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back" and one.stage is None and one.by_hand is None and not is_condemned(one)
 
-    @pytest.mark.slow
     def test_a_cluster_that_is_sent_elsewhere_proves_nothing(self, tmp_path: Path, server: FakeServer) -> None:
         """The member is taken out all the same, also where the server does not know the cluster any more."""
         traffic(tmp_path)
@@ -219,7 +205,6 @@ class TestHands:
         one.tick(NOW + 360)
         assert events(one)[-1] == "rolled back" and server.members == {"general": "default"} and one.stage is None
 
-    @pytest.mark.slow
     def test_counters_that_begin_anew_are_counted_anew(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
         server.count(rounds=10, accepted=10, tokens=20)

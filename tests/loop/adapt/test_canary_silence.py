@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from canaries import begun, is_condemned, swapped, why
 from fake_servers import FakeServer
-from fake_servers import serving as fake_serving
 from played import NOW, Played, events, traffic, watcher
 
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with fake_serving(FakeServer()) as fake:
-        fake.count(rounds=1000, accepted=1000, tokens=2000)
-        yield fake
 
 
 class TestSilence:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from adapt_requests import HOUR
-from fake_servers import FakeServer, serving
+from fake_servers import FakeServer
 from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
 
 from paceline.data.answers import AnswerShards
@@ -17,13 +15,6 @@ from paceline.loop.adapt.config import CandidateConfig
 from paceline.loop.adapt.decide.decide import Decision
 from paceline.loop.adapt.servers.counted_hours import ALL, CountedHours
 from paceline.loop.adapt.servers.counters import Counts
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with serving(FakeServer()) as fake:
-        fake.count(rounds=1000, accepted=1000, tokens=2000)
-        yield fake
 
 
 def test_readings_become_hours_that_stay_known(tmp_path: Path) -> None:

@@ -4,25 +4,17 @@ wrong."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deployments import opened
-from fake_servers import FakeServer, restart_command, serving
+from fake_servers import FakeServer, restart_command
 
 from paceline.errors import ConfigError, DeployError, DownloadError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.decide import members
 from paceline.loop.adapt.servers.deploy import Deployment, open_deployment
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with serving(FakeServer()) as fake:
-        yield fake
-
 
 ENGINES = ["paceline", "vllm", "vllm-weights", "sglang", "sglang-weights"]
 

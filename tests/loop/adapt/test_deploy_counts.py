@@ -15,12 +15,6 @@ from paceline.loop.adapt.servers.counters import Counts, tokens_per_round
 from paceline.loop.adapt.servers.deploy import Deployment, open_deployment
 
 
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with serving(FakeServer()) as fake:
-        yield fake
-
-
 def test_acceptance_is_read_by_vllm_s_names(server: FakeServer) -> None:
     deployment = opened(server)
     server.count(rounds=100, accepted=150, tokens=260)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,6 @@ from paceline.errors import ConfigError, DeployError, DownloadError, Unreachable
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.servers.deploy import Deployment, open_deployment
 from paceline.loop.adapt.servers.vllm_sglang import restart as restarted
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with serving(FakeServer()) as fake:
-        yield fake
 
 
 @pytest.mark.slow

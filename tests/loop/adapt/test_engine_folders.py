@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from fake_servers import FakeServer, recorded_environments, restart_command, serving
 from safetensors.torch import save_file
-from small_llm import tiny_model
-from test_checkpoints_command import write_drafter
+from small_drafter import write_drafter
 
 from paceline.config import EngineConfig
 from paceline.draft.dflash.checkpoint import read_stored
@@ -24,16 +23,7 @@ from paceline.loop.adapt.servers.vllm_sglang.engine_folders import EngineFolders
 from paceline.model.checkpoint import load_tensors
 from paceline.net.streaming import Client
 
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a draft vocabulary."""
-    return write_drafter(tmp_path_factory.mktemp("drafters") / "own")
+pytest_plugins = ("small_drafter",)
 
 
 def folders_of(target: Path, state: Path, engine: str = "vllm", **changes: Any) -> EngineFolders:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from fake_servers import FakeServer, serving
-from small_llm import tiny_model
-from test_checkpoints_command import write_drafter
+from loopback import free_port
+from small_drafter import write_drafter
 from typer.testing import CliRunner
 
 from paceline.cli import app
@@ -33,18 +33,8 @@ from paceline.model.checkpoint import load_tensors, read_json
 from paceline.net.streaming import Client
 from paceline.simulate.flags import METHODS
 
+pytest_plugins = ("small_drafter",)
 FAKE = Path(__file__).parents[2] / "support" / "fake_engine.py"
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a draft vocabulary."""
-    return write_drafter(tmp_path_factory.mktemp("drafters") / "own")
 
 
 def plain_drafter(folder: Path, **keys: Any) -> Path:
@@ -53,12 +43,6 @@ def plain_drafter(folder: Path, **keys: Any) -> Path:
     raw["dflash_config"]["target_layer_ids"] = [0]
     DFlashDrafter(DFlashNetwork.random(DFlashConfig.from_json(raw))).save(folder / "plain")
     return folder / "plain"
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 def option(words: list[str], name: str) -> str:

@@ -12,12 +12,11 @@ from typing import Any, cast
 import pytest
 from played import NOW, PASSED, Played, events, traffic, watcher
 
-from paceline.loop.adapt.config import (
-    RetrainConfig,
-)
+from paceline.loop.adapt.config import RetrainConfig
 from paceline.loop.adapt.gate.retrain import Job
 from paceline.loop.adapt.watch import Watcher
 
+pytestmark = pytest.mark.slow
 SLOW = """
 import sys
 open(sys.argv[1]).read()
@@ -43,7 +42,6 @@ class TestOrphans:
                 os._exit(9)
         assert os.waitpid(daemon, 0)[0] == daemon
 
-    @pytest.mark.slow
     def test_it_is_waited_for(self, tmp_path: Path) -> None:
         command = self.begun(tmp_path)
         self.orphan(tmp_path, command)
@@ -59,7 +57,6 @@ class TestOrphans:
             pass
         assert job._process is not None and job._process.wait(60) == 0 and job.poll() == 0 and job.last_line == "done"
 
-    @pytest.mark.slow
     def test_a_daemon_that_is_stopped_ends_it(self, tmp_path: Path) -> None:
         command = self.begun(tmp_path)
         self.orphan(tmp_path, command)
@@ -132,7 +129,6 @@ class TestOrphansOfAWatcher:
             at += 1
             one.tick(NOW + 60 + at * 1e-3)
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("rates", [(1e-4,), (1e-4, 3e-4)], ids=["one rate", "two rates"])
     def test_it_is_waited_for_and_taken_up(self, tmp_path: Path, rates: tuple[float, ...]) -> None:
         """Nothing is refused for it, and no second rate is trained while it goes on."""

@@ -22,14 +22,9 @@ from paceline.loop.adapt.rollout.stage import Stage
 from paceline.loop.adapt.servers.counted_hours import ALL
 from paceline.loop.adapt.servers.counters import Counts
 from paceline.loop.adapt.servers.deploy import Deployment, open_deployment
-from paceline.loop.adapt.servers.vllm_sglang import restart as restarted
 from paceline.loop.adapt.watch import Watcher
 
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that starts is asked often whether it is ready."""
-    monkeypatch.setattr(restarted, "POLL_S", 0.02)
+pytestmark = pytest.mark.usefixtures("often")
 
 
 @pytest.fixture
@@ -226,8 +221,8 @@ def on_canary(folder: Path, three: list[Vllm]) -> Watcher:
     return one
 
 
+@pytest.mark.slow
 class TestDaemon:
-    @pytest.mark.slow
     def test_a_good_canary_goes_to_the_others(self, tmp_path: Path, three: list[Vllm]) -> None:
         one = on_canary(tmp_path, three)
         for minute in range(1, 13):
@@ -240,7 +235,6 @@ class TestDaemon:
         assert "2.00 tokens a round on the other servers" in one.log.lines()[-1]["why"]
         assert one.lineage.entries()[-1]["state"] == "serving" and one.stage is None
 
-    @pytest.mark.slow
     def test_a_fall_of_all_servers_is_not_the_canarys(self, tmp_path: Path, three: list[Vllm]) -> None:
         """Other traffic since the swap: 3.0 tokens a round before, 1.5 everywhere now."""
         one = on_canary(tmp_path, three)
@@ -248,7 +242,6 @@ class TestDaemon:
         one.tick(NOW + 240)
         assert events(one)[-1] == "swapped"
 
-    @pytest.mark.slow
     def test_a_bad_canary_is_taken_back_alone(self, tmp_path: Path, three: list[Vllm]) -> None:
         one = on_canary(tmp_path, three)
         since(three, (2000, 200), (2000, 4000))
@@ -256,7 +249,6 @@ class TestDaemon:
         assert events(one)[-1] == "rolled back" and drafters(three) == [["new", "old"], [], []]
         assert "on the canary" in one.log.lines()[-1]["why"] and one.lineage.entries()[-1]["state"] == "rolled back"
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("number", [1, 2])
     def test_a_daemon_killed_at_any_server_goes_on_there(self, tmp_path: Path, three: list[Vllm], number: int) -> None:
         """The server has the new drafter, the daemon has not heard so."""
@@ -286,7 +278,6 @@ class TestDaemon:
         if number == 2:
             assert drafters(three)[1] == ["new"], "so is the server that had it for sure"
 
-    @pytest.mark.slow
     def test_a_daemon_killed_in_the_canarys_restart_judges_it(self, tmp_path: Path, three: list[Vllm]) -> None:
         on_canary(tmp_path, three)
         again = beside(tmp_path, three)
@@ -295,7 +286,6 @@ class TestDaemon:
         again.tick(NOW + 240)
         assert events(again)[-1] == "rolled back" and drafters(three) == [["new", "old"], [], []]
 
-    @pytest.mark.slow
     def test_a_server_that_cannot_get_it_takes_it_from_all(self, tmp_path: Path, three: list[Vllm]) -> None:
         one = on_canary(tmp_path, three)
         three[2].refuses["/restart"] = 500, {}
@@ -314,7 +304,6 @@ class TestDaemon:
         assert "rolled back" in events(one) and [names[-1] for names in drafters(three)] == ["old"] * 3
         assert one.lineage.entries()[-1]["state"] == "unproven"
 
-    @pytest.mark.slow
     def test_a_canary_that_dies_is_taken_back(self, tmp_path: Path, three: list[Vllm]) -> None:
         one = on_canary(tmp_path, three)
         three[0].is_away = True

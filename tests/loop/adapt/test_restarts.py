@@ -33,16 +33,12 @@ from paceline.loop.adapt.log import AdaptLog, event_line, rebuilt
 from paceline.loop.adapt.run import Clock
 from paceline.loop.adapt.servers.counted_hours import ALL
 from paceline.loop.adapt.servers.counters import Counts, Meter, Reading
-from paceline.loop.adapt.servers.vllm_sglang import restart as restarted
 from paceline.loop.adapt.watch import Watcher
 
 DAY_S = 86400.0
 
 
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that starts is asked often whether it is ready."""
-    monkeypatch.setattr(restarted, "POLL_S", 0.02)
+pytestmark = pytest.mark.usefixtures("often")
 
 
 @pytest.fixture
@@ -50,13 +46,6 @@ def vllm() -> Iterator[Vllm]:
     with fake_serving(Vllm()) as fake:
         fake.count(rounds=40_000, accepted=80_000, tokens=120_000, errors=600, ended=9400)
         yield fake  # pyright: ignore[reportReturnType]
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with fake_serving(FakeServer()) as fake:
-        fake.count(rounds=1000, accepted=1000, tokens=2000)
-        yield fake
 
 
 def beside_vllm(folder: Path, vllm: Vllm, incumbent: str, *ends: tuple[int, Any]) -> Watcher:
@@ -81,8 +70,8 @@ def swapped(folder: Path, vllm: Vllm) -> Watcher:
     return one
 
 
+@pytest.mark.slow
 class TestRestartedServers:
-    @pytest.mark.slow
     def test_a_fall_of_acceptance_after_a_restart_is_seen(self, tmp_path: Path, vllm: Vllm) -> None:
         """3.0 tokens a round before, 1.1 of the new process, which has not counted as many rounds as the old one
         had."""
@@ -92,7 +81,6 @@ class TestRestartedServers:
         assert events(one)[-1] == "rolled back" and Path(vllm.drafters[-1]).name == "old"
         assert "1.10 tokens a round by its metrics, 3.00 before" in one.log.lines()[-1]["why"]
 
-    @pytest.mark.slow
     def test_failures_after_a_restart_are_seen(self, tmp_path: Path, vllm: Vllm) -> None:
         """500 of them, where the old process had had 600 in all its life."""
         one = swapped(tmp_path, vllm)
@@ -100,7 +88,6 @@ class TestRestartedServers:
         one.tick(NOW + 240)
         assert events(one)[-1] == "rolled back" and Path(vllm.drafters[-1]).name == "old"
 
-    @pytest.mark.slow
     def test_few_rounds_before_a_restart_hide_nothing(self, tmp_path: Path, vllm: Vllm) -> None:
         """The first look after it finds more than was counted before: only a reading right after it tells the two
         apart."""
@@ -115,7 +102,6 @@ class TestRestartedServers:
         one.tick(NOW + 240)
         assert events(one)[-1] == "rolled back" and "3.38 tokens a round" in one.log.lines()[-1]["why"]
 
-    @pytest.mark.slow
     def test_what_was_counted_before_a_restart_by_others_counts(self, tmp_path: Path, vllm: Vllm) -> None:
         """Of two failures a time, each before another restart of the server; the daemon is started again meanwhile,
         too."""
@@ -130,7 +116,6 @@ class TestRestartedServers:
             one = beside_vllm(tmp_path, vllm, str(tmp_path / "old"))
         assert events(one)[-1] == "rolled back" and "of 20 requests ended in an error" in one.log.lines()[-1]["why"]
 
-    @pytest.mark.slow
     def test_a_restart_of_daemon_and_server_together_loses_no_rounds(self, tmp_path: Path, vllm: Vllm) -> None:
         """1.1 tokens a round, 150 of them before both were started again, and 150 since."""
         swapped(tmp_path, vllm)
@@ -143,7 +128,6 @@ class TestRestartedServers:
         again.tick(NOW + 300)
         assert events(again)[-1] == "rolled back" and "1.10 tokens a round" in again.log.lines()[-1]["why"]
 
-    @pytest.mark.slow
     def test_an_empty_page_after_the_restart_is_read_again(self, tmp_path: Path, vllm: Vllm) -> None:
         """Labelled counters appear with traffic: nothing is known of the drafter, and nothing is wrong with it."""
         traffic(tmp_path, drafted=None, accepted=None, temperature=None, seed=None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from shown import Shown
 from small_llm import tiny_model
 
 from paceline.config import EngineConfig
@@ -204,7 +205,7 @@ def test_users_name_values_of_the_schema(
     monkeypatch.setattr(self_written, "MAX_TOKENS", 40)
     monkeypatch.setattr(self_written, "rejection_reason", lambda *_: None)  # a random model finishes no sentence
     openers, out = tmp_path / "openers.txt", tmp_path / "x"
-    progress = Said()
+    progress = Shown()
     for text in ("Please look at {id}\n", "Please look\n"):
         openers.write_text(text)
         prompts_config = PromptsConfig((str(few_prompts),), self_written=6, openers=openers)
@@ -220,16 +221,6 @@ def test_users_name_values_of_the_schema(
     openers.write_text("Please look at {number}\n")
     with pytest.raises(ConfigError, match=r"openers name \{number\}, which the schema does not tell: .* action, id"):
         synthesize(model, out, few_prompts, asked=PromptsConfig((str(few_prompts),), self_written=6, openers=openers))
-
-
-class Said(Progress):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
 
 
 def test_near_copies(tmp_path: Path) -> None:

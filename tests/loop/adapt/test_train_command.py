@@ -5,13 +5,12 @@ from __future__ import annotations
 import fcntl
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from fake_servers import FakeServer, serving
+from fake_servers import FakeServer
 from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
 from stored_drafters import raw_2, written
 
@@ -24,13 +23,6 @@ from paceline.loop.adapt.gate.retrain import Job, train_command
 from paceline.loop.adapt.servers.counted_hours import ALL
 
 DRAFTER = 'mkdir -p "$PACELINE_OUT/drafter" && echo "{}" > "$PACELINE_OUT/drafter/config.json"'
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with serving(FakeServer()) as fake:
-        fake.count(rounds=1000, accepted=1000, tokens=2000)
-        yield fake
 
 
 class Trained(Played):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import datetime
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from adapt_requests import HOUR, keyed, store
-from fake_servers import FakeServer, serving
+from fake_servers import FakeServer
 from played import NOW, PASSED, Played, events, traffic, watcher
 
 from paceline.data.answers import AnswerShards
@@ -20,13 +19,6 @@ from paceline.loop.adapt.decide.policy import SeasonalPolicy
 from paceline.loop.adapt.gate.examine import is_held_out
 from paceline.loop.adapt.gate.retrain import Job
 from paceline.loop.adapt.watch import Watcher
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with serving(FakeServer()) as fake:
-        fake.count(rounds=1000, accepted=1000, tokens=2000)
-        yield fake
 
 
 @pytest.mark.slow
@@ -151,6 +143,7 @@ def test_a_dead_training_or_gate_is_a_line_in_the_log(
         assert events(one) == ["training", "refused"] and server.members == {"general": "default"}
 
 
+@pytest.mark.slow
 class TestProbation:
     def swapped(self, folder: Path, server: FakeServer) -> Watcher:
         traffic(folder)
@@ -162,7 +155,6 @@ class TestProbation:
         assert events(one)[-1] == "swapped"
         return one
 
-    @pytest.mark.slow
     def test_fewer_tokens_a_round_are_rolled_back(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.swapped(tmp_path, server)
         server.count(rounds=3500, accepted=2900, tokens=7000)  # 1.40 a round, 2.00 before
@@ -170,7 +162,6 @@ class TestProbation:
         assert events(one)[-1] == "rolled back" and server.members == {"general": "default"}
         assert one.lineage.entries()[-1]["state"] == "rolled back" and one.incumbent == "default"
 
-    @pytest.mark.slow
     def test_by_cluster_the_mix_does_not_matter(self, tmp_path: Path, server: FakeServer) -> None:
         """Traces show the same acceptance in each cluster; the whole server's fell because the weaker one has more
         traffic."""
@@ -188,7 +179,6 @@ class TestProbation:
         one.tick(NOW + 300)
         assert events(one)[-1] == "swapped"
 
-    @pytest.mark.slow
     def test_slower_rounds_are_rolled_back(self, tmp_path: Path, server: FakeServer) -> None:
         """As many rows, the same acceptance, and each round takes half as long again."""
         one = self.swapped(tmp_path, server)
@@ -201,21 +191,18 @@ class TestProbation:
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back" and "30.0 ms, 20.0 before" in one.log.lines()[-1]["why"]
 
-    @pytest.mark.slow
     def test_failed_requests_are_rolled_back(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.swapped(tmp_path, server)
         server.count(rounds=2600, accepted=2600, tokens=5200, errors=30)
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back"
 
-    @pytest.mark.slow
     def test_a_server_that_is_not_well_is_given_the_old_one_back(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.swapped(tmp_path, server)
         server.is_well = False
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back"
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["mine", "general"])
     def test_what_was_forced_in_by_hand_is_watched_too(self, tmp_path: Path, server: FakeServer, name: str) -> None:
         """Beside the others, or in the place of one."""
@@ -232,7 +219,6 @@ class TestProbation:
         one.tick(NOW + 240)
         assert server.members == {"general": "default"}
 
-    @pytest.mark.slow
     def test_a_daemon_that_was_stopped_goes_on(self, tmp_path: Path, server: FakeServer) -> None:
         self.swapped(tmp_path, server)
         again = watcher(tmp_path, server, Played())

@@ -3,14 +3,12 @@ Beside a server that only looks like one; `test_real_pool.py` has the real one."
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import pytest
 from adapt_requests import HOUR
 from fake_servers import FakeServer
-from fake_servers import serving as fake_serving
 from played import NOW, PASSED, Deciding, Played, events, ticked, traffic, watcher
 
 from paceline.loop.adapt.config import WatchConfig
@@ -23,13 +21,7 @@ from paceline.plan.clusters import label
 TICKETS = label("tag:tickets")
 
 
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with fake_serving(FakeServer()) as fake:
-        fake.count(rounds=1000, accepted=1000, tokens=2000)
-        yield fake
-
-
+@pytest.mark.slow
 class TestRoute:
     def scored(self, folder: Path, server: FakeServer, *verdicts: dict[str, Any], **changes: Any) -> Watcher:
         """A pool of three; what the other two would do was asked for, and the cluster then goes to "old"."""
@@ -45,7 +37,6 @@ class TestRoute:
 
     REFUSED: ClassVar[dict[str, Any]] = {"passed": False, "reason": "it may be none", "gains": {}}
 
-    @pytest.mark.slow
     def test_members_are_judged_and_a_cluster_goes_to_one(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.scored(tmp_path, server, PASSED, self.REFUSED)
         jobs = cast(Played, one.start)
@@ -63,7 +54,6 @@ class TestRoute:
         ticked(one, 2, 1)
         assert events(one)[-1] == "kept" and server.clusters == {"tickets": "old"} and one.incumbent == "default"
 
-    @pytest.mark.slow
     def test_it_is_taken_back_when_acceptance_falls(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.scored(tmp_path, server, PASSED, PASSED)
         server.count(rounds=2000, accepted=2000, tokens=4000)
@@ -75,7 +65,6 @@ class TestRoute:
         assert one.lineage.entries()[-1]["state"] == "routed back"
         assert list(one._scored["tickets"]["members"]) == ["new"], "it is not sent there again"
 
-    @pytest.mark.slow
     def test_a_daemon_that_was_stopped_takes_it_back_too(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.scored(tmp_path, server, PASSED, PASSED)
         ticked(one, 1, 1)
@@ -84,7 +73,6 @@ class TestRoute:
         again.tick(NOW + 3660)
         assert events(again)[-1] == "rolled back" and server.clusters == {"tickets": None}
 
-    @pytest.mark.slow
     def test_scores_are_asked_for_once_an_alarm(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.scored(tmp_path, server, self.REFUSED, self.REFUSED)
         assert one._scores("tickets") == {}
@@ -93,7 +81,6 @@ class TestRoute:
         server.clusters.clear()
         assert one._scores("tickets") == {}, "a server that does not route cannot be asked to"
 
-    @pytest.mark.slow
     def test_a_member_that_is_gone_is_told(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.scored(tmp_path, server, PASSED, PASSED)
         server.clusters.clear()

@@ -17,6 +17,7 @@ from paceline.errors import ConfigError
 from paceline.loop.audit.config import AuditConfig
 from paceline.loop.audit.run import Audited, audit
 
+pytestmark = pytest.mark.slow
 CONFIG = AuditConfig(answers=24, max_tokens=12, greedy_tokens=12, temperatures=(1.0,), server_precision="float32")
 Change = Callable[[str, dict[str, Any]], str]
 """Path and body of a request, which it may change, to why the server refuses it: "" where it does not."""
@@ -67,7 +68,6 @@ def chat_alone(path: str, body: dict[str, Any]) -> str:
     return plain(path, body) or ("no such thing" if path == "/v1/completions" else "")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("change", "kind"), [(plain, "ids"), (text_alone, "text"), (chat_alone, "chat")])
 def test_what_a_server_does_not_offer_is_no_fault(live: Live, tmp_path: Path, change: Change, kind: str) -> None:
     done = examined(live, change, tmp_path)
@@ -79,7 +79,6 @@ def test_what_a_server_does_not_offer_is_no_fault(live: Live, tmp_path: Path, ch
     assert json.loads((tmp_path / "config.json").read_text())["sent_as"] == kind
 
 
-@pytest.mark.slow
 def test_another_template_cannot_be_compared(live: Live, tmp_path: Path) -> None:
     def change(path: str, body: dict[str, Any]) -> str:
         if "messages" in body:
@@ -91,7 +90,6 @@ def test_another_template_cannot_be_compared(live: Live, tmp_path: Path) -> None
     assert "Not decided" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.slow
 def test_a_seed_that_is_always_the_same_is_found(live: Live, tmp_path: Path) -> None:
     def change(path: str, body: dict[str, Any]) -> str:
         body["seed"] = 1
@@ -101,7 +99,6 @@ def test_a_seed_that_is_always_the_same_is_found(live: Live, tmp_path: Path) -> 
     assert done.verdict == "faulty" and any("pairs of answers are equal" in each.text for each in done.findings)
 
 
-@pytest.mark.slow
 def test_a_server_that_answers_in_no_way_says_why(live: Live, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="status 400: out of order"):
         examined(live, lambda *_: "out of order", tmp_path)

@@ -16,6 +16,8 @@ from paceline.model.gguf.to_folder import write_folder
 from paceline.report.tables import Progress
 from paceline.train.documents.dataset import Document
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def llm(tmp_path: Path) -> LLM:
@@ -32,7 +34,6 @@ def documents(number: int) -> list[Document]:
     ]
 
 
-@pytest.mark.slow
 def test_it_says_what_transformers_says(llm: LLM, tmp_path: Path) -> None:
     """Also of the second document, of which only what differs from the first is computed."""
     import transformers
@@ -63,7 +64,6 @@ class Counting(Reader):
         return super().read(document)
 
 
-@pytest.mark.slow
 def test_what_is_on_disk_is_not_read_again(llm: LLM, tmp_path: Path) -> None:
     every, stored, reader = documents(AT_ONCE + 2), Stored(tmp_path / "top-k", "train"), Counting(llm, 4)
     stored.write(reader, every, Progress())

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 from eval_doubles import suite
-from loopback import answering
+from loopback import Handler, answering
 from small_llm import fake_llm
 
 from paceline.errors import DownloadError, JudgeError
@@ -28,19 +27,12 @@ Answer = Callable[[str, dict[str, Any]], tuple[int, dict[str, Any]]]
 
 @contextlib.contextmanager
 def served(answer: Answer) -> Iterator[Client]:
-    class Handler(BaseHTTPRequestHandler):
+    class Asked(Handler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, reply = answer(self.path, body)
-            data = json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            status, reply = answer(self.path, self.body())
+            self.answer(status, json.dumps(reply).encode())
 
-        def log_message(self, *_: object) -> None: ...
-
-    with answering(Handler) as url, contextlib.closing(Client(url)) as client:
+    with answering(Asked) as url, contextlib.closing(Client(url)) as client:
         yield client
 
 

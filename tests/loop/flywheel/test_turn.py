@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from pyarrow import parquet
+from shown import Shown
 from small_teacher import SAID, prompt_of, write_answers, write_teacher
 
 pytest.importorskip("trl", reason="needs paceline[distill]")
@@ -33,7 +34,6 @@ from paceline.loop.distill.gate import Finding, GateInputs
 from paceline.loop.flywheel import ledger, price, stages, turn
 from paceline.loop.flywheel.config import FlywheelConfig, read_config
 from paceline.loop.flywheel.state import TurnState, traces_of
-from paceline.report.tables import Progress
 
 pytestmark = pytest.mark.slow
 SETTINGS: dict[str, Any] = {
@@ -67,16 +67,6 @@ def written(folder: Path, teacher: tuple[Path, Path], **changes: Any) -> Path:
 
 def flywheel_config(folder: Path, teacher: tuple[Path, Path], **changes: Any) -> FlywheelConfig:
     return read_config(written(folder, teacher, **changes))
-
-
-class Told(Progress):
-    """Keeps what was said."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +128,7 @@ class Turned:
     """A flywheel after one turn, which was killed while its student learned, and after two."""
 
     def __init__(self, folder: Path, teacher: tuple[Path, Path]) -> None:
-        self.config, self.told = flywheel_config(folder, teacher), Told()
+        self.config, self.told = flywheel_config(folder, teacher), Shown()
         self.killed_with = killed(self.config)
         self.after_kill = TurnState.read(self.config.out / "turn-1")
         self.first = turn(self.config, progress=self.told)

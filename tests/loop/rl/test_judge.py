@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from loopback import Handler, answering
 
 from paceline.errors import ConfigError, RolloutError
 from paceline.loop.rl.agents import Trajectory
@@ -29,30 +28,19 @@ def attempts(*texts: str) -> list[Trajectory]:
 def judging(say: Callable[[str], Any]) -> Iterator[str]:
     """The address of a server whose model says `say(prompt)`; a number is a status."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Asked(Handler):
         def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            reply = say(request["messages"][0]["content"])
+            reply = say(self.body()["messages"][0]["content"])
             body = (
                 {"choices": [{"message": {"content": reply}}]}
                 if isinstance(reply, str)
                 else {"error": {"message": "no"}}
             )
-            self.send_response(reply if isinstance(reply, int) else 200)
-            self.end_headers()
-            self.wfile.write(json.dumps(reply if isinstance(reply, dict) else body).encode())
+            status = reply if isinstance(reply, int) else 200
+            self.answer(status, json.dumps(reply if isinstance(reply, dict) else body).encode())
 
-        def log_message(self, *words: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with answering(Asked) as url:
+        yield f"{url}/v1"
 
 
 def shown(prompt: str) -> dict[str, str]:

@@ -18,6 +18,8 @@ from paceline.loop.store.folder import Store
 from paceline.loop.store.forget import forget, has, pattern_of
 from paceline.loop.store.split import SIDES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
@@ -36,7 +38,6 @@ def lines(store: Store) -> list[str]:
     return (store.path / "versions.jsonl").read_text().splitlines(keepends=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 1])
 def test_versions_older_than_the_store_delete_nothing(tmp_path: Path, store: Store, kept: int) -> None:
     """No versions.jsonl, or one of a copy that is one version behind."""
@@ -51,7 +52,6 @@ def test_versions_older_than_the_store_delete_nothing(tmp_path: Path, store: Sto
     assert files(store) == before
 
 
-@pytest.mark.slow
 def test_a_store_older_than_its_versions_deletes_nothing(tmp_path: Path, store: Store) -> None:
     """One version behind, it may as well have been killed there: that version is whole, so it stays. Two are
     refused."""
@@ -65,7 +65,6 @@ def test_a_store_older_than_its_versions_deletes_nothing(tmp_path: Path, store: 
         store.add([tmp_path / "third"], BYTES)
 
 
-@pytest.mark.slow
 def test_a_store_without_its_store_json_is_not_begun_anew(store: Store) -> None:
     (store.path / "store.json").unlink()
     with pytest.raises(ConfigError, match=r"without its store.json: restore that"):
@@ -76,7 +75,6 @@ def test_a_store_without_its_store_json_is_not_begun_anew(store: Store) -> None:
     assert len(files(store)) >= 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["versions.jsonl", "labels.jsonl"])
 def test_half_a_line_stops_no_command(tmp_path: Path, store: Store, name: str) -> None:
     """A last line as a full disk or a kill leaves it."""
@@ -90,7 +88,6 @@ def test_half_a_line_stops_no_command(tmp_path: Path, store: Store, name: str) -
     assert line["version"] == 4 and card_of(again)["version"] == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["versions.jsonl", "labels.jsonl"])
 def test_a_damaged_line_is_one_line(store: Store, name: str) -> None:
     store.label([{"digest": next(store.rows("train"))["digest"], "score": 1.0}])
@@ -100,7 +97,6 @@ def test_a_damaged_line_is_one_line(store: Store, name: str) -> None:
         card_of(store)
 
 
-@pytest.mark.slow
 def test_a_full_disk_takes_back_half_a_line(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = (store.path / "versions.jsonl").read_bytes()
     fsync = os.fsync
@@ -119,7 +115,6 @@ def test_a_full_disk_takes_back_half_a_line(tmp_path: Path, store: Store, monkey
     assert store.add([third], BYTES)["version"] == 3
 
 
-@pytest.mark.slow
 def test_nothing_keeps_anybody_from_being_forgotten(tmp_path: Path, store: Store) -> None:
     """Damaged lines of a suite, a source that cannot be read."""
     suite = tmp_path / "suite.jsonl"
@@ -131,7 +126,6 @@ def test_nothing_keeps_anybody_from_being_forgotten(tmp_path: Path, store: Store
     assert done.sources_with_it == [f"{tmp_path / 'more' / 'answers-r0-00000.parquet'}, which cannot be read"]
 
 
-@pytest.mark.slow
 def test_rows_of_a_change_that_was_killed_are_not_read(store: Store) -> None:
     before = sorted(row["digest"] for side in SIDES for row in store.rows(side))
     (first, *_) = store.shards("train")
@@ -139,7 +133,6 @@ def test_rows_of_a_change_that_was_killed_are_not_read(store: Store) -> None:
     assert sorted(row["digest"] for side in SIDES for row in store.rows(side)) == before
 
 
-@pytest.mark.slow
 def test_a_split_that_was_killed_behind_its_line_is_finished(tmp_path: Path, store: Store) -> None:
     """Its own settings with it."""
     header = (store.path / "store.json").read_text()
@@ -150,7 +143,6 @@ def test_a_split_that_was_killed_behind_its_line_is_finished(tmp_path: Path, sto
     assert again.resplit(new_split) == line and again.split == new_split and again.version == 3
 
 
-@pytest.mark.slow
 def test_a_store_whose_versions_are_lost_is_not_read_as_empty(store: Store) -> None:
     (store.path / "versions.jsonl").unlink()
     again = Store.open(store.path)
@@ -166,7 +158,6 @@ def rolled_back(store: Store, version: int) -> None:
     (store.path / "versions.jsonl").write_text("".join(lines(store)[:version]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("version", [0, 1])
 def test_shards_newer_than_both_files_are_not_deleted(tmp_path: Path, store: Store, version: int) -> None:
     """Two versions behind: refused. One behind looks like a change that was killed: its shards are moved aside."""
@@ -181,7 +172,6 @@ def test_shards_newer_than_both_files_are_not_deleted(tmp_path: Path, store: Sto
     assert files(store) == before
 
 
-@pytest.mark.slow
 def test_shards_of_a_change_that_was_killed_are_moved_aside(
     tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,7 +184,6 @@ def test_shards_of_a_change_that_was_killed_are_moved_aside(
     assert store.unfinished() == [], "what is aside is forgotten, too"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "odd", ["5", "{}", "[]", '{"version": "2", "what": "add", "rows": {}, "files": {}}', "[" * 100_000]
 )
@@ -206,14 +195,12 @@ def test_a_line_that_is_no_version_is_one_line(store: Store, odd: str) -> None:
             read()
 
 
-@pytest.mark.slow
 def test_a_label_that_is_no_object_is_one_line(store: Store) -> None:
     (store.path / "labels.jsonl").write_text("5\n")
     with pytest.raises(ConfigError, match=r"labels.jsonl is damaged"):
         card_of(store)
 
 
-@pytest.mark.slow
 def test_letters_beyond_ascii_are_forgotten_in_suites_and_sampling(tmp_path: Path, store: Store) -> None:
     suite = tmp_path / "suite.jsonl"
     suite.write_text(json.dumps({"id": "1", "said": "Müller"}) + "\n" + '{"id": "2"}\n')

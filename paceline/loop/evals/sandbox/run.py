@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from paceline.bench.tasks import runs
-from paceline.bounds import Count, Positive, at_least, check
+from paceline.bounds import Checked, Count, Positive, at_least
 from paceline.errors import SandboxError
 from paceline.report.tables import printable
 
@@ -40,7 +40,7 @@ Kind = Literal["namespaces", "landlock", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Checked):
     """Limits of one run of code: seconds, memory, processes, disk and open files. Raises ConfigError on impossible
     values."""
 
@@ -54,9 +54,6 @@ class Limits:
     disk_bytes: Count = 16 * 2**20
     """Size of /tmp."""
     open_files: Annotated[int, at_least(16)] = 64
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, slots=True)
