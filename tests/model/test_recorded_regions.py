@@ -39,6 +39,7 @@ from paceline.model.torch.recorded import Region
 
 LAUNCHES = dict.fromkeys(FAMILIES, 10) | {
     "qwen3-moe": 13, "mixtral": 13, "gpt-oss": 13, "qwen3.5": 12, "qwen3-next": 19, "qwen3.5-moe": 19,
+    "gemma4": 21, "gemma4-unified": 21, "gemma4-small": 21,
 }  # fmt: skip
 """Kernels that a layer of a recorded pass launches at most: the values of today. Only ever lower them."""
 ONCE, ONCE_HYBRID = 20, 27
