@@ -120,8 +120,7 @@ class LayeredKVCache(KVCache):
         device: torch.device | str = "cpu",
         slack: int = 0,
     ) -> None:
-        """`heads`: (number of key heads, head size) of each layer. `sources`: for each layer the layer whose keys and
-        values it reads, itself or an earlier one. `slack`: as in StaticKVCache."""
+        """`heads`: (number of key heads, head size) of each layer; `sources`: the layer whose keys it reads."""
         super().__init__(num_rows, max_len)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []

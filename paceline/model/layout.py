@@ -69,8 +69,7 @@ def _attention_linears(config: DecoderConfig, index: int) -> dict[str, tuple[int
 
 
 def _input_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of what a layer of a model with `DecoderConfig.layer_sizes` does last: the update from per-layer
-    embeddings, and the factor on its output."""
+    """Shapes of a layer's update from per-layer embeddings, and of the factor on its output."""
     if config.layer_sizes is None:
         return {}
     hidden, size = config.hidden_size, config.layer_sizes.input_size
@@ -169,7 +168,7 @@ def _is_mtp(config: DecoderConfig, name: str) -> bool:
 
 
 def _is_unread(config: DecoderConfig, name: str) -> bool:
-    """True for keys and values of a layer that reads those of another layer: some files hold them all the same."""
+    """True for weights of keys and values in a layer that reads another's: some files have them."""
     number, _, own_name = name.removeprefix("model.layers.").partition(".")
     if not number.isdecimal() or int(number) >= config.num_layers or config.source(int(number)) == int(number):
         return False

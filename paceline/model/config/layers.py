@@ -27,7 +27,7 @@ class LayerSizes:
     has_key_values: bool
     """True if layers with full attention have no value projection: values are the keys before norm and RoPE."""
     sources: tuple[int, ...]
-    """For each layer the layer whose keys and values it reads: itself, or an earlier one of the same type."""
+    """For each layer the one whose keys and values it reads: itself, or an earlier one of its type."""
     has_wide_mlps: bool
     """True if the MLP is twice as wide in layers that read the keys and values of an earlier layer."""
     input_size: int
@@ -37,8 +37,8 @@ class LayerSizes:
 
 
 def layer_sizes_of(values: dict[str, Any], windows: tuple[int | None, ...], path: Path) -> LayerSizes:
-    """Read the options of layers that differ. `values`: config.json with the family's defaults; `windows`: sliding
-    window of each layer, None for full attention. Raises ModelFileError or UnsupportedModelError, naming `path`."""
+    """Read the options of layers that differ. `values`: config.json with the family's defaults. Raises ModelFileError
+    or UnsupportedModelError, naming `path`."""
     num_layers = values["num_hidden_layers"]
     whole(values, "sliding_window", path)
     is_full = [window is None for window in windows] or [True] * num_layers
@@ -70,46 +70,28 @@ def layer_sizes_of(values: dict[str, Any], windows: tuple[int | None, ...], path
 def _full_heads(values: dict[str, Any], is_full: list[bool], path: Path) -> tuple[int, int]:
     """(head size, number of key heads) of layers with full attention: from `per_layer_config`, which Transformers 5
     writes, or from keys for these layers, as in files on the hub."""
-    given = values.get("per_layer_config")
-    kv_heads = whole(values, "num_key_value_heads", path)
+    given, kv_heads = values.get("per_layer_config"), whole(values, "num_key_value_heads", path)
     if given is None:
         has_own = values.get("attention_k_eq_v") is True
         own = whole(values, "num_global_key_value_heads", path, kv_heads) if has_own else kv_heads
         return whole(values, "global_head_dim", path), own
-    plain = whole(values, "head_dim", path), kv_heads
-    sizes = _sizes_by_layer(given, [plain] * len(is_full), path)
-    full = {size for size, is_own in zip(sizes, is_full, strict=True) if is_own}
-    sliding = {size for size, is_own in zip(sizes, is_full, strict=True) if not is_own}
-    if len(full) > 1 or not sliding <= {plain}:
+    full = [layer for layer, own in enumerate(is_full) if own]
+    changed = next(iter(given.values()), {}) if isinstance(given, dict) else None
+    known = isinstance(changed, dict) and changed.keys() <= {"head_dim", "num_key_value_heads"}
+    if not known or any(each != changed for each in given.values()) or _numbers(given) not in ([], full):
         raise UnsupportedModelError(
-            f"{path}: per_layer_config with several sizes of heads in layers of one type is not implemented: use the "
-            "Transformers fallback"
+            f"{path}: per_layer_config {short(given)} is not implemented: use the Transformers fallback"
         )
-    return next(iter(full), plain)
+    head_dim = whole(values, "head_dim", path)
+    return whole(changed, "head_dim", path, head_dim), whole(changed, "num_key_value_heads", path, kv_heads)
 
 
-def _sizes_by_layer(given: object, sizes: list[tuple[int, int]], path: Path) -> list[tuple[int, int]]:
-    """(head size, number of key heads) of every layer: `sizes`, changed as `per_layer_config` says by layer."""
-    sizes = list(sizes)
-    for layer, changed in given.items() if isinstance(given, dict) else [("", None)]:
-        number = int(layer) if str(layer).isdecimal() else -1
-        if not isinstance(changed, dict) or not 0 <= number < len(sizes):
-            raise ModelFileError(
-                f"{path}: per_layer_config must map layers to their keys (got {short(given)}): correct config.json"
-            )
-        if not changed.keys() <= {"head_dim", "num_key_value_heads"}:
-            raise UnsupportedModelError(
-                f"{path}: per_layer_config {short(changed)} is not implemented: use the Transformers fallback"
-            )
-        head_dim, kv_heads = sizes[number]
-        own = whole(changed, "head_dim", path, head_dim), whole(changed, "num_key_value_heads", path, kv_heads)
-        sizes[number] = own
-    return sizes
+def _numbers(given: dict[str, Any]) -> list[int]:
+    return sorted(int(key) if key.isdecimal() else -1 for key in given)
 
 
 def _sources(is_full: list[bool], num_shared: int, path: Path) -> tuple[int, ...]:
-    """Value of `LayerSizes.sources`: each of the last `num_shared` layers reads the keys and values of the last layer
-    of its type before them."""
+    """Value of `LayerSizes.sources`: the last `num_shared` layers read those of the last layer of their type before."""
     first = len(is_full) - num_shared
     last = {kind: layer for layer, kind in enumerate(is_full[: max(first, 0)])}
     if not set(is_full) <= last.keys():

@@ -1,6 +1,6 @@
 """GGUF files of models whose layers differ in their sizes (Gemma 4): lists of numbers become keys of config.json.
 
-The keys are those that llama.cpp's converter writes; `metadata.py` reads the rest.
+The keys are those of llama.cpp's converter; `metadata.py` reads the rest.
 """
 
 from __future__ import annotations
@@ -14,43 +14,34 @@ from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.config.layers import FULL, SLIDING
 from paceline.model.gguf.container import GGUFFile
 
-LISTED = ("attention.head_count_kv", "feed_forward_length")
-"""Keys that hold one number, or a list with one for each layer."""
-UNROTATED = 1e20
-"""A divisor of a frequency from this number on means that it does not rotate."""
+PATTERN, LISTED = "attention.sliding_window_pattern", ("attention.head_count_kv", "feed_forward_length")
+"""Keys of lists with a value for each layer; those of LISTED may hold one number."""
 
 
 def first_of_lists(file: GGUFFile, arch: str) -> GGUFFile:
     """Return the file with the first number in place of each list of numbers by layer."""
-    changed = {f"{arch}.{key}": by_layer(file, f"{arch}.{key}")[:1] for key in LISTED}
-    return replace(file, metadata=file.metadata | {key: values[0] for key, values in changed.items() if values})
+    firsts = {f"{arch}.{key}": numbers[0] for key in LISTED if (numbers := _numbers(file, f"{arch}.{key}"))}
+    return replace(file, metadata=file.metadata | firsts)
 
 
-def by_layer(file: GGUFFile, key: str) -> list[int]:
-    """Read a list of numbers by layer; a single number gives a list of it alone, a missing key []."""
-    if file.length(key):
-        return file.array(key, int)
-    value = file.get(key, int)
-    return [] if value is None else [value]
+def _numbers(file: GGUFFile, key: str) -> list[int]:
+    """Numbers by layer; a single number gives a list of it alone."""
+    return file.array(key, int) if file.length(key) else [number for number in [file.get(key, int)] if number]
 
 
 def keys_by_layer(file: GGUFFile, arch: str, divisors: str) -> dict[str, Any]:
     """Build the keys of config.json that describe layers. `divisors`: name of the tensor with divisors of the
-    frequencies in layers with full attention. Raises ModelFileError or UnsupportedModelError, naming the metadata
-    key."""
-    num_layers = file.get(f"{arch}.block_count", int) or 0
-    slides = file.array(f"{arch}.attention.sliding_window_pattern", bool)
-    kv_heads, inner = (by_layer(file, f"{arch}.{key}") for key in LISTED)
-    for key, values in (("attention.sliding_window_pattern", slides), (LISTED[0], kv_heads), (LISTED[1], inner)):
-        if len(values) not in (num_layers, 1) or (key not in LISTED and len(values) != num_layers):
+    frequencies in layers with full attention. Raises ModelFileError or UnsupportedModelError, naming key or tensor."""
+    num_layers, slides = file.get(f"{arch}.block_count", int) or 0, file.array(f"{arch}.{PATTERN}", bool)
+    kv_heads, inner = (_numbers(file, f"{arch}.{key}") for key in LISTED)
+    kv_heads, inner = (each * num_layers if len(each) == 1 else each for each in (kv_heads, inner))
+    for key, values in zip((PATTERN, *LISTED), (slides, kv_heads, inner), strict=True):
+        if len(values) != num_layers:
             raise ModelFileError(
-                f"{file.path}: GGUF key {arch}.{key} must have a value for each of {num_layers} layers: fetch the "
-                "model again"
+                f"{file.path}: GGUF key {arch}.{key} must have a value for each of {num_layers} layers: fetch it again"
             )
-    kv_heads, inner = (values * num_layers if len(values) == 1 else values for values in (kv_heads, inner))
     full = [layer for layer, is_sliding in enumerate(slides) if not is_sliding]
-    table = file.tensors.get("per_layer_token_embd.weight")
-    head_dim = file.get(f"{arch}.attention.key_length", int)
+    table, head_dim = file.tensors.get("per_layer_token_embd.weight"), file.get(f"{arch}.attention.key_length", int)
     return {
         "layer_types": [SLIDING if is_sliding else FULL for is_sliding in slides],
         "head_dim": file.get(f"{arch}.attention.key_length_swa", int),
@@ -63,25 +54,24 @@ def keys_by_layer(file: GGUFFile, arch: str, divisors: str) -> dict[str, Any]:
         "use_double_wide_mlp": inner[-1] == 2 * inner[0],
         "hidden_size_per_layer_input": file.get(f"{arch}.embedding_length_per_layer_input", int) or 0,
         "vocab_size_per_layer_input": None if table is None else table.shape[0],
-        "rope_parameters": _ropes(file, arch, divisors),
+        "rope_parameters": {
+            FULL: {"rope_theta": file.get(f"{arch}.rope.freq_base", float), **_rotated(file, arch, divisors)},
+            SLIDING: {"rope_theta": file.get(f"{arch}.rope.freq_base_swa", float) or 10000.0},
+        },
         "rope_scaling": None,
     }
 
 
-def _ropes(file: GGUFFile, arch: str, name: str) -> dict[str, Any]:
+def _rotated(file: GGUFFile, arch: str, name: str) -> dict[str, Any]:
+    """RoPE's type, and the part of a head that it rotates: where frequencies are divided by 1 and not by 1e30."""
     stored = file.tensors.get(name)
-    main, local = (file.get(f"{arch}.rope.{key}", float) for key in ("freq_base", "freq_base_swa"))
-    full: dict[str, Any] = {"rope_type": "default"}
-    if stored is not None:
-        divisors = file.read(stored).view("<f4").ravel() if stored.kind.name == "F32" else np.zeros(1)
-        rotated = int((divisors == 1).sum())
-        if not rotated or not (divisors[:rotated] == 1).all() or not (divisors[rotated:] >= UNROTATED).all():
-            raise UnsupportedModelError(
-                f"{file.path}: {name} with other numbers than 1 and 1e30 is not implemented for {arch}: use "
-                "the model's safetensors folder"
-            )
-        full = {"rope_type": "proportional", "partial_rotary_factor": rotated / len(divisors)}
-    return {
-        FULL: full | ({} if main is None else {"rope_theta": main}),
-        SLIDING: {"rope_type": "default", "rope_theta": 10000.0 if local is None else local},
-    }
+    if stored is None:
+        return {"rope_type": "default"}
+    divisors = file.read(stored).view("<f4").ravel() if stored.kind.name == "F32" else np.zeros(1)
+    rotated = int((divisors == 1).sum())
+    if not rotated or not (divisors[:rotated] == 1).all() or not (divisors[rotated:] > 1e20).all():
+        raise UnsupportedModelError(
+            f"{file.path}: {name} with other numbers than 1 and 1e30 is not implemented for {arch}: use the model's "
+            "safetensors folder"
+        )
+    return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(divisors)}

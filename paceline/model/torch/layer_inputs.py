@@ -19,7 +19,7 @@ class LayerInputs:
         assert config.layer_sizes is not None
         table = tensors["model.embed_tokens_per_layer.weight"]
         self._table, self._size = table, config.layer_sizes.input_size
-        # Transformers rounds the factor of the table to the weights' dtype, not the others.
+        # Transformers rounds this factor to the weights' dtype, not the others.
         self._table_scale = float(torch.tensor(self._size**0.5, dtype=table.dtype))
         self._projection = PackedLinear(tensors["model.per_layer_model_projection.weight"])
         self._norm = norm_of(config, tensors["model.per_layer_projection_norm.weight"])
@@ -35,11 +35,9 @@ class LayerInputs:
 
 
 class LayerEnd:
-    """The last step of a layer: adds an update from the layer's per-layer embedding, if the model has these, and
-    multiplies the hidden states by a learned number."""
+    """The last step of a layer: adds an update from its per-layer embedding, if any, and multiplies by a number."""
 
     def __init__(self, config: DecoderConfig, parts: dict[str, Tensor]) -> None:
-        """`parts`: the layer's weights by name; used matrices are removed from it."""
         self._factor = parts[LAYER_FACTOR]
         self._as_dtype = NoNorm(self._factor.dtype)
         self._gate: PackedLinear | None = None
@@ -51,7 +49,7 @@ class LayerEnd:
             self.num_bytes = self._gate.num_bytes + self._projection.num_bytes
 
     def run(self, residual: Residual, input_TI: Tensor | None) -> None:
-        """Change the residual stream. `input_TI`: the layer's per-layer embeddings [T, I], if the model has any."""
+        """Change the residual stream; input_TI: the layer's per-layer embeddings [T, I], if any."""
         if self._gate is not None and input_TI is not None:
             gate_TI = F.gelu(self._gate(residual.normed(self._as_dtype)), approximate="tanh")
             residual.add(self._projection(gate_TI * input_TI), self._norm)

@@ -109,10 +109,9 @@ class ConfigReader:
             own = next((each for key, each in changed.items() if key.isdecimal() and int(key) == layer), None)
             own = own if isinstance(own, dict) else {}
             return self.whole("num_key_value_heads", kv_heads, own), self.whole("head_dim", head_dim, own)
-        has_own = self.flag("attention_k_eq_v", False)
-        return self.whole("num_global_key_value_heads", kv_heads) if has_own else kv_heads, self.whole(
-            "global_head_dim", 2 * head_dim
-        )
+        if self.flag("attention_k_eq_v", False):
+            kv_heads = self.whole("num_global_key_value_heads", kv_heads)
+        return kv_heads, self.whole("global_head_dim", 2 * head_dim)
 
     def is_shared(self, layer: int) -> bool:
         """True if a layer reads the keys and values of an earlier one (Gemma 4)."""
