@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.errors import NativeError
 from paceline.model.checkpoint import check_tensors, load_config, load_tensors
+from paceline.model.kv_cache import LayeredKVCache
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.native.library import load as native_library
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
@@ -114,6 +115,26 @@ def test_a_tree_says_what_its_paths_say(name: str, family_model: Made, backend: 
     for path in ([0, 1, 3], [0, 2, 4], [0, 2, 5]):
         logits_TV, _ = reference(model, [*tokens, *(drafts[place] for place in path)])
         close(out.logits_TV[path], logits_TV[-3:])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4-small"])
+def test_rows_are_copied_and_paths_kept(name: str, family_model: Made) -> None:
+    folder, model = family_model
+    target, tokens, drafts = target_of(folder, backend="torch"), text(24), text(5, seed=3)
+    assert (taken(target), taken(target)) == (0, 1)
+    feed(target, 0, tokens[:20])
+    target.cache.adopt(0, 1, 17)
+    close(feed(target, 1, tokens[17:]).logits_TV, reference(model, tokens)[0][17:])
+    feed(target, 1, drafts, [-1, 0, 0, 2, 3])
+    target.cache.keep([1], [24], [[0, 2, 3]])
+    whole = [*tokens, *(drafts[place] for place in (0, 2, 3)), *text(3)]
+    close(feed(target, 1, text(3)).logits_TV, reference(model, whole)[0][27:])
+
+
+def test_layers_that_share_keys_store_none() -> None:
+    cache = LayeredKVCache([(2, 8), (1, 16)] * 2, [0, 1, 0, 1], 2, 32, torch.float32)
+    assert cache.keys[2] is cache.keys[0] and cache.values[3] is cache.values[1]
+    assert cache.num_bytes == 2 * 4 * 2 * 32 * (2 * 8 + 16)
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def _full_heads(values: dict[str, Any], is_full: list[bool], path: Path) -> tupl
         own = whole(values, "num_global_key_value_heads", path, kv_heads) if has_own else kv_heads
         return whole(values, "global_head_dim", path), own
     full = [layer for layer, own in enumerate(is_full) if own]
-    changed = next(iter(given.values()), {}) if isinstance(given, dict) else None
+    changed: Any = next(iter(given.values()), {}) if isinstance(given, dict) else None
     known = isinstance(changed, dict) and changed.keys() <= {"head_dim", "num_key_value_heads"}
     if not known or any(each != changed for each in given.values()) or _numbers(given) not in ([], full):
         raise UnsupportedModelError(
