@@ -24,7 +24,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.model.checkpoint import expected_shapes
 from paceline.model.config.decoder import DecoderConfig, decoder_config
-from paceline.model.layout import layer_shapes
+from paceline.model.layout import LAYER_FACTOR, layer_shapes
 from paceline.model.target import Target
 from paceline.model.torch.decoder import Decoder
 from paceline.plan.speculate import Speculation
@@ -40,10 +40,13 @@ RAW = {
     "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16, "linear_key_head_dim": 16,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4, "query_pre_attn_scalar": 5, "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.5,
+    "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.5, "global_head_dim": 32,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCAB,
 }  # fmt: skip
 """Every key that any family reads: a tiny model of each, those to come included."""
 LAYER_TYPES = {
+    "global_head_dim": ["sliding_attention", "full_attention"] * 2,
     "linear_num_key_heads": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "rope_local_base_freq": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
 }
@@ -66,7 +69,7 @@ def loud_tensors(config: DecoderConfig, seed: int = 0) -> list[tuple[str, Tensor
         if len(size) > 1:
             tensors.append((name, noise * (0.14 if config.delta else 0.25)))
         else:
-            levels = {"norm.weight": 1.0 - config.norm_offset, "A_log": -2.0}
+            levels = {"norm.weight": 1.0 - config.norm_offset, "A_log": -2.0, LAYER_FACTOR: 1.0}
             level = next((value for end, value in levels.items() if name.endswith(end)), 0.0)
             tensors.append((name, level + 0.3 * noise))
     return tensors

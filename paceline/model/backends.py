@@ -141,6 +141,7 @@ def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: 
             dtype not in native_lib.FORMATS,
             f"knows float32 and bfloat16, not {str(dtype).removeprefix('torch.')}: use --dtype, or leave --backend out",
         ),
+        (config.layer_sizes is not None, "has no layers of different sizes, as Gemma 4's: leave --backend out"),
         (config.head_dim > native_lib.MAX_HEAD_DIM, f"has no heads of {config.head_dim} numbers: leave --backend out"),
         (
             config.delta is not None and config.delta.kernel > native_lib.MAX_TAPS,

@@ -26,7 +26,7 @@ from paceline.model.config.values import MAX_SIZE, is_whole, short
 from paceline.model.gguf import metadata as gguf
 from paceline.model.gguf.blocks import AnyWeight, Blocks, Weight
 from paceline.model.gguf.container import is_gguf
-from paceline.model.layout import DELTA_NORM, as_ours, layer_shapes
+from paceline.model.layout import DELTA_NORM, LAYER_FACTOR, as_ours, input_table_shapes, layer_shapes
 
 
 def load_config(path: Path | str) -> DecoderConfig:
@@ -89,7 +89,8 @@ def random_weights(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, random tensor) for these shapes: normal with mean 0 and standard deviation 0.02; norm weights are 1.
+    """Yield (name, random tensor) for these shapes: normal with mean 0 and standard deviation 0.02; norm weights and
+    factors of layers are 1.
 
     The numbers depend on the seed, and on the device and dtype that `drawn_as` returns.
     """
@@ -97,7 +98,7 @@ def random_weights(
     generator = torch.Generator(draw_device).manual_seed(seed)
     for name, shape in shapes.items():
         tensor = torch.empty(shape, device=draw_device, dtype=draw_dtype)
-        is_norm = name.endswith("norm.weight")
+        is_norm = name.endswith(("norm.weight", LAYER_FACTOR))
         yield name, tensor.fill_(1.0) if is_norm else tensor.normal_(0.0, 0.02, generator=generator)
 
 
@@ -116,6 +117,7 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer_shapes(config, index).items()}
+    shapes |= input_table_shapes(config)
     shapes["model.norm.weight"] = (config.hidden_size,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)

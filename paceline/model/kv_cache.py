@@ -106,6 +106,50 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
+class LayeredKVCache(KVCache):
+    """KV cache of layers that differ in the number and the size of their heads: `keys[l]` and `values[l]` of layer l
+    are tensors [rows, kv_heads, max_len + slack, head_dim], those of another layer if layer l reads that one's."""
+
+    def __init__(
+        self,
+        heads: list[tuple[int, int]],
+        sources: list[int],
+        num_rows: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        slack: int = 0,
+    ) -> None:
+        """`heads`: (number of key heads, head size) of each layer; `sources`: the layer whose keys it reads."""
+        super().__init__(num_rows, max_len)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        failure = f"no memory for a KV cache of {num_rows} rows of {max_len} tokens"
+        with reraised(MemoryBudgetError, failure, "lower max_batch or max_len", RuntimeError, MemoryError, OSError):
+            for layer, (num_kv_heads, head_dim) in enumerate(heads):
+                shape = (num_rows, num_kv_heads, max_len + slack, head_dim)
+                for tensors in (self.keys, self.values):
+                    is_own = sources[layer] == layer
+                    tensors.append(_zeros(shape, dtype, device) if is_own else tensors[sources[layer]])
+        owners = sorted(set(sources))
+        self._stored = [tensors[layer] for tensors in (self.keys, self.values) for layer in owners]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._stored)
+
+    def adopt(self, source: int, row: int, length: int) -> None:
+        assert self.lengths[row] == 0 and length <= self.max_len
+        if source != row:
+            for tensor in self._stored:
+                tensor[row, :, :length] = tensor[source, :, :length]
+        self.lengths[row] = length
+
+    def _move(self, row: int, start: int, slots: list[int]) -> None:
+        for tensor in self._stored:
+            tensor[row, :, start : start + len(slots)] = tensor[row, :, [start + slot for slot in slots]]
+
+
 _TOGETHER = 16
 """Number of adjacent positions that a layout may interleave: the native library stores sixteen keys together."""
 

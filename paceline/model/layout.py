@@ -17,6 +17,8 @@ NORMS: dict[str, dict[str, str]] = TABLES["norms"]
 """Norm position (`DecoderConfig.norms`) -> field of a layer -> name of the norm's weight in checkpoints."""
 DELTA_NORM = "linear_attn.norm.weight"
 """Name of the output norm of a gated delta net; `DecoderConfig.norm_offset` is not added to this norm."""
+LAYER_FACTOR = "layer_scalar"
+"""Name of the factor on a layer's output, in models with `DecoderConfig.layer_sizes`."""
 FUSED: dict[str, list[str]] = TABLES["fused"]
 """Name of a fused matrix in some checkpoints -> names of the matrices whose rows it contains, in order."""
 
@@ -24,7 +26,7 @@ FUSED: dict[str, list[str]] = TABLES["fused"]
 def layer_shapes(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of layer `index`, by its Hugging Face name within the layer."""
     hidden = config.hidden_size
-    linears = _delta_linears(config) if config.is_linear(index) else _attention_linears(config)
+    linears = _delta_linears(config) if config.is_linear(index) else _attention_linears(config, index)
     for owner, inner, biased in _mlps(config, index):
         linears[f"{owner}.gate_proj"] = linears[f"{owner}.up_proj"] = (inner, hidden, biased)
         linears[f"{owner}.down_proj"] = (hidden, inner, biased)
@@ -32,7 +34,8 @@ def layer_shapes(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]
         linears["mlp.gate"] = (config.num_experts, hidden, config.has_expert_biases)
     if config.has_experts(index) and config.shared_expert_size:
         linears["mlp.shared_expert_gate"] = (1, hidden, False)
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in NORMS[config.norms].values()}
+    vectors = {f"{name}.weight": (hidden,) for name in NORMS[config.norms].values()}
+    shapes: dict[str, tuple[int, ...]] = vectors | _input_shapes(config)
     for name, (rows, columns, biased) in linears.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if biased:
@@ -40,23 +43,53 @@ def layer_shapes(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]
     if config.delta is not None and config.is_linear(index):
         return shapes | _delta_vectors(config.delta)
     if config.qk_norm:
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        whole = (queries, keys) if config.is_qk_norm_whole else (config.head_dim, config.head_dim)
-        shapes |= {f"self_attn.{which}_norm.weight": (size,) for which, size in zip("qk", whole, strict=True)}
+        kv_heads, head_dim = config.head_sizes(index)
+        whole = (config.num_heads * head_dim, kv_heads * head_dim) if config.is_qk_norm_whole else (head_dim, head_dim)
+        normed = dict(zip("qk", whole, strict=True)) if config.source(index) == index else {"q": head_dim}
+        shapes |= {f"self_attn.{which}_norm.weight": (size,) for which, size in normed.items()}
     if config.has_sinks:
         shapes["self_attn.sinks"] = (config.num_heads,)
     return shapes
 
 
-def _attention_linears(config: DecoderConfig) -> dict[str, tuple[int, int, bool]]:
+def _attention_linears(config: DecoderConfig, index: int) -> dict[str, tuple[int, int, bool]]:
     """Linear layers of attention: name -> (rows, columns, whether there is a bias)."""
-    hidden = config.hidden_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, (kv_heads, head_dim) = config.hidden_size, config.head_sizes(index)
+    queries, keys = config.num_heads * head_dim, kv_heads * head_dim
+    own = {"self_attn.k_proj": (keys, hidden, config.qkv_bias), "self_attn.v_proj": (keys, hidden, config.qkv_bias)}
+    if config.source(index) != index:
+        own = {}
+    elif config.layer_sizes is not None and config.layer_sizes.has_key_values and config.is_full(index):
+        del own["self_attn.v_proj"]
     return {
         "self_attn.q_proj": (2 * queries if config.output_gate else queries, hidden, config.qkv_bias),
-        "self_attn.k_proj": (keys, hidden, config.qkv_bias),
-        "self_attn.v_proj": (keys, hidden, config.qkv_bias),
+        **own,
         "self_attn.o_proj": (hidden, queries, config.output_bias),
+    }
+
+
+def _input_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's update from per-layer embeddings, and of the factor on its output."""
+    if config.layer_sizes is None:
+        return {}
+    hidden, size = config.hidden_size, config.layer_sizes.input_size
+    inputs = {
+        "per_layer_input_gate.weight": (size, hidden),
+        "per_layer_projection.weight": (hidden, size),
+        "post_per_layer_input_norm.weight": (hidden,),
+    }
+    return {LAYER_FACTOR: (1,), **(inputs if size else {})}
+
+
+def input_table_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that make per-layer embeddings, by Hugging Face name; empty without any."""
+    if config.layer_sizes is None or not config.layer_sizes.input_size:
+        return {}
+    size = config.layer_sizes.input_size
+    return {
+        "model.embed_tokens_per_layer.weight": (config.layer_sizes.input_vocab, config.num_layers * size),
+        "model.per_layer_model_projection.weight": (config.num_layers * size, config.hidden_size),
+        "model.per_layer_projection_norm.weight": (size,),
     }
 
 
@@ -84,7 +117,8 @@ def _delta_vectors(delta: DeltaShape) -> dict[str, tuple[int, ...]]:
 def _mlps(config: DecoderConfig, index: int) -> list[tuple[str, int, bool]]:
     """A layer's MLPs: (name, inner width, whether there are biases)."""
     if not config.has_experts(index):
-        return [("mlp", config.intermediate_size, config.mlp_bias)]
+        is_wide = config.layer_sizes is not None and config.layer_sizes.has_wide_mlps and config.source(index) != index
+        return [("mlp", config.intermediate_size * (2 if is_wide else 1), config.mlp_bias)]
     mlps = [
         (f"mlp.experts.{expert}", config.expert_size, config.has_expert_biases) for expert in range(config.num_experts)
     ]
@@ -124,12 +158,21 @@ def _renamed(config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]]) ->
             continue
         for theirs, ours in renames:
             name = name.replace(theirs, ours)
-        yield name, tensor
+        if not _is_unread(config, name):
+            yield name, tensor
 
 
 def _is_mtp(config: DecoderConfig, name: str) -> bool:
     number = name.removeprefix("model.layers.").partition(".")[0]
     return number.isdecimal() and 0 <= int(number) - config.num_layers < config.num_mtp_layers
+
+
+def _is_unread(config: DecoderConfig, name: str) -> bool:
+    """True for weights of keys and values in a layer that reads another's: some files have them."""
+    number, _, own_name = name.removeprefix("model.layers.").partition(".")
+    if not number.isdecimal() or int(number) >= config.num_layers or config.source(int(number)) == int(number):
+        return False
+    return own_name.startswith(("self_attn.k_", "self_attn.v_"))
 
 
 def _rows_of(name: str) -> list[str]:

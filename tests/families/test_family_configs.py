@@ -152,6 +152,17 @@ HUB: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "enable_moe_block": False}
+HUB["gemma-4-31B-it"] = GEMMA4 | catalogue.config_of("gemma-4-31b") | {
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10, "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision",
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+}  # fmt: skip
+HUB["gemma-4-E2B-it"] = GEMMA4 | catalogue.config_of("gemma-4-e2b")
+HUB["gemma-4-E2B-it"]["layer_types"] = [*["sliding_attention"] * 4, "full_attention"] * 7
 ROPE_FIELDS: dict[str, Any] = {"rope_scaling": None, "local_rope_scaling": None}
 
 
@@ -200,6 +211,10 @@ def test_what_the_files_say() -> None:
         True,
     )
     assert (gemma3.rope_theta, gemma3.local_rope_theta, gemma3.windows[4:7]) == (1e6, 1e4, (512, None, 512))
+    gemma4, small = read["gemma-4-31B-it"], read["gemma-4-E2B-it"]
+    assert (gemma4.head_sizes(0), gemma4.head_sizes(5), gemma4.attention_scale) == ((16, 256), (4, 512), 1.0)
+    assert (gemma4.ropes[4:6], gemma4.rope_theta, gemma4.local_rope_theta) == (("local", "main"), 1e6, 1e4)
+    assert (small.head_sizes(4), small.source(14), small.source(15), small.source(19)) == ((1, 512), 14, 13, 14)
     following, dense = read["Qwen3-Next-80B-A3B-Instruct"], read["Qwen3.5-9B"]
     assert (
         following.linear_layers == tuple(layer for layer in range(48) if layer % 4 != 3) and following.has_mixed_delta
@@ -233,6 +248,8 @@ def test_simulate_and_the_decoder_count_the_same_parameters(model: str) -> None:
         ("OLMo-2-0425-1B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not implemented"),
         ("Qwen3.5-9B", {"layer_types": ["sliding_attention"] * 32}, "is not implemented"),
         ("Qwen3.5-9B", {"attn_output_gate": False}, "attn_output_gate False is not implemented"),
+        ("gemma-4-31B-it", {"enable_moe_block": True}, "enable_moe_block True is not implemented"),
+        ("gemma-4-31B-it", {"per_layer_config": {"5": {"head_dim": 8}}}, "per_layer_config .* is not implemented"),
         (
             "SmolLM3-3B",
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
@@ -268,6 +285,10 @@ def test_what_no_family_computes_goes_to_transformers(model: str, changes: dict[
         ("Qwen3.5-9B", {"layer_types": ["linear_attention"] * 32}, "or no layer has full attention"),
         ("Qwen3.5-9B", {"linear_conv_kernel_dim": 0}, "needs 'linear_conv_kernel_dim' as a whole number from 1"),
         ("Qwen3-30B-A3B", {"mlp_only_layers": "x"}, "mlp_only_layers must be a list of layers"),
+        ("gemma-4-31B-it", {"num_global_key_value_heads": 5}, "32 heads of 512 over 5 key heads of layers with full"),
+        ("gemma-4-31B-it", {"num_kv_shared_layers": 57}, "leaves no layer of each type"),
+        ("gemma-4-31B-it", {"sliding_window": None}, "needs 'sliding_window' as a whole number"),
+        ("gemma-4-E2B-it", {"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input 9 is smaller"),
     ],
 )
 def test_impossible_values_are_named(model: str, changes: dict[str, Any], message: str) -> None:

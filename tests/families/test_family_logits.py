@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import VOCAB, Written, model_of, reference, target_of, text
+from family_models import IN_PYTORCH, VOCAB, Written, model_of, reference, target_of, text
 from torch import Tensor
 
+from paceline.errors import NativeError
 from paceline.model.checkpoint import check_tensors, load_config, load_tensors
+from paceline.model.kv_cache import LayeredKVCache
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.native.library import load as native_library
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
@@ -49,7 +51,8 @@ def backend(request: pytest.FixtureRequest) -> str:
 def test_logits_taps_and_ends(name: str, family_model: Made, backend: str) -> None:
     folder, model = family_model
     target, tokens = target_of(folder, backend=backend), text(LENGTH)
-    assert isinstance(target, Decoder if backend == "torch" or native_library() is None else NativeDecoder)
+    is_torch = backend == "torch" or native_library() is None or name in IN_PYTORCH
+    assert isinstance(target, Decoder if is_torch else NativeDecoder)
     target.set_taps((0, 2, 3))
     logits_TV, hidden = reference(model, tokens)
     out = feed(target, taken(target), tokens)
@@ -114,6 +117,26 @@ def test_a_tree_says_what_its_paths_say(name: str, family_model: Made, backend: 
         close(out.logits_TV[path], logits_TV[-3:])
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4-small"])
+def test_rows_are_copied_and_paths_kept(name: str, family_model: Made) -> None:
+    folder, model = family_model
+    target, tokens, drafts = target_of(folder, backend="torch"), text(24), text(5, seed=3)
+    assert (taken(target), taken(target)) == (0, 1)
+    feed(target, 0, tokens[:20])
+    target.cache.adopt(0, 1, 17)
+    close(feed(target, 1, tokens[17:]).logits_TV, reference(model, tokens)[0][17:])
+    feed(target, 1, drafts, [-1, 0, 0, 2, 3])
+    target.cache.keep([1], [24], [[0, 2, 3]])
+    whole = [*tokens, *(drafts[place] for place in (0, 2, 3)), *text(3)]
+    close(feed(target, 1, text(3)).logits_TV, reference(model, whole)[0][27:])
+
+
+def test_layers_that_share_keys_store_none() -> None:
+    cache = LayeredKVCache([(2, 8), (1, 16)] * 2, [0, 1, 0, 1], 2, 32, torch.float32)
+    assert cache.keys[2] is cache.keys[0] and cache.values[3] is cache.values[1]
+    assert cache.num_bytes == 2 * 4 * 2 * 32 * (2 * 8 + 16)
+
+
 @pytest.mark.slow
 def test_passes_of_fixed_shape(name: str, family_model: Made) -> None:
     """Passes as CUDA graphs record them."""
@@ -133,6 +156,10 @@ def test_weights_can_be_rounded_to_blocks(name: str, family_model: Made) -> None
     """Also where a file holds several matrices as one, or in another order."""
     folder, model = family_model
     tokens = text(LENGTH)
+    if name in IN_PYTORCH:
+        with pytest.raises(NativeError, match="has no layers of different sizes"):
+            target_of(folder, weight_format="q8_0")
+        return
     target = target_of(folder, weight_format="q8_0")
     assert isinstance(target, NativeDecoder) and "Q8_0" in target.weight_format
     actual, expected = feed(target, taken(target), tokens).logits_TV, reference(model, tokens)[0]

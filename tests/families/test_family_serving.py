@@ -14,7 +14,7 @@ from paceline.engine.llm import LLM
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 12
-SERVED = ["llama", "gemma3", "gpt-oss", "qwen3.5-moe"]
+SERVED = ["llama", "gemma3", "gpt-oss", "qwen3.5-moe", "gemma4-small"]
 """One family for each kind of cache: the server does not depend on the family."""
 
 

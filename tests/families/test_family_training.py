@@ -46,8 +46,9 @@ def counting(number: int) -> Document:
 DOCUMENTS = [counting(number) for number in range(8)]
 
 
-TRAINED = ["llama", "granite", "gemma2", "gpt-oss", "qwen3.5-moe"]
-"""Plain, with factors at both ends, with a cap, with experts, with layers of two kinds."""
+TRAINED = ["llama", "granite", "gemma2", "gpt-oss", "qwen3.5-moe", "gemma4", "gemma4-small"]
+"""Plain, with factors at both ends, with a cap, with experts, with layers of two kinds, with heads of two sizes, with
+shared keys."""
 
 
 @pytest.mark.parametrize("name", TRAINED)

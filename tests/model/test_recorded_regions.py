@@ -40,10 +40,11 @@ from paceline.model.torch.recorded import Region
 
 LAUNCHES = dict.fromkeys(FAMILIES, 10) | {
     "qwen3-moe": 13, "mixtral": 13, "gpt-oss": 13, "qwen3.5": 12, "qwen3-next": 19, "qwen3.5-moe": 19,
+    "gemma4": 21, "gemma4-unified": 21, "gemma4-small": 25,
 }  # fmt: skip
 """Kernels that a layer of a recorded pass launches at most: the values of today. Only ever lower them."""
-ONCE, ONCE_HYBRID = 20, 27
-"""Positions, tables, taps, embedding and head, once a pass; and lengths of trails."""
+ONCE, ONCE_HYBRID, ONCE_INPUTS = 20, 27, 26
+"""Positions, tables, taps, embedding and head, once a pass; and lengths of trails; and per-layer embeddings."""
 ROUND_ONCE, RACE_ONCE, FORESEEN_ONCE = 50, 160, 75
 """Of a round what it adds to its passes: widths, acceptance, commitment; where rows are drawn their race, and drafts
 for it."""
@@ -116,7 +117,8 @@ def test_a_recorded_pass_needs_nothing_of_the_host(name: str, tmp_path: Path, mo
     assert isinstance(static, StaticPass)
     total, layers = launches(static, monkeypatch)
     assert len(layers) == config.num_layers and max(layers) <= LAUNCHES[name], f"{max(layers)} launches a layer"
-    assert total - sum(layers) <= (ONCE_HYBRID if config.delta else ONCE)
+    once = ONCE_INPUTS if config.layer_sizes and config.layer_sizes.input_size else ONCE
+    assert total - sum(layers) <= (ONCE_HYBRID if config.delta else once)
 
 
 @pytest.mark.slow

@@ -189,6 +189,7 @@ def filled(target: Decoder | NativeDecoder) -> StaticKVCache:
         assert target.cache.allocate() == row
     for row, start in zip(ROWS, STARTS, strict=True):
         target.forward(ForwardBatch([row], [0], [start + 9], [(7 * row + at) % 97 for at in range(start + 9)], "none"))
+    assert isinstance(target.kv, StaticKVCache)
     return target.kv
 
 

@@ -32,6 +32,8 @@ TOTALS = {
     "gemma-2-27b": 27.23,
     "gemma-3-1b": 1.0,
     "gemma-3-27b": 27.0,
+    "gemma-4-31b": 30.7,
+    "gemma-4-26b-a4b": 25.2,
     "DeepSeek-V3": 671,
     "DeepSeek-V4-Flash": 284,
 }

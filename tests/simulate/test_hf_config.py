@@ -202,7 +202,7 @@ def test_stored_precision(quantization: dict[str, Any] | None, expected: str) ->
         ({"num_experts": 4}, "no num_experts_per_tok"),
         ({"layer_types": ["mamba"] * 4}, "not known"),
         ({"model_type": "mamba2"}, "state-space"),
-        ({"model_type": "gemma4_text"}, "head sizes"),
+        ({"model_type": "gemma4_text", "global_head_dim": "wide"}, "which is no size"),
         ({"compress_ratios": [4], "qk_rope_head_dim": 2}, "each of 4 layers"),
         ({"text_config": [1]}, "JSON object"),
     ],

@@ -53,6 +53,15 @@ DELTA = {
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+GEMMA4: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 8.0,
+}
+UNIFIED = {key: value for key, value in GEMMA4.items() if key != "hidden_size_per_layer_input"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,23 @@ FAMILIES = {
         std=0.14,
     ),
     "gpt-oss": Family("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "gemma4": Family("Gemma4", {**GEMMA4, "attention_k_eq_v": True}, embedding_std=0.12, config="Gemma4Text"),
+    "gemma4-unified": Family("Gemma4Unified", {**UNIFIED, "attention_k_eq_v": True}, 0.12, "Gemma4UnifiedText"),
+    "gemma4-small": Family(
+        "Gemma4",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+        embedding_std=0.12,
+        config="Gemma4Text",
+    ),
 }
+IN_PYTORCH = ("gemma4", "gemma4-unified", "gemma4-small")
+"""Rows that the native pass refuses."""
 
 
 def transformers_model(family: Family, seed: int = 0) -> Any:
@@ -141,6 +166,9 @@ def transformers_model(family: Family, seed: int = 0) -> Any:
                 parameter.normal_(std=family.embedding_std if "embed_tokens" in name else family.std)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.3 - (2.0 if name.endswith("A_log") else 0.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     return model
 
 

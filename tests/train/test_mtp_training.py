@@ -231,8 +231,9 @@ def test_a_target_without_such_a_layer_says_what_to_do(folder_of: Folder, tmp_pa
     check_mtp(asks(folder_of("qwen3.5+")))
     with pytest.raises(ConfigError, match="has a multi-token-prediction layer of its own: leave --first-layers out"):
         check_mtp(asks(folder_of("qwen3.5+"), start="copied"))
-    with pytest.raises(UnsupportedModelError, match="no layer of mistral can be copied for mtp"):
-        check_mtp(asks(folder_of("mistral"), start="copied"))
+    for name, family in (("mistral", "mistral"), ("gemma4", "gemma4_text")):
+        with pytest.raises(UnsupportedModelError, match=f"no layer of {family} can be copied for mtp"):
+            check_mtp(asks(folder_of(name), start="copied"))
     with pytest.raises(UnsupportedModelError, match="attention sinks"):
         MtpNetwork(new_layer(folder_of("gpt-oss")))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import ModelFileError, UnsupportedModelError
+from paceline.model.config.layers import FULL, LINEAR, SLIDING, LayerSizes, layer_sizes_of
 from paceline.model.config.quantisation import refuse_quantised
+from paceline.model.config.ropes import rope_fields
 from paceline.model.config.values import LARGEST, MAX_EXPERTS, TABLES, fraction, is_whole, short, text_part, whole
 
-FAMILIES, ROPE_KEYS = TABLES["families"], TABLES["rope"]
-ROPE_LISTS = ("factors", "short_factor", "long_factor")
-"""Keys of `rope_scaling` that hold a list with one number per frequency."""
-SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
-"""Layer types that config.json lists under `layer_types`."""
+FAMILIES = TABLES["families"]
 
 RopeKind = Literal["main", "local", "none"]
 
@@ -101,6 +99,8 @@ class DecoderConfig:
     """Indices of the layers with one dense MLP, in a model whose other layers have experts."""
     shared_expert_size: int = 0
     """Inner width of the shared expert, which runs for every token in addition to the selected ones; 0: none."""
+    layer_sizes: LayerSizes | None = None
+    """Options of a model whose layers differ in their sizes; None: all layers have those above."""
     delta: DeltaShape | None = None
     linear_layers: tuple[int, ...] = ()
     """Indices of the layers with a gated delta net, with the sizes in `delta`, instead of attention."""
@@ -137,6 +137,24 @@ class DecoderConfig:
     def is_linear(self, layer: int) -> bool:
         return layer in self.linear_layers
 
+    def is_full(self, layer: int) -> bool:
+        """Return True if the layer attends to all positions."""
+        return self.window(layer) is None
+
+    def head_sizes(self, layer: int) -> tuple[int, int]:
+        """Return (number of key heads, size of a head) of the layer's attention."""
+        if self.layer_sizes is None or not self.is_full(layer):
+            return self.num_kv_heads, self.head_dim
+        return self.layer_sizes.full_kv_heads, self.layer_sizes.full_head_dim
+
+    def rope_size(self, kind: RopeKind) -> int:
+        """Return the size of a head in layers with this type of RoPE."""
+        return self.head_dim if self.layer_sizes is None or kind == "local" else self.layer_sizes.full_head_dim
+
+    def source(self, layer: int) -> int:
+        """Return the layer whose keys and values this layer reads, usually itself."""
+        return layer if self.layer_sizes is None else self.layer_sizes.sources[layer]
+
     def has_experts(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers
 
@@ -158,6 +176,7 @@ def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
     architecture = _architecture(raw, path)
     defaults = FAMILIES[architecture]
     values = defaults | raw | {"family": defaults["family"]}
+    values["rope_parameters"] = raw.get("rope_parameters") or defaults.get("rope_parameters")
     traits: dict[str, Any] = defaults["traits"]
     sizes = {field: whole(values, key, path) for field, key in TABLES["sizes"].items()}
     num_heads = sizes["num_heads"]
@@ -183,7 +202,9 @@ def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
         "windows": windows,
         "ropes": _rope_kinds(values, traits, windows, path),
     }
-    fields |= _ropes(values, traits, sizes["max_position"], head_dim, path)
+    if traits.get("layer_sizes"):
+        fields["layer_sizes"] = layer_sizes_of(values, windows, path)
+    fields |= rope_fields(values, traits, sizes["max_position"], head_dim, path)
     fields |= (
         traits.get("fields", {})
         | _numbers(values, traits, path)
@@ -247,70 +268,6 @@ def _delta(values: dict[str, Any], traits: dict[str, Any], path: Path) -> dict[s
     return {"delta": shape, "linear_layers": linear} if linear else {}
 
 
-def _ropes(
-    values: dict[str, Any], traits: dict[str, Any], max_position: int, head_dim: int, path: Path
-) -> dict[str, Any]:
-    """Fields of RoPE, from `rope_parameters` (Transformers 5; per layer type where they differ), or from `rope_theta`
-    and `rope_scaling` (earlier versions)."""
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise ModelFileError(f"{path}: rope parameters must be an object (got {short(given)}): correct config.json")
-    by_kind, local_key = any(isinstance(value, dict) for value in given.values()), traits.get("local_rope")
-    kinds = [given.get(kind) or {} for kind in (FULL, SLIDING)] if by_kind else [given, {}]
-    part = kinds[0].get("partial_rotary_factor") if isinstance(kinds[0], dict) else None
-    part = values.get("partial_rotary_factor") if part is None else part
-    is_unknown = (by_kind and local_key is None) or not all(isinstance(kind, dict) for kind in kinds)
-    if is_unknown or (part not in (None, 1.0) and not traits.get("partial_rotary")):
-        raise UnsupportedModelError(
-            f"{path}: partial or per-layer rope is not implemented: use the Transformers fallback"
-        )
-    fields: dict[str, Any] = {}
-    if part not in (None, 1.0):
-        part = fraction({"partial_rotary_factor": part}, "partial_rotary_factor", 1.0, path)
-        fields["rotary_dim"] = int(head_dim * part)
-        if not 2 <= fields["rotary_dim"] <= head_dim or fields["rotary_dim"] % 2:
-            raise ModelFileError(f"{path}: {short(part)} of heads of {head_dim} cannot be rotated: correct config.json")
-    theta, scaling = _rope(kinds[0], values, traits, max_position, path)
-    if scaling and scaling["rope_type"] == "longrope":
-        expected = fields.get("rotary_dim", head_dim) // 2
-        for key in ("short_factor", "long_factor"):
-            if len(scaling[key]) != expected:
-                raise ModelFileError(
-                    f"{path}: {key} has {len(scaling[key])} numbers, not {expected}: correct config.json"
-                )
-    fields |= {"rope_theta": theta, "rope_scaling": scaling}
-    if local_key is not None:
-        own = values if by_kind else {**values, "rope_theta": values.get(local_key)}
-        theta, scaling = _rope(kinds[1], own, traits, max_position, path)
-        fields |= {"local_rope_theta": theta, "local_rope_scaling": scaling}
-    return fields
-
-
-def _rope(
-    given: dict[str, Any], values: dict[str, Any], traits: dict[str, Any], max_position: int, path: Path
-) -> tuple[float, dict[str, Any] | None]:
-    """Theta and scaling for one type of layer; `given` has its own keys."""
-    scaling = {key: value for key, value in given.items() if key not in ("type", "rope_theta", "partial_rotary_factor")}
-    scaling.setdefault("rope_type", given.get("type", "default"))
-    if not isinstance(scaling["rope_type"], str):
-        raise ModelFileError(
-            f"{path}: rope_type must be a name (got {short(scaling['rope_type'])}): correct config.json"
-        )
-    scaling["rope_type"] = traits.get("rope_names", {}).get(scaling["rope_type"], scaling["rope_type"])
-    if scaling["rope_type"] in ("llama3", "yarn", "longrope"):
-        scaling.setdefault(
-            "original_max_position_embeddings", values.get("original_max_position_embeddings", max_position)
-        )
-    if scaling["rope_type"] in ("yarn", "longrope") and scaling.get("factor") is None:
-        original = scaling["original_max_position_embeddings"]
-        scaling["factor"] = max_position / original if is_whole(original) and original > 0 else None
-    check_rope(scaling)
-    theta = fraction(given if given.get("rope_theta") is not None else values, "rope_theta", 10000.0, path)
-    if theta <= 1:
-        raise ModelFileError(f"{path}: rope_theta must be larger than 1 (got {theta}): correct config.json")
-    return theta, None if scaling["rope_type"] == "default" else scaling
-
-
 def _rope_kinds(
     values: dict[str, Any], traits: dict[str, Any], windows: tuple[int | None, ...], path: Path
 ) -> tuple[RopeKind, ...]:
@@ -350,6 +307,8 @@ def _windows(values: dict[str, Any], traits: dict[str, Any], path: Path) -> tupl
         raise UnsupportedModelError(
             f"{path}: layer_types {short(types)} is not implemented: use the Transformers fallback"
         )
+    if traits.get("layer_sizes"):
+        types = [*types[:-1], FULL]  # as Transformers' class does, whatever the list has
     windows = tuple(window if kind == SLIDING else None for kind in types)
     return windows if any(windows) else ()
 
@@ -388,24 +347,3 @@ def _architecture(raw: dict[str, Any], path: Path) -> str:
                 "use an unquantised, unmodified checkpoint, or the Transformers fallback"
             )
     return name
-
-
-def check_rope(scaling: dict[str, Any]) -> None:
-    """Check `rope_scaling`. Raises UnsupportedModelError for an unknown type, ModelFileError for an invalid number."""
-    rope_type = scaling.get("rope_type", "default")
-    if rope_type not in ROPE_KEYS:
-        raise UnsupportedModelError(
-            f"rope type {rope_type!r} is not implemented (known: default, linear, llama3, longrope, yarn): "
-            "the Transformers fallback runs such a safetensors folder"
-        )
-    for key in (*ROPE_KEYS[rope_type], *(key for key in TABLES["rope_optional"] if scaling.get(key) is not None)):
-        values: Any = scaling.get(key)
-        if key in ROPE_LISTS and not (isinstance(values, (list, tuple)) and values):
-            raise ModelFileError(
-                f"rope type {rope_type!r} needs a list of numbers {key!r} in the model's config (got {short(values)})"
-            )
-        for value in values if key in ROPE_LISTS else [values]:
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
-                raise ModelFileError(
-                    f"rope type {rope_type!r} needs a positive {key!r} in the model's config (got {short(value)})"
-                )

@@ -17,6 +17,8 @@ LARGEST = 1e18
 rejected."""
 
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
+_named = TABLES["families"]
+TABLES["families"] = {name: {**_named.get(own.get("as"), {}), **own} for name, own in _named.items()}
 
 
 def text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:

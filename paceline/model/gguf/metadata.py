@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.errors import ModelFileError, UnsupportedModelError, reraised
 from paceline.model.config.values import MAX_SIZE, TABLES
 from paceline.model.gguf.blocks import BLOCK_KINDS, BlockKind, Blocks, Weight
+from paceline.model.gguf.by_layer import first_of_lists, keys_by_layer
 from paceline.model.gguf.container import GGUFFile, StoredTensor, open_gguf
 from paceline.model.gguf.package import gguf_package
 
@@ -36,9 +37,10 @@ HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 def config_json(path: Path) -> dict[str, Any]:
     """Build a config.json, as a dict, from the GGUF file's metadata. Raises UnsupportedModelError or ModelFileError,
     naming the metadata key."""
-    file = open_gguf(path)
+    listed = file = open_gguf(path)
     arch, name = _architecture(file)
     known, has_experts = ARCHITECTURES[arch], bool(file.get(f"{arch}.expert_count", int))
+    file = first_of_lists(listed, arch) if known.get("by_layer") else file
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or "blk.0.attn_output.weight" not in file.tensors:
         raise ModelFileError(
@@ -71,6 +73,8 @@ def config_json(path: Path) -> dict[str, Any]:
         **known.get("values", {}),
     }
     values |= _heads(file, arch, values)
+    if known.get("by_layer"):
+        values |= keys_by_layer(listed, arch, ROPE_FACTORS)
     return {field: value for field, value in values.items() if value is not None}
 
 
@@ -124,8 +128,9 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, W
     """
     file = open_gguf(path)
     arch = _architecture(file)[0]
-    heads_key, known = f"{arch}.attention.head_count", ARCHITECTURES[arch]
-    permuted = {"q_proj": _count(file, heads_key), "k_proj": _count(file, f"{heads_key}_kv", heads_key)}
+    heads_key, known, permuted = f"{arch}.attention.head_count", ARCHITECTURES[arch], dict[str, int]()
+    if known.get("is_permuted"):
+        permuted = {"q_proj": _count(file, heads_key), "k_proj": _count(file, f"{heads_key}_kv", heads_key)}
     expanded: set[str] = set()
     for stored in file.tensors.values():
         if stored.name in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS):
@@ -140,7 +145,7 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, W
         else:
             tensor = _dequantise(file, stored)
             expanded |= {stored.kind.name} - {"F32", "F16", "BF16"} if keep_blocks else set()
-        heads = permuted.get(name.split(".")[-2]) if known.get("is_permuted") else None
+        heads = permuted.get(name.split(".")[-2])
         if heads is not None:
             if tensor.shape[0] % (2 * heads):
                 raise ModelFileError(f"{path}: the rows of {stored.name!r} are no {heads} heads: fetch the model again")
@@ -263,10 +268,10 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
     tokens, types = file.array("tokenizer.ggml.tokens", str), file.array("tokenizer.ggml.token_type", int)
     if not tokens:
         raise ModelFileError(f"{file.path} holds no tokenizer.ggml.tokens: fetch a GGUF file with its vocabulary")
-    if model not in ("gpt2", "llama"):
+    if model not in ("gpt2", "llama", "gemma4"):
         raise UnsupportedModelError(
-            f"{file.path}: GGUF tokenizer {model!r:.80} is not implemented (known: gpt2, llama): use the model's "
-            "folder instead"
+            f"{file.path}: GGUF tokenizer {model!r:.80} is not implemented (known: gpt2, llama, gemma4): use the "
+            "model's folder instead"
         )
     if len(types) not in (0, len(tokens)) or max(map(len, tokens)) > MAX_TOKEN_LENGTH:
         raise ModelFileError(f"{file.path}: tokenizer.ggml.tokens and their types are damaged: fetch the model again")
@@ -308,9 +313,7 @@ def _ends(file: GGUFFile, vocab: dict[str, int], types: list[int]) -> tuple[int,
 def _byte_level_bpe(file: GGUFFile, vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
     """(GPT-2's byte-level BPE with the file's word splitting, whether texts start with a bos token by default)."""
     pre = file.get("tokenizer.ggml.pre", str) or "default"
-    merges = [
-        (left, right) for left, _, right in (merge.partition(" ") for merge in file.array("tokenizer.ggml.merges", str))
-    ]
+    merges = _stored_merges(file)
     if not merges:
         raise ModelFileError(f"{file.path} holds no tokenizer.ggml.merges: fetch a GGUF file with its vocabulary")
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
@@ -336,21 +339,25 @@ def _byte_level_bpe(file: GGUFFile, vocab: dict[str, int]) -> tuple[Tokenizer, b
     return backend, pre == "llama-bpe"
 
 
+def _stored_merges(file: GGUFFile) -> list[tuple[str, str]]:
+    texts = file.array("tokenizer.ggml.merges", str)
+    return [(left, right) for left, _, right in (text.partition(" ") for text in texts)]
+
+
 def _sentencepiece_bpe(file: GGUFFile, vocab: dict[str, int], tokens: list[str], types: list[int]) -> Tokenizer:
     """Llama 1/2's SentencePiece BPE: GGUF stores no merges, so every split of a piece into two pieces becomes one, by
-    score."""
+    score. Gemma 4's is the same with merges."""
     scores = file.array("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise ModelFileError(
             f"{file.path} holds no tokenizer.ggml.scores for its tokens: fetch a GGUF file with its vocabulary"
         )
+    is_merged = file.get("tokenizer.ggml.model", str) == "gemma4"
     pieces = {token: index for token, index in vocab.items() if index >= len(types) or types[index] == NORMAL}
     unknown = next((tokens[index] for index, kind in enumerate(types) if kind == UNKNOWN), None)
-    backend = Tokenizer(
-        models.BPE(
-            vocab=vocab, merges=_merges_by_score(pieces, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
-        )
-    )
+    merges = _stored_merges(file) if is_merged else _merges_by_score(pieces, scores)
+    model = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = Tokenizer(model)
     bars = normalizers.Replace(" ", "▁")
     after = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.get("tokenizer.ggml.add_space_prefix", bool) is not False:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.model.config.decoder import DecoderConfig, RopeKind, check_rope
+from paceline.model.config.decoder import DecoderConfig, RopeKind
+from paceline.model.config.ropes import check_rope
 from paceline.model.torch.kernels.layer import Places
 from paceline.model.torch.sdpa import chosen_kernels
 
@@ -328,7 +329,7 @@ def inverse_frequencies(config: DecoderConfig, kind: RopeKind = "main", longest:
         theta, scaling = config.local_rope_theta, config.local_rope_scaling
     scaling = scaling or {"rope_type": "default"}
     check_rope(scaling)
-    size = config.rotary_dim or config.head_dim
+    size = config.rotary_dim or config.rope_size(kind)
     plain = 1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
     match scaling["rope_type"]:
         case "linear":
@@ -340,6 +341,9 @@ def inverse_frequencies(config: DecoderConfig, kind: RopeKind = "main", longest:
         case "longrope":
             which = "long_factor" if longest > scaling["original_max_position_embeddings"] else "short_factor"
             return plain / torch.tensor(scaling[which], dtype=torch.float32), _longrope_attention_factor(scaling)
+        case "proportional":  # Gemma 4: the later part of each half of a head is not rotated
+            plain[int(scaling["partial_rotary_factor"] * size // 2) :] = 0.0
+            return plain / scaling["factor"], 1.0
         case "factors":
             return plain / torch.tensor(scaling["factors"], dtype=torch.float32), 1.0
         case _:

@@ -19,14 +19,15 @@ from torch.nn import functional as F
 from paceline.model.checkpoint import check_tensors
 from paceline.model.config.decoder import DecoderConfig, RopeKind
 from paceline.model.gguf.blocks import AnyWeight
-from paceline.model.kv_cache import StaticKVCache
+from paceline.model.kv_cache import LayeredKVCache, StaticKVCache
 from paceline.model.layout import NORMS, gate_apart, layer_shapes
 from paceline.model.target import EndScales, ForwardBatch, ForwardOutput, Target
 from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, Scores
 from paceline.model.torch.delta_cache import DeltaCache, FixedStage, Stage
 from paceline.model.torch.delta_net import DeltaLayer
 from paceline.model.torch.experts import Experts
-from paceline.model.torch.heads import Tables, split_heads
+from paceline.model.torch.heads import Tables, split_heads, split_normed_heads
+from paceline.model.torch.layer_inputs import LayerEnd, LayerInputs
 from paceline.model.torch.parts import (
     GatedMLP,
     NoNorm,
@@ -37,6 +38,7 @@ from paceline.model.torch.parts import (
     WholeNorm,
     fuse,
     make_mlp,
+    norm_of,
     run_mlp,
 )
 from paceline.model.torch.recorded import Recorder
@@ -54,6 +56,8 @@ class LayerAttention(NamedTuple):
     rope: Rope | None
     """RoPE of the layer; None: nothing is rotated."""
     tables: Tables | None
+    input_TI: Tensor | None = None
+    """The layer's per-layer embeddings [T, I], if the model has any."""
 
 
 @dataclass(slots=True)
@@ -71,6 +75,8 @@ class Layer:
     window: int | None
     rope: RopeKind
     scores: Scores
+    end: LayerEnd | None = None
+    """Last step of the layer, in models whose layers differ in their sizes."""
 
     @classmethod
     def of(cls, config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> Layer:
@@ -78,44 +84,50 @@ class Layer:
         from `parts`."""
         names, dtype = NORMS[config.norms], next(iter(parts.values())).dtype
         norms: dict[str, Norm] = {
-            field: RMSNorm(parts[f"{names[field]}.weight"], config.rms_norm_eps, config.norm_offset)
-            if field in names
-            else NoNorm(dtype)
+            field: norm_of(config, parts[f"{names[field]}.weight"]) if field in names else NoNorm(dtype)
             for field in ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
         }
         sinks = parts["self_attn.sinks"].float() if config.has_sinks else None
         gate = ["self_attn.gate"] if config.output_gate else []
         if gate:
             gate_apart(config, parts)
+        own = [which for which in "qkv" if f"self_attn.{which}_proj.weight" in parts]
         return cls(
             config,
-            qkv=fuse(parts, *(f"self_attn.{which}_proj" for which in "qkv"), *gate),
-            qk_norm=_qk_norm(config, parts) if config.qk_norm else None,
+            qkv=fuse(parts, *(f"self_attn.{which}_proj" for which in own), *gate),
+            qk_norm=_qk_norm(config, index, parts) if config.qk_norm else None,
             output=fuse(parts, "self_attn.o_proj"),
             mlp=make_mlp(config, index, parts),
             window=config.window(index),
             rope=config.rope(index),
             scores=Scores(config.attention_scale, config.attention_cap, sinks),
+            end=None if config.layer_sizes is None else LayerEnd(config, parts),
             **norms,
         )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the matrices that a pass with one token reads."""
-        return self.qkv.num_bytes + self.output.num_bytes + self.mlp.num_bytes
+        end = 0 if self.end is None else self.end.num_bytes
+        return self.qkv.num_bytes + self.output.num_bytes + self.mlp.num_bytes + end
 
     def run(self, residual: Residual, attention: LayerAttention) -> None:
         """Run the layer: adds the outputs of attention and MLP to the residual stream."""
         scale = self.config.residual_scale
         residual.add(self.attend(residual.normed(self.input_norm), attention), self.attention_out_norm, scale)
         residual.add(run_mlp(self.mlp, residual.normed(self.mlp_norm), attention.plan.live_T), self.mlp_out_norm, scale)
+        if self.end is not None:
+            self.end.run(residual, attention.input_TI)
 
     def attend(self, normed_TD: Tensor, attention: LayerAttention) -> Tensor:
         """Compute the attention's output [T, D], including its projection, from normed hidden states [T, D]."""
-        keys, values, plan, writer, rope, tables = attention
+        keys, values, plan, writer, rope, tables, _ = attention
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         fused_TX = self.qkv(normed_TD)
-        query_THD = split_heads(fused_TX, num_heads, keys, values, writer, self.qk_norm, rope, tables)
+        if self.end is not None and self.qk_norm is not None:
+            query_THD = split_normed_heads(fused_TX, num_heads, keys, values, writer, self.qk_norm, rope, tables)
+        else:
+            query_THD = split_heads(fused_TX, num_heads, keys, values, writer, self.qk_norm, rope, tables)
         attended_TX = plan.attend(query_THD, keys, values, self.scores)
         if self.config.output_gate:
             gates_TX = fused_TX[:, (num_heads + 2 * num_kv_heads) * self.config.head_dim :]
@@ -123,9 +135,15 @@ class Layer:
         return self.output(attended_TX)
 
 
-def _qk_norm(config: DecoderConfig, parts: dict[str, Tensor]) -> RMSNorm | WholeNorm:
-    query, key = (parts[f"self_attn.{which}_norm.weight"] for which in "qk")
+def _qk_norm(config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> RMSNorm | WholeNorm:
+    query, key = (parts.get(f"self_attn.{which}_norm.weight") for which in "qk")
     eps, offset = config.rms_norm_eps, config.norm_offset
+    assert query is not None
+    if config.layer_sizes is not None:  # values are normed too, without weights
+        num_kv_heads = config.head_sizes(index)[0]
+        rows = [] if key is None else [key.expand(num_kv_heads, -1), torch.ones_like(key).expand(num_kv_heads, -1)]
+        return norm_of(config, torch.cat([query.expand(config.num_heads, -1), *rows]))
+    assert key is not None
     if config.is_qk_norm_whole:
         return WholeNorm(RMSNorm(query, eps, offset), RMSNorm(key, eps, offset), config.num_heads)
     heads = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
@@ -136,7 +154,7 @@ class Decoder(Target):
     """A target in PyTorch operations, with a static KV cache of `num_rows` rows of `max_len` tokens; supports the
     families of families.json."""
 
-    kv: StaticKVCache
+    kv: StaticKVCache | LayeredKVCache
     """The same object as `cache`, with its concrete type."""
     takes_trees = True
     slack = 0
@@ -159,13 +177,14 @@ class Decoder(Target):
         self.recorder = Recorder(self.device) if self.device.type == "cuda" else None
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_position = config.num_layers, config.max_position
-        self.group = config.num_heads // config.num_kv_heads
         self._residual_dtype = torch.float32 if self.device.type == "cpu" else dtype
         self.ends = end_scales(config, dtype)
         self._take(tensors)
         self.allocate_cache(num_rows, max_len)
-        windows = {layer.window for layer in self.layers if isinstance(layer, Layer)}
-        self.windows = sorted(windows, key=lambda window: window or 0)
+        attending = [index for index in range(config.num_layers) if not config.is_linear(index)]
+        self._groups = {config.window(index): config.num_heads // config.head_sizes(index)[0] for index in attending}
+        """Query heads per key head of the layers with each sliding window."""
+        self.windows = sorted(self._groups, key=lambda window: window or 0)
 
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         config = self.config
@@ -174,9 +193,12 @@ class Decoder(Target):
         layers, rest = build_layers(self.config, copies, self._layer, make_other=lambda name, tensor: tensor)
         self.layers = layers
         self.embedding = rest["model.embed_tokens.weight"]
-        self.final_norm = RMSNorm(rest["model.norm.weight"], config.rms_norm_eps, config.norm_offset)
+        self.final_norm = norm_of(config, rest["model.norm.weight"])
         self._head = PackedLinear(self.embedding if config.tie_embeddings else rest["lm_head.weight"])
+        has_inputs = config.layer_sizes is not None and config.layer_sizes.input_size > 0
+        self._inputs = LayerInputs(config, rest) if has_inputs else None
         self.weight_bytes = sum(layer.num_bytes for layer in self.layers) + self._head.num_bytes
+        self.weight_bytes += 0 if self._inputs is None else self._inputs.num_bytes
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._take(check_tensors(self.config, tensors, "the new weights"))
@@ -194,6 +216,11 @@ class Decoder(Target):
         if config.delta is not None:
             self.kv = self.cache = DeltaCache(config, num_rows, max_len, self.dtype, self.device, slack=self.slack)
             return
+        if config.layer_sizes is not None:
+            heads = [config.head_sizes(layer) for layer in range(config.num_layers)]
+            own = heads, list(config.layer_sizes.sources), num_rows, max_len
+            self.kv = self.cache = LayeredKVCache(*own, self.dtype, self.device, slack=self.slack)
+            return
         sizes = config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim
         self.kv = self.cache = StaticKVCache(*sizes, self.dtype, self.device, slack=self.slack)
 
@@ -208,12 +235,13 @@ class Decoder(Target):
         stages = self._stages(batch)
         rows = (batch.rows, batch.starts, batch.counts)
         kind: dict[str, Any] = {
-            "group": self.group,
             "dtype": self.dtype,
             "device": self.device,
             "parents": batch.parents,
         }
-        plans = {window: AttentionPlan(*rows, window=window, **kind) for window in self.windows}
+        plans = {
+            window: AttentionPlan(*rows, window=window, group=self._groups[window], **kind) for window in self.windows
+        }
         writer = CacheWriter(*rows, self.device)
         positions = batch.positions
         tables: dict[RopeKind, Tables] = {kind: rope.tables(positions) for kind, rope in self.ropes.items()}
@@ -267,7 +295,9 @@ class Decoder(Target):
         taps_TLD = torch.empty(
             len(tokens_T), len(self.tap_layers), self.hidden_size, dtype=self.dtype, device=self.device
         )
-        residual = Residual(self.embed(tokens_T).to(self._residual_dtype))
+        embedded_TD = self.embed(tokens_T)
+        inputs = None if self._inputs is None else self._inputs(tokens_T, embedded_TD)
+        residual = Residual(embedded_TD.to(self._residual_dtype))
         memories = iter(self.kv.memories if isinstance(self.kv, DeltaCache) else ())
         caches = zip(self.kv.keys, self.kv.values, strict=True)
         with chosen_kernels(self.device):
@@ -277,7 +307,8 @@ class Decoder(Target):
                 else:
                     rope = self.ropes.get(layer.rope)
                     plan, own_tables = plans[layer.window], tables.get(layer.rope)
-                    layer.run(residual, LayerAttention(*next(caches), plan, writer, rope, own_tables))
+                    own = None if inputs is None else inputs[index]
+                    layer.run(residual, LayerAttention(*next(caches), plan, writer, rope, own_tables, own))
                 if index in self.tap_layers:
                     # The last layer is tapped after the final norm, as Transformers' hidden_states[-1].
                     tapped_TD = residual.normed(self.final_norm) if index == self.num_layers - 1 else residual.hidden_TD

@@ -3,6 +3,7 @@ cache."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from paceline.model.torch.attention import CacheWriter, Rope
@@ -36,6 +37,33 @@ def split_heads(
     weight = None if norm is None else norm.for_kernel
     is_whole, rotated = isinstance(norm, WholeNorm), None if rope is None else tables
     return kernels.heads(fused_TX, num_heads, keys, values, writer.places, weight, rotated, is_whole)
+
+
+def split_normed_heads(
+    fused_TX: Tensor,
+    num_heads: int,
+    keys: Tensor,
+    values: Tensor,
+    writer: CacheWriter,
+    norm: RMSNorm | WholeNorm,
+    rope: Rope | None,
+    tables: Tables | None,
+) -> Tensor:
+    """Like `split_heads`, in layers that norm values too (`DecoderConfig.layer_sizes`), in PyTorch operations. Without
+    values in fused_TX, these are the keys before norm and RoPE; without keys, nothing is written to the cache."""
+    num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    num_qk_heads = num_heads + num_kv_heads
+    heads_THD = fused_TX.unflatten(-1, (-1, head_dim))
+    if heads_THD.shape[1] == num_qk_heads:
+        heads_THD = torch.cat([heads_THD, heads_THD[:, num_heads:]], dim=1)
+    normed_THD = norm(heads_THD)
+    qk_heads = normed_THD[:, :num_qk_heads]
+    if rope is not None and tables is not None:
+        qk_heads = rope.rotate(qk_heads, tables)
+    if heads_THD.shape[1] > num_heads:
+        writer.write(keys, qk_heads[:, num_heads:])
+        writer.write(values, normed_THD[:, num_qk_heads:])
+    return qk_heads[:, :num_heads]
 
 
 def heads_twin(

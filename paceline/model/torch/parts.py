@@ -73,11 +73,12 @@ class RMSNorm:
     `kernels/layer.py`.
     """
 
-    def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
+    def __init__(self, weight: Tensor, eps: float, offset: float = 0.0, is_wide: bool = False) -> None:
+        """is_wide: True if the product with the weight is computed in float32, as it always is with an offset."""
         self._dtype = weight.dtype
         self._eps = eps
         self._is_cpu = weight.device.type == "cpu"
-        self._is_wide = self._is_cpu or bool(offset)
+        self._is_wide = self._is_cpu or bool(offset) or is_wide
         """True if it multiplies by the weight in float32, as Transformers does for norms with an offset."""
         size = weight.shape[-1]
         self._weight = weight.float() + offset if self._is_wide else weight
@@ -105,6 +106,11 @@ class RMSNorm:
         """Parameters of the norm for the functions of `kernels/layer.py`. The weight must not be on CPU (asserted)."""
         assert not self._is_cpu
         return NormWeight(self._weight, self._eps, self._is_wide)
+
+
+def norm_of(config: DecoderConfig, weight: Tensor) -> RMSNorm:
+    """Build an RMSNorm with this weight and the options of the model."""
+    return RMSNorm(weight, config.rms_norm_eps, config.norm_offset, is_wide=config.layer_sizes is not None)
 
 
 class NoNorm:

@@ -113,7 +113,8 @@ def _entry(model: str) -> dict[str, Any]:
 def has_decoder(model: str) -> bool:
     """True if paceline's own decoder runs this model. Also True for a model that is not in the catalogue."""
     entry = entries().get(model)
-    return entry is None or entry.get("config", {}).get("model_type") in DECODED
+    config = {} if entry is None else entry.get("config", {})
+    return entry is None or (config.get("model_type") in DECODED and not config.get("enable_moe_block"))
 
 
 def served_name(model: str) -> str:

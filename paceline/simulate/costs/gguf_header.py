@@ -57,6 +57,10 @@ def read_header(file: Path) -> tuple[dict[str, Any], float]:
 
 def _config(metadata: dict[str, Any], tensors: dict[str, tuple[tuple[int, ...], int]]) -> dict[str, Any]:
     arch = metadata["general.architecture"]
+    if arch == "gemma4":
+        raise UnsupportedModelError(
+            "GGUF headers of Gemma 4, whose layers differ, are not read: give the model's config.json"
+        )
     sizes = {name: metadata.get(f"{arch}.{key}") for name, key in SIZES.items()}
     config = {name: value for name, value in sizes.items() if isinstance(value, int) and value}
     config |= {"vocab_size": tensors["token_embd.weight"][0][1], "tie_word_embeddings": "output.weight" not in tensors}

@@ -1,7 +1,8 @@
 """Reads the shape of a model from its config.json.
 
 `shape_of` counts parameters from matrix sizes and finds the attention of each layer. Dense, GQA, MLA, sliding windows,
-sparse and compressed MLA (DeepSeek V3.2, V4), mixtures of experts, gated delta-net hybrids (Qwen3-Next, Qwen3.5).
+sparse and compressed MLA (DeepSeek V3.2, V4), mixtures of experts, gated delta-net hybrids (Qwen3-Next, Qwen3.5),
+heads that differ by layer, shared keys and values and per-layer embeddings (Gemma 4).
 Norms, biases, vision towers and extra prediction layers are ignored: they are about a thousandth of the parameters.
 """
 
@@ -26,7 +27,7 @@ def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelS
     layers, hidden, vocab = range(read.whole("num_hidden_layers")), read.whole("hidden_size"), read.whole("vocab_size")
     attention = [attention_of(read, layer) for layer in layers]
     groups = Counter(group for group, _ in attention)
-    dense = hidden * vocab + sum(parameters for _, parameters in attention)
+    dense = hidden * (vocab + len(layers) * read.input_size) + sum(parameters for _, parameters in attention)
     return ModelShape(
         name=name or read.family,
         num_layers=len(layers),
@@ -35,7 +36,7 @@ def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelS
         attention=tuple(replace(group, layers=count) for group, count in groups.items()),
         precisions=read.precisions,
         experts=experts_of(read),
-        embedding=0.0 if read.is_tied else float(hidden * vocab),
+        embedding=float((0 if read.is_tied else hidden * vocab) + read.layer_table),
         vocab_size=vocab,
         max_context=read.whole("max_position_embeddings", 0),
         source=source or "its config.json",
@@ -69,10 +70,11 @@ class ConfigReader:
     def has(self, name: str) -> bool:
         return bool(self.config.get(name))
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        """Returns the value of a key, an integer. If it is missing or null, returns `default`; without one, raises."""
-        keys = (name, *KEYS["other_names"].get(name, ()))
-        value = next((self.config[key] for key in keys if self.config.get(key) is not None), None)
+    def whole(self, name: str, default: int | None = None, within: dict[str, Any] | None = None) -> int:
+        """Returns the value of a key of the config, or of the object `within`, an integer. If it is missing or null,
+        returns `default`; without one, raises."""
+        keys, config = (name, *KEYS["other_names"].get(name, ())), self.config if within is None else within
+        value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is None:
             if default is None:
                 raise UnsupportedModelError(
@@ -93,6 +95,42 @@ class ConfigReader:
         return self.whole("head_dim", self.whole("hidden_size") // self.whole("num_attention_heads"))
 
     @property
+    def differs_by_layer(self) -> bool:
+        """True if layers with full attention have heads of their own size (Gemma 4)."""
+        return self.family.startswith(tuple(KEYS["by_layer"]))
+
+    def key_heads(self, layer: int) -> tuple[int, int]:
+        """Returns (number of key heads, size of a head) of a layer."""
+        kv_heads, head_dim = self.whole("num_key_value_heads", self.whole("num_attention_heads")), self.head_dim
+        if not self.differs_by_layer or self.layer_kind(layer) != "full_attention":
+            return kv_heads, head_dim
+        changed = self.config.get("per_layer_config")
+        if isinstance(changed, dict):
+            own = next((each for key, each in changed.items() if key.isdecimal() and int(key) == layer), None)
+            own = own if isinstance(own, dict) else {}
+            return self.whole("num_key_value_heads", kv_heads, own), self.whole("head_dim", head_dim, own)
+        if self.flag("attention_k_eq_v", False):
+            kv_heads = self.whole("num_global_key_value_heads", kv_heads)
+        return kv_heads, self.whole("global_head_dim", 2 * head_dim)
+
+    def is_shared(self, layer: int) -> bool:
+        """True if a layer reads the keys and values of an earlier one (Gemma 4)."""
+        return layer >= self.whole("num_hidden_layers") - self.whole("num_kv_shared_layers", 0)
+
+    @property
+    def input_size(self) -> int:
+        """Returns the width of per-layer embeddings (Gemma 4); 0: none."""
+        return self.whole("hidden_size_per_layer_input", 0)
+
+    @property
+    def layer_table(self) -> int:
+        """Returns the number of parameters in the table of per-layer embeddings."""
+        if not self.input_size:
+            return 0
+        rows = self.whole("vocab_size_per_layer_input", self.whole("vocab_size"))
+        return rows * self.whole("num_hidden_layers") * self.input_size
+
+    @property
     def is_tied(self) -> bool:
         """True if the embedding and the head are one tensor; the default depends on the family."""
         value = self.config.get("tie_word_embeddings", self.whole_config.get("tie_word_embeddings"))
@@ -111,6 +149,8 @@ class ConfigReader:
         "layer_types" it follows the family's pattern: Gemma 3 uses sliding windows in all but every sixth layer,
         Mistral and similar ones in all layers or none."""
         kinds = self.config.get("layer_types")
+        if self.differs_by_layer and layer == self.whole("num_hidden_layers") - 1:
+            return "full_attention"
         if isinstance(kinds, list) and len(kinds) > layer:
             kind, known = str(kinds[layer]), KEYS["layer_kinds"]
             if kind not in known and not self.has("compress_ratios"):
@@ -147,6 +187,8 @@ class ConfigReader:
         """True if a layer's feed-forward part is a mixture of experts."""
         if not self.num_experts or layer < self.whole("first_k_dense_replace", 0):
             return False
+        if not self.flag("enable_moe_block", True):
+            return False
         if layer in (self.config.get("mlp_only_layers") or ()):
             return False
         step = self.whole("decoder_sparse_step", 0) or self.whole("interleave_moe_layer_step", 0) or 1
@@ -181,12 +223,14 @@ def attention_of(read: ConfigReader, layer: int) -> tuple[Attention, int]:
         return _compressed(read, layer)
     if read.has("kv_lora_rank"):
         return _latent(read)
-    heads, head_dim = read.whole("num_attention_heads"), read.head_dim
-    width, kv_heads = heads * head_dim, read.whole("num_key_value_heads", heads)
+    heads, (kv_heads, head_dim) = read.whole("num_attention_heads"), read.key_heads(layer)
+    width, is_shared = heads * head_dim, read.is_shared(layer)
     queries = 2 * width if read.flag("attn_output_gate", read.family.removesuffix("_text") in KEYS["gated"]) else width
     window = read.whole("sliding_window") if kind == "sliding_attention" else None
-    parameters = read.whole("hidden_size") * (queries + 2 * kv_heads * head_dim + width)
-    return Attention("gqa", 1, heads, kv_heads, head_dim, window=window), parameters
+    has_key_values = read.flag("attention_k_eq_v", False) and window is None
+    projections = 0 if is_shared else 1 if has_key_values else 2
+    parameters = read.whole("hidden_size") * (queries + projections * kv_heads * head_dim + width)
+    return Attention("gqa", 1, heads, kv_heads, head_dim, window=window, shared=int(is_shared)), parameters
 
 
 def _linear(read: ConfigReader) -> tuple[Attention, int]:
@@ -245,10 +289,14 @@ def _indexer(read: ConfigReader) -> dict[str, int]:
 
 
 def feed_forward_parameters(read: ConfigReader, layer: int) -> int:
-    """Returns the number of parameters of one layer's dense feed-forward part, or of its router if it has experts."""
-    if not read.is_sparse(layer):
-        return 3 * read.whole("hidden_size") * read.whole("intermediate_size")
-    return read.whole("hidden_size") * (read.num_experts + read.has("shared_expert_intermediate_size"))
+    """Returns the number of parameters of one layer's dense feed-forward part, of its router if it has experts (in
+    Gemma 4 both), and of its update from per-layer embeddings."""
+    hidden, is_sparse = read.whole("hidden_size"), read.is_sparse(layer)
+    router = hidden * (read.num_experts + read.has("shared_expert_intermediate_size")) if is_sparse else 0
+    if is_sparse and not read.has("enable_moe_block"):
+        return router
+    width = read.whole("intermediate_size") * (2 if read.is_shared(layer) and read.has("use_double_wide_mlp") else 1)
+    return router + hidden * (3 * width + 2 * read.input_size)
 
 
 def experts_of(read: ConfigReader) -> Experts | None:

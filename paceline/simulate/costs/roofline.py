@@ -186,7 +186,10 @@ def memory_need(shape: ModelShape, deployment: Deployment, batch: int, context: 
 
 def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
     """Returns the cache bytes of one sequence of `context` tokens in one layer of `group` (layers with equal
-    attention). A compressed history has one entry per `group.ratio` tokens; linear attention has only its state."""
+    attention). A compressed history has one entry per `group.ratio` tokens; linear attention has only its state; layers
+    that read the entries of other layers store nothing."""
+    if group.shared:
+        return 0.0
     if group.kind == "linear":
         return group.state_bytes
     entry_bytes = group.entry_values * num_bytes(precisions.kv)

@@ -112,6 +112,8 @@ class Attention:
     """Only mla: maximum history entries that a query reads, selected by the indexer; None: all."""
     indexer_heads: int = 0
     indexer_dim: int = 0
+    shared: int = 0
+    """Only gqa: 1 if these layers read the cache entries of earlier layers and store none; 0: they store their own."""
     state_bytes: float = 0.0
     """Only linear: bytes of one sequence's state in one layer, read and rewritten in each pass; there is no cache."""
 

@@ -57,9 +57,9 @@ export class ConfigReader {
   }
 
   /** A whole number; a key that is null counts as missing. */
-  whole(name, standard) {
+  whole(name, standard, within) {
     const value = [name, ...(CONFIG_KEYS.other_names[name] ?? [])]
-      .map((key) => this.get(key))
+      .map((key) => (within ? within[key] : this.get(key)))
       .find((each) => each != null);
     if (value === undefined) {
       if (standard === undefined)
@@ -105,6 +105,45 @@ export class ConfigReader {
     return this.whole("head_dim", Math.floor(this.whole("hidden_size") / this.whole("num_attention_heads")));
   }
 
+  get #differsByLayer() {
+    return CONFIG_KEYS.by_layer.some((family) => this.family.startsWith(family));
+  }
+
+  /** Key heads of a layer and their size, as they are in a shape. */
+  keyHeads(layer) {
+    const kv_heads = this.whole("num_key_value_heads", this.whole("num_attention_heads")), head_dim = this.headDim;
+    if (!this.#differsByLayer || this.layerKind(layer) !== "full_attention") return { kv_heads, head_dim };
+    const changed = this.get("per_layer_config");
+    if (isObject(changed)) {
+      const entry = Object.entries(changed).find(([key]) => /^\d+$/.test(key) && Number(key) === layer)?.[1];
+      const own = isObject(entry) ? entry : {};
+      return {
+        kv_heads: this.whole("num_key_value_heads", kv_heads, own),
+        head_dim: this.whole("head_dim", head_dim, own),
+      };
+    }
+    const hasOwn = this.flag("attention_k_eq_v", false);
+    return {
+      kv_heads: hasOwn ? this.whole("num_global_key_value_heads", kv_heads) : kv_heads,
+      head_dim: this.whole("global_head_dim", 2 * head_dim),
+    };
+  }
+
+  /** Whether a layer reads the keys and values of an earlier one. */
+  isShared(layer) {
+    return layer >= this.whole("num_hidden_layers") - this.whole("num_kv_shared_layers", 0);
+  }
+
+  get inputSize() {
+    return this.whole("hidden_size_per_layer_input", 0);
+  }
+
+  get layerTable() {
+    if (!this.inputSize) return 0;
+    const rows = this.whole("vocab_size_per_layer_input", this.whole("vocab_size"));
+    return rows * this.whole("num_hidden_layers") * this.inputSize;
+  }
+
   get isTied() {
     const value = [this.get("tie_word_embeddings"), this.get("tie_word_embeddings", false)].find(
       (each) => each !== undefined,
@@ -114,6 +153,7 @@ export class ConfigReader {
 
   layerKind(layer) {
     const kinds = this.get("layer_types");
+    if (this.#differsByLayer && layer === this.whole("num_hidden_layers") - 1) return "full_attention";
     if (Array.isArray(kinds) && kinds.length > layer) {
       const kind = String(kinds[layer]);
       if (CONFIG_KEYS.layer_kinds.includes(kind)) return kind;
@@ -151,6 +191,7 @@ export class ConfigReader {
 
   isSparse(layer) {
     if (!this.numExperts || layer < this.whole("first_k_dense_replace", 0)) return false;
+    if (!this.flag("enable_moe_block", true)) return false;
     const dense = this.get("mlp_only_layers");
     if (isTrue(dense) && !Array.isArray(dense))
       throw new InputError(`${this.family}: mlp_only_layers must be a list of layers`);

@@ -298,6 +298,7 @@ export function predict(costs, acceptance, load, verify = verifyTimes(costs, loa
 // Memory
 
 function keptBytes(group, { kv, indexer }, context) {
+  if (group.shared) return 0;
   if (group.kind === "linear") return group.state_bytes ?? 0;
   const { window, ratio, indexer_heads = 0, indexer_dim = 0 } = group, width = cacheWidth(group);
   const seen = window == null ? context : Math.min(context, window);

@@ -12,6 +12,7 @@ const COUNTS = [
   "rope",
   "indexer_heads",
   "indexer_dim",
+  "shared",
   "state_bytes",
 ];
 const LIMITS = ["window", "ratio", "topk"];
@@ -92,7 +93,8 @@ function layerAttention(read, layer) {
   if (read.has("compress_ratios")) return compressed(read, layer, heads);
   if (read.has("kv_lora_rank")) return latent(read, heads);
   const window = kind === "sliding_attention" ? { window: read.whole("sliding_window") } : {};
-  return { kind: "gqa", heads, kv_heads: read.whole("num_key_value_heads", heads), head_dim: read.headDim, ...window };
+  const own = { ...read.keyHeads(layer), ...window };
+  return { kind: "gqa", heads, ...own, ...(read.isShared(layer) ? { shared: 1 } : {}) };
 }
 
 const indexerOf = (read) => ({
@@ -127,9 +129,11 @@ function linearStateBytes(read) {
 
 function layerParameters(read, layer) {
   const hidden = read.whole("hidden_size");
-  if (!read.isSparse(layer)) return attentionParameters(read, layer) + 3 * hidden * read.whole("intermediate_size");
-  const gate = read.has("shared_expert_intermediate_size") ? hidden : 0;
-  return attentionParameters(read, layer) + hidden * read.numExperts + gate;
+  const isSparse = read.isSparse(layer), gate = isSparse && read.has("shared_expert_intermediate_size") ? hidden : 0;
+  const own = attentionParameters(read, layer) + (isSparse ? hidden * read.numExperts + gate : 0);
+  if (isSparse && !read.has("enable_moe_block")) return own;
+  const width = read.whole("intermediate_size") * (read.isShared(layer) && read.has("use_double_wide_mlp") ? 2 : 1);
+  return own + hidden * (3 * width + 2 * read.inputSize);
 }
 
 function attentionParameters(read, layer) {
@@ -138,9 +142,11 @@ function attentionParameters(read, layer) {
   const heads = read.whole("num_attention_heads");
   if (read.has("compress_ratios")) return compressedParameters(read, layer);
   if (read.has("kv_lora_rank")) return latentParameters(read);
-  const width = heads * read.headDim,
+  const { kv_heads: keys, head_dim: size } = read.keyHeads(layer), width = heads * size;
+  const hasKeyValues = read.flag("attention_k_eq_v", false) && read.layerKind(layer) !== "sliding_attention";
+  const projections = read.isShared(layer) ? 0 : hasKeyValues ? 1 : 2,
     isGated = read.flag("attn_output_gate", CONFIG_KEYS.gated.includes(read.family.replace(/_text$/, "")));
-  return hidden * ((isGated ? 2 * width : width) + 2 * read.whole("num_key_value_heads", heads) * read.headDim + width);
+  return hidden * ((isGated ? 2 * width : width) + projections * keys * size + width);
 }
 
 function linearParameters(read) {
@@ -245,8 +251,8 @@ export function readConfig(config, formats) {
     vocab_size: vocab,
     attention: grouped(layers.map((layer) => layerAttention(read, layer))),
     experts: expertParameters(read),
-    dense: hidden * vocab + layers.reduce((sum, layer) => sum + layerParameters(read, layer), 0),
-    embedding: read.isTied ? 0 : hidden * vocab,
+    dense: hidden * (vocab + layers.length * read.inputSize) + layers.reduce((sum, layer) => sum + layerParameters(read, layer), 0),
+    embedding: (read.isTied ? 0 : hidden * vocab) + read.layerTable,
     max_context: read.whole("max_position_embeddings", 0),
     precisions: precisionsOf(read),
   };

@@ -81,10 +81,10 @@ def window_keys(window: int, num_layers: int) -> dict[str, Any]:
 def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
     """Returns the config keys that a new drafter copies from its target, whose config is `decoder`. The drafter's
     rotary embedding may differ from the target's: it always rotates whole heads, and it has plain frequencies if the
-    target has LongRoPE's, which depend on the text's length."""
+    target has LongRoPE's, which depend on the text's length, or leaves a part of its heads as they are."""
     keys = {key: getattr(decoder, field) for key, field in TABLES["drafter"]["from_target"].items()}
     scaling = keys["rope_scaling"]
-    if scaling and (decoder.rotary_dim or scaling["rope_type"] == "longrope"):
+    if scaling and (decoder.rotary_dim or scaling["rope_type"] in ("longrope", "proportional")):
         keys["rope_scaling"] = None
     return keys
 

@@ -224,7 +224,8 @@ def new_layer(path: Path, seed: int = 0) -> MtpLayer:
     fits = [
         index
         for index in range(config.num_layers)
-        if not config.is_linear(index)
+        if config.layer_sizes is None
+        and not config.is_linear(index)
         and config.window(index) is None
         and config.rope(index) == "main"
         and config.has_experts(index) == layer.has_experts(0)

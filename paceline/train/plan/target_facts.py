@@ -60,6 +60,8 @@ class TargetFacts:
         family has the target's numbers of heads and widths."""
         names = self.raw.get("architectures") or [_architecture(self.raw)]
         names = [TABLES["text_parts"].get(name, name) for name in names]
+        if self.raw.get("enable_moe_block"):  # Gemma 4 with experts, which the decoder does not run
+            return None
         return next((FAMILIES[name]["family"] for name in names if name in FAMILIES), None)
 
     @property

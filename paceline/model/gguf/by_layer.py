@@ -1,0 +1,77 @@
+"""GGUF files of models whose layers differ in their sizes (Gemma 4): lists of numbers become keys of config.json.
+
+The keys are those of llama.cpp's converter; `metadata.py` reads the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import ModelFileError, UnsupportedModelError
+from paceline.model.config.layers import FULL, SLIDING
+from paceline.model.gguf.container import GGUFFile
+
+PATTERN, LISTED = "attention.sliding_window_pattern", ("attention.head_count_kv", "feed_forward_length")
+"""Keys of lists with a value for each layer; those of LISTED may hold one number."""
+
+
+def first_of_lists(file: GGUFFile, arch: str) -> GGUFFile:
+    """Return the file with the first number in place of each list of numbers by layer."""
+    firsts = {f"{arch}.{key}": numbers[0] for key in LISTED if (numbers := _numbers(file, f"{arch}.{key}"))}
+    return replace(file, metadata=file.metadata | firsts)
+
+
+def _numbers(file: GGUFFile, key: str) -> list[int]:
+    """Numbers by layer; a single number gives a list of it alone."""
+    return file.array(key, int) if file.length(key) else [number for number in [file.get(key, int)] if number]
+
+
+def keys_by_layer(file: GGUFFile, arch: str, divisors: str) -> dict[str, Any]:
+    """Build the keys of config.json that describe layers. `divisors`: name of the tensor with divisors of the
+    frequencies in layers with full attention. Raises ModelFileError or UnsupportedModelError, naming key or tensor."""
+    num_layers, slides = file.get(f"{arch}.block_count", int) or 0, file.array(f"{arch}.{PATTERN}", bool)
+    kv_heads, inner = (_numbers(file, f"{arch}.{key}") for key in LISTED)
+    kv_heads, inner = (each * num_layers if len(each) == 1 else each for each in (kv_heads, inner))
+    for key, values in zip((PATTERN, *LISTED), (slides, kv_heads, inner), strict=True):
+        if len(values) != num_layers:
+            raise ModelFileError(
+                f"{file.path}: GGUF key {arch}.{key} must have a value for each of {num_layers} layers: fetch it again"
+            )
+    full = [layer for layer, is_sliding in enumerate(slides) if not is_sliding]
+    table, head_dim = file.tensors.get("per_layer_token_embd.weight"), file.get(f"{arch}.attention.key_length", int)
+    return {
+        "layer_types": [SLIDING if is_sliding else FULL for is_sliding in slides],
+        "head_dim": file.get(f"{arch}.attention.key_length_swa", int),
+        "num_key_value_heads": next((kv_heads[layer] for layer, own in enumerate(slides) if own), kv_heads[0]),
+        "per_layer_config": {
+            str(layer): {"head_dim": head_dim, "num_key_value_heads": kv_heads[layer]} for layer in full
+        },
+        "attention_k_eq_v": any(f"blk.{layer}.attn_v.weight" not in file.tensors for layer in full[:1]),
+        "num_kv_shared_layers": file.get(f"{arch}.attention.shared_kv_layers", int) or 0,
+        "use_double_wide_mlp": inner[-1] == 2 * inner[0],
+        "hidden_size_per_layer_input": file.get(f"{arch}.embedding_length_per_layer_input", int) or 0,
+        "vocab_size_per_layer_input": None if table is None else table.shape[0],
+        "rope_parameters": {
+            FULL: {"rope_theta": file.get(f"{arch}.rope.freq_base", float), **_rotated(file, arch, divisors)},
+            SLIDING: {"rope_theta": file.get(f"{arch}.rope.freq_base_swa", float) or 10000.0},
+        },
+        "rope_scaling": None,
+    }
+
+
+def _rotated(file: GGUFFile, arch: str, name: str) -> dict[str, Any]:
+    """RoPE's type, and the part of a head that it rotates: where frequencies are divided by 1 and not by 1e30."""
+    stored = file.tensors.get(name)
+    if stored is None:
+        return {"rope_type": "default"}
+    divisors = file.read(stored).view("<f4").ravel() if stored.kind.name == "F32" else np.zeros(1)
+    rotated = int((divisors == 1).sum())
+    if not rotated or not (divisors[:rotated] == 1).all() or not (divisors[rotated:] > 1e20).all():
+        raise UnsupportedModelError(
+            f"{file.path}: {name} with other numbers than 1 and 1e30 is not implemented for {arch}: use the model's "
+            "safetensors folder"
+        )
+    return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(divisors)}
