@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "experiments" / "results"
-WORDS = {18: "eighteen"}
+WORDS = {21: "twenty-one"}
 
 
 def results(name: str) -> dict[str, Any]:
