@@ -9,7 +9,7 @@ prompts, their reading included; sampled answers all have the same length, so th
 has the median of the ratios, their range, the time from one token of an answer to the next (mean over answers, over
 that of plain decoding; median [range]), and the share of rounds by the source of their drafts. `noisy` is the default
 drafter with noise in its weights, which drafts as one does that is half trained; `default-chain` is the default drafter
-without trees, `default-latency` with the objective latency; `none again` is plain decoding once more: how far its ratio
+without trees; `none again` is plain decoding once more: how far its ratio
 is from 1 is the machine's doing.
 
 On a virtual machine the hypervisor may give the processor to others in the middle of a step, for longer than a turn
@@ -45,8 +45,6 @@ from paceline.types import LOOKUP, NONE
 
 CHAIN = "-chain"
 """Behind a drafter's name: it drafts chains alone, no trees."""
-SOONER = "-latency"
-"""Behind a drafter's name: the planner's objective is latency."""
 
 Setting = tuple[str, int, float]
 """Prompt file, batch, temperature."""
@@ -67,9 +65,9 @@ def noisy(drafter: Drafter, share: float) -> Drafter:
 
 
 def load(args: argparse.Namespace, name: str, max_batch: int) -> LLM:
-    own = {"noisy": "default", "none again": "none"}.get(name, name.removesuffix(CHAIN).removesuffix(SOONER))
-    settings = {"trees": not name.endswith(CHAIN)} | ({"objective": "latency"} if name.endswith(SOONER) else {})
-    llm = LLM(args.model, drafter=own, dtype=args.dtype, max_batch=max_batch, max_len=1024, **settings)
+    own = {"noisy": "default", "none again": "none"}.get(name, name.removesuffix(CHAIN))
+    trees = not name.endswith(CHAIN)
+    llm = LLM(args.model, drafter=own, dtype=args.dtype, max_batch=max_batch, max_len=1024, trees=trees)
     if name == "noisy":
         llm.use_drafter(noisy(llm.drafter, args.noise))
     return llm

@@ -70,9 +70,6 @@ class EngineConfig:
     n-gram drafts where they promise more (unless `num_drafted` is given); off loads no drafter. In every round, full
     verifies all drafts of the drafter, N (a number) makes and verifies N, tree:N verifies a tree of the N most probable
     ones: these do not depend on measured times."""
-    objective: Literal["throughput", "latency"] = "throughput"
-    """With `speculate` auto: throughput maximises the tokens per second of all requests together; latency minimises the
-    mean time to each request's next tokens. Neither changes any text."""
     trees: bool = True
     """With `speculate` auto: verify a tree of several continuations where that is faster than a chain."""
     rule: Annotated[str, RULES] = "auto"
@@ -117,10 +114,6 @@ class EngineConfig:
             (
                 bool(speculation.num_drafted) and self.num_drafted is not None,
                 f"speculate {self.speculate} and num_drafted both set the number of drafts: leave one out",
-            ),
-            (
-                self.objective != "throughput" and not speculation.adapts,
-                f"objective {self.objective} needs speculate auto, not {self.speculate}",
             ),
         )
         if self.mocked_marginals:

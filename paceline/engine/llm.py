@@ -163,9 +163,7 @@ class LLM:
         if first not in self._planners:
             costs, adapts = self.pass_costs or PassCosts([(1, 1.0)]), self.target.is_width_invariant
             grows = self.config.trees and self.target.takes_trees
-            self._planners[first] = AdaptivePlanner(
-                costs, most_chunk=chunk, adapts_chunks=adapts, grows_trees=grows, objective=self.config.objective
-            )
+            self._planners[first] = AdaptivePlanner(costs, most_chunk=chunk, adapts_chunks=adapts, grows_trees=grows)
         return self._planners[first]
 
     def make_drafter(self, drafter: str | Drafter | None, **options: Any) -> Drafter:

@@ -30,13 +30,11 @@ from paceline.plan.history import RECENT, RoundHistory
 from paceline.plan.shares import (
     TREE_S,
     Drafted,
-    Objective,
     TreeWorth,
     Want,
     gains_of,
     grown,
     share_out,
-    spared_by,
     surplus_of,
 )
 from paceline.plan.trees import Candidates, Growing, Tree, Weigh, drafter_probs, grow
@@ -192,13 +190,9 @@ class AdaptivePlanner:
         most_chunk: int = 256,
         adapts_chunks: bool = True,
         grows_trees: bool = False,
-        objective: Objective = "throughput",
     ) -> None:
         """`passes`: measured seconds of target passes. Set `adapts_chunks` only for a target whose outputs do not
-        depend on chunk sizes, and `grows_trees` only for one that accepts trees. `objective`: "throughput" or "latency"
-        (`shares.Objective`)."""
-        self._is_for_latency = objective == "latency"
-        self._share_out = partial(share_out, sooner=self._is_for_latency)
+        depend on chunk sizes, and `grows_trees` only for one that accepts trees."""
         self.reports_target_ranks, self._trees = False, TreeWorth() if grows_trees else None
         self._histories = {name: RoundHistory(RoundCosts(passes)) for name in ("greedy", "drawn")}
         self._history = self._histories[
@@ -256,10 +250,10 @@ class AdaptivePlanner:
             unwanted = paused - self._computed
         if not sum(len(row.weigh(unwanted)) for row in rows):
             return plan
-        rate = num_rows / costs.pass_s(num_rows) if self._is_for_latency else history.rate(num_rows)
+        rate = history.rate(num_rows)
         bests = (self._best(costs, rate, num_rows, index, row, may_compute, paused) for index, row in enumerate(rows))
         wants = [want for want in bests if want]
-        counts = self._share_out(costs, rate, num_rows, wants, most_s, margin=MARGIN)
+        counts = share_out(costs, rate, num_rows, wants, most_s, margin=MARGIN)
         for want, count in zip(wants, counts, strict=True):
             if count:
                 more = SPARE if want.offer.source in self._blocks else 0  # further slots hardly lengthen a block
@@ -281,7 +275,7 @@ class AdaptivePlanner:
     ) -> Want | None:
         """Returns the row's offer with the largest surplus if no other row drafted; all rows share the cost of
         drafting."""
-        best, most = None, -math.inf if self._is_for_latency else 0.0
+        best, most = None, 0.0
         for offer in row.offers:
             if (offer.cost_s and not may_compute) or offer.source in paused:
                 continue
@@ -320,9 +314,7 @@ class AdaptivePlanner:
             for index, row in enumerate(plan.rows)
             for offer in row.offers[:1]
         ]
-        return any(
-            self._share_out(history.costs, history.rate(plan.num_rows), plan.num_rows, wants, math.inf, margin=MARGIN)
-        )
+        return any(share_out(history.costs, history.rate(plan.num_rows), plan.num_rows, wants, math.inf, margin=MARGIN))
 
     def narrow(
         self, plan: Plan, confidence_B: Confidences, candidates_B: Sequence[Candidates | None] | None = None
@@ -331,12 +323,11 @@ class AdaptivePlanner:
         if all(confidence is None for confidence in confidence_B):
             return widths
         history, candidates_B = self._history_of(plan.rows), candidates_B or [None] * len(plan.rows)
-        drafted, fixed, spared = list[Drafted](), 0, 0.0
+        drafted, fixed = list[Drafted](), 0
         rows = zip(plan.rows, plan.drafts, confidence_B, candidates_B, strict=True)
         for index, (row, take, confidence, candidates) in enumerate(rows):
             if not take.count or confidence is None:
                 fixed += take.count
-                spared += spared_by(row, take)
                 continue
             known = self._known(take.source, row.kind, take.count)
             offer = Offer(take.source, tuple(known.of(confidence[: take.count])))
@@ -345,7 +336,7 @@ class AdaptivePlanner:
             plan.num_trees[take.source] += candidates is not None
         rate = history.rate(plan.num_rows)
         shared, tree_gains = (history.costs, rate, plan.num_rows), list[float]()
-        share, surplus = partial(self._share_out, *shared, num_fixed=fixed, spared=spared), partial(surplus_of, *shared)
+        share, surplus = partial(share_out, *shared, num_fixed=fixed), partial(surplus_of, *shared)
         for each, count in zip(drafted, grown(drafted, lambda wants: share(wants, math.inf)), strict=True):
             best, key = surplus(each.gains), (each.offer.source, plan.rows[each.index].kind)
             before = self._lifts.get(key, 0.0)

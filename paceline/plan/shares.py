@@ -5,15 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from paceline.plan.costs import RoundCosts
 from paceline.plan.trees import MOST_NODES, Growing
-from paceline.types import Offer, Row, Take
-
-Objective = Literal["throughput", "latency"]
-""""throughput": maximise the tokens per second of all rows together. "latency": minimise the mean time per token over
-the rows."""
+from paceline.types import Offer
 
 FIRST_NODES = 24
 """Initial number of nodes of a draft tree; the tree grows further if more than half of them are worth verifying."""
@@ -64,14 +59,6 @@ def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[fl
         expected += gain
         best = max(best, expected - rate * (costs.pass_s(num_rows + count) - plain_s + count * each_s))
     return best
-
-
-def spared_by(row: Row, take: Take) -> float:
-    """Returns the share of rounds that drafts save a row: 1 - 1 / E, if it expects E tokens per round with the drafts
-    in `take` (source and number of drafts); 0 without drafts. The sum over rows is the input `spared` of
-    `share_out`."""
-    offer = next((offer for offer in row.offers if offer.source == take.source), None) if take.count else None
-    return 1 - 1 / (1 + sum(gains_of(offer.chances[: take.count]))) if offer else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +152,12 @@ class _Drafting:
         return self._seconds
 
 
-def _steps(wants: Sequence[Want], sooner: bool) -> list[tuple[float, int]]:
-    """Returns (value, index of the want) of each draft, largest first: its gain, or with `sooner` the decrease of 1 /
-    E."""
+def _steps(wants: Sequence[Want]) -> list[tuple[float, int]]:
+    """Returns (gain, index of the want) of each draft, largest first."""
     steps: list[tuple[float, int]] = []
     for index, want in enumerate(wants):
-        expected = 1.0
         for slot, gain in enumerate(gains_of(want.offer.chances) if want.gains is None else want.gains):
-            gain += want.lift if slot == 0 else 0.0
-            steps.append((1 / expected - 1 / (expected + gain) if sooner else gain, index))
-            expected += gain
+            steps.append((gain + (want.lift if slot == 0 else 0.0), index))
     return sorted(steps, reverse=True)
 
 
@@ -186,8 +169,6 @@ def share_out(
     most_s: float,
     num_fixed: int = 0,
     margin: float = 0.0,
-    spared: float = 0.0,
-    sooner: bool = False,
 ) -> list[int]:
     """Returns the number of drafts to verify of each want (a row and its drafts). Adds the drafts of all rows one by
     one, the most valuable first, while the round takes at most `most_s` seconds; selects the best of all these rounds.
@@ -196,24 +177,16 @@ def share_out(
     that are not among the wants, verified in any case. The best round has the largest surplus: its expected draft
     tokens minus `rate` * its extra seconds. The surplus must exceed `margin` * `num_rows` tokens; otherwise no drafts
     are verified.
-
-    With `sooner` (the objective "latency") the best round has the least mean time per token over the rows; that time
-    must be shorter than without drafts by more than the share `margin`. A row that expects E tokens per round takes
-    (round time / E) seconds for each, so the product round time * sum of 1 / E is minimised. Each further draft of a
-    row reduces its 1 / E by less, independently of other rows. Rows without drafts, and those about to join the batch,
-    count with E = 1; `spared` is the sum of 1 - 1 / E over rows that are not among the wants. A round with a smaller
-    product than plain decoding also has more tokens per second, because the mean of E is at least its harmonic mean.
     """
-    steps, drafting, base = _steps(wants, sooner), _Drafting(costs, wants), num_rows + num_fixed
+    steps, drafting, base = _steps(wants), _Drafting(costs, wants), num_rows + num_fixed
     base_s, total = costs.pass_s(base), 0.0
-    best = -base_s * (num_rows - spared) * (1 - margin) if sooner else margin * num_rows
-    best_count = 0
+    best, best_count = margin * num_rows, 0
     for count, (value, index) in enumerate(steps, start=1):
         total += value
         round_s = costs.pass_s(base + count) + drafting.with_one_more(index)
         if round_s > most_s:
             break
-        score = -round_s * (num_rows - spared - total) if sooner else total - rate * (round_s - base_s)
+        score = total - rate * (round_s - base_s)
         if score > best:
             best, best_count = score, count
     counts = [0] * len(wants)
