@@ -19,6 +19,7 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,7 @@ def of_trained(drafter: Path, model: str, prompts: Path) -> dict[str, Any]:
     """Largest differences of logits and confidence, absolute and as a share of the largest number, and how many blocks
     have the same greedy drafts."""
     stored, folder = read_stored(drafter), folder_of(model)
+    stored = replace(stored, tensors={name: tensor.float() for name, tensor in stored.tensors.items()})
     llm = LLM(str(folder), drafter="none", dtype="float32", device="cpu", max_batch=1)
     length, ids = CONTEXT + 2 * stored.config.block_size, stored.vocabulary.ids
     encoded = [llm.encode_chat(each.messages) for each in read_prompts(prompts)]
@@ -187,6 +189,8 @@ def of_trained(drafter: Path, model: str, prompts: Path) -> dict[str, Any]:
         spec = Path(scratch) / "spec"
         verifier = {"name_or_path": str(folder), "architectures": config_json(folder)["architectures"]}
         export(stored, "speculators", spec, head_rows=rows_of(head_VD), verifier=verifier)
+        if (written_VD := read_stored(spec).vocabulary.head_VD) is not None:
+            rows_VD = written_VD.float()  # rounded to the drafter's data type
         theirs = speculators_model(spec)
         for number, text in enumerate(texts):
             features, tokens = source.of(number).taps_SF.float(), torch.from_numpy(text.astype(np.int64))
@@ -229,7 +233,7 @@ def our_block(
 ) -> tuple[DFlashNetwork, Tensor, Tensor | None]:
     """Network, hidden states of the block at CONTEXT, and draft vocabulary."""
     stored = read_stored(folder)
-    config, network = stored.config, network_of(stored.config, stored.tensors, folder)
+    config, network = stored.config, network_of(stored.config, stored.tensors, folder).float()
     block = torch.full((config.block_size,), config.mask_token_id)
     block[0] = tokens[CONTEXT]
     layout = Layout((CONTEXT,), (torch.tensor([CONTEXT]),), config.block_size)
