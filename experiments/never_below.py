@@ -108,9 +108,9 @@ class Contender:
     clock_s: float = 0.0
     """Seconds of all steps so far."""
     open: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Of each answer that has begun, by its sequence's identity: the clock at its first tokens, and tokens since."""
+    """Identity of a sequence whose answer has begun -> (clock at its first tokens, number of tokens since)."""
     waits: list[float] = field(default_factory=list)
-    """Of each answer that has ended: mean seconds from one token to the next."""
+    """Mean seconds from one token to the next, for each answer that has ended."""
 
     def step(self, in_flight: int, params: SamplingParams) -> None:
         """A step with as many requests as may be in flight: the next prompt takes the place of an answer that has

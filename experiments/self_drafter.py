@@ -1,4 +1,4 @@
-"""What a target's own layers would bring as its drafter, without training: acceptance length by number of kept layers.
+"""Acceptance length of a target's own layers as its drafter, without training, by number of kept layers.
 
     paceline regenerate --target smollm2-135m --prompts gsm8k_train.jsonl --limit 300 --out runs/texts
     python experiments/self_drafter.py --answers runs/texts
@@ -35,7 +35,7 @@ NUM_DRAWS = 1000
 
 @torch.inference_mode()
 def is_right(model: Any, documents: list[Document]) -> list[NDArray[np.bool_]]:
-    """Of each answer, whether the model's likeliest token is the text's, at each of its positions but the first."""
+    """Returns for each answer a flag per position after the first: is the model's likeliest token the text's?"""
     return [
         (model(torch.from_numpy(each.tokens[None].astype(np.int64))).logits[0, each.answer_start : -1].argmax(-1))
         .eq(torch.from_numpy(each.tokens[each.answer_start + 1 :].astype(np.int64)))
@@ -45,8 +45,8 @@ def is_right(model: Any, documents: list[Document]) -> list[NDArray[np.bool_]]:
 
 
 def lookups(documents: list[Document], longest: int = 3) -> list[list[int]]:
-    """Of each position of each answer, how many tokens are right that followed the newest earlier place of the last
-    three, two or one tokens."""
+    """Returns for each position of each answer the number of right drafts: the tokens that followed the newest earlier
+    place of the last three, two or one tokens."""
     lengths = []
     for each in documents:
         tokens, row = each.tokens.tolist(), list[int]()
@@ -69,7 +69,7 @@ def leading(right: list[bool] | NDArray[np.bool_]) -> int:
 
 
 def runs_of(right: list[NDArray[np.bool_]]) -> list[list[int]]:
-    """Of each position, how many drafts from there on are right, at most `MOST_DRAFTS`."""
+    """Returns for each position the number of drafts that are right from there on, at most `MOST_DRAFTS`."""
     return [[leading(each[at : at + MOST_DRAFTS]) for at in range(len(each))] for each in right]
 
 

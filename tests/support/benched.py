@@ -1,4 +1,4 @@
-"""What a benchmark runs on in tests: a fake target, with drafters that are made by hand."""
+"""A fake target and drafters made by hand, for tests of benchmarks."""
 
 from __future__ import annotations
 

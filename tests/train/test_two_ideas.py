@@ -124,7 +124,7 @@ def test_no_cell_sees_a_token_that_it_must_predict(study: script.Study, name: st
     tokens = np.random.default_rng(3).integers(0, VOCAB, LENGTH).tolist()
 
     def hidden(tokens: list[int], taps_NF: Tensor) -> Tensor:
-        """Of the first block's draft positions; a later block brings more context into the pack."""
+        """Returns the hidden states of the first block's draft positions. Later blocks bring context into the pack."""
         pack = packed(tokens, taps_NF, [ANCHOR, ANCHOR + 5, 30])
         return drafter.hidden(pack, study.embedding_VD.float(), False)[: script.NUM_DRAFTS]
 
