@@ -45,7 +45,8 @@ done
     --loss-vocab 8192 --features cached --heldout-every 250 --ood paceline/bench/prompts.jsonl
 
 # 5. More answers: other questions, and programming prompts that another model wrote.
-grep -E '"id": "(signatures|self)' recipes/prompts/code.jsonl > "$out/prompts/code.jsonl"
+python recipes/prompts_of_answers.py --target qwen2.5-coder-0.5b --answers recipes/answers/qwen2.5-coder-0.5b \
+    --leave-out functions tasks --out "$out/prompts/code.jsonl"
 "${answer[@]}" --prompts "$data/gsm8k_train.jsonl" --limit 4500 --out "$out/arithmetic"
 "${answer[@]}" --prompts "$out/prompts/code.jsonl" --out "$out/code"
 answers+=(--answers "$out/code/answers")

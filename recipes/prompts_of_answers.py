@@ -1,7 +1,7 @@
 """The prompts behind stored answers, as text, so that another model may answer them: of targets that speak ChatML.
 
     python recipes/prompts_of_answers.py --target qwen2.5-coder-0.5b --answers recipes/answers/qwen2.5-coder-0.5b \
-        --out recipes/prompts/code.jsonl
+        --out runs/prompts/code.jsonl
 
 Answers keep their prompts as token ids. The last message of the user is taken, each once, in the order of the answers'
 keys.

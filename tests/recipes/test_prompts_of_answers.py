@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 from pathlib import Path
 
@@ -17,9 +16,3 @@ def test_the_last_message_of_the_user() -> None:
         last_user_message(first + "2<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n") == "again"
     )
     assert last_user_message("plain text") is None
-
-
-def test_the_stored_prompts_are_there_once() -> None:
-    lines = (RECIPES / "prompts" / "code.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines]
-    assert len(prompts) == len(set(prompts)) == 2660 and all("<|im_" not in prompt for prompt in prompts)
