@@ -25,6 +25,7 @@ LAYERS = [
         "loop.evals",
         "loop.record",
         "loop.rl",
+        "loop.search",
         "loop.store",
         "loop.synthesize",
     },

@@ -34,6 +34,7 @@ SECTIONS: dict[str, dict[str, Entry]] = {
     "Train a drafter": {
         "train": Entry("train", "Train a drafter for a model from prompts or traffic."),
         "regenerate": Entry("train", "Have the target answer prompts: the data to train on."),
+        "search": Entry("search", "Search training settings that serve a workload fastest."),
         "synthesize": Entry("synthesize", "Make training data for an application without traffic."),
         "evaluate": Entry("evaluate", "Measure a drafter in the real engine, set by set."),
         "report": Entry("evaluate", "Write the HTML page of a run."),

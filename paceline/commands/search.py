@@ -1,0 +1,43 @@
+"""`paceline search`: finds settings of a drafter's training by trials."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Annotated
+
+from paceline.commands.options import Changed, Only, Opt, Without, options
+from paceline.commands.shared import Json, TerminalProgress, finish, starting
+from paceline.config import EngineConfig
+from paceline.loop.search import config as asks
+from paceline.train.config import AnswerConfig, PromptsConfig
+
+TARGET = Changed(model=Opt("--target", help="The target model: built-in name, folder, GGUF file or hub id."))
+
+
+@options
+def search(
+    config: Annotated[asks.SearchConfig, Without("target", "prompting", "answering")],
+    target: Annotated[
+        EngineConfig, Only("model", "dtype", "backend", "isa", "weight_format", "device", "threads"), TARGET
+    ],
+    prompting: Annotated[PromptsConfig, Only("prompts", "limit", "strict")],
+    answering: Annotated[AnswerConfig, Only("max_tokens", "max_prompt_tokens", "system", "before", "raw")],
+    as_json: Json = False,
+) -> None:
+    """Search training settings that serve a workload fastest.
+
+    Trials change the shape of the drafter, its block, taps, loss, learning rate, anchors and sources of answers. Each
+    is a paceline train run, measured by served tokens/s on held-out prompts; bad ones are stopped early (successive
+    halving). The best one is compared with the planner's choice on prompts that chose nothing. The same command
+    resumes. Exit status 0: a better training was found; 1: the planner's choice is kept.
+
+    Examples:
+      paceline search --target smollm2-135m --answers runs/traffic \\
+        --minutes 60 --out runs/search
+    """
+    config = replace(config, target=target, prompting=prompting, answering=answering)
+    starting(target.model)
+    from paceline.loop.search import search as library
+
+    result = library(config, progress=TerminalProgress())
+    finish(asdict(result), as_json, 0 if result.is_better else 1)

@@ -1,0 +1,49 @@
+"""Settings of `paceline search`: a frozen dataclass, validated on construction. Does not import PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from paceline.bounds import Checked, Count, Positive, at_least
+from paceline.config import EngineConfig
+from paceline.train.config import AnswerConfig, PromptsConfig
+
+
+@dataclass(frozen=True, slots=True)
+class SearchConfig(Checked):
+    """Settings of a search: its time, its data, and how trials are halved and measured."""
+
+    out: Path = Path("runs/search")
+    """Run folder; repeat the same command to resume."""
+    target: EngineConfig = field(default_factory=EngineConfig)
+    """The model to speed up."""
+    prompting: PromptsConfig = field(default_factory=PromptsConfig)
+    answering: AnswerConfig = field(default_factory=AnswerConfig)
+    answers: tuple[Path, ...] = ()
+    """Folder of answers from regenerate, or of a server's traces. A trial can leave one out."""
+    minutes: Positive = 60.0
+    """Minutes of the whole search: answers, trials and the last comparison. A higher number continues a search."""
+    trial_minutes: Positive | None = None
+    """Minutes of training steps of a trial that is never stopped [default: a tenth of `minutes`]."""
+    rungs: Count = 3
+    """How often a trial is measured: at its end, and when it may be stopped before."""
+    reduction: Annotated[int, at_least(2)] = 3
+    """Of this many trials one goes on after a measurement, to this many times the training steps."""
+    most_trials: Count | None = None
+    """Most trials, the planner's choice included [default: as many as the minutes allow]."""
+    num_prompts: Annotated[int, at_least(6)] = 36
+    """Held-out prompts: a third of them measures the trials, the others judge the winner."""
+    measured_tokens: Count = 96
+    """Longest answer in a measurement, in tokens."""
+    repeat: Count = 3
+    """Turns of a measurement; drafters alternate."""
+    seed: int = 0
+    """Seed of the settings that are tried, and of each training."""
+
+    @property
+    def rung_minutes(self) -> list[float]:
+        """Minutes of training steps until each measurement of a trial, the last one being its end."""
+        longest = self.trial_minutes or self.minutes / 10
+        return [longest / self.reduction ** (self.rungs - 1 - rung) for rung in range(self.rungs)]

@@ -1,0 +1,257 @@
+"""The run of `paceline search`: trials of a training's settings, judged by served tokens/s. A killed run continues.
+
+answers   runs/x/regenerate/     the target answers the prompts, if prompts were given
+          runs/x/learned/        the answers without held-out prompts, one folder for each source
+trials    runs/x/trials/N/       a `paceline train` run each (trials.py); runs/x/features/ hidden states for all of them
+judge     runs/x/drafter/        the winner, if held-out prompts that no trial was measured on are served faster with it
+                                 than with the planner's choice, else the planner's choice; run.yaml trains it again
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.data.answers import AnswerShards
+from paceline.errors import PromptError
+from paceline.loop.search.config import SearchConfig
+from paceline.loop.search.rating import Rated, Rater
+from paceline.loop.search.space import Space
+from paceline.loop.search.trials import Measured, Trials, winner_of
+from paceline.report.pages import Plot, Series, curves, write_report
+from paceline.report.tables import Column, Progress, Table, flat, with_interval
+from paceline.runs.folder import RunFolder, plain
+from paceline.runs.lock import only_run
+from paceline.runs.ranks import Ranks
+from paceline.runs.stopping import stopped_by_signal
+from paceline.train.answers.on_ray import run as regenerate
+from paceline.train.answers.run_identity import check_same_run
+from paceline.train.config import RegenerateConfig, TrainConfig
+from paceline.train.documents.dataset import Document, answers_of, heldout_prompts, prompt_of, read_corpus
+from paceline.train.plan.target_facts import read_target
+from paceline.train.plan.training_plan import make_plan
+from paceline.train.run import run as train
+from paceline.train.run_file import RUN_FILE, config_of, read_run_file, with_value, write_run_file
+
+LENGTH = ("minutes", "most_trials")
+"""Fields of SearchConfig that may change when a search is resumed."""
+FIXED = {"loop.epochs": 1e6, "loop.keep": "last", "loop.serve_share": 0.0}
+"""Fields of a trial's TrainConfig: its minutes end it, and the search alone measures it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """Result of a search: the chosen drafter, and the winner's tokens/s over those of the planner's choice, both on
+    prompts that no trial was measured on."""
+
+    drafter: Path
+    run: Path
+    settings: str
+    """What the chosen training does otherwise than the planner."""
+    is_better: bool
+    """True if the winner's interval lies above the planner's choice; otherwise that is what `drafter` holds."""
+    ratio: float | None
+    """None if no trial but the planner's choice was completed."""
+    interval: tuple[float | None, float | None]
+    trials: tuple[Measured, ...]
+    minutes: float
+
+
+def run(config: SearchConfig, progress: Progress) -> SearchResult:
+    """Runs a search, or resumes it; the implementation of `paceline.loop.search.search`."""
+    with only_run(config.out, "searching", Ranks(), progress.say), stopped_by_signal(progress.say):
+        return _Search(config, progress).run()
+
+
+class _OnlyBars(Progress):
+    """The progress of a trial's training: its bars, without the lines that every trial would repeat."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.bar = progress.bar
+
+
+class _Search:
+    def __init__(self, config: SearchConfig, progress: Progress) -> None:
+        self.config, self.progress, self.folder = config, progress, _opened(config)
+        self.rater = Rater(config.target, config.measured_tokens, config.repeat)
+
+    def run(self) -> SearchResult:
+        config, say = self.config, self.progress.say
+        sources, heldout = self._split(self._answers())
+        third = max(1, len(heldout) // 3)
+        self.measured_on, self.judged_on = heldout[:third], heldout[third:]
+        space = self._space(sources)
+        trials = Trials(config, space, self.folder, self._train, self._rate)
+        most = config.most_trials or 10**6
+        say(f"trials are measured after {', '.join(f'{each:.3g}' for each in config.rung_minutes)} minutes of steps")
+        while not trials.measured() or len(trials.measured()) < most or trials.measured()[-1].state == "running":
+            if trials.measured() and trials.minutes + self._reserve() > config.minutes:
+                break
+            done = trials.run_next()
+            shown = ", ".join(f"{each:.2f}x" for each in done.speedups) or done.reason
+            say(f"trial {done.number}, {done.settings}: {shown} ({done.state}; {trials.minutes:.1f} minutes spent)")
+        return self._judged(trials, space)
+
+    def _reserve(self) -> float:
+        """Returns the minutes that a trial which is never stopped would take with its measurements, and the judging."""
+        longest = self.config.rung_minutes[-1]
+        measuring = [
+            line["minutes"] - line["steps_minutes"] for line in self.folder.metrics() if line.get("trial") == 0
+        ]
+        extra = sum(max(each, 0.0) for each in measuring)
+        return longest + 2 * extra
+
+    def _answers(self) -> list[Path]:
+        config, began = self.config, time.monotonic()
+        if not config.prompting.prompts and config.answers:
+            return list(config.answers)
+        settings = RegenerateConfig(config.out / "regenerate", config.target, config.prompting, config.answering)
+        answers = regenerate(settings, self.progress).answers
+        self.folder.log(stage="answers", minutes=(time.monotonic() - began) / 60)
+        return [*config.answers, answers]
+
+    def _split(self, sources: Sequence[Path]) -> tuple[list[Path], list[Document]]:
+        """Writes the answers to learn from, one folder for each source; returns these folders and the held-out
+        documents, of which no prompt is in the folders."""
+        number = self.config.num_prompts
+        everything = read_corpus(sources, 10**6, 0.0)
+        keys = [document.key.rsplit("/", 1)[0] for document in everything.train]
+        prompts = {prompt_of(key) for key in keys}
+        if len(prompts) < 2 * number:
+            raise PromptError(
+                f"{len(prompts)} different prompts are too few to hold out {number}: give more prompts or answers, or "
+                "lower --num-prompts"
+            )
+        chosen = heldout_prompts(prompts, 1e-9, number, number)
+        folders = [self.config.out / "learned" / f"{place}" for place in range(len(sources))]
+        for source, folder in zip(sources, folders, strict=True):
+            if not folder.is_dir():
+                scratch = folder.with_name(f"{folder.name}.part")
+                shutil.rmtree(scratch, ignore_errors=True)
+                scratch.mkdir(parents=True)
+                AnswerShards(scratch).write([a for a in answers_of([source]) if prompt_of(a.key) not in chosen])
+                scratch.rename(folder)
+        first = {prompt_of(key): document for key, document in zip(keys, everything.train, strict=True)}
+        return folders, [first[prompt] for prompt in sorted(chosen)]
+
+    def _space(self, sources: list[Path]) -> Space:
+        """Returns the space around the plan that `paceline train` makes for a trial's minutes. A resumed search has the
+        stored plan: another one could follow from the machine's speed of the moment."""
+        config, minutes, out = self.config, self.config.rung_minutes, self.config.out / "planned"
+        if not (out / RUN_FILE).is_file():
+            ask = TrainConfig(
+                out=out, target=config.target, answers=tuple(sources), heldout_share=0.0, answering=config.answering,
+                minutes=minutes[-1],
+            )  # fmt: skip
+            plan = make_plan(ask)
+            self.progress.say(plan.text)
+            base = replace(plan.config, plan="off", minutes=None, features="cached")
+            for name, value in FIXED.items():
+                base = with_value(base, name, value)
+            base = with_value(base, "loop.seed", config.seed)
+            out.mkdir(parents=True, exist_ok=True)
+            write_run_file(with_value(base, "loop.checkpoint_minutes", min(5.0, minutes[0] / 2)))
+        return Space.around(config_of(read_run_file(out / RUN_FILE)), read_target(config.target).shape.num_layers)
+
+    def _train(self, number: int, config: TrainConfig) -> Path:
+        """Trains a trial on; hidden states that another trial has stored are used again."""
+        shared = self.folder.path / "features"
+        shared.mkdir(exist_ok=True)
+        config.out.mkdir(parents=True, exist_ok=True)
+        for stored in shared.iterdir():
+            link = config.out / stored.name
+            if not link.exists():
+                link.symlink_to(stored.resolve(), target_is_directory=True)
+        self.progress.say(f"trial {number}: until {config.loop.max_minutes:.3g} minutes of steps")
+        drafter = train(config, _OnlyBars(self.progress)).drafter
+        for own in config.out.glob("features-*"):
+            if not own.is_symlink():
+                own.rename(shared / own.name)
+                own.symlink_to((shared / own.name).resolve(), target_is_directory=True)
+        return drafter
+
+    def _rate(self, number: int, drafter: Path) -> Rated:
+        with self.progress.bar(f"trial {number}: measuring", 2 * self.config.repeat * len(self.measured_on)) as advance:
+            return self.rater.rate(drafter, self.measured_on, None, lambda: advance("answers"))
+
+    def _judged(self, trials: Trials, space: Space) -> SearchResult:
+        """Compares the winner with the planner's choice, and keeps one of the two."""
+        measured, judged = trials.measured(), None
+        winner, number = winner_of(measured), 0
+        if winner is not None:
+            folders = [trials.folder(each) / "drafter" for each in (winner.number, 0)]
+            judged = self.rater.rate(folders[0], self.judged_on, folders[1])
+            number = winner.number if (judged.interval[0] or 0.0) > 1.0 else 0
+        chosen = trials.folder(number)
+        shutil.rmtree(self.folder.path / "drafter", ignore_errors=True)
+        shutil.copytree(chosen / "drafter", self.folder.path / "drafter")
+        config = space.config(trials.settings(number), self.folder.path, self.config.rung_minutes[-1])
+        write_run_file(replace(config, answers=self.config.answers, prompting=self.config.prompting))
+        ratio, interval = (judged.ratio, judged.interval) if judged else (None, (None, None))
+        result = SearchResult(
+            self.folder.path / "drafter", self.folder.path, measured[number].settings, number > 0, ratio, interval,
+            tuple(measured), trials.minutes,
+        )  # fmt: skip
+        self.folder.results(plain(asdict(result)))
+        write(result, self.config, self.folder, self.progress)
+        return result
+
+
+def _opened(config: SearchConfig) -> RunFolder:
+    """Creates or reopens the run folder. Raises ConfigError if it was begun with other settings."""
+    settings = plain(asdict(replace(config, trial_minutes=config.rung_minutes[-1])))
+    for name in ("out", *LENGTH):
+        settings.pop(name)
+    if (config.out / "config.json").is_file():
+        check_same_run(config.out, "search", settings)
+    else:
+        RunFolder.create("search", {"search": settings}, config.out)
+    return RunFolder.open(config.out)
+
+
+def write(result: SearchResult, config: SearchConfig, run: RunFolder, progress: Progress) -> None:
+    """Shows the table of trials, and writes it with the verdict as report.md and report.html."""
+    rungs = [Column(f"after {minutes:.3g} min", lambda trial, place=place: _speedup(trial, place), align="right")
+             for place, minutes in enumerate(config.rung_minutes)]  # fmt: skip
+    columns = [Column("trial", lambda trial: trial.number, align="right"), Column("settings", lambda t: t.settings)]
+    columns += [*rungs, Column("end", lambda trial: trial.reason or trial.state)]
+    note = "Times plain decoding on held-out prompts, one request at a time, the planner as in service."
+    table = Table(columns, sorted(result.trials, key=_best_first), "Trials, best first", [note])
+    progress.table(table)
+    progress.say(line := verdict(result))
+    points = [(trial.number, trial.speedups[-1]) for trial in result.trials if trial.speedups]
+
+    def draw() -> list[Plot]:
+        series = Series("last measurement", *map(list, zip(*points, strict=True)))
+        return [curves("Trials", [series], xlabel="trial", ylabel="times plain decoding")]
+
+    tone = "good" if result.is_better else "neutral"
+    sections: Any = {"Trials": [note, replace(table, title="", notes=())]}
+    settings = flat(plain(asdict(config)))
+    if notice := write_report(run, draw, "Search", line, sections, tone=tone, explained=[], settings=settings):
+        progress.say(notice)
+
+
+def _best_first(trial: Measured) -> tuple[int, float]:
+    return -len(trial.speedups), -max(trial.speedups[-1:], default=0.0)
+
+
+def _speedup(trial: Measured, rung: int) -> str | None:
+    return f"{trial.speedups[rung]:.2f}x" if rung < len(trial.speedups) else None
+
+
+def verdict(result: SearchResult) -> str:
+    """Describes the outcome of a search in a sentence or two."""
+    if result.ratio is None:
+        return "No other trial was as fast as the planner's choice at every rung: that is kept. More minutes try more."
+    compared = with_interval(result.ratio, result.interval, "{:.2f}", "x")
+    if result.is_better:
+        return f"Kept: {result.settings}: {compared} of the planner's choice, on prompts that chose nothing."
+    return (
+        f"The planner's choice is kept: the best other trial has {compared} of its tokens/s on prompts that chose "
+        "nothing, so it is not faster for certain."
+    )

@@ -1,0 +1,164 @@
+"""`paceline search`: trials by successive halving, resumed after a kill, and a winner judged on other prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import EngineConfig
+from paceline.data.answers import AnswerShards
+from paceline.errors import ConfigError, PromptError, TrainingError
+from paceline.loop.search import search
+from paceline.loop.search.config import SearchConfig
+from paceline.loop.search.rating import Rated
+from paceline.loop.search.run import verdict
+from paceline.loop.search.space import SOURCES, Space
+from paceline.loop.search.trials import Measured, Trials, winner_of
+from paceline.runs.folder import RunFolder
+from paceline.train.config import AnswerConfig, PromptsConfig, TrainConfig
+from paceline.train.tiny import write_tiny_target
+
+SPACE = Space.around(TrainConfig(answers=(Path("a/0"), Path("a/1"))), num_target_layers=4)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing after it runs."""
+
+
+def speed_of(config: TrainConfig) -> float:
+    """The made-up speed-up of a training: fewer layers, more minutes and higher rates are faster."""
+    return 2.0 - 0.2 * config.shape.num_layers + 0.01 * (config.loop.max_minutes or 0.0) + config.loop.optim.lr
+
+
+def trials_in(folder: Path, dies_at: int = 0, speed: Callable[[TrainConfig], float] = speed_of) -> Trials:
+    """Trials without PyTorch. The measurement number `dies_at` of this process does not return."""
+    config = SearchConfig(out=folder, rungs=3, reduction=3, trial_minutes=9)
+    if not (folder / "config.json").exists():
+        RunFolder.create("search", {}, folder)
+    trained: list[TrainConfig] = []
+
+    def train(number: int, each: TrainConfig) -> Path:
+        each.out.mkdir(parents=True, exist_ok=True)
+        trained.append(each)
+        return each.out
+
+    def rate(number: int, drafter: Path) -> Rated:
+        if len(trained) == dies_at:
+            raise Killed
+        return Rated(speed(trained[-1]), (None, None), 2.0)
+
+    return Trials(config, SPACE, RunFolder.open(folder), train, rate)
+
+
+def run_until(trials: Trials, number: int) -> None:
+    while len(trials.measured()) < number:
+        trials.run_next()
+
+
+def test_the_first_trial_is_the_planners_choice_and_is_never_stopped(tmp_path: Path) -> None:
+    trials = trials_in(tmp_path / "run", speed=lambda config: 1.0 if config.shape.num_layers == 3 else 5.0)
+    measured = [trials.run_next() for _ in range(6)]
+    assert measured[0].settings == "the planner's choice" and measured[0].is_complete
+    assert len(measured[0].speedups) == 3
+    assert trials.settings(0) == SPACE.planned
+
+
+def test_one_in_three_goes_on_and_stopped_trials_leave_no_files(tmp_path: Path) -> None:
+    trials = trials_in(tmp_path / "run")
+    measured = [trials.run_next() for _ in range(12)]
+    stopped = [trial for trial in measured if trial.state == "pruned"]
+    assert len(stopped) >= 3 and all(len(trial.speedups) < 3 for trial in stopped)
+    for trial in stopped:
+        rung = len(trial.speedups) - 1
+        earlier = [other.speedups[rung] for other in measured[: trial.number] if len(other.speedups) > rung]
+        assert sum(speed > trial.speedups[rung] for speed in earlier) >= max(1, (len(earlier) + 1) // 3)
+    assert not any(trials.folder(trial.number).exists() for trial in stopped)
+    best = winner_of(measured)
+    assert best is not None and best.speedups[-1] == max(trial.speedups[-1] for trial in measured if trial.number)
+
+
+def test_a_search_that_is_killed_three_times_has_the_same_trials(tmp_path: Path) -> None:
+    whole = trials_in(tmp_path / "whole")
+    run_until(whole, 8)
+    for dies_at in (2, 3, 1):
+        trials = trials_in(tmp_path / "killed", dies_at)
+        with pytest.raises(Killed):
+            run_until(trials, 8)
+    number = len(trials.measured())
+    trials = trials_in(tmp_path / "killed")
+    trials.run_next()
+    assert len(trials.measured()) == number, "the trial that was killed goes on first"
+    run_until(trials, 8)
+    assert trials.measured() == whole.measured()
+    assert len({(line["trial"], line["rung"]) for line in trials.run.metrics()}) == len(trials.run.metrics())
+
+
+def test_settings_that_cannot_be_trained_end_their_trial_alone(tmp_path: Path) -> None:
+    def speed(config: TrainConfig) -> float:
+        if config.shape.num_layers != 3:
+            raise TrainingError("the loss is not finite")
+        return 1.0
+
+    trials = trials_in(tmp_path / "run", speed=speed)
+    measured = [trials.run_next() for _ in range(6)]
+    failed = [trial for trial in measured if trial.state == "fail"]
+    assert failed and all(trial.reason == "the loss is not finite" for trial in failed)
+    assert measured[0].is_complete
+    with pytest.raises(TrainingError):
+        trials_in(
+            tmp_path / "other", speed=lambda config: speed_of(config) / speed(TrainConfig(shape=_two()))
+        ).run_next()
+
+
+def _two() -> Any:
+    from paceline.train.config import DrafterShape
+
+    return DrafterShape(num_layers=2)
+
+
+def test_a_trial_is_a_training_with_every_field_decided() -> None:
+    config = SPACE.config(SPACE.planned | {"shape.num_layers": 1, SOURCES: "without 1"}, Path("t"), 2.5)
+    assert (config.shape.num_layers, config.answers, config.loop.max_minutes) == (1, (Path("a/0"),), 2.5)
+    assert config.is_given("loop.max_minutes") and config.is_given("shape.num_layers")
+    assert SPACE.differences(SPACE.planned | {"shape.num_layers": 1}) == "num_layers 1"
+
+
+def test_verdicts() -> None:
+    from paceline.loop.search.run import SearchResult
+
+    def result(is_better: bool, ratio: float | None) -> SearchResult:
+        trials = (Measured(0, "the planner's choice", "complete", (1.5,)),)
+        return SearchResult(Path("d"), Path("r"), "layers 2", is_better, ratio, (1.01, 1.4), trials, 3.0)
+
+    assert "layers 2: 1.20x [1.01, 1.40]" in verdict(result(True, 1.2))
+    assert "not faster for certain" in verdict(result(False, 1.2))
+    assert "More minutes" in verdict(result(False, None))
+
+
+@pytest.mark.slow
+def test_a_whole_search_on_a_tiny_target(tmp_path: Path) -> None:
+    target = write_tiny_target(tmp_path / "target")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(30)))
+    config = SearchConfig(
+        out=tmp_path / "run", target=EngineConfig(model=str(target), threads=1), num_prompts=6, repeat=1,
+        prompting=PromptsConfig((str(prompts),)), answering=AnswerConfig(max_tokens=24), measured_tokens=16,
+        trial_minutes=0.02, rungs=1, most_trials=2, minutes=30,
+    )  # fmt: skip
+    result = search(config)
+    assert len(result.trials) == 2 and (result.drafter / "model.safetensors").is_file()
+    learned = {answer.key for answer in AnswerShards(config.out / "learned" / "0")}
+    everything = {answer.key for answer in AnswerShards(config.out / "regenerate" / "answers")}
+    assert len(everything - learned) == 6
+    assert json.loads((config.out / "results.json").read_text())["trials"][0]["speedups"]
+    assert {"run.yaml", "report.md", "report.html"} <= {path.name for path in config.out.iterdir()}
+    again = search(config)
+    assert [trial.speedups for trial in again.trials] == [trial.speedups for trial in result.trials]
+    with pytest.raises(ConfigError):
+        search(SearchConfig(out=config.out, target=config.target, prompting=config.prompting, seed=1))
+    with pytest.raises(PromptError, match="--num-prompts"):
+        search(SearchConfig(out=tmp_path / "few", target=config.target, answers=(config.out / "learned" / "0",)))
