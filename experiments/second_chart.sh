@@ -5,7 +5,8 @@
 #   DATA=path/to/prompt/sets bash experiments/second_chart.sh
 #
 # About twenty minutes on two cores, with nothing else running. Killed, the same command goes on after the last finished stage.
-# Environment: OUT (folder), MODELS ("smollm2-135m qwen2.5-coder-0.5b"), LIMIT (prompts a file, 8), REPEAT (turns, 3).
+# Environment: OUT (folder), MODELS ("smollm2-135m qwen2.5-coder-0.5b"), LIMIT (prompts a file, 8), REPEAT (turns, 3), DRAFTERS
+# (none,default,ngram; folders of trained drafters of one model too, such as an MTP layer and a DFlash drafter).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -37,7 +38,7 @@ for model in ${MODELS:-smollm2-135m qwen2.5-coder-0.5b}; do
     results=()
     for file in $prompts; do
         name=$(basename "$file" .jsonl)
-        stage "$name" paceline bench decode --prompts "$file" --limit "$limit" --drafters none,default,ngram --max-tokens 96 \
+        stage "$name" paceline bench decode --prompts "$file" --limit "$limit" --drafters "${DRAFTERS:-none,default,ngram}" --max-tokens 96 \
             --repeat "$repeat"
         results+=(--results "$out/$model/$name")
     done
