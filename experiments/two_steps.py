@@ -220,8 +220,8 @@ def summary(runs: dict[str, list[dict[str, Any]]], costs: dict[str, float]) -> d
         needed = (costs["verify"] + (1 + share) * costs["draft"]) / (costs["verify"] + costs["draft"])
         gain = ratio(of(name, rule, use=use), of(base, ONE_PASS, use=use))
         low, high = gain["interval"]
-        pays = None if rule == ONE_PASS and name == base else "yes" if low > needed else "unclear"
-        pays = "no" if high < needed else pays
+        verdict = "yes" if low > needed else "no" if high < needed else "unclear"
+        pays = None if (name, rule) == (base, ONE_PASS) else verdict
         return {"gain": gain, "second_passes": share, "needed": needed, "pays": pays}
 
     figures: dict[str, Any] = {"costs": costs, "networks": {}, "chosen": {}}
