@@ -18,8 +18,8 @@ greedy verification, pass 2 matters only where the revealed drafts are the true 
 passes, with 0 to 6 true tokens revealed, give the figures of all rules: a revealed token counts only if pass 1 drafted
 it.
 
-Ceilings are printed first. "r true tokens" reveals the target's own and counts them as accepted: a first pass that is
-perfect so far. "Best r" chooses, for each block, how many of its own drafts to reveal, by looking at the answer.
+Ceilings are printed first. "True first r" reveals the target's tokens and counts them as accepted: a first pass that
+is perfect so far. "Best r" chooses, for each block, how many of its own drafts to reveal, by looking at the answer.
 
 With v and c, the times of a verify pass and of a drafter's pass over a plain target pass, a second pass in a share s of
 the rounds pays if N2 / N1 > (v + (1 + s) c) / (v + c), where N1 and N2 are the acceptance lengths with one and two
@@ -57,7 +57,7 @@ SHARES = {"one": 0.0, "two": 0.5}
 """The two networks: the share of their blocks in which true tokens are revealed."""
 FIXED, THRESHOLDS = (1, 2, 3), (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 ONE_PASS, BEST = "one pass", "ceiling: best r of each block"
-TRUE = {f"ceiling: {number} true tokens": number for number in FIXED}
+TRUE = {f"ceiling: true first {number}": number for number in FIXED}
 OWN = {f"own first {number}": number for number in FIXED}
 SURE = {f"own while probability >= {least:g}": least for least in THRESHOLDS}
 NUM_DRAWS = 1000
@@ -221,7 +221,7 @@ def summary(runs: dict[str, list[dict[str, Any]]], costs: dict[str, float]) -> d
         gain = ratio(of(name, rule, use=use), of(base, ONE_PASS, use=use))
         low, high = gain["interval"]
         verdict = "yes" if low > needed else "no" if high < needed else "unclear"
-        pays = None if (name, rule) == (base, ONE_PASS) else verdict
+        pays = None if rule in TRUE or (share == 0 and name == base) else verdict
         return {"gain": gain, "second_passes": share, "needed": needed, "pays": pays}
 
     figures: dict[str, Any] = {"costs": costs, "networks": {}, "chosen": {}}

@@ -129,6 +129,49 @@ def test_network_one_is_trained_as_dflash(study: script.Steps, tmp_path: Path) -
     assert not torch.equal(counts_A, script.drawn_counts(packed(study, some_tokens(), [*range(8, 32)] * 50), 0.5, 0, 2))
 
 
+def test_loss_of_the_last_slot_by_hand(study: script.Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With six of seven tokens revealed, a block's loss is d-pace of one slot: CE * (1 + exp(-CE)) / 2, over K."""
+    monkeypatch.setattr(script, "drawn_counts", lambda pack, *rest: torch.full((len(pack.anchors_A),), 6))
+    study.args.out, study.args.steps = tmp_path, 1
+    trainer, _ = study.train("two", 0, 1e-3, 1.0)
+    pack = packed(study, some_tokens(), [10, 15, 20])
+    loss, _ = trainer.pack_loss(pack, study.head, 100.0)
+    labels_AK, drafter = pack.slots.labels_AK, trainer.drafter
+    assert isinstance(drafter, script.Revealing)
+    inputs_AB = torch.cat([pack.anchors_A[:, None], labels_AK[:, :6], torch.full((3, 1), study.block.mask_token_id)], 1)
+    hidden_TD = drafter.hidden_of(inputs_AB, pack, study.embedding_VD, study.is_autocast)
+    logits_AV = study.head.logits(hidden_TD[NUM_DRAFTS - 1 :: NUM_DRAFTS]).float()
+    probs_A = logits_AV.softmax(-1)[torch.arange(3), labels_AK[:, -1]]  # all tokens can be drafted
+    expected = (-probs_A.log() * (1 + probs_A) / 2).sum() / NUM_DRAFTS / 100.0
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-2)
+
+
+def test_the_rule_is_chosen_on_the_tuning_documents() -> None:
+    """Two documents of ten blocks. A second pass costs a tenth of the round with one, v + c."""
+    rules = (script.ONE_PASS, *script.TRUE, script.BEST, *script.OWN, *script.SURE)
+
+    def run(best_tuned: str, best: str, length: int) -> dict[str, Any]:
+        uses = {"tune": best_tuned, "measure": best}
+        return {
+            use: {"anchors": {"lengths": [10, 10]}}
+            | {
+                rule: {"lengths": [length + 4 * (rule == uses[use])] * 2, "passes": [5 * (rule != script.ONE_PASS)] * 2}
+                for rule in rules
+            }
+            for use in uses
+        }
+
+    runs = {"one": [run("own first 1", "own first 2", 16)], "two": [run(script.ONE_PASS, "own first 3", 20)]}
+    figures = script.summary(runs, {"verify": 0.9, "draft": 0.1})
+    assert figures["chosen"] == {"one": "own first 1", "two": script.ONE_PASS}
+    row = figures["networks"]["one"]["own first 2"]
+    assert row["length"]["value"] == 2.0 and row["gain"]["value"] == 1.25 and row["second_passes"] == 0.5
+    assert row["needed"] == pytest.approx(1.05) and row["pays"] == "yes"
+    assert figures["networks"]["one"]["own first 1"]["pays"] == "no"
+    both = figures["two over one pass of one"]
+    assert both["one pass"]["gain"]["value"] == 1.25 and both["one pass"]["needed"] == 1.0
+
+
 def test_counts_of_a_case_by_hand() -> None:
     """Two blocks of four drafts. In the first, pass 1 has one draft right, and all follow if one token is revealed; in
     the second none is, and true tokens, which would help, cannot be revealed."""
@@ -139,8 +182,8 @@ def test_counts_of_a_case_by_hand() -> None:
         for name, (length_A, second_A) in script.by_rule(right_AR, sure_AK).items()
     }
     assert rules[script.ONE_PASS] == ([2, 1], [False, False])
-    assert rules["ceiling: 1 true tokens"] == ([5, 4], [True, True])
-    assert rules["ceiling: 2 true tokens"] == ([3, 5], [True, True])
+    assert rules["ceiling: true first 1"] == ([5, 4], [True, True])
+    assert rules["ceiling: true first 2"] == ([3, 5], [True, True])
     assert rules[script.BEST] == ([5, 1], [True, False])
     assert rules["own first 1"] == ([5, 1], [True, True]) and rules["own first 2"] == ([2, 1], [True, True])
     assert rules["own while probability >= 0.6"] == ([5, 1], [True, False]), "all four are sure: one pass"
@@ -154,19 +197,20 @@ def test_lengths_are_those_of_two_passes(study: script.Steps, wrong: int | None)
     drafter, tokens, head = loud(study, "two"), some_tokens(), study.head.in_float32()
     options = (study.embedding_VD.float(), False)
 
-    def drafts(inputs: list[int]) -> list[int]:
+    def drafts(inputs: list[int]) -> tuple[list[int], list[float]]:
         pack = packed(study, tokens, [ANCHOR])
-        hidden_TD = drafter.hidden_of(torch.tensor([inputs]), pack, *options)
-        return study.ids[head.logits(hidden_TD).argmax(-1)].tolist()
+        probs_KV = head.logits(drafter.hidden_of(torch.tensor([inputs]), pack, *options)).softmax(-1)
+        return study.ids[probs_KV.argmax(-1)].tolist(), probs_KV.amax(-1).tolist()
 
     mask, anchor = study.block.mask_token_id, tokens[ANCHOR]
-    first = drafts([anchor, *[mask] * NUM_DRAFTS])
-    second = drafts([anchor, *first[:2], *[mask] * (NUM_DRAFTS - 2)])
+    first, probs = drafts([anchor, *[mask] * NUM_DRAFTS])
+    second, _ = drafts([anchor, *first[:2], *[mask] * (NUM_DRAFTS - 2)])
     assert first[2:] != second[2:]
     block = [token + (place == wrong) for place, token in enumerate(first[:2] + second[2:])]
     text = tokens[: ANCHOR + 1] + block + tokens[ANCHOR + 1 + NUM_DRAFTS :]
     passes = script.seven_passes(drafter, packed(study, text, [ANCHOR]), options[0], head, False)
     rules = script.by_rule(*passes)
+    torch.testing.assert_close(passes[1][0], torch.tensor(probs).cumprod(0))
     assert int(rules["own first 2"][0]) == 1 + (NUM_DRAFTS if wrong is None else wrong)
     same = [ours == theirs for ours, theirs in zip(first, block, strict=True)]
     assert int(rules[script.ONE_PASS][0]) == 1 + same.index(False)
