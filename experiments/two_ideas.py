@@ -29,6 +29,7 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -134,9 +135,13 @@ class BlockFusion(TokenFusion):
 class Study:
     """Target, documents and features, which all cells share, and the runs that have ended (results.json)."""
 
+    trainer: type[Trainer] = Trainer
+    not_settings = ("out", "seeds")
+    """Options that may change when a run is continued."""
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.file = args, args.out / "results.json"
-        self.settings = {name: str(value) for name, value in vars(args).items() if name not in ("out", "seeds")}
+        self.settings = {name: str(value) for name, value in vars(args).items() if name not in self.not_settings}
         stored = json.loads(self.file.read_text()) if self.file.exists() else {"settings": self.settings, "runs": {}}
         if stored["settings"] != self.settings:
             sys.exit(f"{self.file} was begun with other settings: choose another --out")
@@ -192,7 +197,7 @@ class Study:
         )  # fmt: skip
         corpus, features = Corpus(self.documents["train"], []), ScaledFeatures(self.features["train"], scale_F)
         folder = args.out / "checkpoints" / f"{name} {seed} {rate:g}".replace(" ", "-")
-        trainer = Trainer(drafter, corpus, features, self.embedding_VD, self.head, loop, folder=folder)
+        trainer = self.trainer(drafter, corpus, features, self.embedding_VD, self.head, loop, folder=folder)
         if not trainer.resume():
             norm = initial_weights.FirstNorm(drafter.network.get_parameter("norm.weight"))
             initial_weights.scale_first_logits(norm, self.head, *trainer.first_slots())
@@ -201,26 +206,33 @@ class Study:
         return trainer, scale_F
 
     def run(self, name: str, seed: int, rate: float, share: float = 1.0, use: str = "measure") -> dict[str, Any]:
-        """Returns the figures of a run on the documents of this use, those stored or of a training now. `sums` and
-        `counts`: each document's sum of acceptance lengths, and its number of anchors."""
-        key, documents = f"{name}, seed {seed}, rate {rate:g}", self.documents[use]
+        """Returns the figures of a run on the documents of this use, those stored or of a training now."""
+        key = f"{name}, seed {seed}, rate {rate:g}"
         if key in self.runs:
             return self.runs[key]
         trainer, scale_F = self.train(name, seed, rate, share)
-        features, lengths = ScaledFeatures(self.features[use], scale_F), list[Tensor]()
+        figures = {"parameters": sum(weight.numel() for weight in trainer.network.parameters()), "rate": rate}
+        figures |= {"minutes": round(trainer.state.seconds / 60, 2), "steps": trainer.state.step}
+        self.runs[key] = figures | self.measured(trainer.drafter, scale_F, use)
+        self.write({})
+        shutil.rmtree(trainer.folder)
+        return self.runs[key]
+
+    def measured(self, drafter: Trainable, scale_F: Tensor, use: str) -> dict[str, Any]:
+        """Returns the acceptance length on the documents of this use, with `sums` and `counts`: each document's sum of
+        acceptance lengths, and its number of anchors."""
+        inputs = self.embedding_VD, self.head, self.is_autocast
+        lengths = [acceptance_lengths(drafter, pack, *inputs) for pack in self.packs(scale_F, use)]
+        figures: dict[str, Any] = {"length": float(torch.cat(lengths).float().mean())}
+        return figures | {"sums": [int(length_A.sum()) for length_A in lengths], "counts": list(map(len, lengths))}
+
+    def packs(self, scale_F: Tensor, use: str) -> Iterator[Pack]:
+        """Yields one pack for each document of this use, with evenly spread anchors."""
+        documents, features = self.documents[use], ScaledFeatures(self.features[use], scale_F)
         packer = Packer(1 + NUM_DRAFTS, documents, features, self.target.device)
         for number, document in enumerate(documents):
             anchors = np.linspace(document.answer_start, len(document) - 1 - NUM_DRAFTS, ANCHORS_MEASURED)
-            pack = packer.pack([(number, np.unique(anchors.astype(np.int64)))])
-            lengths.append(acceptance_lengths(trainer.drafter, pack, self.embedding_VD, self.head, self.is_autocast))
-        figures = {"parameters": sum(weight.numel() for weight in trainer.network.parameters()), "rate": rate}
-        figures |= {"minutes": round(trainer.state.seconds / 60, 2), "steps": trainer.state.step}
-        figures |= {"length": float(torch.cat(lengths).float().mean())}
-        figures |= {"sums": [int(length_A.sum()) for length_A in lengths], "counts": list(map(len, lengths))}
-        self.runs[key] = figures
-        self.write({})
-        shutil.rmtree(trainer.folder)
-        return figures
+            yield packer.pack([(number, np.unique(anchors.astype(np.int64)))])
 
     def write(self, figures: dict[str, Any]) -> None:
         write_results(self.file, {"settings": self.settings, "machine": self.machine, "runs": self.runs, **figures})

@@ -215,9 +215,14 @@ class DFlashTrainable(Trainable):
         return None if None in windows else max(window for window in windows if window is not None)
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        config = self._config
-        tokens_AB = torch.full((len(pack.anchors_A), self.block_size), config.mask_token_id, device=embedding_VD.device)
+        size, mask = (len(pack.anchors_A), self.block_size), self._config.mask_token_id
+        tokens_AB = torch.full(size, mask, device=embedding_VD.device)
         tokens_AB[:, 0] = pack.anchors_A
+        return self.hidden_of(tokens_AB, pack, embedding_VD, is_autocast)
+
+    def hidden_of(self, tokens_AB: Tensor, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
+        """Returns the hidden states of `hidden` for blocks with other input tokens, tokens_AB [A, B = block_size]."""
+        config = self._config
         embedded_TD = F.embedding(tokens_AB.flatten(), embedding_VD).float() * config.input_embedding_scale
         dtype = torch.bfloat16 if is_autocast else torch.float32
         attend = make_attention(self._attention, config, pack.layout, dtype)
