@@ -30,7 +30,7 @@ class SearchConfig(Checked):
     rungs: Count = 3
     """How often a trial is measured: at its end, and when it may be stopped before."""
     reduction: Annotated[int, at_least(2)] = 3
-    """Of this many trials one goes on after a measurement, to this many times the training steps."""
+    """One of this many trials continues after a measurement, to this many times the training steps."""
     most_trials: Count | None = None
     """Most trials, the planner's choice included [default: as many as the minutes allow]."""
     num_prompts: Annotated[int, at_least(6)] = 36

@@ -51,7 +51,7 @@ class SearchResult:
     drafter: Path
     run: Path
     settings: str
-    """What the chosen training does otherwise than the planner."""
+    """Differences of the chosen training from the planner's choice."""
     is_better: bool
     """True if the winner's interval lies above the planner's choice; otherwise that is what `drafter` holds."""
     ratio: float | None

@@ -39,13 +39,13 @@ class Measured:
     number: int
     """0 is the planner's choice."""
     settings: str
-    """What it does otherwise than the planner."""
+    """Its differences from the planner's choice."""
     state: str
     """"complete", "pruned" (stopped at a rung), "running" (killed: goes on with the next start), or "fail"."""
     speedups: tuple[float, ...]
     """Tokens/s over plain decoding after each rung."""
     reason: str = ""
-    """Why it failed."""
+    """Error of a failed trial."""
 
     @property
     def is_complete(self) -> bool:
@@ -136,6 +136,6 @@ class Trials:
 
 
 def winner_of(trials: list[Measured]) -> Measured | None:
-    """Returns the complete trial with the highest speed-up, the planner's choice aside; None if there is none."""
+    """Returns the complete trial with the highest speed-up, the planner's choice aside, or None."""
     complete = [trial for trial in trials if trial.number and trial.is_complete]
     return max(complete, key=lambda trial: trial.speedups[-1], default=None)
