@@ -91,7 +91,7 @@ def predicted(train_NF: Any, labels_N: NDArray[np.int64], test_MF: Any) -> NDArr
     weight_FC = torch.zeros(train.shape[1] + 1, int(labels_N.max()) + 1, dtype=torch.float64, requires_grad=True)
     solver = torch.optim.LBFGS([weight_FC], max_iter=200, line_search_fn="strong_wolfe")
 
-    def loss() -> Tensor:
+    def loss() -> torch.Tensor:
         solver.zero_grad()
         logits = train @ weight_FC[:-1] + weight_FC[-1]
         value = torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels_N))
@@ -101,9 +101,6 @@ def predicted(train_NF: Any, labels_N: NDArray[np.int64], test_MF: Any) -> NDArr
 
     solver.step(loss)
     return (test @ weight_FC[:-1] + weight_FC[-1]).argmax(1).numpy()
-
-
-Tensor = torch.Tensor
 
 
 def wilson(num_right: int, num: int, z: float = 1.959964) -> tuple[float, float]:

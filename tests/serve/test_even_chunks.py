@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ def test_a_reader_that_was_slow_gets_no_burst() -> None:
     loop = Jumping()
     times = loop.run_until_complete(read())
     loop.close()
-    assert min(later - sooner for sooner, later in zip(times, times[1:], strict=False)) == pytest.approx(0.25)
+    assert min(later - sooner for sooner, later in pairwise(times)) == pytest.approx(0.25)
 
 
 def test_long_events_are_cut_and_short_ones_padded() -> None:
