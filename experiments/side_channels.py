@@ -191,8 +191,8 @@ def measure(ports: dict[str, int], options: argparse.Namespace) -> tuple[dict[st
 
 def table_of(results: dict[str, Any]) -> str:
     """A row for each setting; accuracies are those from sizes and times."""
-    lines = ["| setting | prompt named (chance 10%) | language named (chance 20%) | first token | total |", "|---|" * 5]
-    lines[1] = "|---|---|---|---|---|"
+    lines = ["| setting | prompt named (chance 10%) | language named (chance 20%) | first token | total |"]
+    lines.append("|---|---|---|---|---|")
     for name, result in results.items():
         shares = [result["attack"][what]["sizes and times"] for what in ("prompt", "language")]
         shown = [
@@ -231,7 +231,7 @@ def main() -> int:
                 options.model,
                 "--max-batch",
             ]
-            command += ["1", "--drafter", drafter or options.drafter, *more]
+            command += ["1", "--stream-interval-ms", "0", "--drafter", drafter or options.drafter, *more]
             ports[name] = stack.enter_context(server(command))[1]
         seen, num_different = measure(ports, options)
     results = {name: {"attack": attacked(each), "price": price(each, seen["plain"])} for name, each in seen.items()}

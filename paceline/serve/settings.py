@@ -88,7 +88,7 @@ class ServeConfig:
     even_chunks: bool = False
     """Hide accepted drafts and lengths of tokens from network listeners: streams send one token per chunk, padded to
     one size, at a steady rate (docs/explanation/side-channels.md)."""
-    even_interval_s: Positive | None = None
+    even_interval_s: Annotated[float, within("between 0.001 and 60", least=0.001, most=60)] | None = None
     """With --even-chunks: seconds from chunk to chunk [default: the time per token within which nine of ten recent
     answers stayed]."""
 

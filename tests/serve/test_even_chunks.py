@@ -227,6 +227,8 @@ def test_the_rate_is_measured_rarely() -> None:
         assert pace.interval_s == 0.01
     pace.observe([100.0])
     assert pace.interval_s == pytest.approx(0.1 * int(0.9 * (WINDOW - 1)))
+    pace.observe([0.0] * WINDOW)  # two tokens of one round came at the same time
+    assert pace.interval_s == 0.001
     fixed = Pace(0.5)
     fixed.observe([0.1] * WINDOW)
     assert fixed.interval_s == 0.5
@@ -235,3 +237,5 @@ def test_the_rate_is_measured_rarely() -> None:
 def test_a_rate_without_even_chunks_is_refused() -> None:
     with pytest.raises(ConfigError, match="even_chunks"):
         ServeConfig(even_interval_s=0.1)
+    with pytest.raises(ConfigError, match="even_interval_s must be between"):
+        ServeConfig(even_chunks=True, even_interval_s=1e-4)

@@ -26,6 +26,8 @@ COMMENT = (b":", b"\n\n")
 """Beginning and end of an SSE comment, between which there may be spaces."""
 START_S = 0.05
 """Interval until `FIRST` answers have been measured, in seconds."""
+LEAST_S = 0.001
+"""Shortest interval: a shorter one would keep the event loop busy with padding."""
 FIRST, WINDOW = 8, 64
 """Answers before the first measured interval; answers of one measurement."""
 KEPT = 0.9
@@ -44,7 +46,8 @@ class Pace:
         """Add the mean seconds per token of finished answers."""
         self._measured += token_s
         if len(self._measured) >= self._due and not self._is_fixed:
-            self.interval_s = sorted(self._measured)[int(KEPT * (len(self._measured) - 1))]
+            kept_s = sorted(self._measured)[int(KEPT * (len(self._measured) - 1))]
+            self.interval_s = max(kept_s, LEAST_S)
             self._due, self._measured = WINDOW, []
 
 
