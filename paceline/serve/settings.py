@@ -85,6 +85,12 @@ class ServeConfig:
     stream_interval_ms: Annotated[float, within("between 0 and 1000", least=0, most=1000)] = 16.0
     """Longest time that streamed tokens wait to be sent with the next round's, in milliseconds; 0 sends every round at
     once."""
+    even_chunks: bool = False
+    """Hide accepted drafts and lengths of tokens from network listeners: streams send one token per chunk, padded to
+    one size, at a steady rate (docs/explanation/side-channels.md)."""
+    even_interval_s: Annotated[float, within("between 0.001 and 60", least=0.001, most=60)] | None = None
+    """With --even-chunks: seconds from chunk to chunk [default: the time per token within which nine of ten recent
+    answers stayed]."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -93,6 +99,10 @@ class ServeConfig:
             (
                 self.max_tv is not None and not self.allow_lossy,
                 "max_tv is the budget of lossy rules: it needs allow_lossy",
+            ),
+            (
+                self.even_interval_s is not None and not self.even_chunks,
+                "even_interval_s is the rate of even_chunks: give both",
             ),
             (any(not key.strip() for key in self.api_keys), "an API key must not be empty"),
             (

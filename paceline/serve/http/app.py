@@ -25,6 +25,7 @@ from paceline.serve.http.features import add_features
 from paceline.serve.http.security import Gate
 from paceline.serve.http.validation import invalid as invalid_body
 from paceline.serve.replies.choices import TextReply
+from paceline.serve.replies.even import Pace
 from paceline.serve.replies.events import Exchange
 from paceline.serve.requests.chats import (
     Drafter,
@@ -82,6 +83,7 @@ def create_app(worker: EngineWorker) -> FastAPI:
             status: {"model": ErrorAnswer} for status in (400, 401, 403, 404, 408, 409, 413, 421, 429, 500, 503, 504)
         },
     )
+    app.state.pace = Pace(config.even_interval_s) if config.even_chunks else None
     _add_failures(app)
     _add_system(app, worker)
     _add_tokens(app, worker)

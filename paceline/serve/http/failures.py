@@ -115,8 +115,13 @@ def compact(value: Any) -> str:
         raise RequestRefused("the JSON is nested too deeply: flatten it") from None
 
 
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(dump(value), status, headers, media_type="application/json")
+def json_response(
+    value: Any, status: int = 200, headers: dict[str, str] | None = None, *, multiple: int = 1
+) -> Response:
+    """Return a JSON response, padded with spaces, which parsers ignore, to a length that is a multiple of `multiple`
+    bytes."""
+    body = dump(value)
+    return Response(body + b" " * (-len(body) % multiple), status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError, path: str = "") -> Response:

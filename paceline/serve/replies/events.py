@@ -23,6 +23,7 @@ from paceline.model.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from paceline.report.statistics import Rounds
 from paceline.serve.http.clock import Clock
 from paceline.serve.http.failures import ApiError, dump
+from paceline.serve.replies.even import FRAME, LOGPROB, Pace, paced, single
 from paceline.serve.requests.protocol import Sampling
 from paceline.serve.worker.ticket import Event, Ticket
 from paceline.types import PREDICTION, Round, Sequence, TokenLogprob
@@ -132,6 +133,7 @@ class Exchange:
         if not lossless or any(job.params.lossy for job in ticket.jobs):
             self._head["lossless"] = False
         self._first: list[Event] = []
+        self._is_even = False
 
     @property
     def _clock(self) -> Clock:
@@ -176,8 +178,10 @@ class Exchange:
         """Yield server-sent events; events that arrived together are joined."""
         try:
             async for chunks in self.chunks():
-                if piece := b"".join(map(self.written, chunks)):
-                    yield piece
+                pieces = [self.written(chunk) if chunk else b"" for chunk in chunks]
+                for piece in pieces if self._is_even else [b"".join(pieces)]:
+                    if piece or self._is_even:
+                        yield piece
         except ApiError as error:
             yield self.failed(error)
         except Exception:
@@ -188,8 +192,15 @@ class Exchange:
         if self.end:
             yield self.end
 
+    def even_stream(self, pace: Pace) -> AsyncIterator[bytes]:
+        """Yield the server-sent events as frames of one size, at the steady rate of `pace` for each answer."""
+        self._is_even, top = True, self._ticket.jobs[0].params.logprobs
+        size = FRAME + (0 if top is None else LOGPROB * (1 + top))
+        return paced(self.stream(), size, pace.interval_s / len(self._replies))
+
     async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
-        """Yield the stream's chunks as JSON objects: one list for each batch of events that arrived together."""
+        """Yield the stream's chunks as JSON objects: one list for each batch of events that arrived together. In an
+        even stream each token has its chunk, which is {} if there is nothing to send yet."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         head = self._head | {
@@ -197,7 +208,10 @@ class Exchange:
         }
         events = self._first
         while events:
-            yield [chunk for event in events if (chunk := self._chunk(head, event, with_usage))]
+            if self._is_even:
+                events = [one for event in events for one in single(event, self._replies[event.index].token_text)]
+            chunks = [self._chunk(head, event, with_usage) or {} for event in events]
+            yield [chunk for chunk in chunks if chunk or self._is_even]
             events = await self._ticket.read()
         if more := self._last(with_usage):
             yield [head | {"choices": []} | more]
@@ -242,6 +256,12 @@ class Exchange:
     @property
     def _sequences(self) -> list[Sequence]:
         return [reply.sequence for reply in self._replies if reply.sequence]
+
+    @property
+    def token_s(self) -> list[float]:
+        """Mean seconds per token of each finished answer of several tokens, without the first token."""
+        times = [seq.timings.token_s for seq in self._sequences]
+        return [(each[-1] - each[0]) / (len(each) - 1) for each in times if len(each) > 1]
 
     @property
     def _rounds(self) -> list[Round]:
@@ -345,13 +365,17 @@ async def _hung_up(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """A response of server-sent events that aborts its request when the client disconnects."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, pace: Pace | None = None) -> None:
+        """With `pace`, all chunks have one size and leave at its rate."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(exchange.stream(), headers=headers, media_type="text/event-stream")
-        self._close = exchange.close
+        stream = exchange.even_stream(pace) if pace else exchange.stream()
+        super().__init__(stream, headers=headers, media_type="text/event-stream")
+        self._exchange, self._pace = exchange, pace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._close()
+            self._exchange.close()
+            if self._pace:
+                self._pace.observe(self._exchange.token_s)

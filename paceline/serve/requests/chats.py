@@ -17,6 +17,7 @@ from starlette.responses import Response
 from paceline.serve.http.clock import Clock
 from paceline.serve.http.failures import RequestRefused, json_response
 from paceline.serve.replies.choices import ChatReply
+from paceline.serve.replies.even import BODY, Pace
 from paceline.serve.replies.events import EventStream, Exchange, unless_gone
 from paceline.serve.requests.completions import chat_jobs
 from paceline.serve.requests.prompts import chat_ids
@@ -112,11 +113,12 @@ async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[
 
 async def respond(http: Request, exchange: Exchange) -> Response:
     """Return the HTTP response with the answers, complete or streamed; aborts the request if the client disconnects."""
+    pace: Pace | None = http.app.state.pace
     try:
         if not exchange.is_stream:
-            return json_response(await unless_gone(http.receive, exchange.whole()))
+            return json_response(await unless_gone(http.receive, exchange.whole()), multiple=BODY if pace else 1)
         await unless_gone(http.receive, exchange.begin())
     except BaseException:
         exchange.close()
         raise
-    return EventStream(exchange)
+    return EventStream(exchange, pace)

@@ -1,0 +1,105 @@
+"""`serve --even-chunks`: streams whose chunks show network listeners neither accepted drafts nor lengths of tokens.
+
+A stream is cut into frames: one token each, padded to one size with an SSE comment, which clients ignore. One frame
+leaves per interval; a frame without a token (all padding) leaves when none is ready. The number of frames is a multiple
+of `MULTIPLE`, so that it shows an answer's length only roughly. `docs/explanation/side-channels.md` has measurements.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import replace
+
+from paceline.serve.worker.ticket import Event
+
+FRAME = 512
+"""Bytes of a frame: enough for one token's event. Longer events take several frames."""
+LOGPROB = 128
+"""Further bytes of a frame for each log-probability of a token."""
+BODY = 4096
+"""Lengths of JSON bodies are multiples of this, in bytes."""
+MULTIPLE = 16
+"""Numbers of frames are multiples of this."""
+COMMENT = (b":", b"\n\n")
+"""Beginning and end of an SSE comment, between which there may be spaces."""
+START_S = 0.05
+"""Interval until `FIRST` answers have been measured, in seconds."""
+LEAST_S = 0.001
+"""Shortest interval: a shorter one would keep the event loop busy with padding."""
+FIRST, WINDOW = 8, 64
+"""Answers before the first measured interval; answers of one measurement."""
+KEPT = 0.9
+"""Share of the measured answers that were at least as fast as the interval."""
+
+
+class Pace:
+    """Seconds between the frames of one answer: fixed, or measured and set anew only every `WINDOW` answers, so that
+    it shows nothing about a single one."""
+
+    def __init__(self, fixed_s: float | None = None) -> None:
+        self.interval_s = fixed_s or START_S
+        self._is_fixed, self._due, self._measured = fixed_s is not None, FIRST, list[float]()
+
+    def observe(self, token_s: Iterable[float]) -> None:
+        """Add the mean seconds per token of finished answers."""
+        self._measured += token_s
+        if len(self._measured) >= self._due and not self._is_fixed:
+            kept_s = sorted(self._measured)[int(KEPT * (len(self._measured) - 1))]
+            self.interval_s = max(kept_s, LEAST_S)
+            self._due, self._measured = WINDOW, []
+
+
+def single(event: Event, token_text: Callable[[int], str]) -> Iterator[Event]:
+    """Yield an event's tokens one by one. Each gets as many characters of the new text as it has itself, the last token
+    gets the rest: held-back text belongs to no token."""
+    chunk, rest = event.chunk, event.chunk.text
+    last = len(chunk.token_ids) - 1
+    for place, token in enumerate(chunk.token_ids[:-1]):
+        size = len(token_text(token))
+        part = replace(chunk, token_ids=[token], text=rest[:size], finish_reason=None)
+        rest = rest[size:]
+        yield replace(
+            event, chunk=part, num_accepted=int(place < event.num_accepted), logprobs=event.logprobs[place : place + 1]
+        )
+    part = replace(chunk, token_ids=chunk.token_ids[-1:], text=rest)
+    accepted = int(0 <= last < event.num_accepted)
+    yield replace(event, chunk=part, num_accepted=accepted, logprobs=event.logprobs[max(last, 0) :])
+
+
+def frames(piece: bytes, size: int) -> list[bytes]:
+    """Return whole server-sent events, or b"", as frames of `size` bytes, padded with a comment before the events."""
+    opening, closing = COMMENT
+    spaces = -(len(piece) + len(opening) + len(closing)) % size
+    padded = opening + b" " * spaces + closing + piece
+    return [padded[start : start + size] for start in range(0, len(padded), size)]
+
+
+async def paced(pieces: AsyncIterator[bytes], size: int, interval_s: float) -> AsyncIterator[bytes]:
+    """Yield the frames of a stream, one per interval. `pieces`: one token's events each, b"" for a token without text.
+
+    The first frame leaves at once. The last event waits until the number of frames becomes a multiple of `MULTIPLE`.
+    After a delay of more than an interval, by a client that reads slowly, the frames missed are not caught up with."""
+    ready, sending = deque([frames(await anext(pieces), size)]), list[bytes]()
+    (cover,) = frames(b"", size)
+    loop, number = asyncio.get_running_loop(), 0
+
+    async def fill() -> None:
+        async for piece in pieces:
+            ready.append(frames(piece, size))
+
+    filling, due = asyncio.create_task(fill()), loop.time()
+    try:
+        while ready or sending or not filling.done():
+            is_early = filling.done() and len(ready) == 1 and (number + len(ready[0])) % MULTIPLE
+            if ready and not sending and not is_early:  # no frame may come between two of one event
+                sending = ready.popleft()
+            yield sending.pop(0) if sending else cover
+            number, due = number + 1, max(due + interval_s, loop.time())
+            if ready or sending or not filling.done():
+                await asyncio.sleep(due - loop.time())
+        await filling
+    finally:
+        filling.cancel()
+        await asyncio.gather(filling, return_exceptions=True)
