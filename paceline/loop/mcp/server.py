@@ -107,6 +107,7 @@ def run(operations: Operations, config: McpConfig, say: Callable[[str], None]) -
     app = app_of(operations, config)
     with only_run(operations.store.state, "serving MCP", Ranks(), say):
         bound: socket.socket = listen(ServeConfig(host=config.host, port=config.port))
+        bound.listen(128)  # connections wait until uvicorn accepts
         host = f"[{config.host}]" if ":" in config.host else config.host
         say(f"mcp: http://{host}:{bound.getsockname()[1]}/mcp, log in {operations.log.folder}")
         settings = uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=5)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
 import sys
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from mcp.client.streamable_http import streamable_http_client
 from safetensors.torch import load_file, save_file
 from small_llm import tiny_model
 
+from paceline.cli import app
 from paceline.config import EngineConfig
 from paceline.draft.dflash.config import new_config
 from paceline.draft.dflash.drafter import DFlashConfig, DFlashDrafter, DFlashNetwork
@@ -33,16 +35,24 @@ from paceline.loop.adapt.config import (
     RetrainConfig,
     StoreConfig,
 )
+from paceline.loop.adapt.gate import examine
 from paceline.loop.adapt.gate.lineage import weights_hash
 from paceline.loop.adapt.gate.retrain import Job
 from paceline.loop.mcp.config import McpConfig
 from paceline.loop.mcp.operations import Operations
 from paceline.loop.mcp.server import app_of
+from paceline.plan.costs import PassCosts
 from paceline.serve.run import listen
 from paceline.serve.settings import ServeConfig
 
 pytestmark = pytest.mark.slow
 KEY = "0123456789abcdef"
+TRAIN = (
+    f'{sys.executable} -m paceline train --target "$PACELINE_MODEL" --init "$PACELINE_INCUMBENT" --answers '
+    '"$PACELINE_WINDOW" --out "$PACELINE_OUT" --max-steps 60 --blocks-per-step 64 --heldout-every 60 --lr 1e-2 '
+    "--dtype float32 --device cpu --threads 1 --serve-share 0 --json"
+)
+"""A number of steps, not of minutes: the drafter is as good on a busy machine."""
 TOOLS = {"traffic", "propose", "train", "score", "gate", "status", "roll_out", "roll_back", "read_log"}
 
 
@@ -63,30 +73,28 @@ def poison(folder: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def operations(folder: Path, server: FakeServer | None = None) -> Operations:
+def operations(folder: Path, server: FakeServer | None = None, train_command: str | None = None) -> Operations:
     """Tools over 160 tickets of one cluster whose answers count upwards."""
     rows = [
-        keyed(n, prompt_ids=[n, 7], answer_ids=[(n + at) % 250 for at in range(24)], sampling='{"max_tokens": 60}')
+        keyed(n, prompt_ids=[n, 7], answer_ids=[(n + at) % 20 for at in range(16 + n // 20)], sampling="{}")
         for n in range(160)
     ]
-    old = server.members["general"] if server else str(drafter(folder / "old"))
     return Operations(
         StoreConfig(store(folder / "traces", rows), folder / "state"),
         EngineConfig(str(folder / "model"), device="cpu", dtype="float32"),
         PolicyConfig(),
         PriceConfig(),
-        CandidateConfig(incumbent=old),
-        RetrainConfig(minutes=0.05, train_threads=1),
+        CandidateConfig(incumbent=server.members["general"] if server else str(drafter(folder / "old"))),
+        RetrainConfig(train_command=train_command),
         DeployConfig(servers=(server.url,) if server else ()),
     )
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def client_of(one: Operations, key: str = KEY) -> AsyncIterator[Any]:
     """The official client, connected to a server on a free port; yields a function that calls a tool."""
     bound = listen(ServeConfig(port=0))
-    app = app_of(one, McpConfig(key=KEY))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none"))
+    server = uvicorn.Server(uvicorn.Config(app_of(one, McpConfig(key=KEY)), log_config=None, ws="none"))
     task = asyncio.create_task(server.serve(sockets=[bound]))
     url, headers = f"http://127.0.0.1:{bound.getsockname()[1]}/mcp", {"Authorization": f"Bearer {key}"}
     try:
@@ -111,7 +119,7 @@ async def client_of(one: Operations, key: str = KEY) -> AsyncIterator[Any]:
 async def ended(call: Any, job: dict[str, Any]) -> dict[str, Any]:
     """The status of a job once it has ended."""
     while (job := await call("status", job=job["id"]))["state"] == "running":
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
     return job
 
 
@@ -121,38 +129,85 @@ async def refused(call: Coroutine[Any, Any, Any], words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_an_agent_trains_and_a_poisoned_drafter_is_refused(tmp_path: Path) -> None:
-    """With real trainings, measurements and gates, each in its process."""
+def start_in_this_process(command: list[str], output: Path) -> Job:
+    """Runs gates here, where passes and drafts have fixed times; all else in processes of its own."""
+    if "gate" not in command:
+        return Job(command, output)
+    words, shown = command[command.index("paceline") + 1 :], io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        app(words, prog_name="paceline", standalone_mode=False)
+    return printed(shown.getvalue().splitlines()[-1], output)
+
+
+def printed(line: str, output: Path) -> Job:
+    """A job that has printed this line."""
+    job = Job([sys.executable, "-c", f"print({line!r})"], output)
+    assert job._process is not None
+    job._process.wait()
+    return job
+
+
+def test_an_agent_trains_rolls_out_and_cannot_roll_out_a_poisoned_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real training and measurement, and gates that see the same times on each machine."""
+    monkeypatch.setattr(examine, "draft_seconds", lambda llm, drafters: [0.0] * len(drafters))
+    monkeypatch.setattr(examine, "measure_passes", lambda target, most: PassCosts([(1, 1.0), (8, 1.1)]))
     tiny_model(tmp_path / "model")
-    one = operations(tmp_path)
+    with serving(FakeServer()) as server:
+        old = server.members["general"] = str(drafter(tmp_path / "old"))
+        one = operations(tmp_path, server, train_command=TRAIN)
+        one.jobs.start = start_in_this_process
 
-    async def main() -> None:
-        async with client_of(one) as call:
-            seen = await call("traffic")
-            assert seen["answers"] == 160 and seen["tokens_per_round"] > 1
-            assert (await call("propose"))["decision"]["action"] == "too little"
-            job = await call("train", name="tickets", cluster="tickets")
-            assert job["state"] == "running", "it returns at once"
-            await refused(call("gate", drafter=str(tmp_path / "state")), "runs: wait")
-            job = await ended(call, job)
-            assert job["state"] == "done", job
-            scored = await ended(call, await call("score", drafter=job["drafter"], limit=2, max_tokens=8))
-            assert scored["state"] == "done" and scored["result"]["results"], scored
-            poison(Path(job["drafter"]))
-            gate = await ended(call, await call("gate", drafter=job["drafter"], cluster="tickets"))
-            assert gate["state"] == "done" and gate["result"]["passed"] is False, gate
-            await refused(call("roll_out", gate=gate["id"]), "the gate refused it: ")
-            again = await call("train", name="tickets", cluster="tickets")
-            assert again["id"] == job["id"] and again["state"] == "done", "the same call does not train it twice"
-            log = await call("read_log")
-        tools = [line["tool"] for line in log["calls"] if line["tool"] != "status"]
-        flow = ["traffic", "propose", "train", "gate", "score", "gate", "roll_out", "train", "read_log"]
-        outcomes = ["ok", "ok", "ok", "refused", "ok", "ok", "refused", "ok", "running or killed"]
-        assert tools == flow
-        assert [line["outcome"] for line in log["calls"] if line["tool"] != "status"] == outcomes
-        assert [entry["state"] for entry in log["drafters"]] == ["refused"] and all("time" in x for x in log["calls"])
+        async def main() -> None:
+            async with client_of(one) as call:
+                seen = await call("traffic")
+                assert seen["answers"] == 160 and seen["tokens_per_round"] > 1
+                assert (await call("propose"))["decision"]["action"] == "too little"
+                job = await call("train", name="tickets", cluster="tickets")
+                assert job["state"] == "running", "it returns at once"
+                await refused(call("gate", drafter=str(tmp_path / "state")), "runs: wait")
+                job = await ended(call, job)
+                assert job["state"] == "done", job
+                scored = await ended(call, await call("score", drafter=job["drafter"], limit=2, max_tokens=8))
+                assert scored["state"] == "done" and len(scored["result"]["results"]) == 2, scored
+                gate = await ended(call, await call("gate", drafter=job["drafter"], cluster="tickets"))
+                assert gate["result"]["gains"]["drifted"]["candidate"] > 1.5 and gate["result"]["passed"], gate
+                await call("roll_out", gate=gate["id"])
+                served = server.members["general"]
+                assert weights_hash(Path(served)) == gate["arguments"]["weights"]
+                poison(Path(job["drafter"]))
+                bad = await ended(call, await call("gate", drafter=job["drafter"], cluster="tickets"))
+                assert bad["id"] != gate["id"] and bad["result"]["passed"] is False, bad
+                await refused(call("roll_out", gate=bad["id"]), "the gate refused it: its gain of -")
+                assert server.members["general"] == served
+                again = await call("train", name="tickets", cluster="tickets")
+                assert again["id"] == job["id"] and again["state"] == "done", "it is not trained twice"
+                await call("roll_back", why="slower")
+                assert server.members["general"] == old
+                log = await call("read_log", most=1000)
+            lines = [(line["tool"], line["outcome"]) for line in log["calls"] if line["tool"] != "status"]
+            expected = [
+                "traffic",
+                "propose",
+                "train",
+                "gate",
+                "score",
+                "gate",
+                "roll_out",
+                "gate",
+                "roll_out",
+                "train",
+                "roll_back",
+                "read_log",
+            ]
+            assert [tool for tool, _ in lines] == expected
+            assert [number for number, (_, outcome) in enumerate(lines) if outcome != "ok"] == [3, 8, 11]
+            assert [lines[at][1] for at in (3, 8, 11)] == ["refused", "refused", "running or killed"]
+            assert all("time" in line and "arguments" in line for line in log["calls"])
+            assert [entry["state"] for entry in log["drafters"]] == ["passed", "rolled back", "refused"]
 
-    asyncio.run(main())
+        asyncio.run(main())
 
 
 def gates(one: Operations, **changes: Any) -> None:
@@ -162,10 +217,7 @@ def gates(one: Operations, **changes: Any) -> None:
         folder = Path(command[command.index("gate") + 1])
         verdict = {"passed": True, "reason": "+9%", "gains": {"drifted": {"low": 0.1, "incumbent": 1, "candidate": 2}}}
         verdict |= {"drafter": str(folder), "share": 1.0, "weights": weights_hash(folder)} | changes
-        job = Job([sys.executable, "-c", f"print({json.dumps(verdict)!r})"], output)
-        assert job._process is not None
-        job._process.wait()
-        return job
+        return printed(json.dumps(verdict), output)
 
     one.jobs.start = start
 
