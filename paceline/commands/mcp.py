@@ -36,8 +36,8 @@ def mcp(
 
     Tools: traffic, propose, train, score, gate, status, roll_out, roll_back, read_log. The server listens on loopback
     and needs a key. Model, folders, server and thresholds are fixed here; a tool can change none of them, reads and
-    writes nothing outside of them, and rolls out only a drafter that passed the gate. Every call, refused ones included, is
-    logged in calls.jsonl in --state. Trainings and gates are child processes: the same call resumes them.
+    writes nothing outside of them, and rolls out only a drafter that passed the gate. Every call, refused ones
+    included, is logged in calls.jsonl in --state. Trainings and gates are child processes: the same call resumes them.
 
     Examples:
       paceline mcp --traces traces --server http://127.0.0.1:8000

@@ -33,7 +33,7 @@ class McpConfig:
             ConfigError,
             (
                 not _is_loopback(self.host),
-                f"host {self.host} is no loopback address: take 127.0.0.1, and forward its port to agents on other machines",
+                f"host {self.host} is no loopback address: take 127.0.0.1, and forward its port if needed",
             ),
             (
                 self.key is not None and len(self.key) < LEAST_KEY,

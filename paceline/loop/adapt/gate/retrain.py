@@ -261,7 +261,7 @@ class Output:
 
     @property
     def is_locked(self) -> bool:
-        """True while the command runs, whoever started it."""
+        """True while the command runs, also if another process started it."""
         with self._lock.open("a+") as lock:
             return not _takes(lock)
 
