@@ -201,7 +201,7 @@ def test_an_agent_trains_rolls_out_and_cannot_roll_out_a_poisoned_drafter(
                 "roll_back",
                 "read_log",
             ]
-            assert [tool for tool, _ in lines] == [*expected, "train", "roll_back", "read_log"]
+            assert [tool for tool, _ in lines] == expected
             assert [number for number, (_, outcome) in enumerate(lines) if outcome != "ok"] == [3, 8, 11]
             assert [lines[at][1] for at in (3, 8, 11)] == ["refused", "refused", "running or killed"]
             assert all("time" in line and "arguments" in line for line in log["calls"])
