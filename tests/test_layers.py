@@ -29,7 +29,7 @@ LAYERS = [
         "loop.store",
         "loop.synthesize",
     },
-    {"loop.flywheel"},
+    {"loop.flywheel", "loop.mcp"},
     {"commands", "cli", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -29,9 +29,11 @@ ABSENT = {
     "trl",
     "datasets",
     "jsonschema",
+    "mcp",
 }
 NEED_EXTRAS = {
     "loop.distill": "teach",
+    "loop.mcp": "server",
     "loop.record": "metrics, proxy, reader, rendered, run",
     "loop.rl": "agents, endpoint, judge",
     "model.torch.kernels.triton": "attend, delta, experts, layer, overlap, probe, skinny",

@@ -64,25 +64,17 @@ def adapt_check(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig, a
     Examples:
       paceline adapt check --traces traces
     """
-    from paceline.loop.adapt.decide.policy import SeasonalPolicy
-    from paceline.loop.adapt.log import AdaptLog, rebuilt, told
-    from paceline.loop.adapt.servers.counted_hours import missing, stored_hours
+    from paceline.loop.adapt.check import decide_once
 
-    hours, left_out, source = stored_hours(store)
-    lines = rebuilt(SeasonalPolicy(policy, prices), hours, AdaptLog(store.state), max(hours, default=-1) + 1)
+    line = decide_once(store, policy, prices)
+    decision, left_out = line["decision"], line["left_out"]
     if left_out:
         say(f"left out: {', '.join(f'{count} {reason}' for reason, count in left_out.items())}")
-    if not lines:
-        why = missing(store, left_out)
-        say(f"too little: {why}")
-        finish({"decision": {"action": "too little", "why": why}, "hours": 0, "left_out": dict(left_out)}, as_json)
-        return
-    decision = lines[-1].decision
     say(f"{decision.action} {', '.join(decision.clusters)}: {decision.why}".replace(" :", ":"))
     for action, why in decision.declined.items():
         say(f"no {action}: {why}")
-    say(f"acceptance of {len(hours)} hours with traffic, from {source}")
-    line = {**told(lines[-1]), "hours": len(lines), "source": source, "left_out": dict(left_out)}
+    if line["hours"]:
+        say(f"acceptance of {line['with_traffic']} hours with traffic, from {line['source']}")
     finish(line, as_json, 0 if decision.is_idle else TO_DO)
 
 
@@ -104,6 +96,7 @@ def adapt_gate(
     """
     starting(engine.model)
     from paceline.loop.adapt.gate.examine import examine
+    from paceline.loop.adapt.gate.lineage import weights_hash
 
     verdict = examine(drafter, engine, store.traces, config, TerminalProgress())
     say(f"{'passed' if verdict.passed else 'refused'}: {verdict.reason}")
@@ -112,7 +105,8 @@ def adapt_gate(
             f"{name}: {gain.gain:+.1%} tokens/s [{gain.low:+.1%}, {gain.high:+.1%}], {gain.incumbent:.2f} -> "
             f"{gain.candidate:.2f} tokens a round over {gain.requests} requests"
         )
-    finish(verdict.as_json(), as_json, 0 if verdict.passed else TO_DO)
+    line = {**verdict.as_json(), "weights": weights_hash(Path(verdict.drafter)) if verdict.drafter else None}
+    finish(line, as_json, 0 if verdict.passed else TO_DO)
 
 
 @options

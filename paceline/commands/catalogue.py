@@ -79,6 +79,7 @@ SECTIONS: dict[str, dict[str, Entry]] = {
             log="Show observations, decisions and actions by hour.",
             gate="Judge whether a drafter may replace the serving one.",
         ),
+        "mcp": Entry("mcp", "Let an agent operate adapt within its gates, over MCP."),
         "store": _group(
             "store",
             "Keep traffic in one place, for training and evals.",

@@ -220,7 +220,7 @@ def gate_command(candidate: str, engine: EngineConfig, traces: Path, options: di
     return [*polite(), *map(str, words), "--json"]
 
 
-def verdict_of(job: Job, status: int) -> dict[str, Any]:
+def verdict_of(job: Output, status: int) -> dict[str, Any]:
     """Returns the verdict (JSON) printed by a finished gate job (comparison of a candidate with the serving drafter)
     with this exit status. If it printed none, returns one that says why, with "passed" and "is_judged" false."""
     try:
@@ -251,15 +251,40 @@ def polite() -> list[str]:
     return ["nice", "-n", "19"] if shutil.which("nice") else []
 
 
-class Job:
+class Output:
+    """Output files of a background command, which may have been started by an earlier process."""
+
+    def __init__(self, output: Path) -> None:
+        """`output`: path of the files, without suffix."""
+        self._lock = output.with_suffix(".lock")
+        self._out, self._err = output.with_suffix(".out"), output.with_suffix(".err")
+
+    @property
+    def is_locked(self) -> bool:
+        """True while the command runs, also if another process started it."""
+        with self._lock.open("a+") as lock:
+            return not _takes(lock)
+
+    @property
+    def last_line(self) -> str:
+        """Last line of stdout: the JSON result."""
+        return _last_line(self._out)
+
+    @property
+    def last_error(self) -> str:
+        """Last line of stderr."""
+        return _last_line(self._err)[:500] or "no output"
+
+
+class Job(Output):
     """A background command; its output goes to files."""
 
     def __init__(self, command: list[str], output: Path) -> None:
         """Start the command. If a killed daemon's job of the same output still runs, wait for its end first. Raises
         OSError. `output`: path of the output files, without suffix."""
+        super().__init__(output)
         output.parent.mkdir(parents=True, exist_ok=True)
-        self._command, self._lock = command, output.with_suffix(".lock")
-        self._out, self._err = output.with_suffix(".out"), output.with_suffix(".err")
+        self._command = command
         self._process = self._started()
 
     def _started(self) -> subprocess.Popen[bytes] | None:
@@ -306,16 +331,6 @@ class Job:
     def is_waiting(self) -> bool:
         """True while a job with the same output files, started by an earlier daemon, still runs."""
         return self._process is None
-
-    @property
-    def last_line(self) -> str:
-        """Last line of stdout: the JSON result."""
-        return _last_line(self._out)
-
-    @property
-    def last_error(self) -> str:
-        """Last line of stderr."""
-        return _last_line(self._err)[:500] or "no output"
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

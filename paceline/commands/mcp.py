@@ -1,0 +1,52 @@
+"""`paceline mcp`: options of the MCP server of `paceline.loop.mcp`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from paceline.commands.options import Changed, Only, Opt, Without, options
+from paceline.commands.shared import Json, say
+from paceline.config import EngineConfig
+from paceline.loop.adapt.config import (
+    CandidateConfig,
+    DeployConfig,
+    PolicyConfig,
+    PriceConfig,
+    RetrainConfig,
+    StoreConfig,
+)
+from paceline.loop.mcp.config import McpConfig
+
+SERVER = Changed(servers=Opt("--server", help="Address of the paceline server that gets rolled-out drafters."))
+
+
+@options
+def mcp(
+    config: Annotated[McpConfig, Changed(folders=Opt("--folder"))],
+    target: Annotated[EngineConfig, Only("model", "dtype", "device")],
+    store: Annotated[StoreConfig, Changed(state=Opt(default="runs/mcp"))],
+    policy: PolicyConfig,
+    prices: PriceConfig,
+    candidate: Annotated[CandidateConfig, Without("cluster", "since", "held_out_only")],
+    retrain: Annotated[RetrainConfig, Without("train_command", "train_units", "train_hours_budget")],
+    deploy: Annotated[DeployConfig, Only("servers", "admin_key", "patience_s"), SERVER],
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """Let an agent operate adapt within its gates, over MCP.
+
+    Tools: traffic, propose, train, score, gate, status, roll_out, roll_back, read_log. The server listens on loopback
+    and needs a key. Model, folders, server and thresholds are fixed here; a tool can change none of them, reads and
+    writes nothing outside of them, and rolls out only a drafter that passed the gate. Every call, refused ones
+    included, is logged in calls.jsonl in --state. Trainings and gates are child processes: the same call resumes them.
+
+    Examples:
+      paceline mcp --traces traces --server http://127.0.0.1:8000
+      paceline mcp --traces traces --model Qwen/Qwen3-8B \\
+        --incumbent runs/mine/drafter --folder runs/mine --port 8765
+    """
+    from paceline.loop.mcp.operations import Operations
+    from paceline.loop.mcp.server import run
+
+    parts = (store, target, policy, prices, candidate, retrain, deploy)
+    run(Operations(*parts, config.folders), config, say)
+    return {"state": store.state}

@@ -1,0 +1,24 @@
+"""Decides once, from the stored traffic, without a daemon: `paceline adapt check`, and the tool `propose` of `paceline
+mcp`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.loop.adapt.config import PolicyConfig, PriceConfig, StoreConfig
+from paceline.loop.adapt.decide.decide import Decision
+from paceline.loop.adapt.decide.policy import SeasonalPolicy
+from paceline.loop.adapt.log import AdaptLog, rebuilt, told
+from paceline.loop.adapt.servers.counted_hours import missing, stored_hours
+
+
+def decide_once(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig) -> dict[str, Any]:
+    """Returns the policy's line (observations and decision) of the latest hour of stored traffic, with the number of
+    hours, the source of acceptance and what was left out. Without any traffic the action is "too little"."""
+    hours, left_out, source = stored_hours(store)
+    lines = rebuilt(SeasonalPolicy(policy, prices), hours, AdaptLog(store.state), max(hours, default=-1) + 1)
+    if not lines:
+        decision = Decision("too little", why=missing(store, left_out))
+        return {"decision": decision, "hours": 0, "with_traffic": 0, "left_out": dict(left_out)}
+    known = {"hours": len(lines), "with_traffic": len(hours), "source": source, "left_out": dict(left_out)}
+    return {**told(lines[-1]), "decision": lines[-1].decision, **known}

@@ -1,0 +1,1 @@
+"""MCP server through which an agent operates `paceline adapt`, within the folders and gates given at its start."""

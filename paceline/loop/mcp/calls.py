@@ -1,0 +1,72 @@
+"""Log of the calls of an MCP server: JSON Lines, append-only. Two lines per call, written before and after its work:
+
+{"call": "5f0c...", "time": "...", "tool": "gate", "arguments": {...}}
+{"call": "5f0c...", "time": "...", "outcome": "ok", "why": ""}
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CacheError, PacelineError, reraised
+from paceline.runs.folder import RunFolder, append_lines, plain
+
+FILE = "calls.jsonl"
+
+
+@dataclass(slots=True)
+class Ending:
+    """Outcome of a call: "ok", "refused" (with the reason), "failed" (a bug), or "interrupted"."""
+
+    outcome: str = "interrupted"
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallLog:
+    """Reads and appends the lines of `calls.jsonl` in `folder`."""
+
+    folder: Path
+
+    @contextmanager
+    def call(self, tool: str | None, arguments: Any) -> Iterator[Ending]:
+        """Log one call around its work, which sets outcome and reason in the yielded Ending. `tool`: None for a request
+        without the key. Raises CacheError, before any work, if the log cannot be written."""
+        number, ending = uuid.uuid4().hex[:12], Ending()
+        self._append({"call": number, "time": _now(), "tool": tool, "arguments": plain(arguments)})
+        try:
+            yield ending
+        except PacelineError as error:
+            ending.outcome, ending.why = "refused", str(error)
+            raise
+        except Exception as error:
+            ending.outcome, ending.why = "failed", f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._append({"call": number, "time": _now(), "outcome": ending.outcome, "why": ending.why})
+
+    def calls(self, most: int) -> list[dict[str, Any]]:
+        """Returns the latest `most` calls, oldest first, each as one dict with its outcome; "running or killed" if the
+        call has no second line."""
+        calls: dict[str, dict[str, Any]] = {}
+        for line in RunFolder(self.folder).lines(FILE):
+            begun = calls.setdefault(line.get("call", ""), {"outcome": "running or killed"})
+            begun.update({**line, "time": begun.get("time", line.get("time"))})
+        return list(calls.values())[-most:]
+
+    def _append(self, line: dict[str, Any]) -> None:
+        file = self.folder / FILE
+        with reraised(
+            CacheError, f"cannot write {file}", "free space: without its log no call is carried out", OSError
+        ):
+            append_lines(file, [line], is_synced=True)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

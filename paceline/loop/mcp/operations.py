@@ -1,0 +1,230 @@
+"""Operations that an agent may call: look at traffic, propose, train, score, gate, roll out, roll back, read the log.
+
+Each method of `Operations` is one tool of the MCP server; its docstring is the tool's description. Model, folders,
+server and every threshold are fixed at the start: no argument changes one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError, refuse
+from paceline.loop.adapt.check import decide_once
+from paceline.loop.adapt.config import (
+    CandidateConfig,
+    DeployConfig,
+    PolicyConfig,
+    PriceConfig,
+    RetrainConfig,
+    StoreConfig,
+)
+from paceline.loop.adapt.gate.lineage import Lineage, weights_hash
+from paceline.loop.adapt.gate.retrain import command_of, polite, verdict_of, write_window
+from paceline.loop.adapt.rollout.stage import Stage
+from paceline.loop.adapt.servers.counted_hours import ALL, stored_hours
+from paceline.loop.adapt.traffic.hours import HOUR_S
+from paceline.loop.mcp.calls import CallLog
+from paceline.loop.mcp.jobs import Jobs
+from paceline.loop.mcp.rollout import Rollout
+from paceline.runs.folder import plain
+from paceline.train.plan.current_traffic import seen_in_traces
+
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+MOST_CALLS = 1000
+
+
+@dataclass(slots=True)
+class Operations:
+    """Carries out the tools' calls, one at a time, with the settings given at the start of the server."""
+
+    store: StoreConfig
+    engine: EngineConfig
+    policy: PolicyConfig
+    prices: PriceConfig
+    candidate: CandidateConfig
+    retrain: RetrainConfig
+    deploy: DeployConfig
+    folders: tuple[Path, ...] = ()
+    """Further readable folders."""
+    log: CallLog = field(init=False)
+    jobs: Jobs = field(init=False)
+    lineage: Lineage = field(init=False)
+    rollout: Rollout = field(init=False)
+
+    def __post_init__(self) -> None:
+        state = self.store.state
+        self.log, self.jobs = CallLog(state), Jobs(state / "jobs")
+        self.lineage = Lineage(state / "lineage.json")
+        self.rollout = Rollout(state, self.deploy, self.candidate.incumbent)
+
+    def tools(self) -> list[Callable[..., dict[str, Any]]]:
+        """Returns the methods that are tools."""
+        return [
+            self.traffic, self.propose, self.train, self.score, self.gate, self.status,
+            self.roll_out, self.roll_back, self.read_log,
+        ]  # fmt: skip
+
+    def traffic(self) -> dict[str, Any]:
+        """Look at the stored traffic: number of answers, their length, and the acceptance length, in total and by
+        tag."""
+        return plain(_figures(seen_in_traces(self.store.traces)))
+
+    def propose(self) -> dict[str, Any]:
+        """Propose what is due, such as `retrain`, with the reasons and the clusters (groups of similar requests).
+        Changes nothing."""
+        return plain(decide_once(self.store, self.policy, self.prices))
+
+    def train(self, name: str, cluster: str = ALL) -> dict[str, Any]:
+        """Train a candidate from the serving drafter on the latest traffic of a cluster, in the background. Returns a
+        job's id at once; `status` reports progress and, at the end, the drafter's folder. The same call resumes a
+        training that was interrupted. `name`: a new name of small letters, digits and dashes for each candidate."""
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"name {name[:60]!r} is invalid: take up to 40 small letters, digits and dashes")
+        folder = self._state / "trainings" / name
+
+        def command() -> dict[str, Any]:
+            if folder.exists():
+                raise ConfigError(f"a candidate {name} was trained on another cluster: choose another name")
+            latest = max(stored_hours(self.store)[0], default=int(time.time() // HOUR_S))
+            since = latest + 1 - self.retrain.window_hours
+            window = write_window(self.store.traces, [cluster], since, latest + 1, self._state / "windows" / name)
+            stage = self._stage("training", folder / "drafter", cluster, plain(window))
+            return {"command": self._command(stage), "drafter": folder / "drafter"}
+
+        return self.jobs.begin("train", {"name": name, "cluster": cluster}, command)
+
+    def score(self, drafter: str, prompts: str = "", limit: int = 20, max_tokens: int = 128) -> dict[str, Any]:
+        """Measure acceptance length and speed-up of a drafter in the real engine, in the background. Returns a job's
+        id. `drafter`: its folder; `prompts`: a file, or the stored traffic if empty; at most `limit` of them."""
+        folder = self._readable(drafter)
+        source = self._readable(prompts) if prompts else self.store.traces.resolve()
+        refuse(
+            ConfigError, (not (0 < limit <= 1000 and 0 < max_tokens <= 4096), "give limit 1-1000, max_tokens 1-4096")
+        )
+        arguments = {"drafter": str(folder), "prompts": str(source), "limit": limit, "max_tokens": max_tokens}
+        given = {**arguments, "weights": weights_hash(folder)}
+        out = self._state / "scores" / f"{folder.parent.name}-{(given['weights'] or '')[7:17]}-{limit}-{max_tokens}"
+        words = ["evaluate", folder, "--model", self.engine.model, "--prompts", source, "--limit", limit]
+        words += ["--max-tokens", max_tokens, "--batch", 1, "--temperature", 0, "--out", out, "--json"]
+        words += ["--dtype", self.engine.dtype, "--device", self.engine.device]
+        command = [*polite(), sys.executable, "-m", "paceline", *map(str, words)]
+        return self.jobs.begin("score", given, lambda: {"command": command})
+
+    def gate(self, drafter: str, cluster: str = ALL) -> dict[str, Any]:
+        """Judge whether a drafter may replace the serving one, on held-out stored requests, in the background. Returns
+        a job's id, which `roll_out` needs. Weights that were refused or rolled back once are not judged again."""
+        folder, serving = self._readable(drafter), self.rollout.serving
+        given = {"drafter": str(folder), "cluster": cluster, "weights": weights_hash(folder), "incumbent": serving}
+
+        def command() -> dict[str, Any]:
+            before = self.lineage.is_known_bad(folder)
+            refuse(ConfigError, (before is not None, f"the very same weights were turned away before: {before}"))
+            return {"command": self._command(self._stage("gate", folder, cluster, {"since": 0}))}
+
+        return self.jobs.begin("gate", given, command)
+
+    def status(self, job: str = "") -> dict[str, Any]:
+        """Report a job's state (running, done, failed), progress and result; without an id, of all jobs."""
+        self._settle()
+        return self.jobs.status(job) if job else {"jobs": [self.jobs.status(name) for name in self.jobs.names()]}
+
+    def roll_out(self, gate: str) -> dict[str, Any]:
+        """Load the drafter that passed this gate job on the server, in place of the serving one. Refused unless its
+        weights are those that passed, against the drafter that serves now."""
+        self._settle()
+        record = self.jobs.record(gate)
+        verdict, given = record.get("verdict"), record["arguments"]
+        refuse(
+            ConfigError,
+            (record["tool"] != "gate", f"{gate} is no gate: call gate, and give the id that it returns"),
+            (verdict is None, f"{gate} has no verdict yet: wait until its status is done"),
+        )
+        refuse(
+            ConfigError,
+            (verdict["passed"] is not True, f"the gate refused it: {verdict['reason']}"),
+            (given["incumbent"] != self.rollout.serving, f"{self.rollout.serving} serves by now: call gate again"),
+        )
+        drafter = Path(verdict["drafter"])
+        before = self.lineage.is_known_bad(drafter)
+        refuse(ConfigError, (before is not None, f"the very same weights were turned away before: {before}"))
+        copy = self._copied(drafter, verdict["weights"])
+        done = self.rollout.load(copy)
+        self.lineage.add(str(copy), parents=[given["incumbent"]], state="serving", reason=verdict["reason"], by=gate)
+        return done
+
+    def roll_back(self, why: str) -> dict[str, Any]:
+        """Restore the drafter that served before the latest roll-out; the present one is never rolled out again."""
+        drafter = self.rollout.undo()
+        self.lineage.mark(drafter, "rolled back", why)
+        return {"rolled_back": drafter, "serving": self.rollout.serving}
+
+    def read_log(self, most: int = 50) -> dict[str, Any]:
+        """Read the log of all calls, refused ones included, and the drafters judged here with their states."""
+        self._settle()
+        refuse(ConfigError, (not 0 < most <= MOST_CALLS, f"most must be between 1 and {MOST_CALLS}"))
+        return {"calls": self.log.calls(most), "drafters": self.lineage.entries(), "serving": self.rollout.serving}
+
+    @property
+    def _state(self) -> Path:
+        return self.store.state.resolve()
+
+    def _readable(self, path: str) -> Path:
+        """Resolve a path, symbolic links included. Raises ConfigError if it is outside of the given folders."""
+        roots = [folder.resolve() for folder in (self.store.traces, self.store.state, *self.folders)]
+        real = Path(path).resolve()
+        if not any(real.is_relative_to(root) for root in roots):
+            given = ", ".join(map(str, roots))
+            raise ConfigError(f"{path} is outside of the folders of this server: give a path within {given}")
+        refuse(
+            ConfigError, (not real.exists(), f"{path} does not exist: take the folder that a training's status names")
+        )
+        return real
+
+    def _stage(self, step: str, drafter: Path, cluster: str, window: dict[str, Any]) -> Stage:
+        """Return the daemon's stage of this step, so that training and gate are the daemon's own."""
+        serving = self.rollout.serving
+        return Stage("retrain", step, 0, (cluster,), incumbent=serving, window=window, candidates=[str(drafter)])
+
+    def _command(self, stage: Stage) -> list[str]:
+        return command_of(stage, self.store, self.engine, self.candidate, self.retrain)
+
+    def _copied(self, drafter: Path, weights: str | None) -> Path:
+        """Copy the drafter to a folder that no job writes. Raises ConfigError if its weights are not those judged."""
+        copy = self._state / "rolled-out" / str(weights)[7:23]
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(drafter, copy)
+        if weights is None or weights_hash(copy) != weights:
+            shutil.rmtree(copy)
+            raise ConfigError(f"the weights in {drafter} are not those that passed the gate: call gate again")
+        return copy
+
+    def _settle(self) -> None:
+        """Record the verdicts of gates that have ended."""
+        for name in self.jobs.names():
+            record = self.jobs.record(name)
+            if record["tool"] != "gate" or "verdict" in record or self.jobs.status(name)["state"] != "done":
+                continue
+            verdict, given = verdict_of(self.jobs.output(name), 0), record["arguments"]
+            if verdict["passed"] and verdict.get("share") == 1.0 and verdict.get("weights") != given["weights"]:
+                verdict |= {
+                    "passed": False,
+                    "is_judged": False,
+                    "reason": "its weights changed meanwhile: judge it again",
+                }
+            state = "passed" if verdict["passed"] else "refused" if verdict.get("is_judged", True) else "not judged"
+            figures = {"weights": given["weights"], "reason": verdict["reason"], "by": name}
+            self.lineage.add(given["drafter"], parents=[given["incumbent"]], state=state, **figures)
+            self.jobs.update(name, verdict=verdict)
+
+
+def _figures(seen: Any) -> dict[str, Any]:
+    names = ("source", "answers", "answer_tokens", "tokens_per_round", "num_drafted")
+    by_tag = {tag: _figures(each) for tag, each in seen.by_tag.items()}
+    return {**{name: getattr(seen, name) for name in names}, "by_tag": by_tag}
