@@ -195,7 +195,7 @@ class Steps(Study):
         plain_s, verify_s = seconds["verify", 1], seconds["verify", 1 + NUM_DRAFTS]
         measured = {"verify": verify_s / plain_s, "draft": seconds["draft", NUM_DRAFTS] / plain_s}
         given = {"verify": args.verify_cost, "draft": args.draft_cost}
-        return {name: cost if given[name] is None else given[name] for name, cost in measured.items()}
+        return measured | {name: float(cost) for name, cost in given.items() if cost is not None}
 
 
 def ratio(above_SD: NDArray[Any], below_SD: NDArray[Any]) -> dict[str, Any]:

@@ -143,8 +143,8 @@ def test_official_clients_read_the_same_answers(live: Live, even: Live) -> None:
     texts: list[list[str]] = []
     for server in (live, even):
         client = server.client()
-        asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
-        stream = client.chat.completions.create(**asked, max_tokens=30, stream=True)
+        chat: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+        stream = client.chat.completions.create(**chat, max_tokens=30, stream=True)
         texts.append(["".join(chunk.choices[0].delta.content or "" for chunk in stream)])
         answer = client.responses.create(model="tiny", input="Hi", temperature=0, max_output_tokens=30, stream=True)
         texts[-1].append("".join(event.delta for event in answer if event.type == "response.output_text.delta"))

@@ -140,11 +140,11 @@ class Operations:
         weights are those that passed, against the drafter that serves now."""
         self._settle()
         record = self.jobs.record(gate)
-        verdict, given = record.get("verdict"), record["arguments"]
+        verdict, given = record.get("verdict") or {}, record["arguments"]
         refuse(
             ConfigError,
             (record["tool"] != "gate", f"{gate} is no gate: call gate, and give the id that it returns"),
-            (verdict is None, f"{gate} has no verdict yet: wait until its status is done"),
+            (not verdict, f"{gate} has no verdict yet: wait until its status is done"),
         )
         refuse(
             ConfigError,

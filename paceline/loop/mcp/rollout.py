@@ -59,8 +59,8 @@ class Rollout:
         return {**done, "server": self.deploy.servers[0], "name": name}
 
     def undo(self) -> str:
-        """Undo the latest roll-out; returns the drafter that no longer serves. Raises ConfigError if no roll-out is left to
-        undo, and DownloadError."""
+        """Undo the latest roll-out; returns the drafter that no longer serves. Raises ConfigError if no roll-out is
+        left to undo, and DownloadError."""
         state = self._read()
         refuse(ConfigError, (not state["undo"], "nothing was rolled out since the latest roll-back"))
         with contextlib.closing(PacelineServer(self.deploy)) as server:

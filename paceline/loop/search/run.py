@@ -226,7 +226,7 @@ def write(result: SearchResult, config: SearchConfig, run: RunFolder, progress: 
     points = [(trial.number, trial.speedups[-1]) for trial in result.trials if trial.speedups]
 
     def draw() -> list[Plot]:
-        series = Series("last measurement", *map(list, zip(*points, strict=True)))
+        series = Series("last measurement", [number for number, _ in points], [speed for _, speed in points])
         return [curves("Trials", [series], xlabel="trial", ylabel="times plain decoding")]
 
     tone = "good" if result.is_better else "neutral"
