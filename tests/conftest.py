@@ -59,10 +59,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _machine() -> Iterator[None]:
+def _machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import torch  # here, because the process that only hands tests to others needs no PyTorch
 
     from paceline import hardware
+    from paceline.train.plan import target_facts
 
     if os.environ.get("PACELINE_DEVICE_ROUNDS"):
         from paceline.engine import device_round
@@ -79,6 +80,13 @@ def _machine() -> Iterator[None]:
         pytest.MonkeyPatch.context() as patch
     ):  # measuring takes seconds where bfloat16 is emulated; test_hardware.py does
         patch.setattr(hardware, "_matmul_flops_per_s", lambda device: {"bfloat16": 2e11, "float32": 2e11})
+        # The user's own file keeps the speeds that were really measured.
+        usual, own, path = os.environ.get("PACELINE_HOME"), tmp_path_factory.mktemp("home"), target_facts.speeds_file
+
+        def speeds_file() -> Path:
+            return own / target_facts.FILE if os.environ.get("PACELINE_HOME") == usual else path()
+
+        patch.setattr(target_facts, "speeds_file", speeds_file)
         yield
     gc.unfreeze = thaw
     torch.set_num_threads(before)

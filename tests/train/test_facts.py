@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.hardware import BusyClock, Machine
+from paceline.hub import cache_home
 from paceline.train.plan import target_facts as facts
 
 QUIET, BUSY = 0.02, 0.6
@@ -64,3 +65,9 @@ def test_what_another_version_kept_is_measured_again(monkeypatch: pytest.MonkeyP
     (home / facts.FILE).write_text('{"mark": {"cpu": "x"}, "machine": {}, "has_gpu": false}')
     machines = measuring(monkeypatch, [2e9], QUIET)
     assert facts.machine_of(None, "cpu").machine.bytes_per_s == 2e9 and len(machines) == 1
+
+
+def test_tests_leave_the_user_s_own_file_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their speeds are made up in part: a plan of the user's would be wrong afterwards."""
+    monkeypatch.undo()  # PACELINE_HOME is that of the user again
+    assert facts.speeds_file() != cache_home() / facts.FILE

@@ -195,11 +195,16 @@ def _counted(text: str) -> tuple[int, str]:
     return int(number), name.strip()
 
 
+def speeds_file() -> Path:
+    """Returns the path of the file with the measured speeds of this machine."""
+    return cache_home() / FILE
+
+
 def _measured_once(device: str) -> MachineFacts:
     """Returns this machine's speeds, measured once and stored; a GPU's are measured every time. On a busy processor,
     the best of several measurements is returned and not stored."""
     mark = repr((cpu_name(), processor()["num_cores"], os.environ.get("OMP_NUM_THREADS")))
-    file, stored = cache_home() / FILE, dict[str, Any]()
+    file, stored = speeds_file(), dict[str, Any]()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not measured, or by another version
         stored = json.loads(file.read_text(encoding="utf-8"))["machines"]
         if mark in stored and (device == "cpu" or (device == "auto" and not stored[mark]["has_gpu"])):
