@@ -97,8 +97,8 @@ def texts(options: argparse.Namespace) -> tuple[list[Document], list[Document]]:
     if not heldout:
         raise ConfigError("every held-out answer was trained on: give --heldout answers to other prompts")
     draw = random.Random(0)
-    trained, others = ([*group] for group in (corpus.train, heldout))
-    return tuple(draw.sample(group, min(options.limit, len(group))) for group in (trained, others))  # type: ignore[return-value]
+    trained = draw.sample([*corpus.train], min(options.limit, len(corpus.train)))
+    return trained, draw.sample(heldout, min(options.limit, len(heldout)))
 
 
 def main() -> int:
