@@ -80,7 +80,7 @@ VIEWS = {
     "times": "gaps first end",
     "no first, number, end": "sizes gaps",
 }
-"""What the attacker uses: all, or a part."""
+"""Name of an attack -> the features that it uses, all or a part."""
 
 
 def predicted(train_NF: Any, labels_N: NDArray[np.int64], test_MF: Any) -> NDArray[np.int64]:

@@ -77,7 +77,7 @@ class Revealing(DFlashTrainable):
 
     def hidden_after(self, pack: Pack, tokens_AK: Tensor, num_A: Tensor, *options: Any) -> Tensor:
         """Returns the hidden states [A * K, D] with the first num_A of tokens_AK revealed; `options`: as of `hidden`.
-        Those of the revealed positions predict nothing."""
+        Hidden states of revealed positions predict nothing."""
         return self.hidden_of(self.input_tokens(pack, tokens_AK, num_A), pack, *options)
 
 
