@@ -18,6 +18,7 @@ from paceline.engine.completion import Completion
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, reraised
 from paceline.hub import resolve
+from paceline.model.adapter import is_adapter
 from paceline.model.checkpoint import config_json, load_tensors
 from paceline.report.statistics import doubt, first_difference, possible_speedup
 from paceline.report.tables import ignore
@@ -30,11 +31,12 @@ PEERS = {"transformers": {}, "transformers-lookup": {"prompt_lookup_num_tokens":
 
 
 def transformers_model(path: Path, dtype: torch.dtype) -> Any:
-    """Load a model with Transformers' own code; weights of a GGUF file are dequantised. Raises ConfigError if
+    """Load a model with Transformers' own code; weights of a GGUF file are dequantised, an
+    adapter is added. Raises ConfigError if
     Transformers does not support the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if path.is_dir():
+    if path.is_dir() and not is_adapter(path):
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     known = {key: value for key, value in config_json(path).items() if value is not None}
     with reraised(

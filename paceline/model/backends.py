@@ -12,9 +12,10 @@ import torch
 
 from paceline import config as engine_config
 from paceline.config import EngineConfig
-from paceline.errors import NativeError, UnsupportedModelError
+from paceline.errors import ConfigError, NativeError, UnsupportedModelError
 from paceline.hardware import memory_bytes
 from paceline.hub import resolve
+from paceline.model.adapter import MERGE_IT, is_adapter
 from paceline.model.checkpoint import check_tensors, expected_shapes, load_config, load_tensors, random_tensors
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.gguf.blocks import BlockKind, quantise
@@ -53,8 +54,8 @@ def settle(settings: EngineConfig) -> EngineConfig:
 def load_target(settings: EngineConfig) -> Target:
     """Load the target model. `settings` must contain no "auto" for device and dtype (see `settle`).
 
-    Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, or NativeError if the
-    native library was requested and cannot run.
+    Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, ConfigError if blocks
+    were requested for an adapter, or NativeError if the native library was requested and cannot run.
     """
     dtype, device, weights = getattr(torch, settings.dtype), torch.device(settings.device), settings.weights
     num_rows = (
@@ -68,6 +69,8 @@ def load_target(settings: EngineConfig) -> Target:
     except UnsupportedModelError as error:
         if path.is_file():
             raise
+        if is_adapter(path):
+            raise UnsupportedModelError(f"{error}; adapters of such models are not added: {MERGE_IT}") from error
         if settings.backend == "native":
             raise NativeError(f"{error}; that has no native pass: leave --backend out") from error
         from paceline.model.hf.target import HFTarget  # imported here because Transformers takes seconds
@@ -76,12 +79,14 @@ def load_target(settings: EngineConfig) -> Target:
             path, dtype=dtype, device=device, num_rows=num_rows, max_len=settings.max_len, weights=weights
         )
     max_len = settings.max_len or min(config.max_position, DEFAULT_MAX_LEN)
+    if weight_format == "blocks" and is_adapter(path):
+        raise ConfigError(f"{path} is an adapter, which dense weights alone can be added to: leave --weight-format out")
     is_rounded = weight_format in KINDS
     backend = "native" if is_rounded and settings.backend == "auto" else settings.backend
     if _is_native(backend, config, dtype, device):
         if weights == "random":
             stored = random_tensors(config)
-        elif _keeps_blocks(weight_format, config, dtype):
+        elif not is_adapter(path) and _keeps_blocks(weight_format, config, dtype):
             stored = load_tensors(path, keep_blocks=True)
         else:
             stored = load_tensors(path)

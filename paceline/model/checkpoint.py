@@ -1,5 +1,7 @@
 """Reads checkpoints: a Hugging Face folder or a GGUF file becomes a DecoderConfig and a stream of named tensors.
 
+An adapter's folder is read as its base with the adapter's weights added.
+
 `load_config` reads config.json or GGUF metadata, `load_tensors` yields one memory-mapped tensor at a time under its
 Hugging Face name, `check_tensors` rejects tensors that do not fit the config. Weights are safetensors or GGUF; pickles
 are never read.
@@ -21,16 +23,17 @@ from torch import Tensor
 
 from paceline.errors import ModelFileError, ModelNotFoundError, reraised
 from paceline.model import fp8
+from paceline.model.adapter import WEIGHTS, added, base_of, is_adapter, read_pairs
 from paceline.model.config.decoder import DecoderConfig, decoder_config
 from paceline.model.config.values import MAX_SIZE, is_whole, short
 from paceline.model.gguf import metadata as gguf
 from paceline.model.gguf.blocks import AnyWeight, Blocks, Weight
 from paceline.model.gguf.container import is_gguf
-from paceline.model.layout import DELTA_NORM, LAYER_FACTOR, as_ours, input_table_shapes, layer_shapes
+from paceline.model.layout import DELTA_NORM, LAYER_FACTOR, as_ours, input_table_shapes, layer_shapes, own_name
 
 
 def load_config(path: Path | str) -> DecoderConfig:
-    """Read the config of the model in a Hugging Face folder or GGUF file.
+    """Read the config of the model in a Hugging Face folder, GGUF file, or adapter's folder (its base's).
 
     Raises ModelNotFoundError, UnsupportedModelError (architecture or option not implemented) or ModelFileError (a key
     is missing or invalid).
@@ -41,7 +44,7 @@ def load_config(path: Path | str) -> DecoderConfig:
 def config_json(path: Path | str) -> dict[str, Any]:
     """Read config.json of a folder, or build an equivalent dict from a GGUF file's metadata. Raises the errors of
     `load_config`."""
-    path = existing(path)
+    path = base_of(existing(path))
     return gguf.config_json(path) if is_gguf(path) else read_json(path / "config.json")
 
 
@@ -53,10 +56,13 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
     """Yield (Hugging Face name, tensor) for every weight. Tensors of safetensors keep their dtype, those of GGUF and of
     FP8 checkpoints are dequantised to float32.
 
-    With `keep_blocks`, quantised matrices of a GGUF file are yielded as Blocks instead. Raises ModelFileError if a file
+    With `keep_blocks`, quantised matrices of a GGUF file are yielded as Blocks instead, unless an adapter is added. Raises ModelFileError if a file
     is missing, truncated or pickled.
     """
     path = existing(path)
+    if is_adapter(path):
+        yield from _with_adapter(path, load_tensors(base_of(path)))
+        return
     if is_gguf(path):
         yield from gguf.load_tensors(path, keep_blocks)
         return
@@ -66,9 +72,34 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
 
 def load_named(path: Path | str, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) from the safetensors files of a folder, only for names for which `is_wanted` returns
-    true."""
-    shards = shards_of(existing(path)).items()
+    true. Of an adapter's folder, those of its base, with the adapter added."""
+    path = existing(path)
+    if is_adapter(path):
+        base = base_of(path)
+        every = load_tensors(base) if is_gguf(base) else load_named(base, is_wanted)
+        yield from _with_adapter(path, ((name, tensor) for name, tensor in every if is_wanted(name)), is_whole=False)
+        return
+    shards = shards_of(path).items()
     yield from fp8.dense(itertools.chain.from_iterable(_read_shard(*shard, is_wanted) for shard in shards), path)
+
+
+def _with_adapter(
+    folder: Path, tensors: Iterator[tuple[str, Tensor]], is_whole: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the base's tensors with the adapter in `folder` added; see `adapter.added`."""
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise ModelFileError(
+            f"{file} is missing: save the adapter as safetensors (pickled .bin files can run code and are never read)"
+        )
+    with reraised(ModelFileError, f"{file} is damaged", "copy the adapter again", SafetensorError, OSError):
+        pairs = read_pairs(folder, read_tensors(file))
+    config = load_config(folder)
+
+    def of_decoder(name: str) -> str | None:
+        return None if config.tie_embeddings and name == "lm_head.weight" else own_name(config, name)
+
+    yield from added(tensors, pairs, of_decoder, folder, is_whole)
 
 
 def random_tensors(

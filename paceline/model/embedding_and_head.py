@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from paceline.config import EngineConfig
 from paceline.errors import DownloadError, ModelFileError, UnsupportedModelError, reraised
 from paceline.hub import HUB_ID, resolve
+from paceline.model.adapter import is_adapter
 from paceline.model.backends import keep_sums_in_float32, load_target
 from paceline.model.checkpoint import check_header, load_config, read_json
 from paceline.model.config.decoder import DecoderConfig
@@ -83,13 +84,13 @@ def _fetched(repo_id: str, patterns: tuple[str, ...]) -> Path:
 
 
 def load_ends(settings: EngineConfig) -> Target:
-    """Load the embedding and head of a target, in the dtype of the resolved settings. For a GGUF file the whole target
-    is loaded.
+    """Load the embedding and head of a target, in the dtype of the resolved settings. For a GGUF file or an
+    adapter the whole target is loaded.
 
     Raises ModelFileError if they are missing, UnsupportedModelError if the model scales them in an unknown way.
     """
     folder = light_folder(settings.model)
-    if is_gguf(folder):
+    if is_gguf(folder) or is_adapter(folder):
         return load_target(settings)
     raw = read_json(folder / "config.json")
     raw = raw.get("text_config", raw)

@@ -152,14 +152,18 @@ def as_ours(
 
 
 def _renamed(config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]]) -> Iterator[tuple[str, AnyWeight]]:
-    renames, left_out = TABLES["renames"].get(config.family, []), tuple(TABLES["left_out"].get(config.family, []))
     for name, tensor in tensors:
-        if (left_out and name.startswith(left_out)) or _is_mtp(config, name):
-            continue
-        for theirs, ours in renames:
-            name = name.replace(theirs, ours)
-        if not _is_unread(config, name):
-            yield name, tensor
+        if (renamed := own_name(config, name)) is not None:
+            yield renamed, tensor
+
+
+def own_name(config: DecoderConfig, name: str) -> str | None:
+    """Return the decoder's name of a checkpoint's tensor; None for one that the decoder does not use."""
+    if name.startswith(tuple(TABLES["left_out"].get(config.family, []))) or _is_mtp(config, name):
+        return None
+    for theirs, ours in TABLES["renames"].get(config.family, []):
+        name = name.replace(theirs, ours)
+    return None if _is_unread(config, name) else name
 
 
 def _is_mtp(config: DecoderConfig, name: str) -> bool:

@@ -21,6 +21,7 @@ from paceline.draft.formats.described import kind_of
 from paceline.draft.mtp.checkpoint import MARK, is_mtp
 from paceline.errors import ConfigError, DownloadError, PacelineError, reraised
 from paceline.hub import BUILTINS, resolve
+from paceline.model.adapter import adapter_digest, base_of, is_adapter
 from paceline.report.statistics import possible_speedup
 from paceline.runs.folder import write_whole
 from paceline.train.config import TrainConfig
@@ -31,11 +32,14 @@ CHUNK = 1 << 22
 
 
 def target_hash(name: str) -> str:
-    """Returns "sha256:..." of the target's GGUF file, or of all its weight files in order. Raises the errors of
+    """Returns "sha256:..." of the target's GGUF file, or of all its weight files in order; with an adapter, its hash
+    and its base's. Raises the errors of
     `hub.resolve`."""
     if name in BUILTINS:
         return f"sha256:{BUILTINS[name].gguf_sha256}"
     path = resolve(name)
+    if is_adapter(path):
+        return f"sha256:{adapter_digest(path)} (adapter) on {target_hash(str(base_of(path)))}"
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     digest, left = hashlib.sha256(), HASHED_BYTES
     for file in files:

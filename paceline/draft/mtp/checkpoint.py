@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paceline.draft.dflash.checkpoint import write_checkpoint
 from paceline.errors import ModelFileError, UnsupportedModelError
+from paceline.model.adapter import base_of
 from paceline.model.checkpoint import check_finite, config_json, load_named
 from paceline.model.config.decoder import DecoderConfig, decoder_config
 from paceline.model.config.values import short
@@ -95,7 +96,7 @@ def read_mtp(path: Path) -> MtpLayer:
 def find_mtp(path: Path) -> MtpLayer | None:
     """Reads the layer from a target's folder, or from a folder of its own; returns None if there is no layer. Raises
     the other errors of `read_mtp`."""
-    if is_gguf(path):
+    if is_gguf(base_of(path)):
         raise ModelFileError(f"{path}: the mtp drafter reads a folder of safetensors, not a GGUF file: {CHOOSE}")
     raw = config_json(path)
     try:

@@ -6,6 +6,7 @@ token ids; `stream()` decodes answers piece by piece.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -16,6 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from paceline.errors import ModelFileError, PromptError, SamplingError, TemplateError, reraised
+from paceline.model.adapter import base_of, is_adapter
 from paceline.model.checkpoint import eos_token_ids, existing, read_json
 from paceline.model.gguf import container as gguf_file
 from paceline.model.gguf import metadata as gguf
@@ -65,12 +67,14 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: Path | str) -> Tokenizer:
-        """Load the tokenizer of a Hugging Face folder or GGUF file.
+        """Load the tokenizer of a Hugging Face folder or GGUF file; of an adapter's folder, its own or its base's.
 
         Raises ModelNotFoundError, ModelFileError (damaged or missing files), UnsupportedModelError (unknown GGUF
         tokenizer).
         """
         path = existing(path)
+        if is_adapter(path):
+            return _from_adapter(path)
         return _from_gguf(path) if gguf_file.is_gguf(path) else _from_folder(path)
 
     @classmethod
@@ -319,6 +323,21 @@ def _from_folder(folder: Path) -> Tokenizer:
         chat_template=_folder_template(folder, config),
         special_tokens=special,
     )
+
+
+def _from_adapter(folder: Path) -> Tokenizer:
+    """Tokenizer and chat template, each from the adapter's folder if it is there, else from the base. An answer may end
+    as the base's do, too."""
+    base = Tokenizer.from_path(base_of(folder))
+    if (folder / "tokenizer.json").is_file():
+        own = _from_folder(folder)
+        own.eos_token_ids = tuple(dict.fromkeys((*base.eos_token_ids, *own.eos_token_ids)))
+    else:
+        own = copy.copy(base)
+        file = folder / "tokenizer_config.json"
+        own.chat_template = _folder_template(folder, read_json(file) if file.is_file() else {})
+    own.chat_template = own.chat_template or base.chat_template
+    return own
 
 
 def _from_gguf(path: Path) -> Tokenizer:

@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.config import EngineConfig, renamed
 from paceline.errors import ConfigError, reraised
+from paceline.model.adapter import identity_of
 from paceline.model.backends import settle
 from paceline.runs.folder import RunFolder, plain
 from paceline.runs.ranks import Ranks
@@ -26,7 +27,7 @@ def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> di
     have the same ones, unless the change only adds conversations."""
     prompts, engine = config.prompting, settle(engine)
     settings = {
-        "target": engine.model,
+        "target": identity_of(engine.model),
         "weights": engine.weights,
         "dtype": engine.dtype,
         **asdict(replace(prompts, self_written=prompts.num_self_written)),

@@ -14,6 +14,7 @@ from pathlib import Path
 from safetensors.torch import save
 
 from paceline.config import EngineConfig
+from paceline.model.adapter import identity_of
 from paceline.model.backends import load_target, settle
 from paceline.model.target import Target
 from paceline.report.tables import Progress
@@ -54,7 +55,9 @@ def features_folder(
     """Returns the folder in which hidden states of `documents` at the target layers `taps` are stored: NAME-HASHFORM in
     `config.out`. NAME is `name`, HASH covers everything that determines the values, and FORM is `form`, the suffix of
     the storage format."""
-    mark = fingerprint(config.target.model, target.dtype, documents, taps, config.loop.loss.needs_target_probs)
+    mark = fingerprint(
+        identity_of(config.target.model), target.dtype, documents, taps, config.loop.loss.needs_target_probs
+    )
     return config.out / f"{name}-{mark}{form}"
 
 

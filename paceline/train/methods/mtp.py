@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from paceline.draft.mtp.checkpoint import LAYER, MtpLayer, checked, find_mtp, one_layer, read_mtp
 from paceline.errors import ConfigError, DrafterMismatchError, UnsupportedModelError, refuse
 from paceline.hub import resolve
+from paceline.model.adapter import base_of
 from paceline.model.checkpoint import config_json, load_named, load_tensors
 from paceline.model.config.decoder import DecoderConfig, decoder_config
 from paceline.model.gguf.container import is_gguf
@@ -194,8 +195,9 @@ def check_mtp(config: TrainConfig) -> None:
 
 def _first_layer(config: TrainConfig) -> MtpLayer:
     path, is_copied = resolve(config.target.model), config.shape.is_copied
-    layer = None if is_gguf(path) else find_mtp(path)  # llama.cpp's names of such layers are not read
-    where = " that is read from a GGUF file" if is_gguf(path) else ""
+    from_gguf = is_gguf(base_of(path))
+    layer = None if from_gguf else find_mtp(path)  # llama.cpp's names of such layers are not read
+    where = " that is read from a GGUF file" if from_gguf else ""
     refuse(
         ConfigError,
         (

@@ -39,6 +39,7 @@ from paceline.draft.registry import DRAFTERS, shipped_or_checkpoint
 from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError, refuse
 from paceline.hub import BUILTINS
 from paceline.hub import resolve as resolve_model
+from paceline.model.adapter import MERGE_IT, is_adapter
 from paceline.model.checkpoint import config_json, read_json
 from paceline.model.embedding_and_head import light_folder, load_ends
 from paceline.model.gguf.container import is_gguf
@@ -149,6 +150,8 @@ def sizes_of(model: str) -> ConfigSizes:
     """Reads the sizes of a target (folder or hub id); loads no weights. Raises ModelNotFoundError, ModelFileError,
     UnsupportedModelError."""
     path = light_folder(model)
+    if is_adapter(path):
+        raise UnsupportedModelError(f"{model} is an adapter, for paceline's own engine alone: {MERGE_IT}")
     if is_gguf(path):
         raise UnsupportedModelError(
             f"{model} is a GGUF file, for paceline serve alone: give the original's folder or hub id"

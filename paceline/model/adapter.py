@@ -1,0 +1,245 @@
+"""LoRA adapters in PEFT's folders: adapter_config.json and adapter_model.safetensors, added to their base's weights.
+
+    W + scaling * (B @ A), scaling = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora (arXiv 2106.09685, 2312.03732)
+
+`checkpoint.py` adds them while it reads the base, in float32, so that every backend sees an ordinary model. Whatever
+would make another model than PEFT's `merge_and_unload` is refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import DownloadError, ModelFileError, ModelNotFoundError, UnsupportedModelError, reraised
+from paceline.hub import resolve
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base"
+"""Files of an adapter's folder; `base` is an optional link to the base, in place of the name in the config."""
+KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
+READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
+READ |= {"target_modules", "init_lora_weights"}
+FOR_TRAINING = {"auto_mapping", "inference_mode", "lora_dropout", "peft_version", "task_type", "exclude_modules"}
+FOR_TRAINING |= {"layers_to_transform", "layers_pattern", "megatron_core", "runtime_config", "qalora_group_size"}
+FOR_TRAINING |= {"eva_config"}
+"""Keys without effect on a merge: the weights' own names say which layers have an adapter."""
+NEUTRAL = (None, False, "none", "main", [], {})
+"""Values of all other keys with which they change nothing ("none" of bias, "main" of revision)."""
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that left the base as it was. Others (PiSSA, OLoRA, ...) changed it before training."""
+MERGE_IT = "merge it with PEFT (merge_and_unload, save_pretrained) and give that folder"
+
+
+def is_adapter(path: Path) -> bool:
+    """True for the folder of an adapter. Raises ModelFileError if it holds a whole model, too."""
+    if not (path / CONFIG).is_file():
+        return False
+    if (path / "model.safetensors").is_file() or (path / "model.safetensors.index.json").is_file():
+        raise ModelFileError(f"{path} holds both an adapter and a whole model: move one of them to another folder")
+    return True
+
+
+def base_of(path: Path) -> Path:
+    """Return the path of an adapter's base; the path itself if it is no adapter's folder.
+
+    Raises ModelNotFoundError if the base is not here, and the errors of `read_config` and `hub.resolve`.
+    """
+    if not is_adapter(path):
+        return path
+    if (path / BASE).exists():
+        base = resolve(str((path / BASE).resolve()))
+    else:
+        name = base_name(path)
+        try:
+            base = resolve(name)
+        except (ModelNotFoundError, DownloadError) as error:
+            raise ModelNotFoundError(
+                f"{path}: the adapter's base {name!r} cannot be read ({error}): link the base's folder or GGUF file "
+                f"as {path / BASE}, or correct base_model_name_or_path in {CONFIG}"
+            ) from error
+    if is_adapter(base):
+        raise UnsupportedModelError(f"{path}: its base {base} is an adapter too: {MERGE_IT} as the base")
+    return base
+
+
+def base_name(folder: Path) -> str:
+    """Return the name of an adapter's base, as its config has it. Raises ModelFileError."""
+    name = read_config(folder).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ModelFileError(f"{folder / CONFIG}: base_model_name_or_path is missing: write the base's name there")
+    return name
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read adapter_config.json. Raises ModelFileError if it is damaged."""
+    file = folder / CONFIG
+    fault = reraised(ModelFileError, f"{file} cannot be read", "copy the adapter again", OSError, ValueError)
+    with fault:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(raw, dict):
+        raise ModelFileError(f"{file} does not hold a JSON object: copy the adapter again")
+    return raw
+
+
+def identity_of(model: str) -> str:
+    """Return the name under which runs and cached features know a target. With an adapter it includes a hash of the
+    adapter's files and of its base's path, since an adapter may be trained again in the same folder."""
+    folder = Path(model).expanduser()
+    if not is_adapter(folder):
+        return model
+    return f"{model} sha256:{adapter_digest(folder)[:32]}"
+
+
+def adapter_digest(folder: Path) -> str:
+    """Return the SHA-256 of an adapter's config and weights, and of the link to its base."""
+    digest = hashlib.sha256(str((folder / BASE).resolve()).encode() if (folder / BASE).exists() else b"")
+    for name in (CONFIG, WEIGHTS):
+        with (
+            reraised(ModelFileError, f"{folder / name} cannot be read", "copy the adapter again", OSError),
+            (folder / name).open("rb") as file,
+        ):
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The adapter of one linear layer."""
+
+    a_RI: Tensor
+    """[rank, inputs]"""
+    b_OR: Tensor
+    """[outputs, rank]"""
+    scaling: float
+    module: str
+    """Name of the layer in PEFT's file."""
+
+    def added_to(self, weight_OI: Tensor, source: object) -> Tensor:
+        """Return the weight with the adapter, in float32. Raises ModelFileError if the shapes differ."""
+        shape = (self.b_OR.shape[0], self.a_RI.shape[1])
+        if tuple(weight_OI.shape) != shape:
+            raise ModelFileError(
+                f"{source}: the adapter of {self.module} has shape {shape}, the base's weight "
+                f"{tuple(weight_OI.shape)}: it was trained on another base"
+            )
+        return weight_OI.float() + (self.b_OR.float() @ self.a_RI.float()) * self.scaling
+
+
+def read_pairs(folder: Path, tensors: Mapping[str, Tensor]) -> list[Pair]:
+    """Return the pairs in an adapter's tensors. Raises UnsupportedModelError for settings and tensors that are more
+    than LoRA, ModelFileError for those that contradict the config."""
+    raw = read_config(folder)
+    _refuse_others(folder, raw)
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = KEY.fullmatch(key)
+        if match is None:
+            raise UnsupportedModelError(f"{folder / WEIGHTS}: {key!r} is no LoRA matrix of a linear layer: {MERGE_IT}")
+        parts.setdefault(match["module"], {})[match["part"]] = tensor
+    pairs = [_pair(folder, raw, module, pair) for module, pair in parts.items()]
+    _check_modules(folder, raw.get("target_modules"), list(parts))
+    return pairs
+
+
+def added(
+    tensors: Iterator[tuple[str, Tensor]],
+    pairs: list[Pair],
+    own_name: Callable[[str], str | None],
+    source: Path,
+    is_whole: bool = True,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the base's (name, tensor), with the adapter's pairs added. `own_name`: a name in any checkpoint -> the
+    decoder's name for this weight; None if the decoder does not use it.
+
+    Raises ModelFileError for a pair whose weight the decoder does not use or, if `tensors` are the whole base, that
+    matched no weight.
+    """
+    left = {own_name(f"{pair.module}.weight"): pair for pair in pairs}
+    if None in left or len(left) < len(pairs):
+        unused = left[None].module if None in left else "two of the layers"
+        raise ModelFileError(f"{source}: {unused} of the adapter cannot be added to a weight of its own: {MERGE_IT}")
+    for name, tensor in tensors:
+        pair = left.pop(own_name(name), None)
+        yield name, tensor if pair is None else pair.added_to(tensor, source)
+    if left and is_whole:
+        first = next(iter(left.values())).module
+        raise ModelFileError(
+            f"{source}: {len(left)} layers of the adapter match no weight of its base, first {first!r}: is it the "
+            f"right base? Else {MERGE_IT}"
+        )
+
+
+def _refuse_others(folder: Path, raw: dict[str, Any]) -> None:
+    """Raises UnsupportedModelError for the first setting of adapter_config.json that a plain merge does not cover."""
+    file = folder / CONFIG
+    if raw.get("peft_type") != "LORA":
+        raise UnsupportedModelError(f"{file}: peft_type {raw.get('peft_type')!r} is not LORA: {MERGE_IT}")
+    others = {name: value for name, value in raw.items() if name not in READ | FOR_TRAINING}
+    if raw.get("init_lora_weights") not in PLAIN_STARTS:
+        others["init_lora_weights"] = raw["init_lora_weights"]
+    for name, value in others.items():
+        if value not in NEUTRAL:
+            raise UnsupportedModelError(f"{file}: {name} is {value!r:.60}, which is not implemented: {MERGE_IT}")
+
+
+def _pair(folder: Path, raw: dict[str, Any], module: str, pair: dict[str, Tensor]) -> Pair:
+    if len(pair) < 2:
+        (present,) = pair
+        raise ModelFileError(f"{folder / WEIGHTS}: {module} has only lora_{present}: copy the adapter again")
+    rank, alpha = (
+        _setting(folder, raw, "r", "rank_pattern", module),
+        _setting(folder, raw, "lora_alpha", "alpha_pattern", module),
+    )
+    a_RI, b_OR = pair["A"], pair["B"]
+    are_matrices = a_RI.ndim == b_OR.ndim == 2 and a_RI.is_floating_point() and b_OR.is_floating_point()
+    if not are_matrices or a_RI.shape[0] != rank or b_OR.shape[1] != rank:
+        raise ModelFileError(
+            f"{folder / WEIGHTS}: {module} has matrices of {tuple(a_RI.shape)} and {tuple(b_OR.shape)}, {CONFIG} asks "
+            f"for rank {rank:g}: copy the adapter again"
+        )
+    scaling = alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
+    return Pair(a_RI, b_OR, scaling, module)
+
+
+def _setting(folder: Path, raw: dict[str, Any], usual: str, by_layer: str, module: str) -> float:
+    """Return the rank or alpha of a layer: that of the first pattern that matches the end of its name, else the usual
+    one. Raises ModelFileError for an invalid pattern or number."""
+    patterns = raw.get(by_layer) or {}
+    fault = reraised(ModelFileError, f"{folder / CONFIG}: invalid {by_layer}", "correct it", re.error, AttributeError)
+    with fault:
+        values = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
+    value = values[0] if values else raw.get(usual)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ModelFileError(
+            f"{folder / CONFIG}: {by_layer if values else usual} of {module} is {value!r:.40}: write a positive number"
+        )
+    return value
+
+
+def _check_modules(folder: Path, wanted: Any, modules: list[str]) -> None:
+    """Raises ModelFileError if the config's target modules and the layers in the file contradict each other."""
+    if not modules:
+        raise ModelFileError(f"{folder / WEIGHTS} holds no LoRA matrices: copy the adapter again")
+    is_list = isinstance(wanted, list) and all(isinstance(each, str) for each in wanted)
+    if not is_list and not isinstance(wanted, str):
+        raise ModelFileError(f"{folder / CONFIG}: target_modules is {wanted!r:.60}: name the layers, as PEFT does")
+    with reraised(ModelFileError, f"{folder / CONFIG}: invalid target_modules", "correct it", re.error):
+        patterns = [rf"(?:.*\.)?{re.escape(each)}" for each in wanted] if is_list else [wanted]
+        matches = {pattern: [bool(re.fullmatch(pattern, module)) for module in modules] for pattern in patterns}
+    names = wanted if is_list else [wanted]
+    unused = [name for name, each in zip(names, matches.values(), strict=True) if not any(each)]
+    unwanted = [module for number, module in enumerate(modules) if not any(each[number] for each in matches.values())]
+    if unused or unwanted:
+        fault = f"target_modules has {unused[0]!r}, {WEIGHTS} not" if unused else f"{unwanted[0]!r} is not in "
+        raise ModelFileError(
+            f"{folder / CONFIG}: {fault}{'' if unused else 'target_modules'}: copy the adapter again, or correct it"
+        )
