@@ -28,6 +28,7 @@ from paceline.data.prompts import Prompt, read_prompts
 from paceline.draft.registry import DRAFTERS, checkpoint_of
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelNotFoundError
+from paceline.model.adapter import identity_of
 from paceline.report.tables import SILENT, Progress, differences
 from paceline.runs.folder import RunFolder, plain
 from paceline.simulate.files import read_json
@@ -188,6 +189,8 @@ def evaluate(
     sets = read_sets(tuple(prompts), limit)
     settings: dict[str, Any] = {"drafter": drafter, "llm": engine, "bench": config, "limit": limit}
     settings = plain({**settings, "drafter_sha256": fingerprint(drafter)})
+    if (target := identity_of(engine.model)) != engine.model:
+        settings["target"] = target
     evaluation = Evaluation.open(drafter, settings, out, tuple(prompt_set.source for prompt_set in sets))
     waiting = [prompt_set for prompt_set in sets if not evaluation.has(prompt_set)]
     for prompt_set in sets:

@@ -1,6 +1,7 @@
 """LoRA adapters in PEFT's folders: adapter_config.json and adapter_model.safetensors, added to their base's weights.
 
-    W + scaling * (B @ A), scaling = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora (arXiv 2106.09685, 2312.03732)
+    W + scaling * (B @ A)    scaling = lora_alpha / r (arXiv 2106.09685), or lora_alpha / sqrt(r) with use_rslora
+                             (arXiv 2312.03732)
 
 `checkpoint.py` adds them while it reads the base, in float32, so that every backend sees an ordinary model. Whatever
 would make another model than PEFT's `merge_and_unload` is refused by name.
@@ -36,6 +37,8 @@ NEUTRAL = (None, False, "none", "main", [], {})
 """Values of all other keys with which they change nothing ("none" of bias, "main" of revision)."""
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that left the base as it was. Others (PiSSA, OLoRA, ...) changed it before training."""
+MARK = " with adapter sha256:"
+"""Text between a target's name and the hash of its adapter."""
 MERGE_IT = "merge it with PEFT (merge_and_unload, save_pretrained) and give that folder"
 
 
@@ -55,24 +58,24 @@ def base_of(path: Path) -> Path:
     """
     if not is_adapter(path):
         return path
-    if (path / BASE).exists():
-        base = resolve(str((path / BASE).resolve()))
-    else:
-        name = base_name(path)
-        try:
-            base = resolve(name)
-        except (ModelNotFoundError, DownloadError) as error:
-            raise ModelNotFoundError(
-                f"{path}: the adapter's base {name!r} cannot be read ({error}): link the base's folder or GGUF file "
-                f"as {path / BASE}, or correct base_model_name_or_path in {CONFIG}"
-            ) from error
+    name = base_name(path)
+    try:
+        base = resolve(name)
+    except (ModelNotFoundError, DownloadError) as error:
+        raise ModelNotFoundError(
+            f"{path}: the adapter's base {name!r} cannot be read ({error}): link the base's folder or GGUF file as "
+            f"{path / BASE}, or correct base_model_name_or_path in {CONFIG}"
+        ) from error
     if is_adapter(base):
         raise UnsupportedModelError(f"{path}: its base {base} is an adapter too: {MERGE_IT} as the base")
     return base
 
 
 def base_name(folder: Path) -> str:
-    """Return the name of an adapter's base, as its config has it. Raises ModelFileError."""
+    """Return the name of an adapter's base: the path to which `base` links, else the name in the config. Raises
+    ModelFileError."""
+    if (folder / BASE).exists():
+        return str((folder / BASE).resolve())
     name = read_config(folder).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise ModelFileError(f"{folder / CONFIG}: base_model_name_or_path is missing: write the base's name there")
@@ -96,7 +99,7 @@ def identity_of(model: str) -> str:
     folder = Path(model).expanduser()
     if not is_adapter(folder):
         return model
-    return f"{model} sha256:{adapter_digest(folder)[:32]}"
+    return f"{model}{MARK}{adapter_digest(folder)[:32]}"
 
 
 def adapter_digest(folder: Path) -> str:

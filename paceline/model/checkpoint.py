@@ -56,8 +56,8 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
     """Yield (Hugging Face name, tensor) for every weight. Tensors of safetensors keep their dtype, those of GGUF and of
     FP8 checkpoints are dequantised to float32.
 
-    With `keep_blocks`, quantised matrices of a GGUF file are yielded as Blocks instead, unless an adapter is added. Raises ModelFileError if a file
-    is missing, truncated or pickled.
+    With `keep_blocks`, quantised matrices of a GGUF file are yielded as Blocks instead, unless an adapter is added.
+    Raises ModelFileError if a file is missing, truncated or pickled.
     """
     path = existing(path)
     if is_adapter(path):

@@ -148,7 +148,10 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
 
 
 def _engines(target: str, drafter: str, block: int) -> list[str]:
-    """Returns shell commands that start vLLM and SGLang with this DFlash v1 drafter."""
+    """Returns shell commands that start vLLM and SGLang with this DFlash v1 drafter; none for a target with an
+    adapter."""
+    if is_adapter(Path(target)):
+        return []
     return [
         "# elsewhere num_speculative_tokens must be given, or SGLang's number with the anchor: there is no default "
         "for DFlash",

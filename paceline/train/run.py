@@ -33,6 +33,7 @@ from paceline.runs.stopping import Stop, stopped_by_signal
 from paceline.runs.trackers import check_tracker
 from paceline.train.answers.mixture import read_mixture
 from paceline.train.answers.on_ray import run as regenerate
+from paceline.train.answers.run_identity import check_adapter, identity_of
 from paceline.train.card import push, write_card
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 from paceline.train.documents.dataset import MAX_HELDOUT, MIN_HELDOUT, Corpus, check_answers, read_corpus
@@ -128,6 +129,7 @@ def _check_inputs(config: TrainConfig) -> None:
     check_tracker(config.log_to)
     init_folder(config.init, config.target.model)
     check_mtp(config)
+    check_adapter(config.out, config.target.model)
     for prompts in (config.ood, config.heldout):
         read_mixture(_others(config, prompts), config.answering.seed, ignore)
     if config.answers:
@@ -247,9 +249,9 @@ class _Stages:
             return RunFolder(config.out)
         if any((config.out / "checkpoints").glob("step-*")):
             return RunFolder.open(config.out)
-        settings = {"target": config.target.model, "prompts": config.prompting.prompts, "answers": config.answers}
-        settings |= {"init": config.init, "train": config.loop, "shape": config.shape, "regenerate": config.answering}
-        return RunFolder.create("train", settings, config.out)
+        settings = {"target": identity_of(config.target.model), "prompts": config.prompting.prompts}
+        settings |= {"answers": config.answers, "init": config.init, "train": config.loop, "shape": config.shape}
+        return RunFolder.create("train", settings | {"regenerate": config.answering}, config.out)
 
     def _load_target(self) -> Target:
         settings = settle(self.config.target)

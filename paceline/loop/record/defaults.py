@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.errors import ConfigError, SamplingError
+from paceline.model.adapter import base_of
 from paceline.model.checkpoint import read_json
 from paceline.sampling import SamplingParams
 
@@ -30,6 +31,7 @@ def defaults_of(given: str, model: Path) -> dict[str, float] | None:
         return {}
     if given != "model":
         return _checked(_parsed(given), "--sampling-defaults")
+    model = base_of(model)
     file = model / "generation_config.json"
     if not file.is_file():
         return {} if (model / "config.json").is_file() else None

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.errors import CacheError, UnsupportedModelError, reraised
 from paceline.model import checkpoint
+from paceline.model.adapter import base_of, is_adapter
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.runs.folder import sync_folder, write_whole
 
@@ -52,7 +53,7 @@ def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
 def config_json_of(source: Path) -> dict[str, Any]:
     """Return config.json of a model in a GGUF file or folder, with the token ids of bos, eos and pad."""
     shape = checkpoint.config_json(source)
-    if source.is_dir():
+    if base_of(source).is_dir():
         return shape
     tokenizer = Tokenizer.from_path(source)
     names, ends = tokenizer.special_tokens, list(tokenizer.eos_token_ids)
@@ -70,21 +71,21 @@ def write_model(
     """
     weights = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors}
     special = {name: shape[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in shape}
-    file = words / LAST_FILE
+    file = base_of(words) / LAST_FILE
     with reraised(CacheError, f"cannot write {folder}", "choose another folder", OSError, SafetensorError):
         folder.mkdir(parents=True)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         write_tokenizer(words, folder)
         (folder / "config.json").write_text(_json(dict(shape) | {"torch_dtype": dtype}), encoding="utf-8")
         sync_folder(folder)  # LAST_FILE marks the others as complete
-        write_whole(
-            folder / LAST_FILE, _json(checkpoint.read_json(file) if words.is_dir() and file.is_file() else special)
-        )
+        write_whole(folder / LAST_FILE, _json(checkpoint.read_json(file) if file.is_file() else special))
     return folder
 
 
 def write_tokenizer(words: Path, folder: Path) -> None:
     """Write the tokenizer files of `words`, a GGUF file or folder, to `folder`."""
+    if is_adapter(words):
+        write_tokenizer(base_of(words), folder)  # its own files, if there are any, replace them
     if words.is_dir():
         for name in TOKENIZER_FILES:
             if (words / name).is_file():

@@ -14,8 +14,9 @@ from typing import Any
 
 from paceline.config import EngineConfig, renamed
 from paceline.errors import ConfigError, reraised
-from paceline.model.adapter import identity_of
+from paceline.model.adapter import MARK, identity_of
 from paceline.model.backends import settle
+from paceline.model.checkpoint import read_json
 from paceline.runs.folder import RunFolder, plain
 from paceline.runs.ranks import Ranks
 from paceline.train.config import RegenerateConfig
@@ -40,6 +41,15 @@ def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> di
     if prompts.num_self_written:
         settings["processes"] = ranks.world  # each writes prompts of its own
     return plain(settings)
+
+
+def check_adapter(out: Path, model: str) -> None:
+    """Raises ConfigError if the training in `out` was begun with another adapter on its target, or without one."""
+    file = out / "config.json"
+    before = read_json(file).get("target") if file.is_file() else None
+    now = identity_of(model)
+    if isinstance(before, str) and before != now and MARK in before + now:
+        raise ConfigError(f"{out} was begun with the target {before}, not {now}: choose another --out")
 
 
 def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:

@@ -55,9 +55,8 @@ def features_folder(
     """Returns the folder in which hidden states of `documents` at the target layers `taps` are stored: NAME-HASHFORM in
     `config.out`. NAME is `name`, HASH covers everything that determines the values, and FORM is `form`, the suffix of
     the storage format."""
-    mark = fingerprint(
-        identity_of(config.target.model), target.dtype, documents, taps, config.loop.loss.needs_target_probs
-    )
+    target_name, needs_final = identity_of(config.target.model), config.loop.loss.needs_target_probs
+    mark = fingerprint(target_name, target.dtype, documents, taps, needs_final)
     return config.out / f"{name}-{mark}{form}"
 
 

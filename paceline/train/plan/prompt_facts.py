@@ -16,7 +16,7 @@ from paceline.data.prompts import Prompt
 from paceline.data.rows import Dropped
 from paceline.errors import PromptError
 from paceline.hub import BUILTINS, HUB_ID, cache_home
-from paceline.model.adapter import BASE, base_name, is_adapter
+from paceline.model.adapter import base_name, is_adapter
 from paceline.model.gguf.container import is_gguf
 from paceline.report.tables import ignore
 from paceline.train.answers.mixture import read_mixture, sources_of
@@ -184,7 +184,7 @@ def tokenizer_here(model: str) -> Tokenizer | None:
         file = huggingface_hub.try_to_load_from_cache(model, "tokenizer.json")
         path = Path(file).parent if isinstance(file, str) else path
     if is_adapter(path) and not (path / "tokenizer.json").is_file():
-        return tokenizer_here(str(path / BASE) if (path / BASE).exists() else base_name(path))
+        return tokenizer_here(base_name(path))
     if not (is_gguf(path) or (path / "tokenizer.json").is_file()):
         return None
     from paceline.model.text.tokenizer import Tokenizer  # imports torch, which a plan needs only here

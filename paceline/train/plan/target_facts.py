@@ -20,6 +20,7 @@ from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.hardware import BusyClock, Machine, cpu_name, processor, this_machine
 from paceline.hub import BUILTINS, cache_home
+from paceline.model.adapter import base_name, is_adapter
 from paceline.model.config.decoder import FAMILIES, TABLES, has_llama_layers
 from paceline.runs.folder import write_whole
 from paceline.simulate.costs import catalogue
@@ -84,6 +85,9 @@ def read_target(target: EngineConfig) -> TargetFacts:
         path = BUILTINS[name].kept_in(cache_home())
     if path.is_file() and path.suffix.lower() == ".gguf":
         return _gguf_facts(name, path)
+    if is_adapter(path):
+        base = read_target(replace(target, model=base_name(path)))
+        return replace(base, name=name, weight_bytes=None, is_quantised=False)  # it is loaded dense
     if path.is_dir() or path.suffix == ".json":
         return _folder_facts(name, path)
     raw = _hub_config(name)

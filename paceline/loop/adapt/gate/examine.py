@@ -41,6 +41,7 @@ from paceline.loop.adapt.gate.gate import (
 )
 from paceline.loop.adapt.gate.score import Scored, score
 from paceline.loop.adapt.traffic.stored import Request, read_requests
+from paceline.model.adapter import base_of
 from paceline.model.checkpoint import read_json
 from paceline.model.measure import measure_passes
 from paceline.report.statistics import Rounds
@@ -97,7 +98,7 @@ def usual_settings(model: str, temperature: float | None) -> tuple[dict[str, flo
     if given, else the target's generation_config.json, else temperature 1."""
     if temperature is not None:
         return {"temperature": temperature}, "as given"
-    file = resolve(model) / "generation_config.json"
+    file = base_of(resolve(model)) / "generation_config.json"
     raw = read_json(file) if file.is_file() else {}
     named = {name: raw[name] for name in ("temperature", "top_p", "top_k") if type(raw.get(name)) in (int, float)}
     return {"temperature": 1.0, **named}, file.name if named else "the servers' default"
