@@ -1,5 +1,5 @@
-"""Gateways in front of two regions of replicas: nginx and vLLM's router as they run, Envoy's configuration by its
-schema."""
+"""Gateways in front of two regions of replicas and those of a tag: nginx and vLLM's router as they run, Envoy's
+configuration by its schema."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def running(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def replicas() -> Iterator[list[Replica]]:
-    all_replicas = [Replica() for _ in range(3)]
+    all_replicas = [Replica() for _ in range(5)]
     yield all_replicas
     for each in all_replicas:
         each.go_on.set()
@@ -132,13 +132,14 @@ def replicas() -> Iterator[list[Replica]]:
 
 @pytest.fixture
 def nginx(render: Any, replicas: list[Replica], tmp_path: Path) -> Iterator[Running]:
-    """Two replicas in eu, one in us."""
+    """Two replicas in eu, one in us, two of the tag acme.x."""
     program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
     if program is None:
         pytest.skip("nginx is not installed")
     port = free_port()
     regions = [f"eu={replicas[0].name},{replicas[1].name}", f"us={replicas[2].name}"]
-    text = render.render("nginx", render.read_regions(regions), port).replace(
+    tags = render.read_groups([f"acme.x={replicas[3].name},{replicas[4].name}"], "tag")
+    text = render.render("nginx", render.read_groups(regions, "region"), port, tags).replace(
         "/tmp/paceline-nginx", str(tmp_path / "nginx")
     )
     (tmp_path / "nginx.conf").write_text(text)
@@ -151,7 +152,7 @@ def nginx(render: Any, replicas: list[Replica], tmp_path: Path) -> Iterator[Runn
 
 def test_a_session_stays_with_its_replica(nginx: Running) -> None:
     """And sessions are shared out; without one a key counts."""
-    first, second, _ = nginx.replicas
+    first, second, *_ = nginx.replicas
     by_session = {name: {ask(nginx.port, {"x-session-id": name})[1] for _ in range(2)} for name in map(str, range(24))}
     assert all(len(each) == 1 for each in by_session.values())
     shares = [sum(each == {replica.name} for each in by_session.values()) for replica in (first, second)]
@@ -166,12 +167,29 @@ def test_a_session_stays_with_its_replica(nginx: Running) -> None:
 
 
 def test_a_region_is_asked_by_its_header(nginx: Running) -> None:
-    *eu, us = nginx.replicas
+    *eu, us = nginx.replicas[:3]
     assert {ask(nginx.port, {"x-region": "us", "x-session-id": str(each)})[1] for each in range(8)} == {us.name}
     for header in ({"x-region": "eu"}, {"x-region": "mars"}, {}):
         assert {ask(nginx.port, header | {"x-session-id": str(each)})[1] for each in range(100)} == {
             each.name for each in eu
         }
+
+
+def test_a_tag_is_a_group_of_its_own(nginx: Running) -> None:
+    """Each session stays with one of its replicas, whatever its region; unknown tags go where none at all does."""
+    eu, acme = nginx.replicas[:2], nginx.replicas[3:]
+    tagged, regions = {"x-paceline-tag": "acme.x"}, ({"x-region": "us"}, {})
+    by_session = {
+        name: {ask(nginx.port, tagged | region | {"x-session-id": name})[1] for region in regions}
+        for name in map(str, range(100))
+    }
+    assert all(len(each) == 1 for each in by_session.values())
+    assert set.union(*by_session.values()) == {each.name for each in acme}
+    for tag in ("acmeox", "ACME.X", "acme.x.y", "initech", ""):
+        sent = {ask(nginx.port, {"x-paceline-tag": tag, "x-session-id": str(each)})[1] for each in range(100)}
+        assert sent == {each.name for each in eu}, tag
+    us = {"x-paceline-tag": "initech", "x-region": "us"}
+    assert ask(nginx.port, us)[1] == nginx.replicas[2].name
 
 
 def test_a_full_replica_keeps_its_sessions(nginx: Running) -> None:
@@ -189,7 +207,7 @@ def test_who_asks_through_the_gateway_is_not_a_program_beside_the_server(nginx: 
 
 
 def test_a_draining_replica_is_passed_over_and_the_others_stay(nginx: Running) -> None:
-    first, second, _ = nginx.replicas
+    first, second, *_ = nginx.replicas
     before = {str(each): ask(nginx.port, {"x-session-id": str(each)})[1] for each in range(16)}
     first.status = status = 503
     for name, replica in before.items():
@@ -199,7 +217,7 @@ def test_a_draining_replica_is_passed_over_and_the_others_stay(nginx: Running) -
 
 
 def test_a_replica_that_is_gone_is_passed_over(nginx: Running) -> None:
-    first, second, _ = nginx.replicas
+    first, second, *_ = nginx.replicas
     first.close()
     assert {ask(nginx.port, {"x-session-id": str(each)}) for each in range(12)} == {(200, second.name)}
 
@@ -232,33 +250,43 @@ def test_envoys_configuration_is_of_its_schema(render: Any) -> None:
     bootstrap = importlib.import_module("envoy.config.bootstrap.v3.bootstrap_pb2")
     for name in TYPES:
         importlib.import_module(name)
-    regions = render.read_regions(["eu=10.0.0.1:8000,replica-2.eu:8000", "us=10.1.0.1:8000", "no=10.2.0.1:8000"])
-    config = yaml.safe_load(render.render("envoy", regions, 8080))
+    regions = render.read_groups(
+        ["eu=10.0.0.1:8000,replica-2.eu:8000", "us=10.1.0.1:8000", "no=10.2.0.1:8000"], "region"
+    )
+    tags = render.read_groups(["acme.x=10.3.0.1:8000", "Initech=10.4.0.1:8000"], "tag")
+    config = yaml.safe_load(render.render("envoy", regions, 8080, tags))
     read = json_format.ParseDict(config, bootstrap.Bootstrap())
     clusters = {each.name: each for each in read.static_resources.clusters}
-    assert {*clusters} == {f"{kind}_{name}" for kind in ("region", "replicas") for name in regions}
-    for name, replicas in regions.items():
+    of_tags = {f"replicas_tag_{tag}": replicas for tag, replicas in tags.items()}
+    assert {*clusters} == {f"{kind}_{name}" for kind in ("region", "replicas") for name in regions} | {*of_tags}
+    for name in regions:
         others = clusters[f"region_{name}"].cluster_type.typed_config
         aggregate = importlib.import_module(TYPES[2]).ClusterConfig()
         assert others.Unpack(aggregate) and aggregate.clusters[0] == f"replicas_{name}", "its own first"
         assert {*aggregate.clusters} == {f"replicas_{each}" for each in regions}
-        ends = clusters[f"replicas_{name}"].load_assignment.endpoints[0].lb_endpoints
+    for name, replicas in ({f"replicas_{name}": each for name, each in regions.items()} | of_tags).items():
+        ends = clusters[name].load_assignment.endpoints[0].lb_endpoints
         addresses = [
             (each.endpoint.address.socket_address.address, each.endpoint.address.socket_address.port_value)
             for each in ends
         ]
         assert addresses == [(replica.host, replica.port) for replica in replicas]
-        assert clusters[f"replicas_{name}"].health_checks[0].http_health_check.path == "/ready"
+        assert clusters[name].health_checks[0].http_health_check.path == "/ready"
     manager = importlib.import_module(TYPES[0]).HttpConnectionManager()
     assert read.static_resources.listeners[0].filter_chains[0].filters[0].typed_config.Unpack(manager)
     closed, *routes = manager.route_config.virtual_hosts[0].routes
     assert (closed.match.prefix, closed.direct_response.status) == ("/admin/", 404) and manager.use_remote_address.value
     chosen = [
-        (each.match.headers[0].string_match.exact if each.match.headers else "", each.route.cluster) for each in routes
+        (*((each.name, each.string_match.exact) for each in route.match.headers), route.route.cluster)
+        for route in routes
     ]
-    assert chosen == [("us", "region_us"), ("no", "region_no"), ("", "region_eu")], (
-        "the first region takes what names no other"
-    )
+    assert chosen == [
+        (("x-paceline-tag", "acme.x"), "replicas_tag_acme.x"),
+        (("x-paceline-tag", "Initech"), "replicas_tag_Initech"),
+        (("x-region", "us"), "region_us"),
+        (("x-region", "no"), "region_no"),
+        ("region_eu",),
+    ], "tags first; the first region takes what names no other"
     for route in routes:
         hashed = [each.header.header_name for each in route.route.hash_policy]
         assert (
@@ -275,7 +303,9 @@ def test_vllms_router_sends_a_prefix_where_it_was_seen(render: Any, replicas: li
     if program is None:
         pytest.skip("vllm-router is not installed: pip install vllm-router")
     port = free_port()
-    text = render.render("vllm-router", render.read_regions([f"eu={replicas[0].name},{replicas[1].name}"]), port)
+    text = render.render(
+        "vllm-router", render.read_groups([f"eu={replicas[0].name},{replicas[1].name}"], "region"), port
+    )
     words = text.replace("exec vllm-router", f"exec {program}").replace('"$@"', f"--prometheus-port {free_port()}")
     with running(["/bin/sh", "-c", words], port):
         ends = time.monotonic() + 30
@@ -299,15 +329,26 @@ def test_vllms_router_sends_a_prefix_where_it_was_seen(render: Any, replicas: li
         (["eu=a:1;drop"], "write its replicas as HOST:PORT"),
         (["Eu=a:1"], "a name of its own"),
         (["eu=a:1", "eu=b:1"], "a name of its own"),
+        (["eu=a:1", ("--tag", "acme")], "write its replicas as HOST:PORT"),
+        (["eu=a:1", ("--tag", 'a"; return 200;=b:1')], "a name of its own"),
+        (["eu=a:1", ("--tag", "a b=b:1")], "a name of its own"),
+        (["eu=a:1", ("--tag", "a$=b:1")], "a name of its own"),
+        (["eu=a:1", ("--tag", "a\n=b:1")], "a name of its own"),
+        (["eu=a:1", ("--tag", "=b:1")], "a name of its own"),
+        (["eu=a:1", ("--tag", "acme=b:1"), ("--tag", "Acme=c:1")], "a name of its own"),
+        ([("--tag", "acme=b:1")], "there is no replica"),
     ],
 )
 def test_what_cannot_be_written(
-    render: Any, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    render: Any, words: list[str | tuple[str, str]], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert render.main(["nginx", *[part for word in words for part in ("--region", word)]]) == 2
+    pairs = [("--region", word) if isinstance(word, str) else word for word in words]
+    assert render.main(["nginx", *[part for pair in pairs for part in pair]]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_the_router_has_one_region(render: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert render.main(["vllm-router", "--region", "eu=a:1", "--region", "us=b:1"]) == 2
     assert "knows no regions" in capsys.readouterr().err
+    assert render.main(["vllm-router", "--region", "eu=a:1", "--tag", "acme=b:1"]) == 2
+    assert "reads no tags" in capsys.readouterr().err
