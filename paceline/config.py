@@ -37,7 +37,7 @@ class EngineConfig:
     text."""
 
     model: str = "smollm2-135m"
-    """A built-in name, a folder, a GGUF file, or a hub id."""
+    """A built-in name, a folder (also of a LoRA adapter), a GGUF file, or a hub id."""
     drafter: str = "default"
     """default (the drafter shipped for the model, else ngram), none, ngram, mtp (the model's own MTP layer),
     random-dflash, random-eagle3, a folder, or a hub id."""

@@ -22,6 +22,7 @@ from torch.testing import assert_close
 from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelFileError, ModelNotFoundError, UnsupportedModelError
+from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import sizes_of
 from paceline.model.adapter import base_of, identity_of
 from paceline.model.backends import load_target
 from paceline.model.checkpoint import load_config, load_named, load_tensors
@@ -182,6 +183,8 @@ def test_refused_folders(base: Path, tmp_path: Path) -> None:
         load_config(adapter)
     (tmp_path / "other").mkdir()
     write_config(tmp_path / "other", "MambaForCausalLM")
+    with pytest.raises(UnsupportedModelError, match="for paceline's own engine alone"):
+        sizes_of(str(second))
     third = write_adapter(tmp_path / "third", base, base_model_name_or_path=str(tmp_path / "other"))
     with pytest.raises(UnsupportedModelError, match="merge it with PEFT"):
         load_target(EngineConfig(str(third), dtype="float32", device="cpu"))
