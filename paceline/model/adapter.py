@@ -221,7 +221,7 @@ def _setting(folder: Path, raw: dict[str, Any], usual: str, by_layer: str, modul
     with fault:
         values = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
     value = values[0] if values else raw.get(usual)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ModelFileError(
             f"{folder / CONFIG}: {by_layer if values else usual} of {module} is {value!r:.40}: write a positive number"
         )
@@ -232,17 +232,17 @@ def _check_modules(folder: Path, wanted: Any, modules: list[str]) -> None:
     """Raises ModelFileError if the config's target modules and the layers in the file contradict each other."""
     if not modules:
         raise ModelFileError(f"{folder / WEIGHTS} holds no LoRA matrices: copy the adapter again")
-    is_list = isinstance(wanted, list) and all(isinstance(each, str) for each in wanted)
-    if not is_list and not isinstance(wanted, str):
+    names = [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, list) else []
+    if not names or not all(isinstance(name, str) for name in names):
         raise ModelFileError(f"{folder / CONFIG}: target_modules is {wanted!r:.60}: name the layers, as PEFT does")
+    patterns = [wanted] if isinstance(wanted, str) else [rf"(?:.*\.)?{re.escape(name)}" for name in names]
     with reraised(ModelFileError, f"{folder / CONFIG}: invalid target_modules", "correct it", re.error):
-        patterns = [rf"(?:.*\.)?{re.escape(each)}" for each in wanted] if is_list else [wanted]
-        matches = {pattern: [bool(re.fullmatch(pattern, module)) for module in modules] for pattern in patterns}
-    names = wanted if is_list else [wanted]
-    unused = [name for name, each in zip(names, matches.values(), strict=True) if not any(each)]
-    unwanted = [module for number, module in enumerate(modules) if not any(each[number] for each in matches.values())]
-    if unused or unwanted:
-        fault = f"target_modules has {unused[0]!r}, {WEIGHTS} not" if unused else f"{unwanted[0]!r} is not in "
+        matched = [{module for module in modules if re.fullmatch(pattern, module)} for pattern in patterns]
+    unused = [f"no matrices of {name!r}" for name, each in zip(names, matched, strict=True) if not each]
+    unused += [
+        f"matrices of {module!r}, which it leaves out" for module in modules if module not in set().union(*matched)
+    ]
+    if unused:
         raise ModelFileError(
-            f"{folder / CONFIG}: {fault}{'' if unused else 'target_modules'}: copy the adapter again, or correct it"
+            f"{folder / CONFIG}: target_modules does not fit {WEIGHTS}, which has {unused[0]}: copy the adapter again"
         )
