@@ -366,6 +366,8 @@ class TrainConfig:
     with documents on disk, in bounded memory). auto stores them if documents are seen again and the disk has room."""
     feature_dtype: Annotated[str, ("model", "int8")] = "model"
     """Precision of stored hidden states: as computed by the model, or 8 bits with a scale per vector."""
+    shared_features: Path | None = None
+    """Folder of stored hidden states for several runs: each document is computed once for all [default: in `out`]."""
     stream_buffer: Annotated[int, "bytes"] = 256 * 2**20
     """Size of the buffer for streamed hidden states, in bytes."""
     step_timeout_minutes: Positive = 30.0
@@ -381,7 +383,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.remote.ray is not None and (self.features not in ("auto", "cached") or self.feature_dtype != "model"):
+        is_stored = self.features in ("auto", "cached") and self.feature_dtype == "model"
+        if self.shared_features is not None and not is_stored:
+            raise ConfigError(
+                "shared_features stores hidden states as the model gives them, which int8, scaled by each run, or "
+                "features online and streamed do not: leave features and feature_dtype out"
+            )
+        if self.remote.ray is not None and not is_stored:
             raise ConfigError(
                 "ray keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
             )
