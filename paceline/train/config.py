@@ -266,6 +266,10 @@ class LoopConfig(Checked):
     selector_share: Annotated[float, within("above 0 and at most 1", above=0, most=1)] = 0.25
     """Share of a step's blocks that train the selector, others in every step (dflash2): fewer are faster and
     noisier."""
+    learn: Annotated[str, ("all", "last-layer", "low-rank")] = "all"
+    """Weights of the drafter of --init that change: all, its last layer and final norm, or low-rank differences."""
+    rank: Count = 8
+    """Rank of the differences of low-rank."""
     parallel: Annotated[str, ("auto", "replicated", "sharded")] = "auto"
     """With several processes (torchrun): each holds the whole network (replicated), or a part of it (sharded,
     FSDP2)."""
