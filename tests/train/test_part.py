@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.config import EngineConfig
 from paceline.data.answers import Answer, AnswerShards
+from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.draft.formats.family import drafter_of
 from paceline.errors import ConfigError
 from paceline.model.backends import load_target
@@ -23,6 +24,7 @@ from paceline.train.learn.initial_weights import network_for
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.part import factors
 from paceline.train.plan.choices import Sizes, check_part
+from paceline.train.plan.training_plan import make_plan
 from paceline.train.tiny import write_tiny_target
 
 PARTS = ("last-layer", "low-rank")
@@ -81,13 +83,14 @@ def test_merged_weights_compute_what_the_factors_compute(tmp_path: Path) -> None
     assert (own - before).abs().max() > 0.1, "the test needs a change"
 
 
-@pytest.mark.parametrize("learn", PARTS)
-def test_a_resumed_run_is_exact(tmp_path: Path, learn: str) -> None:
-    whole = partial(tmp_path / "whole", learn)
+@pytest.mark.parametrize(("learn", "optimiser"), [*((learn, "adamw") for learn in PARTS), ("low-rank", "muon")])
+def test_a_resumed_run_is_exact(tmp_path: Path, learn: str, optimiser: str) -> None:
+    optim = OptimConfig(optimiser, lr=3e-3)
+    whole = partial(tmp_path / "whole", learn, optim=optim)
     expected = run(whole)
-    first = partial(tmp_path / "resumed", learn)
+    first = partial(tmp_path / "resumed", learn, optim=optim)
     first.run(should_stop=lambda: first.state.step == 4)
-    again = partial(tmp_path / "resumed", learn)
+    again = partial(tmp_path / "resumed", learn, optim=optim)
     assert again.resume() and again.state.step == 4
     assert run(again) == expected[4:]
     assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(whole).items())
@@ -131,6 +134,8 @@ def test_a_whole_run_saves_an_ordinary_drafter(tmp_path: Path, learn: str, kind:
         tmp_path / "run", EngineConfig(str(model), dtype="float32", device="cpu", threads=1), plan="off",
         answers=(tmp_path / "answers",), init=str(tmp_path / "init"), loop=loop,
     )  # fmt: skip
+    part = "low-rank, rank 8" if learn == "low-rank" else "last-layer, norms aside"
+    assert f"of them learned ({part})" in make_plan(settings).text
     drafter = train(settings).drafter
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "init", drafter))
     assert {name: tensor.dtype for name, tensor in before.items()} == {name: t.dtype for name, t in after.items()}
@@ -163,10 +168,10 @@ def test_what_cannot_be_trained_in_part_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_plan_counts_what_is_learned(tmp_path: Path) -> None:
-    one = partial(tmp_path, "low-rank")
-    count = sum(weight.numel() for _, weight in factors(one.network))
-    shape = one.network.config.shape
+    one, other = partial(tmp_path, "low-rank"), partial(tmp_path, "last-layer")
+    assert isinstance(one.network, DFlashNetwork) and isinstance(other.network, DFlashNetwork)
+    count, shape = sum(weight.numel() for _, weight in factors(one.network)), one.network.config.shape
     sizes = Sizes(2, 4, shape.intermediate_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, 2, 24, HIDDEN)
     assert sizes.learned(one.config) == count
-    last = [each.numel() for each in partial(tmp_path, "last-layer").network.layers[1].parameters() if each.ndim == 2]
+    last = [each.numel() for each in other.network.layers[1].parameters() if each.ndim == 2]
     assert sizes.learned(LoopConfig(learn="last-layer")) == sum(last) < sizes.learned(LoopConfig()) == sizes.parameters
