@@ -164,10 +164,11 @@ class Study:
         self.head = head if self.is_autocast or target.device.type != "cpu" else head.in_float32()
         self.embedding_VD = initial_weights.embedding_matrix(target)
         self.taps, self.features = self.block.target_layer_ids, dict[str, hidden_states.FeatureSource]()
+        mark = hidden_states.fingerprint(args.target, target.dtype, self.taps, False)
         for use, documents in self.documents.items():
-            mark = hidden_states.fingerprint(args.target, target.dtype, documents, self.taps, False)
             online = hidden_states.OnlineFeatures(target, documents, self.taps, False)
-            self.features[use] = hidden_states.cache_features(args.out / f"features-{mark}", online)
+            cached = hidden_states.CachedFeatures(args.out / f"features-{mark}", documents)
+            self.features[use] = hidden_states.cache_features(cached, online)
         self.scale_F, self.mean_F = hidden_states.measure_scale(self.features["train"], self.documents["train"])
 
     def cell(self, name: str, seed: int) -> tuple[Trainable, Tensor]:

@@ -266,6 +266,10 @@ class LoopConfig(Checked):
     selector_share: Annotated[float, within("above 0 and at most 1", above=0, most=1)] = 0.25
     """Share of a step's blocks that train the selector, others in every step (dflash2): fewer are faster and
     noisier."""
+    learn: Annotated[str, ("all", "last-layer", "low-rank")] = "all"
+    """Weights of the drafter of --init that change: all, its last layer and final norm, or low-rank differences."""
+    rank: Count = 8
+    """Rank of the differences of low-rank."""
     parallel: Annotated[str, ("auto", "replicated", "sharded")] = "auto"
     """With several processes (torchrun): each holds the whole network (replicated), or a part of it (sharded,
     FSDP2)."""
@@ -366,6 +370,8 @@ class TrainConfig:
     with documents on disk, in bounded memory). auto stores them if documents are seen again and the disk has room."""
     feature_dtype: Annotated[str, ("model", "int8")] = "model"
     """Precision of stored hidden states: as computed by the model, or 8 bits with a scale per vector."""
+    shared_features: Path | None = None
+    """Folder of stored hidden states for several runs: each document is computed once for all [default: in `out`]."""
     stream_buffer: Annotated[int, "bytes"] = 256 * 2**20
     """Size of the buffer for streamed hidden states, in bytes."""
     step_timeout_minutes: Positive = 30.0
@@ -381,7 +387,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.remote.ray is not None and (self.features not in ("auto", "cached") or self.feature_dtype != "model"):
+        is_stored = self.features in ("auto", "cached") and self.feature_dtype == "model"
+        if self.shared_features is not None and not is_stored:
+            raise ConfigError(
+                "shared_features stores hidden states as the model gives them, which int8, scaled by each run, or "
+                "features online and streamed do not: leave features and feature_dtype out"
+            )
+        if self.remote.ray is not None and not is_stored:
             raise ConfigError(
                 "ray keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
             )

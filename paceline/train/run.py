@@ -1,7 +1,7 @@
 """The run of `paceline train`: prompts in, drafter out. An interrupted run resumes at the stage where it stopped.
 
 regenerate   runs/x/regenerate/answers/   the target answers the prompts (train/answers/regenerate.py)
-features     runs/x/features-<hash>/      the target's hidden states, if they are stored on disk
+features     runs/x/features-<hash>/      the target's hidden states, if stored; or in --shared-features
 train        runs/x/checkpoints/          then runs/x/drafter/, bfloat16, z-lab's format
 serve        runs/x/heldout.json          held-out prompts in the real engine; trained.json has steps and prompts
 """
@@ -366,7 +366,7 @@ class _Stages:
         ood_documents = read_corpus([ood], longest_of(config), 0.0).train[:MAX_HELDOUT] if ood else []
         for name, documents in (("heldout", corpus.heldout), ("ood", ood_documents)):
             if documents:
-                trainer.heldout[name] = documents, ScaledFeatures(sources.of(documents, f"features-{name}"), scale_F)
+                trainer.heldout[name] = documents, ScaledFeatures(sources.of(documents), scale_F)
         if not trainer.resume(self.progress.say) and (norm := initial.first_norm) is not None:
             scale_first_logits(norm, initial.head, *trainer.first_slots())
         return trainer

@@ -70,7 +70,7 @@ def answers_of(folder: Path) -> str:
 
 
 def files_of(run: Path, kind: str) -> dict[str, str]:
-    files = sorted(run.glob(f"{kind}-*/*.safetensors"))
+    files = sorted(run.glob(f"{kind}-*/**/*.safetensors"))
     return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 

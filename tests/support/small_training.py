@@ -88,7 +88,7 @@ def trainer(
     its DrafterShape; `options` as Trainer's."""
     settings = settings or config()
     target = target or tiny_decoder()
-    raw, network = network_for(target, "none", DrafterShape(**SMALL, **(shape or {})), None, settings.seed)
+    raw, network = network_for(target, "none", DrafterShape(**{**SMALL, **(shape or {})}), None, settings.seed)
     corpus = Corpus(learned or documents(), [])
     features: FeatureSource = OnlineFeatures(
         target, corpus.train, network.config.target_layer_ids, needs_final or settings.loss.needs_target_probs

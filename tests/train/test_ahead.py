@@ -26,7 +26,7 @@ def cached(one: Trainer, folder: Path) -> CachedFeatures:
     """The trainer's features from disk."""
     source = one.packer.features
     assert isinstance(source, OnlineFeatures)
-    kept = cache_features(folder, source)
+    kept = cache_features(CachedFeatures(folder, source.documents), source)
     object.__setattr__(one.packer, "features", kept)
     return kept
 
@@ -85,10 +85,10 @@ def test_a_resumed_run_has_them_from_its_place_on(tmp_path: Path) -> None:
 def test_a_file_that_is_gone_stops_the_trainer_with_its_error(tmp_path: Path) -> None:
     one = trainer(tmp_path / "run", config())
     kept = cached(one, tmp_path / "features")
-    for path in kept.folder.glob("*.safetensors"):
+    for path in kept.folder.rglob("*.safetensors"):
         path.unlink()
     before = threading.active_count()
-    with pytest.raises(CacheError, match="delete the folder to have it made again"), packs_ahead(one):
+    with pytest.raises(CacheError, match="delete it to have it computed again"), packs_ahead(one):
         one.run()
     assert threading.active_count() == before
     assert one.pack == one.packer.pack, "the trainer makes its packs itself again"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import threading
 from collections import namedtuple
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +20,20 @@ import torch
 from native_models import needs_library
 from small_training import HIDDEN, SHAPE, document, documents, tiny_decoder
 
-from paceline.errors import CacheError
+from paceline.config import EngineConfig
+from paceline.errors import CacheError, ConfigError
 from paceline.model.checkpoint import random_tensors
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import ForwardBatch, Target
 from paceline.runs import folder as runlog
 from paceline.runs.ranks import Ranks
+from paceline.train.config import LoopConfig, LossConfig, RemoteConfig, TrainConfig
 from paceline.train.documents.dataset import Document
 from paceline.train.features import hidden_states as module
-from paceline.train.features.hidden_states import CachedFeatures, OnlineFeatures, check_room, fingerprint
+from paceline.train.features.hidden_states import CachedFeatures, Features, OnlineFeatures, check_room, fingerprint
+from paceline.train.features.on_ray import stored_features
+from paceline.train.features.quantised import Int8
+from paceline.train.tiny import write_tiny_target
 
 TAPS = (0, 2)
 Usage = namedtuple("Usage", ["total", "used", "free"])
@@ -32,7 +42,20 @@ Usage = namedtuple("Usage", ["total", "used", "free"])
 def cache_features(
     folder: Path, target: Target, docs: list[Document], taps: tuple[int, ...], needs_final: bool = False, **options: Any
 ) -> CachedFeatures:
-    return module.cache_features(folder, OnlineFeatures(target, docs, taps, needs_final), **options)
+    return module.cache_features(
+        CachedFeatures(folder, docs), OnlineFeatures(target, docs, taps, needs_final), **options
+    )
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[ForwardBatch]:
+    """The passes of the target from now on."""
+    passes, forward = [], target.forward
+    monkeypatch.setattr(target, "forward", lambda batch: (passes.append(batch), forward(batch))[1])
+    return passes
 
 
 @pytest.mark.slow
@@ -107,22 +130,56 @@ def test_online_features_can_be_learned_from() -> None:
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    docs, calls = documents(), []
-    cache_features(tmp_path, tiny_decoder(), docs, TAPS)
-    expected = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert sorted(expected) == [f"document-{number:06d}.safetensors" for number in range(10)]
-    (tmp_path / "document-000001.safetensors").unlink()
-    cut = tmp_path / f"document-000001.safetensors.{'0' * 16}.part"
+    docs = documents()
+    file = cache_features(tmp_path, tiny_decoder(), docs, TAPS).path(1)
+    expected = files_in(tmp_path)
+    assert len(expected) == 10
+    file.unlink()
+    cut = file.with_name(f"{file.name}.{'0' * 16}.part")
     cut.write_bytes(b"cut short")
     os.utime(cut, (1, 1))
     runlog._drop_leftovers.cache_clear()  # as of a new process
     target = tiny_decoder()
-    forward = target.forward
-    monkeypatch.setattr(target, "forward", lambda batch: (calls.append(batch), forward(batch))[1])
+    passes = counted(target, monkeypatch)
     heard: list[int] = []
     cache_features(tmp_path, target, docs, TAPS, on_document=lambda: heard.append(1))
-    assert len(calls) == 1 and len(heard) == 10
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == expected
+    assert len(passes) == 1 and len(heard) == 10
+    assert files_in(tmp_path) == expected
+
+
+def test_other_selections_compute_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents in another order, under other keys, twice, or left out."""
+    docs, target = documents(12), tiny_decoder()
+    cache_features(tmp_path, tiny_decoder(), docs[:8], TAPS)
+    passes = counted(target, monkeypatch)
+    others = [*docs[:3:-1], replace(docs[9], key="of another source"), replace(docs[2], key="of a third")]
+    heard: list[int] = []
+    kept = cache_features(tmp_path, target, others, TAPS, on_document=lambda: heard.append(1))
+    assert [batch.tokens for batch in passes] == [docs[number].tokens.tolist() for number in (11, 10, 9, 8)]
+    assert len(heard) == len(others) and len(files_in(tmp_path)) == 12
+    online = OnlineFeatures(tiny_decoder(), others, TAPS, needs_final=False)
+    assert all(torch.equal(kept.of(number).taps_SF, online.of(number).taps_SF) for number in range(len(others)))
+    cache_features(tmp_path, target, docs[3:6], TAPS)
+    assert len(passes) == 4
+
+
+def test_two_runs_at_once_write_whole_files(tmp_path: Path) -> None:
+    docs, both = documents(), threading.Barrier(2, timeout=20)
+
+    @contextlib.contextmanager
+    def together(source: OnlineFeatures, numbers: list[int]) -> Iterator[Callable[[int], Features]]:
+        both.wait()
+        assert numbers == [*range(10)]
+        yield source.of
+
+    def run() -> CachedFeatures:
+        source = OnlineFeatures(tiny_decoder(), docs, TAPS, needs_final=False)
+        return module.cache_features(CachedFeatures(tmp_path, docs), source, computing=partial(together, source))
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (job.result() for job in [pool.submit(run), pool.submit(run)])
+    assert len(files_in(tmp_path)) == 10
+    assert all(torch.equal(first.of(number).taps_SF, second.of(number).taps_SF) for number in range(10))
 
 
 @pytest.mark.slow
@@ -130,7 +187,7 @@ def test_processes_write_files_of_their_own(tmp_path: Path) -> None:
     docs = documents()
     for rank in (0, 1):
         cache_features(tmp_path, tiny_decoder(), docs, TAPS, ranks=Ranks(rank, 2))
-        assert len(list(tmp_path.iterdir())) == (5, 10)[rank]
+        assert len(files_in(tmp_path)) == (5, 10)[rank]
     online = OnlineFeatures(tiny_decoder(), docs, TAPS, needs_final=False)
     kept = cache_features(tmp_path, tiny_decoder(), docs, TAPS, ranks=Ranks(0, 2))
     assert all(torch.equal(kept.of(number).taps_SF, online.of(number).taps_SF) for number in range(10))
@@ -141,7 +198,7 @@ def test_the_size_is_known_beforehand(tmp_path: Path) -> None:
     expected = sum(map(len, docs)) * OnlineFeatures(target, docs, TAPS, needs_final=True).bytes_per_position
     assert expected == sum(len(one) for one in docs) * 3 * HIDDEN * 4
     cache_features(tmp_path, target, docs, TAPS, needs_final=True)
-    written = sum(path.stat().st_size for path in tmp_path.iterdir())
+    written = sum(map(len, files_in(tmp_path).values()))
     assert expected <= written < expected + 10 * 1000
 
 
@@ -163,10 +220,11 @@ def test_a_small_disk_is_refused_before_anything_is_computed(tmp_path: Path, mon
 @pytest.mark.slow
 def test_what_is_there_needs_no_more_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10_000_000, 9_500_000, 500_000))
+    size = len(documents()[1]) * len(TAPS) * HIDDEN * 4
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10_000_000, 9_500_000, 500_000 + size - 1))
     again = cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
     assert len(again.of(0).taps_SF) == len(documents()[0])
-    (tmp_path / "document-000001.safetensors").unlink()
+    again.path(1).unlink()
     with pytest.raises(CacheError, match="features need"):
         cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
 
@@ -181,38 +239,62 @@ def test_a_disk_that_fills_up_leaves_whole_files(tmp_path: Path, monkeypatch: py
         written.append(path)
         save_file(tensors, path)
 
-    save_file = module.save_file
+    save_file, cached = module.save_file, CachedFeatures(tmp_path, documents())
     monkeypatch.setattr(module, "save_file", save)
-    with pytest.raises(
-        CacheError, match="document-000001.*No space left.*free space and run again, what is written stays"
-    ):
+    problem = f"{cached.path(1).name}.*No space left.*free space and run again, what is written stays"
+    with pytest.raises(CacheError, match=problem):
         cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
-    assert [path.name for path in tmp_path.iterdir()] == ["document-000000.safetensors"]
+    assert [*files_in(tmp_path)] == [cached.path(0).name]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "missing"])
 def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     kept = cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
-    file = tmp_path / "document-000004.safetensors"
+    file = kept.path(4)
     file.write_bytes({"truncated": file.read_bytes()[:-100], "garbage": b"\xff" * 100, "missing": b""}[damage])
     if damage == "missing":
         file.unlink()
     assert kept.of(3).taps_SF.isfinite().all()
-    with pytest.raises(
-        CacheError, match="document-000004.safetensors cannot be read .*: delete the folder to have it made again"
-    ):
+    with pytest.raises(CacheError, match=f"{file.name} cannot be read .*: delete it to have it computed again"):
         kept.of(4)
 
 
 def test_the_fingerprint_names_all_that_decides_the_contents() -> None:
-    docs = documents()
+    scale_F = torch.ones(2 * HIDDEN)
     cases = [
-        fingerprint("a", torch.float32, docs, TAPS, False),
-        fingerprint("b", torch.float32, docs, TAPS, False),
-        fingerprint("a", torch.bfloat16, docs, TAPS, False),
-        fingerprint("a", torch.float32, docs[1:], TAPS, False),
-        fingerprint("a", torch.float32, docs[::-1], TAPS, False),
-        fingerprint("a", torch.float32, docs, (0, 1), False),
-        fingerprint("a", torch.float32, docs, TAPS, True),
+        fingerprint("a", torch.float32, TAPS, False),
+        fingerprint("b", torch.float32, TAPS, False),
+        fingerprint("a", torch.bfloat16, TAPS, False),
+        fingerprint("a", torch.float32, (0, 1), False),
+        fingerprint("a", torch.float32, TAPS, True),
+        fingerprint("a", torch.float32, TAPS, False, Int8(scale_F, 2, torch.float32)),
+        fingerprint("a", torch.float32, TAPS, False, Int8(2 * scale_F, 2, torch.float32)),
     ]
-    assert len(set(cases)) == len(cases) and cases[0] == fingerprint("a", torch.float32, documents(), TAPS, False)
+    assert len(set(cases)) == len(cases) and cases[0] == fingerprint("a", torch.float32, TAPS, False)
+
+
+def test_runs_share_a_folder_for_one_target_only(tmp_path: Path) -> None:
+    """Another dtype, other taps, another loss or another model under the same name have folders of their own."""
+    model, target = write_tiny_target(tmp_path / "target"), tiny_decoder()
+    one = TrainConfig(tmp_path / "a", EngineConfig(model=str(model)), shared_features=tmp_path / "shared")
+
+    def folder(config: TrainConfig, taps: tuple[int, ...] = TAPS) -> Path:
+        return stored_features(config, target, documents(), taps).folder
+
+    assert folder(one) == folder(replace(one, out=tmp_path / "b")) and folder(one).parent == tmp_path / "shared"
+    assert folder(replace(one, shared_features=None)).parent == one.out
+    others = [folder(one, (0, 1)), folder(replace(one, loop=LoopConfig(loss=LossConfig("kl"))))]
+    others.append(folder(replace(one, target=replace(one.target, weight_format="q8_0"))))
+    others.append(folder(replace(one, remote=RemoteConfig(features_from="http://gpu:8000"))))
+    before = folder(one)
+    os.utime(model / "model.safetensors", (1, 1))
+    others.append(folder(one))
+    assert len({before, *others}) == 6
+    target.dtype = torch.bfloat16
+    assert folder(one) not in (before, *others)
+
+
+@pytest.mark.parametrize("options", [{"feature_dtype": "int8"}, {"features": "online"}, {"features": "streamed"}])
+def test_what_is_not_stored_as_computed_is_not_shared(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="shared_features"):
+        TrainConfig(shared_features=Path("a"), **options)

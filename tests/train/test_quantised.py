@@ -8,7 +8,13 @@ import pytest
 import torch
 from small_training import HIDDEN, documents, tiny_decoder
 
-from paceline.train.features.hidden_states import Features, OnlineFeatures, cache_features, measure_scale
+from paceline.train.features.hidden_states import (
+    CachedFeatures,
+    Features,
+    OnlineFeatures,
+    cache_features,
+    measure_scale,
+)
 from paceline.train.features.quantised import Int8
 
 TAPS = (0, 2)
@@ -62,9 +68,9 @@ def test_zeros_and_the_dtype_stay() -> None:
 def test_files_in_8_bits(tmp_path: Path) -> None:
     docs, source = documents(), OnlineFeatures(tiny_decoder(), documents(), TAPS, needs_final=False)
     form = Int8(measure_scale(source, docs)[0], len(TAPS), torch.float32)
-    kept = cache_features(tmp_path, source, form=form)
+    kept = cache_features(CachedFeatures(tmp_path, docs, form), source)
     num_bytes = sum(map(len, docs)) * form.bytes_of(source.bytes_per_position)
-    written = sum(path.stat().st_size for path in tmp_path.iterdir())
+    written = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert num_bytes == sum(map(len, docs)) * (2 * HIDDEN + 8) and num_bytes <= written < num_bytes + 10 * 1000
     for number in range(10):
         exact, near = source.of(number).taps_SF, kept.of(number).taps_SF

@@ -158,21 +158,9 @@ class _Search:
         return Space.around(config_of(read_run_file(out / RUN_FILE)), read_target(config.target).shape.num_layers)
 
     def _train(self, number: int, config: TrainConfig) -> Path:
-        """Trains a trial on; hidden states that another trial has stored are used again."""
-        shared = self.folder.path / "features"
-        shared.mkdir(exist_ok=True)
-        config.out.mkdir(parents=True, exist_ok=True)
-        for stored in shared.iterdir():
-            link = config.out / stored.name
-            if not link.exists():
-                link.symlink_to(stored.resolve(), target_is_directory=True)
+        """Trains a trial on; all trials share the hidden states of their documents."""
         self.progress.say(f"trial {number}: until {config.loop.max_minutes:.3g} minutes of steps")
-        drafter = train(config, _OnlyBars(self.progress)).drafter
-        for own in config.out.glob("features-*"):
-            if not own.is_symlink():
-                own.rename(shared / own.name)
-                own.symlink_to((shared / own.name).resolve(), target_is_directory=True)
-        return drafter
+        return train(replace(config, shared_features=self.folder.path / "features"), _OnlyBars(self.progress)).drafter
 
     def _rate(self, number: int, drafter: Path) -> Rated:
         with self.progress.bar(f"trial {number}: measuring", 2 * self.config.repeat * len(self.measured_on)) as advance:

@@ -2,9 +2,10 @@
 
 `OnlineFeatures` runs the target in the same process. `cache_features` runs it once over every document and writes
 safetensors files for `CachedFeatures`, which pays off if documents are seen more than once. It computes the size first,
-and fails if the disk lacks the room.
+and fails if the disk lacks the room. A file is named after its document's tokens, and a folder after all else that
+decides the values: other selections of documents, and other runs, find what is there.
 
-    runs/x/features-<hash>/document-000000.safetensors     taps [positions, F], final [positions, D] if needed
+    runs/x/features-<fingerprint>/3f/3f...safetensors     taps [positions, F], final [positions, D] if needed
 
 `ScaledFeatures` brings all features to a similar size during training. Hidden states of a language model differ by
 orders of magnitude: in the built-in model, late layers are ten times larger than early ones, a few dimensions are a
@@ -20,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -158,6 +160,11 @@ class Form:
     """Storage format of features (hidden states). This class stores their values unchanged; its subclass
     `quantised.Int8` stores them in 8 bits."""
 
+    @property
+    def mark(self) -> str:
+        """A text that differs between formats whose files differ."""
+        return ""
+
     def encode(self, features: Features) -> dict[str, Tensor]:
         """Converts one document's features to named tensors for storage: CPU, contiguous, without shared memory."""
         tensors = {"taps": features.taps_SF.cpu().contiguous()}
@@ -185,70 +192,84 @@ PLAIN = Form()
 @dataclass(frozen=True, slots=True)
 class CachedFeatures:
     """Feature source that reads each document's hidden states from its file in `folder`, which `cache_features` has
-    written in the storage format `form`."""
+    written in the storage format `form`. Equal documents share a file. The folder's name must include
+    `fingerprint(...)`: existing files are not checked."""
 
     folder: Path
+    documents: Sequence[Document]
     form: Form = PLAIN
 
     def path(self, number: int) -> Path:
-        return self.folder / f"document-{number:06d}.safetensors"
+        """Returns the file of document `number`, named after a hash of its tokens."""
+        name = hashlib.sha256(self.documents[number].tokens.tobytes()).hexdigest()[:32]
+        return self.folder / name[:2] / f"{name}.safetensors"
+
+    def missing(self) -> list[int]:
+        """Returns the numbers of the documents without a file; of equal documents only the first one."""
+        first = dict[Path, int]()
+        for number in range(len(self.documents)):
+            first.setdefault(self.path(number), number)
+        return [number for path, number in first.items() if not path.exists()]
+
+    def check_room(self, missing: list[int], bytes_per_position: int) -> None:
+        """Raises CacheError if the disk lacks room for the files of the documents `missing`, with a margin.
+        `bytes_per_position`: size of the features of one position before encoding."""
+        positions = sum(len(self.documents[number]) for number in missing)
+        check_room(self.folder, positions * self.form.bytes_of(bytes_per_position))
 
     def of(self, number: int) -> Features:
         path = self.path(number)
-        remedy = "delete the folder to have it made again"
+        remedy = "delete it to have it computed again"
         with reraised(CacheError, f"{path} cannot be read", remedy, SafetensorError, OSError, KeyError):
             return self.form.decode(load_file(path))
 
 
 def cache_features(
-    folder: Path,
+    cached: CachedFeatures,
     source: MeasuredSource,
     ranks: Ranks | None = None,
     on_document: Callable[[], None] = lambda: None,
-    form: Form = PLAIN,
-    compute: Callable[[int], Features] | None = None,
+    computing: Callable[[list[int]], AbstractContextManager[Callable[[int], Features]]] | None = None,
 ) -> CachedFeatures:
-    """Writes one file of features per document, in the storage format `form`; returns the source that reads the files.
+    """Computes the documents of `cached` that have no file, with `source`, and writes their files; returns `cached`.
     Each process writes those of its share of the documents (`ranks`; None: a single process), and calls `on_document`
-    after each. `compute`: document number -> features (default: `source.of`). Existing files are kept without a check,
-    so the folder's name must include `fingerprint(...)`. Raises CacheError if the disk is too small or fails."""
-    cached = CachedFeatures(folder, form)
-    check_room(folder, sum(map(len, source.documents)) * form.bytes_of(source.bytes_per_position))
-    for number in (ranks or Ranks()).share_of(len(source.documents)):
-        path = cached.path(number)
-        if not path.exists():
-            tensors = form.encode((compute or source.of)(number))
-            with whole_file(
-                path, "free space and run again, what is written stays; or use --features online"
-            ) as scratch:
-                save_file(tensors, scratch)
+    for each document of its share. `computing`: context manager that takes the document numbers to compute, in their
+    order, and yields a function from number to features (default: `source.of`). Other runs may write into the same
+    folder at the same time. Raises CacheError if the disk is too small or fails."""
+    share, missing = (ranks or Ranks()).share_of(len(cached.documents)), cached.missing()
+    cached.check_room(missing, source.bytes_per_position)
+    missing = [number for number in missing if number in share]
+    for _ in range(len(share) - len(missing)):
         on_document()
+    remedy = "free space and run again, what is written stays; or use --features online"
+    with computing(missing) if computing else nullcontext(source.of) as compute:
+        for number in missing:
+            tensors = cached.form.encode(compute(number))
+            with whole_file(cached.path(number), remedy) as scratch:
+                save_file(tensors, scratch)
+            on_document()
     return cached
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises CacheError if the disk lacks room for `num_bytes` of features, with a margin. `num_bytes` is the size of
-    all features; those that are already in `folder` need no more room."""
+    """Raises CacheError if the disk of `folder` lacks room for `num_bytes` more of features, with a margin."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     disk = shutil.disk_usage(existing)
-    num_bytes -= sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if num_bytes > disk.free - min(FREE_MARGIN * disk.total, MOST_MARGIN):
         raise CacheError(
             f"features need {num_bytes / 1e9:.1f} GB in {folder}, {disk.free / 1e9:.1f} GB are free: use --features "
-            "online, fewer prompts, or another --out"
+            "online, fewer prompts, or another --out or --shared-features"
         )
 
 
 def fingerprint(
-    target_name: str, dtype: torch.dtype, documents: Sequence[Document], tap_layers: tuple[int, ...], needs_final: bool
+    target: object, dtype: torch.dtype, tap_layers: tuple[int, ...], needs_final: bool, form: Form = PLAIN
 ) -> str:
-    """Returns a hash (hexadecimal) of all arguments, which together determine the stored hidden states: those of the
-    target layers `tap_layers`, and with `needs_final` also the final ones, before the LM head."""
-    digest = hashlib.sha256(repr((target_name, str(dtype), tap_layers, needs_final)).encode())
-    for document in documents:
-        digest.update(document.key.encode())
-        digest.update(document.tokens.tobytes())
-    return digest.hexdigest()[:16]
+    """Returns a hash (hexadecimal) of all arguments, which with a document's tokens determine its stored hidden states:
+    those of the target layers `tap_layers`, and with `needs_final` also the final ones, before the LM head. `target`:
+    anything whose repr identifies the target's weights."""
+    identity = repr((target, str(dtype), tap_layers, needs_final, form.mark))
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 class ScaledFeatures:

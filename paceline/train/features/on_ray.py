@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from safetensors.torch import save
 
 from paceline.config import EngineConfig
-from paceline.model.adapter import identity_of
+from paceline.model.adapter import adapter_digest, base_of, is_adapter
 from paceline.model.backends import load_target, settle
+from paceline.model.embedding_and_head import light_folder
 from paceline.model.target import Target
 from paceline.report.tables import Progress
 from paceline.runs.folder import whole_file
 from paceline.train.config import TrainConfig
 from paceline.train.documents.dataset import Document
-from paceline.train.features.hidden_states import PLAIN, CachedFeatures, OnlineFeatures, check_room, fingerprint
+from paceline.train.features.hidden_states import PLAIN, CachedFeatures, Form, OnlineFeatures, fingerprint
 from paceline.train.processes.ray_cluster import Work, connected, distributed
 
 POSITIONS_PER_BATCH = 8192
@@ -49,36 +49,37 @@ class Reading:
         return [(number, save(PLAIN.encode(source.of(place)))) for place, (number, _) in enumerate(batch)]
 
 
-def features_folder(
-    config: TrainConfig, target: Target, documents: Sequence[Document], taps: tuple[int, ...], name: str, form: str = ""
-) -> Path:
-    """Returns the folder in which hidden states of `documents` at the target layers `taps` are stored: NAME-HASHFORM in
-    `config.out`. NAME is `name`, HASH covers everything that determines the values, and FORM is `form`, the suffix of
-    the storage format."""
-    target_name, needs_final = identity_of(config.target.model), config.loop.loss.needs_target_probs
-    mark = fingerprint(target_name, target.dtype, documents, taps, needs_final)
-    return config.out / f"{name}-{mark}{form}"
+def stored_features(
+    config: TrainConfig, target: Target, documents: Sequence[Document], taps: tuple[int, ...], form: Form = PLAIN
+) -> CachedFeatures:
+    """Returns the source that reads hidden states of `documents` at the target layers `taps` from files in the storage
+    format `form`, which may still be missing. They are in `features-<fingerprint>` in the folder of all runs, or else
+    in `config.out`. A target is identified by its path, by size and time of its weights, and by its adapter, so that
+    another model in its place is never taken for it."""
+    settings, needs_final = config.target, config.loop.loss.needs_target_probs
+    path = light_folder(settings.model).resolve()
+    adapter, base = (adapter_digest(path) if is_adapter(path) else ""), base_of(path)
+    stats = [(file.name, file.stat()) for file in ([base] if base.is_file() else sorted(base.glob("*.safetensors")))]
+    weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    is_remote = config.remote.features_from is not None
+    identity = (str(base), adapter, weights, settings.weights, settings.weight_format, is_remote)
+    mark = fingerprint(identity, target.dtype, taps, needs_final, form)
+    return CachedFeatures((config.shared_features or config.out) / f"features-{mark}", documents, form)
 
 
 def cache_on_ray(
-    config: TrainConfig,
-    target: Target,
-    documents: Sequence[Document],
-    taps: tuple[int, ...],
-    name: str,
-    progress: Progress,
+    config: TrainConfig, target: Target, documents: Sequence[Document], taps: tuple[int, ...], progress: Progress
 ) -> CachedFeatures:
     """Computes missing hidden states of `documents` at the target layers `taps` on a Ray cluster, and writes them to
-    files in `features_folder(...)`; returns the source that reads the files. `name`: beginning of the folder's name.
-    Only the sizes and the dtype of `target` are used. Raises CacheError if the disk is too small or fails, and the
-    errors of the cluster and its workers."""
+    files; returns the source that reads them (`stored_features`). Only the sizes and the dtype of `target` are used.
+    Raises CacheError if the disk is too small or fails, and the errors of the cluster and its workers."""
     needs_final = config.loop.loss.needs_target_probs
-    folder = features_folder(config, target, documents, taps, name)
     width = (len(taps) + needs_final) * target.hidden_size * target.dtype.itemsize
-    cached, length = CachedFeatures(folder), sum(map(len, documents))
-    progress.say(f"features of {len(documents)} documents: {length * width / 1e9:.2f} GB in {folder}")
-    check_room(folder, length * width)
-    missing = [(number, documents[number]) for number in range(len(documents)) if not cached.path(number).exists()]
+    cached, length = stored_features(config, target, documents, taps), sum(map(len, documents))
+    progress.say(f"features of {len(documents)} documents: {length * width / 1e9:.2f} GB in {cached.folder}")
+    numbers = cached.missing()
+    cached.check_room(numbers, width)
+    missing = [(number, documents[number]) for number in numbers]
     dtype = str(target.dtype).removeprefix("torch.")
     job = Reading(replace(config.target, dtype=dtype, max_batch=1, max_len=config.max_len), taps, needs_final)
     at_most = max(1, POSITIONS_PER_BATCH * len(documents) // max(1, length))

@@ -30,6 +30,10 @@ class Int8(Form):
     """Number of tapped layers: F / hidden size."""
     dtype: torch.dtype
 
+    @property
+    def mark(self) -> str:
+        return f"int8 {self.scale_F.log2().int().tolist()}"
+
     def encode(self, features: Features) -> dict[str, Tensor]:
         taps_SLD = (features.taps_SF.cpu().float() * self.scale_F).unflatten(1, (self.num_taps, -1))
         scales_SL = taps_SLD.abs().amax(-1).clamp(min=1e-30) / LEVELS

@@ -28,17 +28,15 @@ from paceline.train.config import TrainConfig
 from paceline.train.documents.dataset import Document
 from paceline.train.features.hidden_states import (
     PLAIN,
-    CachedFeatures,
     Features,
     FeatureSource,
     Form,
     MeasuredSource,
     OnlineFeatures,
     cache_features,
-    check_room,
     stored_scale,
 )
-from paceline.train.features.on_ray import cache_on_ray, features_folder
+from paceline.train.features.on_ray import cache_on_ray, stored_features
 from paceline.train.features.prefetch import packs_ahead
 from paceline.train.features.quantised import Int8
 from paceline.train.features.remote import RemoteFeatures, vllm_command
@@ -48,9 +46,6 @@ from paceline.train.processes.parallel import Replicated
 
 if TYPE_CHECKING:
     from paceline.train.learn.loop import Trainer
-
-LEARNED = "features"
-"""Name of the training documents' features, which begins their folder's name; held-out documents have other names."""
 
 
 @dataclass(slots=True)
@@ -72,20 +67,20 @@ class Sources:
     """True if the training documents' features are read from disk."""
     _sources: dict[int, MeasuredSource] = field(default_factory=dict)
 
-    def of(self, documents: Sequence[Document], name: str = LEARNED) -> FeatureSource:
-        """Returns the feature source of these documents. `name`: beginning of the folder's name, if features are stored
-        on disk. The default name marks the training documents; pass another one for held-out documents. Streaming is
-        used only for training documents; features of held-out documents are few and are stored on disk instead."""
+    def of(self, documents: Sequence[Document]) -> FeatureSource:
+        """Returns the feature source of these documents. Streaming is used only for the training documents; features of
+        held-out documents are few and are stored on disk instead."""
+        is_learned = documents is self.documents
         if self.config.remote.ray:
-            return self._of_ray(documents, name)
+            return self._of_ray(documents, is_learned)
         source, form, kind = self._computed(documents), self._form(), self._kind(documents)
-        self._is_cached = self._is_cached or (kind == "cached" and name == LEARNED)
+        self._is_cached = self._is_cached or (kind == "cached" and is_learned)
         if kind == "online":
             return source
-        if kind == "streamed" and name == LEARNED:
+        if kind == "streamed" and is_learned:
             self.stream = self._streamed(source, form)
             return self.stream
-        return self._cached(documents, source, form, name)
+        return self._cached(documents, source, form)
 
     def scale(self, features: FeatureSource) -> tuple[Tensor, Tensor]:
         """Returns (scale [F], mean [F]) of the training documents' `features`: a power of two near the inverse of each
@@ -108,13 +103,13 @@ class Sources:
                 stack.enter_context(packs_ahead(trainer))
             yield
 
-    def _of_ray(self, documents: Sequence[Document], name: str) -> FeatureSource:
+    def _of_ray(self, documents: Sequence[Document], is_learned: bool) -> FeatureSource:
         """Returns features computed on Ray by the first process, and read from files by all."""
-        self._is_cached = self._is_cached or name == LEARNED
+        self._is_cached = self._is_cached or is_learned
         if self.ranks.is_first:
-            cache_on_ray(self.config, self.target, documents, self.taps, name, self.progress)
+            cache_on_ray(self.config, self.target, documents, self.taps, self.progress)
         self.wait()
-        return CachedFeatures(features_folder(self.config, self.target, documents, self.taps, name))
+        return stored_features(self.config, self.target, documents, self.taps)
 
     def _computed(self, documents: Sequence[Document]) -> MeasuredSource:
         remote, needs_final = self.config.remote, self.config.loop.loss.needs_target_probs
@@ -148,22 +143,21 @@ class Sources:
         )
 
     def _should_cache(self, documents: Sequence[Document]) -> bool:
-        """Returns True if documents are seen more than once and the disk has room for features; the same in all
-        processes."""
-        if self.config.loop.epochs <= 1.0 and self.config.loop.max_steps is None:
+        """Returns True if documents are seen more than once, or other runs may read their features, and the disk has
+        room for them; the same in all processes."""
+        config = self.config
+        if config.loop.epochs <= 1.0 and config.loop.max_steps is None and config.shared_features is None:
             return False
+        cached = stored_features(config, self.target, documents, self.taps, self._form())
         lacks_room = False
         try:
-            check_room(self.config.out, self._num_bytes(documents, self._computed(documents)))
+            cached.check_room(cached.missing(), self._computed(documents).bytes_per_position)
         except CacheError:
             lacks_room = True
         if Replicated(self.ranks, self.target.device).most(float(lacks_room)) > 0:
             self.progress.say("note: the disk has no room for features: the target computes them anew every epoch")
             return False
         return True
-
-    def _num_bytes(self, documents: Sequence[Document], source: MeasuredSource) -> int:
-        return sum(len(document) for document in documents) * self._form().bytes_of(source.bytes_per_position)
 
     def _streamed(self, source: MeasuredSource, form: Form) -> StreamedFeatures:
         width, num_threads = form.bytes_of(source.bytes_per_position), getattr(source, "num_at_once", 1)
@@ -176,28 +170,24 @@ class Sources:
         )
 
     @contextlib.contextmanager
-    def _computing(self, source: MeasuredSource, folder: CachedFeatures) -> Iterator[Callable[[int], Features]]:
-        """Yields the function that computes a document; with a remote target, it prefetches the missing ones
+    def _computing(self, source: MeasuredSource, numbers: list[int]) -> Iterator[Callable[[int], Features]]:
+        """Yields the function that computes a document; with a remote target, it prefetches the documents `numbers`
         concurrently."""
         if not isinstance(source, RemoteFeatures):
             yield source.of
             return
         stream = self._streamed(source, PLAIN)
-        stream.begin(
-            number for number in self.ranks.share_of(len(source.documents)) if not folder.path(number).exists()
-        )
+        stream.begin(iter(numbers))
         try:
             yield stream.of
         finally:
             stream.close()
 
-    def _cached(self, documents: Sequence[Document], source: MeasuredSource, form: Form, name: str) -> FeatureSource:
-        config = self.config
-        folder = features_folder(config, self.target, documents, self.taps, name, "" if form is PLAIN else "-int8")
-        num_bytes = self._num_bytes(documents, source)
-        self.progress.say(f"features of {len(documents)} documents: {num_bytes / 1e9:.2f} GB in {folder}")
-        bar = self.progress.bar("features", len(self.ranks.share_of(len(documents))))
-        with bar as advance, self._computing(source, CachedFeatures(folder)) as compute:
-            cached = cache_features(folder, source, self.ranks, partial(advance, "features"), form, compute)
+    def _cached(self, documents: Sequence[Document], source: MeasuredSource, form: Form) -> FeatureSource:
+        cached = stored_features(self.config, self.target, documents, self.taps, form)
+        num_bytes = sum(map(len, documents)) * form.bytes_of(source.bytes_per_position)
+        self.progress.say(f"features of {len(documents)} documents: {num_bytes / 1e9:.2f} GB in {cached.folder}")
+        with self.progress.bar("features", len(self.ranks.share_of(len(documents)))) as advance:
+            cache_features(cached, source, self.ranks, partial(advance, "features"), partial(self._computing, source))
         self.wait()
         return cached

@@ -26,13 +26,14 @@ from paceline.draft.dflash2.drafter import ExtendedNetwork
 from paceline.errors import ConfigError, TrainingError
 from paceline.report.tables import ignore
 from paceline.runs.ranks import Ranks
-from paceline.train.config import LoopConfig, LossConfig
+from paceline.train.config import LoopConfig
 from paceline.train.documents.dataset import Corpus, Document, Place, StepPlanner
 from paceline.train.features.hidden_states import FeatureSource
-from paceline.train.learn.checkpoint import check_same, latest_checkpoint, save_best, save_checkpoint
+from paceline.train.learn.checkpoint import check_same, latest_checkpoint, migrated, save_best, save_checkpoint
 from paceline.train.learn.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
 from paceline.train.learn.optimisers import Optimisers, learning_rate_share
 from paceline.train.learn.packs import Chosen, Pack, PackBudget, Packer, Trainable, heldout_anchors
+from paceline.train.learn.part import factors, restore_factors, restrict
 from paceline.train.methods.dspark import DSparkTrainable
 from paceline.train.methods.eagle3 import Eagle3Trainable
 from paceline.train.methods.mtp import MtpTrainable
@@ -104,6 +105,7 @@ class Trainer:
             recompute_layers(drafter.layers)
         if config.parallel == "sharded" and self.ranks.world > 1 and isinstance(drafter, NOT_SHARDABLE):
             raise ConfigError("only DFlash drafters are trained in parts: use --parallel replicated")
+        restrict(self.network, config)
         self.parallel.prepare(drafter, config.autocast)
         self.optimisers = Optimisers(self.network, config.optim)
         self.vocabulary = self._loss_vocabulary()
@@ -136,9 +138,12 @@ class Trainer:
         if checkpoint is None:
             return False
         stored = checkpoint.trainer
-        identity, state = _migrated(self.folder, stored, notice)
+        identity, state = migrated(self.folder, stored, notice)
         check_same(self.folder, identity, self._identity(), ", or continue from its drafter with --init")
-        self.parallel.load(self.network, checkpoint.weights)
+        if self.config.learn == "low-rank":
+            restore_factors(self.network, checkpoint)
+        else:
+            self.parallel.load(self.network, checkpoint.weights)
         self.optimisers.fill(checkpoint.optimisers, self.parallel.laid_out)
         self.state = _State(**{**state, "place": Place(**state["place"])})
         return True
@@ -179,7 +184,8 @@ class Trainer:
         if not self.state.step:
             return
         # Every process must call these; only the first one gets the tensors.
-        weights, optimisers = self.parallel.weights(self.network), self.parallel.whole(self.optimisers.states())
+        weights = self.parallel.weights(self.network)
+        optimisers = self.parallel.whole([*self.optimisers.states(), *factors(self.network)])
         if self.ranks.is_first:
             trainer = {"step": self.state.step, "state": asdict(self.state), "identity": self._identity()}
             save_checkpoint(self.folder, self.drafter.raw, weights, optimisers, trainer, self.config.keep_last)
@@ -268,7 +274,7 @@ class Trainer:
             return self.drafter.loss(hidden_TD, pack, head, self.embedding_VD, config.loss, num_slots, is_measured)
         loss, metrics = head_loss(hidden_TD, pack.slots, head, config.loss, num_slots, is_measured)
         if isinstance(self.drafter, DFlash2Trainable):
-            is_learning = self.share_done >= config.selector_from
+            is_learning = config.learn == "all" and self.share_done >= config.selector_from
             sample = BlockSample(config.selector_share, f"{config.seed} {self.state.step}")
             selector_loss, selector_metrics = self.drafter.selector_loss(
                 hidden_TD, pack, self.heldout_head, self.embedding_VD, config.loss, num_slots,
@@ -380,9 +386,10 @@ class Trainer:
 
     def flops_per_block(self, head: Head) -> float:
         """Returns the FLOPs of one block with LM head `head`, forward and backward, without attention (about 3%)."""
-        tensors = [parameter for layer in self.drafter.layers for parameter in layer.parameters()]
-        matrices, size = sum(tensor.numel() for tensor in tensors if tensor.ndim == 2), self.drafter.block_size
-        return 6.0 * matrices * size + 4.0 * (size - 1) * head.weight_VD.numel()
+        tensors, size = [each for layer in self.drafter.layers for each in layer.parameters()], self.drafter.block_size
+        frozen = 4.0 if self.config.learn == "low-rank" else 2.0  # gradients of the inputs, or none
+        layers = sum((6.0 if each.requires_grad else frozen) * each.numel() for each in tensors if each.ndim == 2)
+        return layers * size + 4.0 * (size - 1) * head.weight_VD.numel()
 
 
 def unigram_entropy(counts_V: NDArray[np.int64], drafted: NDArray[np.int64] | None = None) -> float:
@@ -392,27 +399,3 @@ def unigram_entropy(counts_V: NDArray[np.int64], drafted: NDArray[np.int64] | No
     counts = (counts_V if drafted is None else counts_V[drafted]).astype(np.float64)
     counts = counts[counts > 0]
     return float(-(counts / total * np.log(counts / counts.sum())).sum()) if len(counts) else 0.0
-
-
-def _migrated(
-    folder: Path, stored: dict[str, Any], notice: Callable[[str], None]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns identity and state of a checkpoint in the current version's format: removed settings are dropped, new
-    ones get their defaults. Raises ConfigError if a removed setting changed what was learned."""
-    identity, state = {"selector_from": LoopConfig().selector_from, **stored["identity"]}, {**stored["state"]}
-    identity["loss"] = {"selector": LossConfig().selector, **identity["loss"]}
-    had_plateau = identity.pop("plateau", "off") != "off"
-    identity.pop("plateau_steps", None)
-    used = {
-        "--round-starts": identity.pop("round_starts", 0.0),
-        "--plateau act": state.pop("plateau", {}).get("acted", 0),
-    }
-    if names := " and ".join(name for name, value in used.items() if value):
-        raise ConfigError(
-            f"{folder} was begun with {names}, which this version does not have: go on with the version that began it, "
-            "or continue from its drafter with --init, into another --out"
-        )
-    if had_plateau:
-        since = "a version that watched for a plateau of the loss (--plateau)"
-        notice(f"note: this run was begun by {since}; this one does not")
-    return identity, state

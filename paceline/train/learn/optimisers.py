@@ -26,7 +26,7 @@ class Optimisers:
     """One or two optimisers for all parameters of a network, driven by one learning rate."""
 
     def __init__(self, network: nn.Module, config: OptimConfig) -> None:
-        named = list(network.named_parameters())
+        named = [each for each in network.named_parameters() if each[1].requires_grad]
         matrices = [parameter for _, parameter in named if parameter.ndim == 2]
         vectors = [parameter for name, parameter in named if parameter.ndim != 2 and name != FINAL_NORM]
         final = [parameter for name, parameter in named if name == FINAL_NORM]

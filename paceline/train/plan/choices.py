@@ -14,14 +14,17 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, refuse
 from paceline.simulate.costs.roofline import Deployment, pass_seconds
 from paceline.simulate.costs.shapes import FORMATS, Precisions
-from paceline.train.config import DrafterShape, TrainConfig
+from paceline.train.config import DrafterShape, LoopConfig, TrainConfig
 from paceline.train.plan.target_facts import BLOCK_BYTES, MachineFacts, TargetFacts
 from paceline.train.run_file import value_of, with_defaults, with_value
+
+if TYPE_CHECKING:
+    from paceline.draft.dflash.config import DFlashConfig
 
 MOST_SHARE = 0.15
 """Largest drafting time as a share of the target's pass."""
@@ -51,6 +54,7 @@ def for_chains(config: TrainConfig) -> TrainConfig:
     draft to draft, and a small learning rate for the target's own layer. Other configs are returned unchanged. Raises
     ConfigError for unusable settings."""
     shape, loop, kind = config.shape, config.loop, config.shape.kind
+    check_part(config)
     if not shape.is_chained:
         return config
     is_eagle3 = kind == "eagle3"
@@ -75,6 +79,26 @@ def for_chains(config: TrainConfig) -> TrainConfig:
     if loop.loss.gamma is None and not is_eagle3:
         return with_value(config, "loop.loss.gamma", -1 / math.log(MTP_BETA))
     return config
+
+
+def check_part(config: TrainConfig) -> None:
+    """Raises ConfigError if a part of the drafter of `init` (`LoopConfig.learn`) cannot be trained with the other
+    settings."""
+    loop, kind = config.loop, config.shape.kind
+    has_rank, part = loop.rank != LoopConfig().rank, f"learn {loop.learn}"
+    refuse(ConfigError, (has_rank and loop.learn != "low-rank", f"rank means nothing for {part}: leave it out"))
+    if loop.learn == "all":
+        return
+    stored = None if config.init is None else _stored_config(config.init, config.target.model)
+    is_known = stored is not None and not stored.markov and kind in ("dflash", "dflash2")
+    refuse(
+        ConfigError,
+        (config.init is None, f"{part} trains a part of an existing drafter: give one with init"),
+        (not is_known, f"{part} is implemented for DFlash and DFlash 2 drafters: leave it out"),
+        (loop.parallel == "sharded", f"{part} is not implemented for parallel sharded: leave one out"),
+    )
+    if kind == "dflash2" and stored is not None and stored.second is None:
+        raise ConfigError(f"{part} would not train what a DFlash 2 drafter adds: leave it out, or drafter_kind")
 
 
 def is_trained_already(shape: DrafterShape) -> bool:
@@ -107,6 +131,13 @@ class Sizes:
         """Number of trained parameters."""
         return self.num_layers * self.layer_parameters + self.num_taps * self.hidden_size**2
 
+    def learned(self, loop: LoopConfig) -> int:
+        """Number of parameters in the matrices that a training changes."""
+        if loop.learn == "low-rank":
+            attention = 4 * self.hidden_size + 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
+            return self.num_layers * loop.rank * (attention + 3 * (self.hidden_size + self.intermediate_size))
+        return self.parameters if loop.learn == "all" else self.layer_parameters
+
     @property
     def context_parameters(self) -> int:
         """Number of parameters that are applied to each context position, once per position."""
@@ -133,17 +164,26 @@ def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
     )  # fmt: skip
 
 
-def _stored_sizes(init: str, target_name: str, vocab_size: int) -> Sizes | None:
-    """Returns None for a drafter that is not DFlash. Only this function needs PyTorch."""
-    from paceline.draft.dflash.checkpoint import read_draft_ids
+def _stored_config(init: str, target_name: str) -> DFlashConfig | None:
+    """Returns the config of the drafter that --init names, or None if it is not DFlash. Needs PyTorch."""
     from paceline.draft.dflash.config import DFlashConfig, is_dflash
     from paceline.model.checkpoint import read_json
     from paceline.train.learn.initial_weights import init_folder
 
     folder = init_folder(init, target_name)
-    if folder is None or not is_dflash(read_json(folder / "config.json")):
+    raw = {} if folder is None else read_json(folder / "config.json")
+    return DFlashConfig.from_json(raw) if is_dflash(raw) else None
+
+
+def _stored_sizes(init: str, target_name: str, vocab_size: int) -> Sizes | None:
+    """Returns None for a drafter that is not DFlash. Needs PyTorch."""
+    from paceline.draft.dflash.checkpoint import read_draft_ids
+    from paceline.train.learn.initial_weights import init_folder
+
+    folder, drafter = init_folder(init, target_name), _stored_config(init, target_name)
+    if folder is None or drafter is None:
         return None
-    drafter, draft_ids = DFlashConfig.from_json(read_json(folder / "config.json")), read_draft_ids(folder)
+    draft_ids = read_draft_ids(folder)
     shape = drafter.shape
     return Sizes(
         shape.num_layers, drafter.block_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads,

@@ -260,11 +260,14 @@ def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFac
 def flops_per_block(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) -> float:
     """Returns the FLOPs of training on one block, forward and backward, with its share of the document's context."""
     rows = config.loop.loss.vocab or sizes.draft_vocab
-    layers = 6.0 * sizes.num_layers * sizes.layer_parameters * sizes.block_size
+    # Two each for the outputs, and for gradients of inputs and of weights.
+    times = {"all": 6.0, "low-rank": 4.0, "last-layer": 2.0 + 4.0 / sizes.num_layers}[config.loop.learn]
+    layers = times * sizes.num_layers * sizes.layer_parameters * sizes.block_size
     head = 4.0 * (sizes.block_size - 1) * min(rows, target.shape.vocab_size) * sizes.hidden_size
     answer = ANSWER_SHARE * config.answering.max_tokens
     length = min(data.prompt_tokens + answer, longest_of(config))
-    return layers + head + 6.0 * sizes.context_parameters * length / _blocks_per_answer(config)
+    times = 6.0 if config.loop.learn == "all" else 2.0
+    return layers + head + times * sizes.context_parameters * length / _blocks_per_answer(config)
 
 
 def _steps(
@@ -310,10 +313,13 @@ def _lines(plan: Plan) -> Iterator[str]:
     sizes, config = plan.sizes, plan.config
     yield f"plan: a drafter for {plan.target} (sizes from {plan.target_source}), on {plan.machine}"
     vocab = f"{sizes.draft_vocab} tokens to draft among, " if config.shape.draft_vocab else ""
+    loop, part = config.loop, f"rank {config.loop.rank}" if config.loop.learn == "low-rank" else "norms aside"
+    learned = f", {_short(sizes.learned(loop))} of them learned ({loop.learn}, {part})" if loop.learn != "all" else ""
     yield (
         f"  shape      {sizes.num_layers} layers of width {sizes.intermediate_size}, {sizes.num_heads} heads of "
         f"{sizes.head_dim} over {sizes.num_kv_heads}, {sizes.num_taps} taps, block {sizes.block_size}, {vocab}"
-        f"{plan.parameters / 1e6:.1f} million parameters; drafting costs {plan.share_of_pass:.0%} of a target pass"
+        f"{plan.parameters / 1e6:.1f} million parameters{learned}; drafting costs {plan.share_of_pass:.0%} of a target "
+        "pass"
     )
     yield from _chosen_lines(plan)
     hours = plan.hours

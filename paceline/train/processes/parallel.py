@@ -53,7 +53,7 @@ class Replicated:
         """Prepares the sum of the network's gradients over all processes. Call it before an optimiser takes the
         parameters. `is_autocast` (products are in bfloat16) is not used."""
         if self.ranks.world > 1:
-            self._buckets = GradientBuckets(drafter.network.parameters())
+            self._buckets = GradientBuckets(each for each in drafter.network.parameters() if each.requires_grad)
 
     def agree(self, network: nn.Module, optimisers: Iterable[tuple[str, Tensor]], start: str) -> None:
         """Copies the first process's weights, buffers and optimiser states to all processes. `start` describes the

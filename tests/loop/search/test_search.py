@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_runs import Seen, ended
 
 from paceline.config import EngineConfig
-from paceline.data.answers import AnswerShards
+from paceline.data.answers import Answer, AnswerShards
 from paceline.errors import ConfigError, PromptError, TrainingError
+from paceline.loop.search import run as search_run
 from paceline.loop.search import search
 from paceline.loop.search.config import SearchConfig
 from paceline.loop.search.rating import Rated
 from paceline.loop.search.run import verdict
 from paceline.loop.search.space import SOURCES, Space
 from paceline.loop.search.trials import Measured, Trials, winner_of
+from paceline.report.tables import Progress
 from paceline.runs.folder import RunFolder
+from paceline.train import run as train_run
 from paceline.train.config import AnswerConfig, PromptsConfig, TrainConfig
+from paceline.train.features.hidden_states import OnlineFeatures
 from paceline.train.tiny import write_tiny_target
 
 SPACE = Space.around(TrainConfig(answers=(Path("a/0"), Path("a/1"))), num_target_layers=4)
@@ -140,6 +145,31 @@ def test_verdicts() -> None:
 
 
 @pytest.mark.slow
+def test_a_trial_without_a_source_computes_no_hidden_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_tiny_target(tmp_path / "target")
+    for source in range(2):
+        answers = (
+            Answer(f"{source}-{n}@0", "", 0, 0.0, [source, n, 7], [*range(n, n + 9)], "stop", "") for n in range(20)
+        )
+        AnswerShards(tmp_path / f"{source}").write([*answers])
+    base = TrainConfig(
+        target=EngineConfig(model=str(target), dtype="float32", threads=1), plan="off", features="cached",
+        heldout_share=0.0, answers=(tmp_path / "0", tmp_path / "1"), shape=_two(),
+    )  # fmt: skip
+    space, computed, compute = Space.around(base, 4), list[int](), OnlineFeatures._compute
+    monkeypatch.setattr(OnlineFeatures, "_compute", lambda self, n: (computed.append(n), compute(self, n))[1])
+    monkeypatch.setattr(train_run, "Trainer", ended)
+    search = search_run._Search(SearchConfig(out=tmp_path / "run", answers=base.answers), Progress())
+    for number, sources in enumerate(("all", "without 1")):
+        config = space.config(space.planned | {SOURCES: sources}, tmp_path / "run" / "trials" / f"{number}", 1.0)
+        with pytest.raises(Seen):
+            search._train(number, config)
+        assert len(computed) == 40, "of the first trial alone"
+    files = {path.relative_to(tmp_path / "run").parts[0] for path in (tmp_path / "run").rglob("*.safetensors")}
+    assert files == {"features", "trials"} and not [*(tmp_path / "run").glob("trials/*/features-*")]
+
+
+@pytest.mark.slow
 def test_a_whole_search_on_a_tiny_target(tmp_path: Path) -> None:
     target = write_tiny_target(tmp_path / "target")
     prompts = tmp_path / "prompts.jsonl"
@@ -156,6 +186,7 @@ def test_a_whole_search_on_a_tiny_target(tmp_path: Path) -> None:
     assert len(everything - learned) == 6
     assert json.loads((config.out / "results.json").read_text())["trials"][0]["speedups"]
     assert {"run.yaml", "report.md", "report.html"} <= {path.name for path in config.out.iterdir()}
+    assert [*config.out.glob("features/features-*")] and not [*config.out.glob("trials/*/features-*")]
     again = search(config)
     assert [trial.speedups for trial in again.trials] == [trial.speedups for trial in result.trials]
     with pytest.raises(ConfigError):
