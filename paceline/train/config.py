@@ -111,6 +111,8 @@ class PromptsConfig(Checked):
     """Reject a source with unusable rows instead of skipping and counting those rows."""
     self_written: Whole = 0
     """Also answer this many prompts that the target writes itself."""
+    tags: tuple[str, ...] = ()
+    """Read only the rows with this tag (x-paceline-tag) in --prompts and --answers: traces, or a store."""
     openers: Path | None = None
     """Text file of beginnings of self-written prompts, one per line; in synthesize, {name} becomes that property's
     value."""
@@ -381,6 +383,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        has_source = bool(self.prompting.prompts or self.answers)
+        refuse(
+            ConfigError, (bool(self.prompting.tags) and not has_source, "--tag needs --prompts or --answers: traces")
+        )
         if self.remote.ray is not None and (self.features not in ("auto", "cached") or self.feature_dtype != "model"):
             raise ConfigError(
                 "ray keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"

@@ -100,6 +100,8 @@ class CandidateConfig:
     """Drafter that serves now: a folder, default, or a hub id."""
     cluster: str | None = None
     """Cluster whose acceptance fell [default: the one with the most traffic]."""
+    tags: tuple[str, ...] = ()
+    """Judge by all requests with this tag (x-paceline-tag) and no others, as for a drafter that serves only them."""
     since: int = 0
     """First hour of the requests to judge by, counted from 1970."""
     ood: tuple[Path, ...] = ()
@@ -123,6 +125,7 @@ class CandidateConfig:
         refuse(
             ConfigError,
             (not self.shares, "give at least one share: 1 is the candidate as it is"),
+            (bool(self.tags) and self.cluster is not None, "--tag and --cluster both choose requests: leave one out"),
             (self.temperature is not None and not 0 <= self.temperature <= 2, "temperature must be between 0 and 2"),
         )
 
