@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from adapt_requests import keyed, store
 from stores import BYTES, answer, answered
@@ -36,9 +37,10 @@ KNOWN = r"has no request with --tag other: its tags are \(no tag\), acme, globex
 
 @pytest.fixture
 def traces(tmp_path: Path) -> Path:
+    draw = np.random.default_rng(0)
     tags = [tag for tag, number in NUMBERS.items() for _ in range(number)]
     rows = [
-        keyed(n, tag=tag, prompt_ids=[65 + n % 50, 66, 67], answer_ids=[70 + (n * at) % 40 for at in range(1, 20)])
+        keyed(n, tag=tag, prompt_ids=[65 + n % 50, 66, 67], answer_ids=draw.integers(70, 120, 19).tolist())
         for n, tag in enumerate(tags)
     ]
     return store(tmp_path / "traces", rows)
