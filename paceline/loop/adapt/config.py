@@ -24,6 +24,10 @@ class PolicyConfig:
     """Smallest drop of acceptance length that raises an alarm, as a share."""
     least_swing: Annotated[float, within("above 0 and below 1", above=0, most=0.99)] = 0.15
     """Smallest swing of acceptance length with the cluster mix that justifies a second drafter, as a share."""
+    least_customer: Share = 0.1
+    """Smallest share of all tokens of a tag that gets a drafter of its own because it is served badly."""
+    least_gap: Annotated[float, within("above 0 and below 1", above=0, most=0.99)] = 0.25
+    """Smallest gap of such a tag's acceptance length to that of all other traffic, as a share."""
     hold_periods: Count = 1
     """Days that a drop must last before the policy acts."""
     early_periods: Count = 6
