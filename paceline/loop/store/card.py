@@ -35,7 +35,7 @@ class Described(Protocol):
 def card_of(store: Described, tags: Sequence[str] = ()) -> dict[str, Any]:
     """Computes a summary of a dataset store's contents as JSON: counts of rows and tokens for "train" and "evals",
     sources, tags, rows left out and rows deleted by `forget`. `tags`: count only rows with one of these; raises
-    ConfigError if there are none."""
+    ConfigError for a tag that no row has."""
     counts: dict[str, Any] = {}
     sources, by_tag, reasons, models = (Counter[str]() for _ in range(4))
     conversations: dict[str, set[str]] = {}
