@@ -27,7 +27,7 @@ from paceline.config import EngineConfig, renamed
 from paceline.data.prompts import Prompt, read_prompts
 from paceline.draft.registry import DRAFTERS, checkpoint_of
 from paceline.engine.llm import LLM
-from paceline.errors import ConfigError, ModelNotFoundError
+from paceline.errors import ConfigError, ModelNotFoundError, refuse
 from paceline.model.adapter import identity_of
 from paceline.report.tables import SILENT, Progress, differences
 from paceline.runs.folder import RunFolder, plain
@@ -60,15 +60,20 @@ def _content(prompt: Prompt) -> list[Any]:
     return [prompt.messages, prompt.turns or prompt.token_ids, *more]
 
 
-def read_sets(sources: tuple[str, ...], limit: int | None) -> list[PromptSet]:
+def read_sets(sources: tuple[str, ...], limit: int | None, tags: Sequence[str] = ()) -> list[PromptSet]:
     """Read the first `limit` prompts (None: all) of each source, a file or data set id; without sources, of the
-    built-in set. A set is named after its file; files of the same name are named by their paths."""
+    built-in set. A set is named after its file; files of the same name are named by their paths. `tags`: only rows with
+    one of these; raises ConfigError if a source has no such row."""
     if not sources:
+        refuse(ConfigError, (bool(tags), "--tag selects among traces: give them with --prompts"))
         return [PromptSet(BUILTIN, BUILTIN, read_prompts(BUILTIN_PROMPTS, limit))]
     sources = tuple(dict.fromkeys(sources))
     short = [Path(source).stem if Path(source).is_file() else source for source in sources]
     names = [source if short.count(name) > 1 else name for source, name in zip(sources, short, strict=True)]
-    return [PromptSet(name, source, read_prompts(source, limit)) for name, source in zip(names, sources, strict=True)]
+    return [
+        PromptSet(name, source, read_prompts(source, limit, tags=tags))
+        for name, source in zip(names, sources, strict=True)
+    ]
 
 
 def fingerprint(drafter: str) -> str | None:
@@ -171,23 +176,25 @@ def evaluate(
     engine: EngineConfig | None = None,
     limit: int | None = None,
     out: Path | None = None,
+    tags: Sequence[str] = (),
     shows_context: bool = False,
     progress: Progress = SILENT,
 ) -> Evaluation:
     """Evaluate the drafter on every prompt set that is not in `out` yet; load the model only if there is such a set.
 
-    `prompts`: files or data set ids [default: the built-in set]. `limit`: use only the first prompts of each. `config`:
-    its drafters are ignored. `engine`: its drafter, num_drafted and max_batch are ignored. `out`: a new folder, the
-    folder of an earlier evaluation (which is continued), or a training run's. `shows_context`: also report each set's
-    acceptance length by context length.
+    `prompts`: files or data set ids [default: the built-in set]. `limit`: use only the first prompts of each. `tags`:
+    only requests of traces or stores with one of these. `config`: its drafters are ignored. `engine`: its drafter,
+    num_drafted and max_batch are ignored. `out`: a new folder, the folder of an earlier evaluation (which is
+    continued), or a training run's. `shows_context`: also report each set's acceptance length by context length.
 
-    Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, ConfigError if `out` contains sets
-    that were evaluated with other settings.
+    Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, ConfigError for a tag that no
+    request has, or if `out` contains sets that were evaluated with other settings.
     """
     config = evaluation_config(drafter, config or BenchConfig())
     engine = replace(engine or EngineConfig(), drafter="none", num_drafted=None, max_batch=max(config.batches))
-    sets = read_sets(tuple(prompts), limit)
+    sets = read_sets(tuple(prompts), limit, tags)
     settings: dict[str, Any] = {"drafter": drafter, "llm": engine, "bench": config, "limit": limit}
+    settings |= {"tags": tags} if tags else {}
     settings = plain({**settings, "drafter_sha256": fingerprint(drafter)})
     if (target := identity_of(engine.model)) != engine.model:
         settings["target"] = target

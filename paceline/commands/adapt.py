@@ -83,7 +83,7 @@ def adapt_gate(
     drafter: Annotated[Path, typer.Argument(help="Folder of the new drafter.")],
     engine: Target,
     store: Annotated[StoreConfig, Only("traces")],
-    config: CandidateConfig,
+    config: Annotated[CandidateConfig, Changed(tags=Opt("--tag"))],
     as_json: Json = False,
 ) -> None:
     """Judge whether a drafter may replace the serving one.
@@ -93,6 +93,7 @@ def adapt_gate(
     Examples:
       paceline adapt gate runs/mine/drafter --traces traces \\
         --cluster tickets --incumbent default
+      paceline adapt gate runs/acme/drafter --traces traces --tag acme
     """
     starting(engine.model)
     from paceline.loop.adapt.gate.examine import examine
@@ -148,7 +149,7 @@ def adapt_watch(
     store: StoreConfig,
     policy: PolicyConfig,
     prices: PriceConfig,
-    candidate: Annotated[CandidateConfig, Without("cluster", "since", "held_out_only")],
+    candidate: Annotated[CandidateConfig, Without("cluster", "tags", "since", "held_out_only")],
     retrain: RetrainConfig,
     deploy: Annotated[DeployConfig, SERVERS],
     watch: Annotated[WatchConfig, Changed(every_s=Opt("--every"))],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +17,7 @@ from paceline.simulate.config import AdviceConfig, CostsConfig
 if TYPE_CHECKING:
     from paceline.train.plan.advise import Advice
     from paceline.train.plan.current_traffic import Seen
+    from paceline.train.plan.customers import Customer
 
 COLUMNS = (
     Column("customer", lambda each: each.tag),
@@ -25,6 +26,9 @@ COLUMNS = (
     Column("acceptance length", lambda each: each.tokens_per_round, "{:.2f}", "right"),
     Column("over now", lambda each: with_interval(each.gain, each.gain_interval, unit="x"), align="right"),
     Column("saves of all time", lambda each: f"{each.saved:.1%}", align="right"),
+    Column("training", lambda each: _training(each), align="right"),
+    Column("pays off after", lambda each: _days(each.pays_back_days), align="right"),
+    Column("one of its own", lambda each: each.objection or "yes"),
 )
 MOST_CUSTOMERS = 20
 """Rows of the printed table of customers; --json has all."""
@@ -46,6 +50,10 @@ def advise(
         str | None, typer.Option(help="With --url: the model to read, if the metrics are of several models.")
     ] = None,
     tag: Annotated[str | None, typer.Option(help="Only the traces of this customer (x-paceline-tag).")] = None,
+    by: Annotated[
+        Literal["tag"] | None,
+        typer.Option(help="Compare customers (x-paceline-tag): which of them deserve a drafter of their own."),
+    ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Decide whether a drafter of your own is worth it.
@@ -53,12 +61,14 @@ def advise(
     Estimates the speed-up with its interval (nine of ten workloads), the training answers and hours it needs, and when
     it pays off. Answers are counted in the traces; the current acceptance length comes from their rounds, else
     from the running server's metrics, else plain decoding is assumed. The drafter's comes from your newest training of
-    this model in runs/, else from published trainings. Traces with several tags also get a table of customers. No
-    weights and no GPU are needed. The first line is the decision.
+    this model in runs/, else from published trainings. Traces with several tags also get a table of customers and
+    a last line that names those who deserve a drafter of their own; --by tag prints these alone. No weights and no GPU
+    are needed. The first line is the decision.
 
     Examples:
       paceline advise --model Qwen3.5-27B --hardware "2x H100" --streams 16
       paceline advise traces/ --url http://127.0.0.1:8000 --model Qwen3-8B --hardware H100
+      paceline advise traces/ --by tag --model Qwen3-8B --hardware H100 --price-per-hour 2.5
       paceline advise traces/ --tag acme --model Qwen3-8B --hardware H100 --run runs/mine
     """
     from paceline.train.plan.advise import advise as library
@@ -66,12 +76,16 @@ def advise(
 
     if tag is not None and traces is None:
         raise ConfigError("--tag selects among traces: give their folder, too")
+    if by is not None and (traces is None or tag is not None):
+        raise ConfigError("--by tag compares all customers of a folder of traces: give it, and leave --tag out")
     seen = seen_in_traces(traces, tag) if traces is not None else Seen()
     if url is not None:
         server = _server(url, served_name)
         seen = with_server(seen, server) if traces is not None else server
+    if by is not None and not seen.by_tag:
+        raise ConfigError(f"--by tag needs traces with several tags (x-paceline-tag): {traces} has not even two")
     advice = library(costs, config, seen)
-    _show(advice, stderr=as_json)
+    _show(advice, stderr=as_json, is_by_tag=by is not None)
     return advice.as_json()
 
 
@@ -92,9 +106,21 @@ def _server(url: str, model: str | None) -> Seen:
     return seen_in_server(parse_server(answer.body.decode("utf-8", errors="replace"), f"{url}/metrics", model), url)
 
 
-def _show(advice: Advice, *, stderr: bool) -> None:
-    """Print the decision, what it rests on, and the table of customers."""
-    lines = [*advice.sentences, "This rests on:", *(f"- {sentence}" for sentence in advice.basis)]
+def _training(customer: Customer) -> str:
+    cost = "" if customer.cost is None else f", ${customer.cost:,.2f}"
+    return f"{customer.hours:.2f} h{cost}"
+
+
+def _days(days: float | None) -> str:
+    return "never" if days is None else f"{days:.1f} days"
+
+
+def _show(advice: Advice, *, stderr: bool, is_by_tag: bool) -> None:
+    """Print the decision, what it rests on, and the table of customers with those who deserve a drafter."""
+    from paceline.train.plan.customers import RULE
+
+    lines = [] if is_by_tag else [*advice.sentences]
+    lines += ["This rests on:", *(f"- {sentence}" for sentence in advice.basis)]
     lines += [f"- {len(advice.limits)} simplifications of the predicted times: --json lists them."] * bool(
         advice.limits
     )
@@ -103,4 +129,5 @@ def _show(advice: Advice, *, stderr: bool) -> None:
         left = len(advice.customers) - MOST_CUSTOMERS
         notes = ["each with a drafter trained on its own answers, those that save most time first"]
         notes += [f"{left} more that save less: --json"] if left > 0 else []
-        Table(COLUMNS, advice.customers[:MOST_CUSTOMERS], title="customers", notes=notes).show(stderr=stderr)
+        Table(COLUMNS, advice.customers[:MOST_CUSTOMERS], title="customers", notes=[*notes, RULE]).show(stderr=stderr)
+        (say if stderr else print)(advice.deserving)

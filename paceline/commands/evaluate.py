@@ -28,6 +28,10 @@ def evaluate(
         list[str] | None, typer.Option(help="JSON lines, Parquet, folder of traces or data set id. May be repeated.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first prompts of each source.")] = None,
+    tag: Annotated[
+        list[str] | None,
+        typer.Option(help="Only requests with this tag (x-paceline-tag), of traces or a store. May be repeated."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Run folder, may be a training run's [default: runs/evaluate-<time>].")
     ] = None,
@@ -47,7 +51,13 @@ def evaluate(
     from paceline.bench import evaluate as library
 
     engine = replace(engine, speculate="full")
-    how = {"limit": limit, "out": out, "shows_context": by_context, "progress": TerminalProgress()}
+    how = {
+        "limit": limit,
+        "out": out,
+        "tags": tuple(tag or ()),
+        "shows_context": by_context,
+        "progress": TerminalProgress(),
+    }
     done = library.evaluate(drafter, prompts or (), config, engine=engine, **how)
     say(f"figures and texts: {done.run.path / library.EVALUATION} (paceline report {done.run.path} draws them)")
     return {**done.as_line(), "run": done.run.path}

@@ -13,6 +13,10 @@ from paceline.commands.shared import Json, TerminalProgress, say
 from paceline.errors import ConfigError
 from paceline.loop.store.config import SplitConfig
 
+Tag = Annotated[
+    list[str] | None,
+    typer.Option(help="Only rows with this tag (x-paceline-tag). May be repeated.", show_default=False),
+]
 Folder = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the store.")]
 
 
@@ -26,6 +30,7 @@ def store_add(
     model: Annotated[
         str | None, typer.Option(help="The model whose tokenizer was used; required for a new store only.")
     ] = None,
+    tag: Tag = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Add traces and answers to a store, without duplicates.
@@ -34,6 +39,7 @@ def store_add(
 
     Examples:
       paceline store add store traces --model smollm2-135m
+      paceline store add acme traces --model smollm2-135m --tag acme
     """
     from paceline.loop.store.folder import Store
 
@@ -49,13 +55,13 @@ def store_add(
         raise ConfigError(f"{store} is new: say whose tokens it holds with --model")
     else:
         opened = Store.create(store, model, config)
-    line = opened.add(sources, progress=TerminalProgress())
+    line = opened.add(sources, progress=TerminalProgress(), tags=tag or ())
     say(f"card: {store / 'card.md'}")
     return line
 
 
 @options
-def store_show(store: Folder, as_json: Json = False) -> dict[str, Any]:
+def store_show(store: Folder, tag: Tag = None, as_json: Json = False) -> dict[str, Any]:
     """Show the contents of a store, and its versions.
 
     Prints the numbers of rows by model, source and side, and what was left out.
@@ -63,14 +69,15 @@ def store_show(store: Folder, as_json: Json = False) -> dict[str, Any]:
     Examples:
       paceline store show store
     """
-    from paceline.loop.store.card import card_of, write_card
+    from paceline.loop.store.card import card_of, text_of, write_card
     from paceline.loop.store.folder import Store
 
     opened = Store.open(store)
     write_card(opened)
+    card = card_of(opened, tag or ())
     if not as_json:
-        print((store / "card.md").read_text(encoding="utf-8"), end="")
-    return card_of(opened)
+        print(text_of(opened, card), end="")
+    return card
 
 
 @options

@@ -16,7 +16,7 @@ from paceline.train.config import AnswerConfig, PromptsConfig
 def synthesize(
     config: Annotated[SynthesizeConfig, Without("target", "prompting", "answering")],
     target: Target,
-    prompting: PromptsConfig,
+    prompting: Annotated[PromptsConfig, Without("tags")],
     answering: Annotated[AnswerConfig, Without("grammar", "top_k", "raw"), Changed(**ANSWERS)],
     schema: JsonSchema = None,
     regex: Regex = None,

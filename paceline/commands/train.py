@@ -49,7 +49,7 @@ def train(
         asks.TrainConfig, Without("target", "prompting", "answering", "remote", "shape", "loop", "given")
     ],
     target: Target,
-    prompting: asks.PromptsConfig,
+    prompting: Annotated[asks.PromptsConfig, Changed(tags=Opt("--tag"))],
     answering: Annotated[
         asks.AnswerConfig, Without("seed", "top_k", *GIVEN), Changed(temperatures=Opt("--temperature"))
     ],
@@ -161,7 +161,7 @@ def _merged(config: asks.TrainConfig, run_file: Path | None, names: set[str]) ->
 def regenerate(
     config: Annotated[asks.RegenerateConfig, Without("target", "prompting", "answering", "remote")],
     target: Target,
-    prompting: asks.PromptsConfig,
+    prompting: Annotated[asks.PromptsConfig, Without("tags")],
     answering: Annotated[asks.AnswerConfig, Without("grammar"), Changed(**ANSWERS)],
     remote: Annotated[asks.RemoteConfig, Without("features_from", "features_folder")],
     json_schema: JsonSchema = None,

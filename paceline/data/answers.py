@@ -18,6 +18,7 @@ from typing import Protocol
 
 from paceline.data.journal import Answer, Journal, read_journals
 from paceline.data.rows import Dropped, RowError
+from paceline.data.tags import has_tag
 from paceline.errors import ConfigError, PromptError, needing, reraised
 from paceline.runs.folder import whole_file
 
@@ -114,14 +115,14 @@ class AnswerShards:
         """Yield the answers of all shards, then of finished conversations that are still in a journal."""
         return self.read()
 
-    def read(self, dropped: Dropped | None = None) -> Iterator[Answer]:
+    def read(self, dropped: Dropped | None = None, tags: Sequence[str] = ()) -> Iterator[Answer]:
         """Yield the answers of all shards, then of finished conversations in journals. Unusable rows are counted in
-        `dropped`, or raise PromptError if `dropped` is not given."""
+        `dropped`, or raise PromptError if `dropped` is not given. `tags`: only rows with one of these."""
         finished, _ = read_journals(self._journals())
         for path in self._paths():
             if path.exists():  # a running server deletes its oldest traces
-                yield from read_answers(path, dropped)
-        yield from finished
+                yield from read_answers(path, dropped, tags)
+        yield from finished if has_tag({}, tags) else ()  # journals have no tags
 
     def _journal_path(self, number: int) -> Path:
         return self.folder / f"journal-r{self._rank}-{number:05d}.jsonl"
@@ -139,10 +140,13 @@ class AnswerShards:
         return sorted([*self.folder.glob("answers-*.parquet"), *self.folder.glob("traces-*.parquet")])
 
 
-def read_answers(path: Path | str, dropped: Dropped | None = None) -> Iterator[Answer]:
+def read_answers(path: Path | str, dropped: Dropped | None = None, tags: Sequence[str] = ()) -> Iterator[Answer]:
     """Yield the answers of a Parquet file. Raises PromptError if it cannot be read. A row without token ids is counted
-    in `dropped`, or raises PromptError if `dropped` is not given."""
-    for number, row in enumerate(_read(path, SCHEMA.names).to_pylist(), start=1):
+    in `dropped`, or raises PromptError if `dropped` is not given. `tags`: only rows with one of these."""
+    for number, row in enumerate(_read(path, SCHEMA.names, optional=("tag",) if tags else ()).to_pylist(), start=1):
+        if not has_tag(row, tags):
+            continue
+        row.pop("tag", None)
         if row["key"] is None or not _are_ids(row["prompt_ids"]) or not _are_ids(row["answer_ids"]):
             error = RowError(f"{path}, row {number}: no key, or no token ids of prompt and answer", "without token ids")
             if dropped is None:
@@ -170,11 +174,11 @@ def has_answers(path: Path) -> bool:
         return False  # the error is reported when its rows are read
 
 
-def _read(path: Path | str, columns: Sequence[str]) -> pa.Table:
+def _read(path: Path | str, columns: Sequence[str], optional: Sequence[str] = ()) -> pa.Table:
     remedy = "delete it and run regenerate again"
     with reraised(PromptError, f"{path} is no file of answers", remedy, pa.ArrowException, OSError, ValueError):
         file = parquet.ParquetFile(path)
         missing = [name for name in columns if name not in file.schema_arrow.names]
         if missing:
             raise ValueError(f"it has no column {missing[0]}")
-        return file.read(columns)
+        return file.read([*columns, *(name for name in optional if name in file.schema_arrow.names)])

@@ -21,13 +21,14 @@ import hashlib
 import json
 import logging
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.data.messages import READ_KEYS, Message, MessageError, normalised
 from paceline.data.rows import Dropped, Row, RowError, printable, rows_of
+from paceline.data.tags import check_tags, has_tag
 from paceline.errors import PromptError
 from paceline.types import GrammarSpec
 
@@ -108,7 +109,12 @@ class Prompt:
 
 
 def read_prompts(
-    source: str | Path, limit: int | None = None, dropped: Dropped | None = None, *, strict: bool = False
+    source: str | Path,
+    limit: int | None = None,
+    dropped: Dropped | None = None,
+    *,
+    strict: bool = False,
+    tags: Sequence[str] = (),
 ) -> list[Prompt]:
     """Return the first `limit` prompts (default: all) of a JSON lines file, a Parquet file or folder, or a hub data
     set.
@@ -116,16 +122,20 @@ def read_prompts(
     A malformed row, or one of unknown format, raises PromptError with its file and line; with `dropped`, it is skipped
     and counted there by reason. Row keys that are not read are counted in `dropped`, or logged without it. With
     `strict`, malformed rows and unread keys always raise PromptError. A source without a single prompt raises it, too.
+    `tags`: only rows of traces or stores with one of these tags; raises ConfigError for a tag that no row has.
     """
     if limit is not None and limit < 1:
         raise PromptError(f"limit must be at least 1, not {limit}")
     name, rows = rows_of(source)
+    check_tags(source, tags)
     prompts: list[Prompt] = []
     counted = Dropped() if dropped is None else dropped
     for index, (where, row) in enumerate(rows):
         try:
             if isinstance(row, RowError):
                 raise row
+            if not has_tag(row, tags):
+                continue
             prompt, unread = _prompt_of(row, where, printable(name), index)
             if strict and unread:
                 raise RowError(f"{where}: not read: {', '.join(unread)}: remove them, or write them into the prompt")

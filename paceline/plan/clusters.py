@@ -68,6 +68,11 @@ def label(cluster: str) -> str:
     return f"tag-{digest(cluster[4:])}" if cluster.startswith("tag:") else cluster
 
 
+def is_tag(name: str) -> bool:
+    """Returns True if a cluster's name, as `label` gives it, is that of a tag."""
+    return re.fullmatch("tag-[0-9a-f]{6}", name) is not None
+
+
 def language(text: str) -> str:
     """Returns the language of a text, such as "en", by its common words. Without enough of them, returns the script of
     most letters, such as "latin", or "symbols" for a text without letters."""

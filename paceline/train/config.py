@@ -111,6 +111,8 @@ class PromptsConfig(Checked):
     """Reject a source with unusable rows instead of skipping and counting those rows."""
     self_written: Whole = 0
     """Also answer this many prompts that the target writes itself."""
+    tags: tuple[str, ...] = ()
+    """Read only the rows with this tag (x-paceline-tag) in --prompts and --answers: traces, or a store."""
     openers: Path | None = None
     """Text file of beginnings of self-written prompts, one per line; in synthesize, {name} becomes that property's
     value."""
@@ -393,6 +395,10 @@ class TrainConfig:
                 "shared_features stores hidden states as the model gives them, which int8, scaled by each run, or "
                 "features online and streamed do not: leave features and feature_dtype out"
             )
+        has_source = bool(self.prompting.prompts or self.answers)
+        refuse(
+            ConfigError, (bool(self.prompting.tags) and not has_source, "--tag needs --prompts or --answers: traces")
+        )
         if self.remote.ray is not None and not is_stored:
             raise ConfigError(
                 "ray keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"

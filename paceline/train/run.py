@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.data.tags import Tagged, tagged
 from paceline.draft.dflash2.codebooks import materialised
 from paceline.errors import ModelNotFoundError, PromptError, UnsupportedModelError
 from paceline.hardware import this_machine
@@ -31,7 +32,7 @@ from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
 from paceline.runs.stopping import Stop, stopped_by_signal
 from paceline.runs.trackers import check_tracker
-from paceline.train.answers.mixture import read_mixture
+from paceline.train.answers.mixture import check_run_tags, read_mixture
 from paceline.train.answers.on_ray import run as regenerate
 from paceline.train.answers.run_identity import check_adapter, identity_of
 from paceline.train.card import push, write_card
@@ -130,11 +131,12 @@ def _check_inputs(config: TrainConfig) -> None:
     init_folder(config.init, config.target.model)
     check_mtp(config)
     check_adapter(config.out, config.target.model)
+    check_run_tags(config)
     for prompts in (config.ood, config.heldout):
         read_mixture(_others(config, prompts), config.answering.seed, ignore)
     if config.answers:
-        tokenizer = Tokenizer.from_path(light_folder(config.target.model)) if config.scale == "default" else None
-        check_answers(config.answers, tokenizer and tokenizer.decode, strict=config.prompting.strict)
+        decode = Tokenizer.from_path(light_folder(config.target.model)).decode if config.scale == "default" else None
+        check_answers(tagged(config.answers, config.prompting.tags), decode, strict=config.prompting.strict)
 
 
 def _others(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
@@ -205,7 +207,7 @@ class _Stages:
         if hub := self.config.push_to_hub:
             self.progress.say(f"the drafter is at {push(result.drafter, hub, is_public=self.config.public)}")
 
-    def _corpus(self, answers: list[Path], kept_out: Path | None) -> Corpus:
+    def _corpus(self, answers: list[Tagged], kept_out: Path | None) -> Corpus:
         """Returns the documents to learn from and those held out; with streamed features, the former stay on disk."""
         config, share = self.config, 0.0 if kept_out else self.config.heldout_share
         options = (answers, longest_of(config), share, MAX_HELDOUT, MIN_HELDOUT, config.prompting.strict)
@@ -228,11 +230,11 @@ class _Stages:
             )
         return corpus
 
-    def _answers(self) -> tuple[list[Path], Path | None, Path | None]:
+    def _answers(self) -> tuple[list[Tagged], Path | None, Path | None]:
         """Returns folders of answers: (to learn from, given or generated; out-of-distribution; held-out)."""
-        config, folders = self.config, list(self.config.answers)
+        config, folders = self.config, tagged(self.config.answers, self.config.prompting.tags)
         if config.prompting.prompts or config.prompting.self_written or not folders:
-            folders.append(self._regenerate(config.prompting, "regenerate"))
+            folders.append(Tagged(self._regenerate(config.prompting, "regenerate")))
         ood = self._regenerate(_others(config, config.ood), "ood") if config.ood else None
         kept_out = self._regenerate(_others(config, config.heldout), "heldout") if config.heldout else None
         self.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from paceline.simulate.config import AdviceConfig, CostsConfig
 from paceline.simulate.server_logs import parse_server
 from paceline.train.plan.advise import advise
 from paceline.train.plan.current_traffic import Seen, seen_in_server, seen_in_traces, with_server
+from paceline.train.plan.customers import HORIZON_DAYS
 from paceline.train.plan.expected_acceptance import EPOCHS, Learned, expected_of
 
 ON = ["--model", "Qwen3.5-27B", "--hardware", "2x H100"]
@@ -216,6 +218,61 @@ def test_customers_are_ranked_by_gain_and_traffic(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["advise", str(tmp_path), *ON], catch_exceptions=False).output
     assert shown.index("large") < shown.index("small") < shown.index("fitted")
     assert line(str(tmp_path), "--tag", "large", *ON)["customers"] == []
+
+
+def many_customers(folder: Path) -> Path:
+    """Two large ones and a medium one that are served plainly, one too small, one whose drafts are all accepted, and
+    requests without a tag."""
+    for number, name in ((3000, "a"), (1500, "b"), (400, "c"), (40, "small"), (2000, None)):
+        traces(folder, None, None, number, name)
+    return traces(folder, [7] * 5, [7] * 5, 2000, "fitted")
+
+
+def test_customers_who_deserve_a_drafter_are_named_in_order(tmp_path: Path) -> None:
+    seen, costs = seen_in_traces(many_customers(tmp_path)), CostsConfig(model="Qwen3-8B", hardware="H100")
+    usual = AdviceConfig(run="none", price_per_hour=2.0)
+    advice = advise(costs, usual, seen)
+    assert [each.tag for each in advice.customers] == ["a", "(no tag)", "b", "c", "small", "fitted"]
+    assert advice.deserving == "3 of 5 customers deserve a drafter of their own: a, b, c."
+    objections = {each.tag: each.objection for each in advice.customers}
+    assert objections["small"] == "40 answers are too few" and objections["fitted"].startswith("may be no faster (0.")
+    assert objections["(no tag)"] == "no customer"
+    one = advice.customers[2]
+    assert one.cost == pytest.approx(2.0 * one.hours)
+    assert one.pays_back_days == pytest.approx(one.hours / (24 * one.saved))
+    assert [row["deserves"] for row in advice.as_json()["customers"]] == [True, False, True, True, False, False]
+    dear = advise(costs, replace(usual, train_price_per_hour=8.0), seen).customers[2]
+    assert dear.pays_back_days == pytest.approx(4 * (one.pays_back_days or 0)), "a training at four times the price"
+    unpriced = advise(costs, AdviceConfig(run="none", train_on="8x H100"), seen).customers[2]
+    assert unpriced.cost is None and unpriced.pays_back_days == pytest.approx(
+        8 * unpriced.hours / (24 * unpriced.saved)
+    )
+
+
+def test_a_drafter_must_pay_off_within_the_horizon(tmp_path: Path) -> None:
+    seen, costs = seen_in_traces(many_customers(tmp_path)), CostsConfig(model="Qwen3-8B", hardware="H100")
+    days = {
+        each.tag: each.pays_back_days or math.inf for each in advise(costs, AdviceConfig(run="none"), seen).customers
+    }
+    busy_hours = 24 * math.sqrt(days["b"] * days["c"]) / HORIZON_DAYS  # b in time, c too late
+    rare = advise(costs, AdviceConfig(run="none", busy_hours=busy_hours), seen)
+    assert rare.deserving == "2 of 5 customers deserve a drafter of their own: a, b."
+    none = advise(costs, AdviceConfig(run="none", busy_hours=24 * days["a"] / HORIZON_DAYS / 1.01), seen)
+    assert none.deserving == (
+        "None of 5 customers deserves a drafter of its own (a, which would save most: does not pay off in 30 days)."
+    )
+
+
+def test_customers_alone_are_printed_by_tag(tmp_path: Path) -> None:
+    words = [str(many_customers(tmp_path)), "--by", "tag", "--model", "Qwen3-8B", "--hardware", "H100"]
+    shown = CliRunner().invoke(app, ["advise", *words], catch_exceptions=False).output
+    assert shown.startswith("This rests on:")
+    assert shown.endswith("3 of 5 customers deserve a drafter of their own: a, b, c.\n")
+    assert line(*words)["deserving"] in shown
+    with pytest.raises(ConfigError, match="--by tag compares all customers of a folder of traces"):
+        line(*words, "--tag", "a")
+    with pytest.raises(ConfigError, match="has not even two"):
+        line(str(tmp_path / "traces-a.parquet"), *words[1:])
 
 
 def test_a_tag_selects_one_customer(tmp_path: Path) -> None:

@@ -24,6 +24,10 @@ class PolicyConfig:
     """Smallest drop of acceptance length that raises an alarm, as a share."""
     least_swing: Annotated[float, within("above 0 and below 1", above=0, most=0.99)] = 0.15
     """Smallest swing of acceptance length with the cluster mix that justifies a second drafter, as a share."""
+    least_customer: Share = 0.1
+    """Smallest share of all tokens of a tag that gets a drafter of its own because it is served badly."""
+    least_gap: Annotated[float, within("above 0 and below 1", above=0, most=0.99)] = 0.25
+    """Smallest gap of such a tag's acceptance length to that of all other traffic, as a share."""
     hold_periods: Count = 1
     """Days that a drop must last before the policy acts."""
     early_periods: Count = 6
@@ -100,6 +104,8 @@ class CandidateConfig:
     """Drafter that serves now: a folder, default, or a hub id."""
     cluster: str | None = None
     """Cluster whose acceptance fell [default: the one with the most traffic]."""
+    tags: tuple[str, ...] = ()
+    """Judge by all requests with this tag (x-paceline-tag) and no others, as for a drafter that serves only them."""
     since: int = 0
     """First hour of the requests to judge by, counted from 1970."""
     ood: tuple[Path, ...] = ()
@@ -123,6 +129,7 @@ class CandidateConfig:
         refuse(
             ConfigError,
             (not self.shares, "give at least one share: 1 is the candidate as it is"),
+            (bool(self.tags) and self.cluster is not None, "--tag and --cluster both choose requests: leave one out"),
             (self.temperature is not None and not 0 <= self.temperature <= 2, "temperature must be between 0 and 2"),
         )
 

@@ -83,7 +83,9 @@ def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log
     known = [hour for hour in (*hours, *events) if hour < until]
     lines = []
     for number in range(min(known, default=until), until):
-        lines.append(policy.hour(number, hours.get(number, {})))
+        lines.append(line := policy.hour(number, hours.get(number, {})))
+        if line.decision.action == "propose":
+            policy.proposed -= set(line.decision.clusters)  # only a proposal that was carried out is one: an event
         for event in events.get(number, ()):
             apply(policy, event)
     return lines
@@ -105,6 +107,7 @@ def apply(policy: SeasonalPolicy, event: Mapping[str, Any]) -> None:
     name, hour, clusters = event["event"], event["hour"], tuple(event.get("clusters", ()))
     if name == "training":
         policy.training(hour)
+        policy.proposed |= set(clusters if event.get("action") == "propose" else ())
     elif name in ("swapped", "refused", "failed"):
         policy.trained(hour, clusters if name == "swapped" else (), event.get("cost_hours"))
     elif name in ("routed", "rolled back"):

@@ -173,7 +173,7 @@ class Watcher(Steps):
         stage.window = plain(asdict(window))
         stage.candidates = [str(out / "drafter") for out in outs]
         stage.rates = list(self.retrain.learning_rates)
-        self._event(stage.hour, "training", clusters=clusters, window=asdict(window))
+        self._event(stage.hour, "training", clusters=clusters, action=stage.kind, window=asdict(window))
         return True
 
     def _to_route(self, stage: Stage, decision: Decision) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.data.tags import has_tag, refuse_unknown, tag_of
 from paceline.loop.store.config import SplitConfig
 from paceline.loop.store.split import SIDES
 from paceline.report.pages import render
@@ -31,14 +32,17 @@ class Described(Protocol):
     def labels(self) -> list[dict[str, Any]]: ...
 
 
-def card_of(store: Described) -> dict[str, Any]:
+def card_of(store: Described, tags: Sequence[str] = ()) -> dict[str, Any]:
     """Computes a summary of a dataset store's contents as JSON: counts of rows and tokens for "train" and "evals",
-    sources, tags, rows left out and rows deleted by `forget`."""
+    sources, tags, rows left out and rows deleted by `forget`. `tags`: count only rows with one of these; raises
+    ConfigError for a tag that no row has."""
     counts: dict[str, Any] = {}
-    sources, tags, reasons, models = (Counter[str]() for _ in range(4))
+    sources, by_tag, reasons, models = (Counter[str]() for _ in range(4))
     conversations: dict[str, set[str]] = {}
+    by_side = {side: list(store.rows(side)) for side in SIDES}
+    refuse_unknown(store.path, tags, {tag_of(row) for rows in by_side.values() for row in rows})
     for side in SIDES:
-        rows = list(store.rows(side))
+        rows = [row for row in by_side[side] if has_tag(row, tags)]
         lengths = [len(row["answer_ids"]) for row in rows]
         conversations[side] = {row["conversation"] for row in rows}
         counts[side] = {
@@ -53,7 +57,7 @@ def card_of(store: Described) -> dict[str, Any]:
         for row in rows:
             sources[str(row["source"])] += 1
             models[str(row["model"] or "not told")] += 1
-            tags[row["tag"] or "none"] += 1
+            by_tag[row["tag"] or "none"] += 1
             reasons[str(row["finish_reason"])] += 1
     versions = store.versions()
     left_out = Counter[str]()
@@ -67,7 +71,7 @@ def card_of(store: Described) -> dict[str, Any]:
         "on_both_sides": len(conversations["train"] & conversations["evals"]),
         "sources": dict(sources.most_common(MOST_NAMED)),
         "models": dict(models.most_common(MOST_NAMED)),
-        "tags": dict(tags.most_common(MOST_NAMED)),
+        "tags": dict(by_tag.most_common(MOST_NAMED)),
         "finish_reasons": dict(reasons),
         "left_out": dict(left_out),
         "labels": len(store.labels()),
@@ -76,5 +80,10 @@ def card_of(store: Described) -> dict[str, Any]:
     }
 
 
+def text_of(store: Described, card: dict[str, Any]) -> str:
+    """Returns the card as Markdown."""
+    return render("store.md", path=store.path.name, **card)
+
+
 def write_card(store: Described) -> None:
-    write_whole(store.path / "card.md", render("store.md", path=store.path.name, **card_of(store)))
+    write_whole(store.path / "card.md", text_of(store, card_of(store)))

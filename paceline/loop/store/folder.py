@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data.near_copies import Near, common_pieces, pieces_of
+from paceline.data.tags import check_tags
 from paceline.errors import CacheError, ConfigError, PromptError, refuse, reraised
 from paceline.hub import resolve
 from paceline.loop.store.card import write_card
@@ -188,17 +189,25 @@ class Store:
         return bool(files) and all(file.is_file() and sha256_of(file) == mark for file, mark in files.items())
 
     def add(
-        self, sources: Iterable[str | Path], tokenizer: Tokenizer | None = None, progress: Progress = SILENT
+        self,
+        sources: Iterable[str | Path],
+        tokenizer: Tokenizer | None = None,
+        progress: Progress = SILENT,
+        tags: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Add answers from these files or folders as a new version; duplicates are left out. Returns the version's line
-        in versions.jsonl. `tokenizer`: the store model's [default: loaded anew].
+        in versions.jsonl. `tokenizer`: the store model's [default: loaded anew]. `tags`: add only rows with one
+        of these.
 
         Raises PromptError if a source is invalid, or if the store is empty and no source has a usable answer;
-        ConfigError as `changing`; CacheError if a file cannot be written."""
+        ConfigError as `changing`, or if a source has no row with one of the tags; CacheError if a file cannot be
+        written."""
         paths = [Path(source) for source in sources]
+        for path in paths:
+            check_tags(path, tags)
         incoming = Incoming(tokenizer or self.tokenizer())
         with self.changing("adding to the store") as finished:
-            fresh = list(incoming.rows(paths))
+            fresh = list(incoming.rows(paths, tags))
             stored = [(side, row) for side in SIDES for row in self.rows(side)]
             refuse(
                 PromptError,
@@ -210,7 +219,8 @@ class Store:
             left_out, added = incoming.left_out, dict.fromkeys(SIDES, 0)
             new = self._new(stored, fresh, left_out)
             resolved = [str(path.resolve()) for path in paths]
-            if finished and not new and finished.get("sources") == resolved:
+            command = {"sources": resolved} | ({"tags": list(tags)} if tags else {})
+            if finished and not new and command.items() <= finished.items():
                 progress.say(
                     f"version {self.version} was written by the same command, which was stopped: it is whole now"
                 )
@@ -220,7 +230,7 @@ class Store:
                 rows = [{**row, "version": version} for where, row in new if where == side]
                 self.write(side, rows, version)
                 added[side] = len(rows)
-            line = self.commit("add", {"added": added, "left_out": dict(left_out), "sources": resolved})
+            line = self.commit("add", {"added": added, "left_out": dict(left_out), **command})
         counts = f"{added['train']} rows to train on, {added['evals']} for evals"
         progress.say(f"version {self.version}: {counts}; {incoming.left_out_text}")
         return line

@@ -6,12 +6,13 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.data.answers import SCHEMA, TOP
+from paceline.data.tags import has_tag
 from paceline.errors import ConfigError, PromptError, needing, reraised
 from paceline.model.text.tokenizer import Tokenizer
 
@@ -94,13 +95,15 @@ class Incoming:
         counts = ", ".join(f"{count} {reason}" for reason, count in self.left_out.most_common())
         return f"left out: {counts}" if counts else "nothing left out"
 
-    def rows(self, sources: Iterable[Path]) -> Iterator[Row]:
+    def rows(self, sources: Iterable[Path], tags: Sequence[str] = ()) -> Iterator[Row]:
         """Yield the usable rows of these files, with prompt text and identifier added; the others are counted by reason
-        in `left_out`."""
+        in `left_out`. `tags`: only rows with one of these."""
         vocab = self.tokenizer.vocab_size
         for file in (file for source in sources for file in shards_of(source)):
             for row in read_shard(file):
-                if not row["prompt_ids"]:
+                if not has_tag(row, tags):
+                    self.left_out["with other tags"] += 1
+                elif not row["prompt_ids"]:
                     self.left_out["without a prompt"] += 1
                 elif not row["answer_ids"]:
                     self.left_out["of which the answer's tokens are not known"] += 1

@@ -18,8 +18,11 @@ from pathlib import Path
 from paceline.data.answers import has_answers
 from paceline.data.prompts import Prompt, read_prompts
 from paceline.data.rows import Dropped
+from paceline.data.tags import check_tags
 from paceline.errors import ConfigError, PromptError
-from paceline.train.config import PromptsConfig
+from paceline.runs.settings_file import read_settings_file
+from paceline.train.config import PromptsConfig, TrainConfig
+from paceline.train.run_file import RUN_FILE
 
 Source = tuple[str, float | None]
 """(path or data set id, weight or None)."""
@@ -62,7 +65,7 @@ def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -
     sources: list[tuple[str, float | None, list[Prompt]]] = []
     for source, weight in sources_of(config.prompts):
         dropped = Dropped()
-        prompts = read_prompts(source, config.limit, dropped, strict=config.strict)
+        prompts = read_prompts(source, config.limit, dropped, strict=config.strict, tags=config.tags)
         sources.append((source, weight, prompts))
         for text in (str(dropped) if dropped else "", dropped.unread_text):
             if text:
@@ -79,6 +82,18 @@ def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -
             )
             mixture.dropped.add("beyond the mixture's weights", source, num_left)
     return mixture
+
+
+def check_run_tags(config: TrainConfig) -> None:
+    """Raises ConfigError if the run in `config.out` was begun with other tags, or if a source of prompts lacks one."""
+    tags, file = config.prompting.tags, config.out / RUN_FILE
+    if file.is_file():
+        parts = read_settings_file(file, "delete it, or choose another --out").get("prompting") or {}
+        if (before := tuple(parts.get("tags", ()))) != tags:
+            names = [", ".join(each) or "none" for each in (before, tags)]
+            raise ConfigError(f"{config.out} was begun with --tag {names[0]}, not {names[1]}: choose another --out")
+    for source, _ in sources_of(config.prompting.prompts):
+        check_tags(source, tags)
 
 
 def _weighed(sources: list[tuple[str, float | None, list[Prompt]]], seed: int) -> list[tuple[str, list[Prompt], int]]:

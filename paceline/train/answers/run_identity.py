@@ -35,7 +35,7 @@ def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> di
         **{name: value for name, value in asdict(config.answering).items() if value not in (None, ())},
     }
     del settings["strict"]
-    for name, usual in (("samples", 1), ("top_k", 0), ("raw", False)):
+    for name, usual in (("samples", 1), ("top_k", 0), ("raw", False), ("tags", ())):
         if settings[name] == usual:
             del settings[name]  # runs of earlier versions do not have it
     if prompts.num_self_written:

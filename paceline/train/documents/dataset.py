@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 
 from paceline.data.answers import Answer, AnswerShards, read_answers
 from paceline.data.rows import Dropped
-from paceline.errors import PromptError
+from paceline.data.tags import Tagged, check_tags
+from paceline.errors import ConfigError, PromptError, refuse
 from paceline.train.documents.tokenised import is_tokenised, tokenised_answers
 
 NUM_READ_BACK = 8
 MIN_HELDOUT, MAX_HELDOUT = 16, 128
 """Fewest and most prompts that a training run holds out; the minimum applies if there are enough prompts."""
+AnswerSource = Path | Tagged
 MAX_PERIOD = 64
 """Longest repetition period, in tokens, that `loop_start` detects."""
 
@@ -95,7 +97,7 @@ class Corpus:
 
 
 def read_corpus(
-    sources: Iterable[Path],
+    sources: Iterable[AnswerSource],
     max_len: int,
     heldout_share: float = 0.02,
     max_heldout: int = 256,
@@ -147,7 +149,12 @@ class ReadDocument(NamedTuple):
 
 
 def read_documents(
-    sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None = None, *, once: bool = True
+    sources: Iterable[AnswerSource],
+    max_len: int,
+    counts: Counter[str],
+    dropped: Dropped | None = None,
+    *,
+    once: bool = True,
 ) -> Iterator[ReadDocument]:
     """Yields each answer with its prompt as a training document, cut at `max_len` tokens (prompt included) and before
     an endless repetition. `counts` gets the numbers of answers that are skipped: num_too_short, num_prompt_too_long and
@@ -174,22 +181,25 @@ def read_documents(
         yield ReadDocument(answer, document, end < len(answer.answer_ids), len(whole) > max_len)
 
 
-def answers_of(sources: Iterable[Path], dropped: Dropped | None = None) -> Iterator[Answer]:
+def answers_of(sources: Iterable[AnswerSource], dropped: Dropped | None = None) -> Iterator[Answer]:
     """Yields the answers of folders, files of answers and tokenised files. Unusable rows are counted in `dropped`, or
-    raise PromptError without it; a missing source raises PromptError."""
-    for source in sources:
+    raise PromptError without it; a missing source raises PromptError, and one without its tags ConfigError."""
+    for each in sources:
+        source, tags = (each.path, each.tags) if isinstance(each, Tagged) else (each, ())
         if not source.exists():
             raise PromptError(f"there are no answers at {source}: make them with paceline regenerate")
+        check_tags(source, tags)
         if source.is_dir():
-            yield from AnswerShards(source).read(dropped)
+            yield from AnswerShards(source).read(dropped, tags)
         elif is_tokenised(source):
+            refuse(ConfigError, (bool(tags), f"{source} is tokenised data, which --tag cannot select: leave it out"))
             yield from tokenised_answers(source, dropped)
         else:
-            yield from read_answers(source, dropped)
+            yield from read_answers(source, dropped, tags)
 
 
 def check_answers(
-    sources: Iterable[Path], decode: Callable[[list[int]], str] | None = None, *, strict: bool = False
+    sources: Iterable[AnswerSource], decode: Callable[[list[int]], str] | None = None, *, strict: bool = False
 ) -> None:
     """Raises PromptError for a source that is missing, has no usable answer, or whose first answers all fail to decode
     to their own text. `decode`: token ids -> text. With `strict`, also for an unusable row."""

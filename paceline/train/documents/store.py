@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from paceline.data.rows import Dropped
 from paceline.errors import CacheError, PromptError, reraised
 from paceline.train.documents.dataset import (
+    AnswerSource,
     Corpus,
     Document,
     check_vocabulary,
@@ -99,7 +100,7 @@ def without(documents: Sequence[Document], keys: Set[str]) -> Sequence[Document]
 
 
 def write_documents(
-    folder: Path, sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None
+    folder: Path, sources: Iterable[AnswerSource], max_len: int, counts: Counter[str], dropped: Dropped | None
 ) -> StoredDocuments:
     """Writes the answers in `sources` to files in `folder` as documents, unsorted and with duplicates; returns these.
     A document is cut at `max_len` tokens (prompt included), and before an endless repetition. `counts` gets the numbers
@@ -130,7 +131,7 @@ def write_documents(
 
 def stored_corpus(
     folder: Path,
-    sources: Iterable[Path],
+    sources: Iterable[AnswerSource],
     max_len: int,
     heldout_share: float,
     max_heldout: int,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from paceline.config import EngineConfig
@@ -24,6 +25,7 @@ from paceline.simulate.costs.rounds import FractionDrafter, MeasuredCosts, Roofl
 from paceline.simulate.speedup import Load, chance_for, constant, predict
 from paceline.train.config import AnswerConfig, PromptsConfig, TrainConfig
 from paceline.train.plan.current_traffic import Seen
+from paceline.train.plan.customers import Customer, deserving
 from paceline.train.plan.expected_acceptance import ENOUGH, NUMBERS
 from paceline.train.plan.target_facts import machine_of
 from paceline.train.plan.training_plan import ANSWER_SHARE, Plan, make_plan
@@ -61,24 +63,6 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Customer:
-    """Expected gain of a drafter trained on the answers to one customer's requests (those with one x-paceline-tag), for
-    the same customer's traffic."""
-
-    tag: str
-    answers: int
-    traffic: float
-    """Share of all generated tokens."""
-    tokens_per_round: float
-    """Current acceptance length."""
-    gain: float
-    """Tokens per second relative to the current speed."""
-    gain_interval: Interval
-    saved: float
-    """Share of the decoding time of all traffic that the drafter saves; negative if it costs time."""
-
-
-@dataclass(frozen=True, slots=True)
 class Advice:
     """The decision whether to train a drafter for a server, and the figures behind it."""
 
@@ -100,11 +84,14 @@ class Advice:
     """Sentences about what the predicted times leave out."""
     customers: list[Customer] = field(default_factory=list)
     """By tag, those that save most time first; empty if the traces do not carry several tags."""
+    deserving: str = ""
+    """Sentence that names the customers who deserve a drafter of their own, by `RULE`; empty without customers."""
     is_ceiling: bool = False
     """True if the rates are the roofline's: the machine's full rates, without overhead."""
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        customers = [asdict(each) | {"deserves": not each.objection} for each in self.customers]
+        return asdict(self) | {"customers": customers}
 
 
 def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
@@ -138,10 +125,10 @@ def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
     if is_ceiling:
         rate = f"{now['plain_tokens_per_s']:,.0f}"
         sentences[0] = f"{sentences[0]} {CEILING.format(rate=rate)}"
-    customers = _customers(drafter, seen)
+    customers = _customers(drafter, seen, config, partial(_plan, model, device=device))
     return Advice(
         verdict, sentences, setup.title, now, steps, chosen, ideal, last.machine, basis, setup.limits, customers,
-        is_ceiling,
+        deserving(customers), is_ceiling,
     )  # fmt: skip
 
 
@@ -243,17 +230,26 @@ def _step(
     )  # fmt: skip
     if config.price_per_hour is None:
         return step
-    deployment = drafter.setup.deployment
-    number = deployment.num_gpus if deployment else 1
-    each_hour = config.train_price_per_hour or config.price_per_hour / number * _number(plan.machine)
     saved = config.price_per_hour * (1 - 1 / step.gain)
-    cost = hours * each_hour
+    cost = hours * _training_hour(drafter, plan, config) * config.price_per_hour
     days = cost / (saved * config.busy_hours) if saved > 0 else None
     return replace(step, cost=cost, saved_per_hour=saved, pays_back_days=days)
 
 
-def _customers(drafter: _Drafter, seen: Seen) -> list[Customer]:
-    """Returns the expected gain of each tag with a drafter of its own, those that save most time first."""
+def _training_hour(drafter: _Drafter, plan: Plan, config: AdviceConfig) -> float:
+    """Returns the hours of the serving machine that cost as much as an hour of training: by the prices, else by the
+    numbers of GPUs."""
+    if config.price_per_hour is not None and config.train_price_per_hour is not None:
+        return config.train_price_per_hour / config.price_per_hour
+    deployment = drafter.setup.deployment
+    return _number(plan.machine) / (deployment.num_gpus if deployment else 1)
+
+
+def _customers(
+    drafter: _Drafter, seen: Seen, config: AdviceConfig, plan_of: Callable[[int, int], Plan]
+) -> list[Customer]:
+    """Returns the expected gain of each tag with a drafter of its own, those that save most time first. `plan_of`:
+    (number of answers, their mean tokens) -> plan of a training on them."""
     tokens = {tag: (one.answers or 0) * (one.answer_tokens or 0.0) for tag, one in seen.by_tag.items()}
     rates = {tag: _now(drafter.setup, one, drafter.load)["tokens_per_s"] for tag, one in seen.by_tag.items()}
     seconds = {tag: tokens[tag] / rates[tag] for tag in tokens}
@@ -265,7 +261,14 @@ def _customers(drafter: _Drafter, seen: Seen) -> list[Customer]:
         low, gain, high = (drafter.speed(value)[1] / rates[tag] for value in values)
         saved = seconds[tag] / sum(seconds.values()) * (1 - 1 / gain)
         share = tokens[tag] / sum(tokens.values())
-        customers.append(Customer(tag, answers, share, one.tokens_per_round, gain, (low, high), saved))
+        plan = plan_of(answers, round(one.answer_tokens or 1))
+        hours = plan.hours["all"] - plan.hours["answers"]
+        serving_hours = hours * _training_hour(drafter, plan, config)
+        cost = None if config.price_per_hour is None else serving_hours * config.price_per_hour
+        days = serving_hours / (saved * config.busy_hours) if saved > 0 else None
+        customers.append(
+            Customer(tag, answers, share, one.tokens_per_round, gain, (low, high), saved, hours, cost, days)
+        )
     return sorted(customers, key=lambda customer: -customer.saved)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.data.tags import refuse_unknown, tag_of
 from paceline.errors import ConfigError, needing, reraised
 from paceline.simulate.server_logs import Seen as ServerSeen
 from paceline.simulate.speedup import Acceptance, chance_for, constant, from_rounds, from_survival
@@ -21,8 +22,6 @@ LEAST_ROUNDS = 200
 """Fewest rounds from which an acceptance length is taken."""
 USUAL_DRAFTS = 7
 """Drafts per round that are assumed if a server reports only its acceptance length."""
-UNTAGGED = "(no tag)"
-"""Name of the customer of requests without a tag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +111,7 @@ def seen_in_traces(folder: Path, tag: str | None = None) -> Seen:
     (x-paceline-tag). Raises ConfigError without traces, or without any of this tag."""
     by_tag = _read(folder)
     if tag is not None:
-        if tag not in by_tag:
-            known = ", ".join(sorted(by_tag)) or "none"
-            raise ConfigError(f"{folder} has no request with --tag {tag}: its tags are {known}")
+        refuse_unknown(folder, [tag], by_tag)
         return by_tag[tag].seen(f"{folder} with the tag {tag}")
     whole = _Counts.sum(by_tag.values()).seen(str(folder))
     if len(by_tag) < 2:
@@ -138,5 +135,5 @@ def _read(folder: Path) -> dict[str, _Counts]:
             columns = {"drafted", "accepted", "tag"} & set(parquet.read_schema(file).names)
             table = parquet.read_table(file, columns=["answer_ids", *sorted(columns)])
         for row in table.to_pylist():
-            by_tag.setdefault(row.get("tag") or UNTAGGED, _Counts()).add(row)
+            by_tag.setdefault(tag_of(row), _Counts()).add(row)
     return by_tag

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.data.prompts import Prompt
 from paceline.data.rows import Dropped
+from paceline.data.tags import tagged
 from paceline.errors import PromptError
 from paceline.hub import BUILTINS, HUB_ID, cache_home
 from paceline.model.adapter import base_name, is_adapter
@@ -167,7 +168,7 @@ def _answers_text(config: TrainConfig) -> str:
     """Describes how many documents the answers become, and what is left out or cut. Raises PromptError."""
     counts, dropped, number = Counter[str](), Dropped(), 0
     options = (longest_of(config), counts, None if config.prompting.strict else dropped)
-    for read in read_documents(config.answers, *options):
+    for read in read_documents(tagged(config.answers, config.prompting.tags), *options):
         counts.update(num_loops_cut=read.has_loop, num_cut=read.is_cut)
         number += 1
     summary = Corpus([], [], **counts, dropped=dropped).told()

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+from adapt_requests import NOON, keyed, store
 
-from paceline.loop.adapt.config import PolicyConfig, PriceConfig
-from paceline.loop.adapt.decide.decide import Alarm, Mix, View, decide, saving
+from paceline.loop.adapt.check import decide_once
+from paceline.loop.adapt.config import PolicyConfig, PriceConfig, StoreConfig
+from paceline.loop.adapt.decide.decide import Alarm, Customer, Mix, View, decide, saving
 from paceline.loop.adapt.decide.policy import OTHER, NaivePolicy, SeasonalPolicy
+from paceline.loop.adapt.log import AdaptLog, event_line, rebuilt
 from paceline.loop.adapt.traffic.hours import DAY, Sums
 from paceline.loop.adapt.traffic.world import EPOCH
+from paceline.plan.clusters import label
 
 ALARM = Alarm("tickets", loss=0.3, tokens_per_round=2.1, tokens_per_hour=60_000)
 MIX = Mix(period=DAY, swing=0.3, weakest="west", tokens_per_round=1.8, tokens_per_hour=30_000, best=3.0)
@@ -71,6 +78,112 @@ class TestDecide:
     def test_a_mix_that_moved_is_no_reason_to_train(self) -> None:
         decision = decided(View(100, mix=Mix(has_moved=True)))
         assert decision.action == "none" and "mix moved" in decision.declined["retrain"]
+
+
+ACME, GLOBEX = "tag-0a1b2c", "tag-d3e4f5"
+BADLY_SERVED = Customer(ACME, share=0.3, gap=0.3, tokens_per_round=2.0, tokens_per_hour=60_000, others=3.0)
+
+
+class TestCustomers:
+    def test_a_large_one_that_is_served_badly_gets_a_proposal_once(self) -> None:
+        decision = decided(View(100, customers=[BADLY_SERVED]))
+        assert (decision.action, decision.clusters) == ("propose", (ACME,))
+        rounds = 60_000 * 24 * 7 * (1 / 2 - 1 / 2.5)  # half of the gap is expected back
+        assert f"would save {rounds * 0.02 / 3600:.2f} in 7 days and cost 1.00" in decision.why
+        assert "30% of all tokens" in decision.why
+        again = decided(View(101, customers=[BADLY_SERVED], proposed=frozenset({ACME})))
+        assert again.action == "none" and "those proposed before" in again.declined["propose"]
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"share": 0.09}, "no tag with 10% of all tokens"),
+            ({"gap": 0.24}, "is surely 25% below other traffic"),
+            ({"tokens_per_hour": 100.0}, "would save 0.01 in 7 days and cost 1.00"),
+        ],
+    )
+    def test_others_do_not(self, changes: dict[str, float], reason: str) -> None:
+        decision = decided(View(100, customers=[replace(BADLY_SERVED, **changes)]))
+        assert decision.action == "none" and reason in decision.declined["propose"]
+
+    def test_the_thresholds_are_the_user_s(self) -> None:
+        view = View(100, customers=[replace(BADLY_SERVED, share=0.05, gap=0.1)])
+        assert decide(view, PolicyConfig(least_customer=0.05, least_gap=0.1), PriceConfig()).action == "propose"
+
+    def test_the_one_that_saves_most_comes_first(self) -> None:
+        larger = replace(BADLY_SERVED, cluster=GLOBEX, tokens_per_hour=90_000.0)
+        assert decided(View(100, customers=[BADLY_SERVED, larger])).clusters == (GLOBEX,)
+
+    def test_alarms_and_the_cool_down_come_first(self) -> None:
+        assert decided(View(100, [ALARM], customers=[BADLY_SERVED])).action == "retrain"
+        cheap = replace(ALARM, tokens_per_hour=1.0)
+        assert decided(View(100, [cheap], customers=[BADLY_SERVED])).action == "none"
+        waiting = decided(View(100, customers=[BADLY_SERVED], trained_at=80))
+        assert waiting.action == "none" and "ended 20 hours ago" in waiting.declined["propose"]
+        assert decided(View(100, customers=[BADLY_SERVED], trained_at=40)).action == "propose"
+
+
+def actions(days: int, traffic: Callable[[int], dict[str, Sums]], policy: SeasonalPolicy) -> dict[int, Any]:
+    """Hour since the start -> decision, of all hours that were not idle."""
+    lines = {at: policy.hour(EPOCH + at, traffic(at)) for at in range(days * DAY)}
+    return {at: line.decision for at, line in lines.items() if not line.decision.is_idle}
+
+
+class TestCustomersOfTraffic:
+    def test_a_proposal_when_there_is_a_baseline(self) -> None:
+        policy = SeasonalPolicy()
+        decisions = actions(4, lambda at: {ACME: sums(2.0), GLOBEX: sums(3.0), "en": sums(3.0)}, policy)
+        (hour,) = decisions
+        assert decisions[hour].clusters == (ACME,) and 2 * DAY <= hour <= 2 * DAY + 1 and policy.proposed == {ACME}
+
+    def test_of_stored_traces(self, tmp_path: Path) -> None:
+        """The traces of a server: its cluster of a tag is a hash of it."""
+        begin = NOON - timedelta(hours=NOON.hour)
+        kinds = (
+            {"tag": "acme", "cluster": label("tag:acme"), "accepted": [1, 0, 0]},
+            {"tag": None, "cluster": "en-p1"},
+        )
+        rows = [
+            keyed(24 * at + n, **kinds[n % 2], ended=begin + timedelta(hours=at)) for at in range(50) for n in range(24)
+        ]
+        stored = StoreConfig(store(tmp_path / "traces", rows), tmp_path / "state")
+        decision = decide_once(stored, PolicyConfig(), PriceConfig(training_price=0.0))["decision"]
+        assert (decision.action, decision.clusters) == ("propose", (label("tag:acme"),))
+        assert "gets 1.50 tokens a round, other traffic 2.50" in decision.why
+
+    def test_a_proposal_that_was_not_carried_out_is_made_again(self, tmp_path: Path) -> None:
+        """By a daemon that begins with traces of weeks, or is restarted."""
+        hours = {EPOCH + at: {ACME: sums(2.0), GLOBEX: sums(3.0)} for at in range(7 * DAY)}
+        log, until = AdaptLog(tmp_path), EPOCH + 7 * DAY
+        assert rebuilt(SeasonalPolicy(), hours, log, until)[-1].decision.action == "propose"
+        log.append(event_line(EPOCH + 3 * DAY, "training", clusters=[ACME], action="propose"))
+        log.append(event_line(EPOCH + 3 * DAY + 1, "refused", clusters=[ACME]))
+        policy = SeasonalPolicy()
+        assert rebuilt(policy, hours, log, until)[-1].decision.action == "none" and policy.proposed == {ACME}
+
+    def test_only_for_tags(self) -> None:
+        assert actions(4, lambda at: {"west": sums(2.0), GLOBEX: sums(3.0)}, SeasonalPolicy()) == {}
+
+    def test_not_for_the_only_traffic(self) -> None:
+        assert actions(4, lambda at: {ACME: sums(2.0)}, SeasonalPolicy()) == {}
+
+    def test_not_while_the_gap_may_be_chance(self) -> None:
+        few = {ACME: sums(2.2, 2), "en": sums(3.0, 2)}
+        cheap = PriceConfig(training_price=0.0)
+        assert actions(4, lambda at: few, SeasonalPolicy(prices=cheap)) == {}
+        many = {ACME: sums(2.2, 200), "en": sums(3.0, 200)}
+        assert [each.clusters for each in actions(4, lambda at: many, SeasonalPolicy(prices=cheap)).values()] == [
+            (ACME,)
+        ]
+
+    def test_not_for_one_who_has_left(self) -> None:
+        """Its last day with traffic is weeks ago, so that its share is small by now."""
+        policy = SeasonalPolicy(PolicyConfig(least_customer=0.2), PriceConfig(training_price=1e9))
+        actions(3, lambda at: {ACME: sums(2.0), "en": sums(3.0)}, policy)
+        policy.prices = PriceConfig()
+        later = {at: policy.hour(EPOCH + at, {"en": sums(3.0)}) for at in range(30 * DAY, 32 * DAY)}
+        assert all(line.decision.is_idle for line in later.values())
+        assert policy.hour(EPOCH + 32 * DAY, {ACME: sums(2.0), "en": sums(3.0)}).decision.is_idle
 
 
 def sums(tokens_per_round: float, requests: int = 100) -> Sums:

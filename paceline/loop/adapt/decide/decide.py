@@ -3,7 +3,8 @@ Pure functions.
 
 The first action that is possible is chosen: nothing while a training runs; the best available drafter, once all have
 been scored; a second drafter for a periodic cluster mix (shares of the clusters in the traffic); a training, if it pays
-off within the horizon and the cool-down is over.
+off within the horizon and the cool-down is over; without an alarm, a drafter for a large customer (requests with one
+tag) whose acceptance is far below that of other traffic.
 """
 
 from __future__ import annotations
@@ -58,6 +59,21 @@ class Mix:
 
 
 @dataclass(frozen=True, slots=True)
+class Customer:
+    """Requests with one tag, whose acceptance has a baseline and no alarm, compared with all other traffic."""
+
+    cluster: str
+    share: float
+    """Share of all tokens."""
+    gap: float
+    """Gap of acceptance length to that of other traffic, as a share: the lower end of its 95% interval."""
+    tokens_per_round: float
+    tokens_per_hour: float
+    others: float
+    """Acceptance length of other traffic."""
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """Inputs of a decision at the end of an hour: confirmed alarms (lasting drops of acceptance), the cluster mix, and
     earlier trainings."""
@@ -65,6 +81,7 @@ class View:
     hour: int
     alarms: Sequence[Alarm] = ()
     mix: Mix = Mix()
+    customers: Sequence[Customer] = ()
     is_training: bool = False
     trained_at: int | None = None
     """Hour in which the latest training ended."""
@@ -128,6 +145,11 @@ def decide(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision:
         if view.too_little and not view.alarms:
             why = f"{view.too_little}; what is usual is known after more than two days of traffic"
             return Decision("too little", why=why, declined={**declined, "retrain": training})
+        if view.customers and not view.alarms:
+            customer = _customer(view, config, prices)
+            if isinstance(customer, Decision):
+                return customer
+            declined["propose"] += f"; {customer}"
         return Decision(why=training if view.alarms else _calm(view), declined={**declined, "retrain": training})
     return Decision(training.action, training.clusters, why=training.why, declined=declined)
 
@@ -161,13 +183,49 @@ def _proposal(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision
     return Decision("propose", (mix.weakest,), why=why, declined={"retrain": "what returns with a period is no drift"})
 
 
+def _customer(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision | str:
+    """Proposes a drafter for the large customer whose bad acceptance costs most; otherwise returns the reason against
+    it."""
+    if waits := _cooling(view, config):
+        return waits
+    large = [one for one in view.customers if one.share >= config.least_customer and one.cluster not in view.proposed]
+    badly_served = [one for one in large if one.gap >= config.least_gap]
+    if not badly_served:
+        return (
+            f"no tag with {config.least_customer:.0%} of all tokens, but those proposed before, is surely "
+            f"{config.least_gap:.0%} below other traffic"
+        )
+
+    def gain_of(one: Customer) -> float:
+        after = one.tokens_per_round + config.recovered * (one.others - one.tokens_per_round)
+        return saving(prices, config.horizon_days, one.tokens_per_hour, one.tokens_per_round, after)
+
+    worst = max(badly_served, key=gain_of)
+    gain, cost = gain_of(worst), prices.training_hours * prices.training_price
+    sums = f"save {gain:.2f} in {config.horizon_days:g} days and cost {cost:.2f}"
+    if gain <= cost:
+        return f"a member of its own for {worst.cluster!r} would {sums}"
+    why = (
+        f"{worst.cluster!r}, {worst.share:.0%} of all tokens, gets {worst.tokens_per_round:.2f} tokens a round, other "
+        f"traffic {worst.others:.2f}: a member of its own would {sums}"
+    )
+    return Decision("propose", (worst.cluster,), why=why, declined={"retrain": "no alarm holds"})
+
+
+def _cooling(view: View, config: PolicyConfig) -> str:
+    """Returns why no training may begin so soon after the last one; empty if it may."""
+    since = None if view.trained_at is None else view.hour - view.trained_at
+    if since is None or since >= config.cool_down_days * DAY:
+        return ""
+    return f"the last training ended {since} hours ago, {config.cool_down_days * DAY:g} must pass"
+
+
 def _training(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision | str:
     """Decides on a training for all clusters with alarms; otherwise returns the reason against it."""
     if not view.alarms:
         return "the mix moved, but no cluster fell" if view.mix.has_moved else "no alarm holds"
-    since = None if view.trained_at is None else view.hour - view.trained_at
-    if since is not None and since < config.cool_down_days * DAY:
-        return f"the last training ended {since} hours ago, {config.cool_down_days * DAY:g} must pass"
+    if waits := _cooling(view, config):
+        return waits
     gain, cost = 0.0, prices.training_hours * prices.training_price
     for alarm in view.alarms:
         now = alarm.tokens_per_round

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from paceline.loop.adapt.config import PolicyConfig, PriceConfig
-from paceline.loop.adapt.decide.decide import Alarm, Decision, Mix, View, decide
+from paceline.loop.adapt.decide.decide import Alarm, Customer, Decision, Mix, View, decide
 from paceline.loop.adapt.traffic.drift import Series
 from paceline.loop.adapt.traffic.hours import DAY, WEEK, Sums, total
+from paceline.plan.clusters import is_tag
 
 OTHER = "other"
 """Cluster for all traffic beyond the `max_clusters` that are tracked."""
@@ -32,6 +33,8 @@ LOOK_HOURS = 6
 """Hours between searches for a period."""
 MIX_WEEKS = 8
 """Weeks of cluster shares that are stored, to re-estimate the daily and weekly course of the mix."""
+SURE = 1.96
+"""Standard errors within which the gap between a customer's acceptance and that of other traffic is uncertain."""
 LEAST_SHARE = 0.02
 """Smallest share of all tokens at which a cluster can raise an alarm (a lasting drop of acceptance)."""
 
@@ -55,14 +58,21 @@ class Line:
 class _Cluster:
     series: Series
     recent: deque[Sums] = field(default_factory=deque)
+    hours: deque[int] = field(default_factory=lambda: deque(maxlen=DAY))
+    """Hours of `recent`, since 1970."""
     last_day: Sums = field(default_factory=Sums)
     """Sum of `recent`: the last 24 hours with traffic."""
 
-    def add(self, sums: Sums) -> None:
+    def add(self, number: int, sums: Sums) -> None:
+        self.hours.append(number)
         self.recent.append(sums)
         self.last_day += sums
         if len(self.recent) > DAY:
             self.last_day -= self.recent.popleft()
+
+    def tokens_per_hour(self, now: int) -> float:
+        """Returns the mean rate since the first of the last 24 hours with traffic, but of a day at least."""
+        return self.last_day.tokens / max(now + 1 - self.hours[0], DAY) if self.hours else 0.0
 
     @property
     def usual(self) -> float:
@@ -132,7 +142,7 @@ class SeasonalPolicy:
         grouped = self._grouped(seen)
         for name, sums in grouped.items():
             cluster = self.clusters.setdefault(name, _Cluster(Series(self.config)))
-            cluster.add(sums)
+            cluster.add(number, sums)
             cluster.series.update(number, math.log(sums.tokens_per_round), sums.log_variance)
         if grouped:
             self.num_requests, self.num_hours = self.num_requests + total(grouped.values()).requests, self.num_hours + 1
@@ -229,7 +239,24 @@ class SeasonalPolicy:
             alarms.append(self._newcomer())
         proposed, too_little = frozenset(self.proposed), self._too_little()
         falling = tuple(name for name, cluster in self.clusters.items() if cluster.series.state == "raised")
-        return View(number, alarms, mix, self.is_training, self.trained_at, proposed, too_little, falling)
+        customers = self._customers(number)
+        return View(number, alarms, mix, customers, self.is_training, self.trained_at, proposed, too_little, falling)
+
+    def _customers(self, number: int) -> list[Customer]:
+        """Compares every tag that has a baseline and no alarm with all other traffic."""
+        rates = {name: cluster.tokens_per_hour(number) for name, cluster in self.clusters.items()}
+        everything = total(cluster.last_day for cluster in self.clusters.values())
+        customers = []
+        for name, cluster in self.clusters.items():
+            own, rest = cluster.last_day, everything - cluster.last_day
+            if is_tag(name) and cluster.series.state == "calm" and rest.requests and own.requests:
+                ratio, error = (
+                    own.tokens_per_round / rest.tokens_per_round,
+                    math.sqrt(own.log_variance + rest.log_variance),
+                )
+                gap, share = 1 - ratio * math.exp(SURE * error), rates[name] / sum(rates.values())
+                customers.append(Customer(name, share, gap, own.tokens_per_round, rates[name], rest.tokens_per_round))
+        return customers
 
     def _too_little(self) -> str:
         """Traffic so far, as text, while no cluster has a baseline; empty once one has."""

@@ -70,7 +70,7 @@ def examine(
     traffic, blends of the two (averaged weights, shares from `config`) are written next to it and judged instead.
     Raises ConfigError if there are no such requests, and the errors of loading the target `engine.model`."""
     usual, source = usual_settings(engine.model, config.temperature)
-    requests, left_out = read_requests(traces, since=config.since, usual=usual)
+    requests, left_out = read_requests(traces, since=config.since, usual=usual, tags=config.tags)
     if config.held_out_only:
         requests = [request for request in requests if is_held_out(request.prompt)]
     if not requests:
@@ -173,10 +173,11 @@ def read_candidate(folder: Path, llm: LLM) -> Drafter | str:
 
 
 def _sets(requests: Sequence[Request], config: CandidateConfig) -> dict[str, list[Request]]:
-    """Splits requests into sets: "drifted", one per other cluster, and "ood"."""
+    """Splits requests into sets: "drifted", one per other cluster, and "ood". With tags, all requests are
+    "drifted"."""
     by_cluster: dict[str, list[Request]] = defaultdict(list)
     for request in sorted(requests, key=lambda request: request.cluster):
-        by_cluster[request.cluster].append(request)
+        by_cluster["tagged" if config.tags else request.cluster].append(request)
     cluster = config.cluster or max(
         by_cluster, key=lambda name: sum(len(request.answer_ids) for request in by_cluster[name])
     )

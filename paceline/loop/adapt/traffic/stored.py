@@ -14,13 +14,14 @@ import json
 import operator
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from paceline.data.tags import check_tags, has_tag
 from paceline.errors import ConfigError, PacelineError, needing
 from paceline.loop.adapt.traffic.hours import HOUR_S, Sums
 from paceline.types import GrammarSpec, SamplingParams
@@ -106,6 +107,7 @@ def read_requests(
     *,
     exact: bool = True,
     usual: Mapping[str, Any] | None = None,
+    tags: Sequence[str] = (),
 ) -> tuple[list[Request], Counter[str]]:
     """Returns requests of hours [since, until), counted from 1970, of one cluster or all, and {reason: number of traces
     left out}. `now`: current time in seconds since 1970 [default: the clock's]; traces more than an hour later are left
@@ -113,10 +115,14 @@ def read_requests(
 
     `usual`: the server's default sampling settings, such as {"temperature": 0.6, "top_p": 0.95}; they complete the
     settings of requests whose trace has no temperature. Without `usual` such requests are left out, or with
-    `exact=False` returned, but can then only be used for training."""
+    `exact=False` returned, but can then only be used for training. `tags`: only requests with one of these; raises
+    ConfigError for a tag that no trace has."""
+    check_tags(folder, tags)
     requests: list[Request] = []
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, _REQUEST, left_out, since * HOUR_S):
+        if not has_tag(row, tags):
+            continue
         hour, own_cluster = _hour_of(row, since, now, seen, left_out, needs_rounds=False), _cluster(row)
         if hour is None or (until is not None and hour >= until) or cluster not in (None, own_cluster):
             continue

@@ -1,0 +1,84 @@
+"""Selects rows of traces and stores by the tag that the client gave (header x-paceline-tag, column `tag`).
+
+check_tags("traces", ("acme",))                 # ConfigError that lists the known tags, if no row has this one
+[row for row in rows if has_tag(row, ("acme",))]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, needing
+
+UNTAGGED = "(no tag)"
+"""Tag of all rows without one."""
+MOST_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """A source of answers, restricted to the rows with one of some tags. No tags: all rows."""
+
+    path: Path
+    tags: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.path} with the tag {' or '.join(self.tags)}" if self.tags else str(self.path)
+
+
+def tagged(paths: Iterable[Path], tags: Sequence[str]) -> list[Tagged]:
+    """Return the sources at these paths, each restricted to these tags."""
+    return [Tagged(path, tuple(tags)) for path in paths]
+
+
+def tag_of(row: Mapping[str, Any]) -> str:
+    return row.get("tag") or UNTAGGED
+
+
+def has_tag(row: Mapping[str, Any], tags: Sequence[str]) -> bool:
+    """Return True if the row has one of these tags, or if there are no tags to select by."""
+    return not tags or tag_of(row) in tags
+
+
+def check_tags(source: str | Path, tags: Sequence[str]) -> None:
+    """Raise ConfigError if the Parquet file `source`, or the folder of such files, has no column `tag`, or if one of
+    the tags occurs in no row; the error lists the known tags. Does nothing without tags."""
+    if not tags:
+        return
+    known = _counts(Path(source))
+    if known is None:
+        has = "has" if Path(source).exists() else "is not here, and so has"
+        raise ConfigError(f"{source} {has} no column tag: give traces or a store, or leave --tag out")
+    refuse_unknown(source, tags, known)
+
+
+def refuse_unknown(source: str | Path, tags: Sequence[str], known: Iterable[str]) -> None:
+    """Raise ConfigError if one of the tags is not among the known ones, which the error lists."""
+    names = sorted(known)
+    for tag in tags:
+        if tag not in names:
+            listed = ", ".join(names[:MOST_LISTED]) or "none"
+            more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+            raise ConfigError(f"{source} has no request with --tag {tag}: its tags are {listed}{more}")
+
+
+def _counts(source: Path) -> Counter[str] | None:
+    """Return the number of rows for each tag; None if no file has the column. Unreadable files are left out: their
+    error is reported when their rows are read."""
+    with needing(ConfigError, "tags are read with pyarrow: pip install 'paceline[data]'"):
+        from pyarrow import ArrowException, parquet
+    counts, has_column = Counter[str](), False
+    for file in sorted(source.rglob("*.parquet")) if source.is_dir() else [source]:
+        try:
+            opened = parquet.ParquetFile(file)
+            is_tagged = "tag" in opened.schema_arrow.names
+            rows = opened.read(["tag"]).to_pylist() if is_tagged else [{}] * opened.metadata.num_rows
+        except (ArrowException, OSError):
+            continue
+        has_column |= is_tagged
+        counts.update(map(tag_of, rows))
+    return counts if has_column else None
