@@ -390,19 +390,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check(self)
         is_stored = self.features in ("auto", "cached") and self.feature_dtype == "model"
-        if self.shared_features is not None and not is_stored:
-            raise ConfigError(
-                "shared_features stores hidden states as the model gives them, which int8, scaled by each run, or "
-                "features online and streamed do not: leave features and feature_dtype out"
-            )
-        has_source = bool(self.prompting.prompts or self.answers)
+        is_apart = bool(self.prompting.tags) and not (self.prompting.prompts or self.answers)
+        as_computed = "keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
         refuse(
-            ConfigError, (bool(self.prompting.tags) and not has_source, "--tag needs --prompts or --answers: traces")
+            ConfigError,
+            (self.shared_features is not None and not is_stored, f"shared_features {as_computed}"),
+            (self.remote.ray is not None and not is_stored, f"ray {as_computed}"),
+            (is_apart, "--tag needs --prompts or --answers: traces"),
         )
-        if self.remote.ray is not None and not is_stored:
-            raise ConfigError(
-                "ray keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
-            )
 
     def is_given(self, name: str) -> bool:
         """Returns True if the user gave this field, such as shape.num_layers."""

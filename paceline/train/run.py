@@ -32,9 +32,9 @@ from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
 from paceline.runs.stopping import Stop, stopped_by_signal
 from paceline.runs.trackers import check_tracker
-from paceline.train.answers.mixture import check_run_tags, read_mixture
+from paceline.train.answers.mixture import check_begun, others_of, read_mixture
 from paceline.train.answers.on_ray import run as regenerate
-from paceline.train.answers.run_identity import check_adapter, identity_of
+from paceline.train.answers.run_identity import identity_of
 from paceline.train.card import push, write_card
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 from paceline.train.documents.dataset import MAX_HELDOUT, MIN_HELDOUT, Corpus, check_answers, read_corpus
@@ -130,18 +130,12 @@ def _check_inputs(config: TrainConfig) -> None:
     check_tracker(config.log_to)
     init_folder(config.init, config.target.model)
     check_mtp(config)
-    check_adapter(config.out, config.target.model)
-    check_run_tags(config)
+    check_begun(config)
     for prompts in (config.ood, config.heldout):
-        read_mixture(_others(config, prompts), config.answering.seed, ignore)
+        read_mixture(others_of(config, prompts), config.answering.seed, ignore)
     if config.answers:
         decode = Tokenizer.from_path(light_folder(config.target.model)).decode if config.scale == "default" else None
         check_answers(tagged(config.answers, config.prompting.tags), decode, strict=config.prompting.strict)
-
-
-def _others(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
-    """Returns the settings for reading prompts that are not learned from (out-of-distribution or held-out)."""
-    return PromptsConfig(prompts, config.prompting.limit, config.prompting.strict)
 
 
 def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
@@ -235,8 +229,8 @@ class _Stages:
         config, folders = self.config, tagged(self.config.answers, self.config.prompting.tags)
         if config.prompting.prompts or config.prompting.self_written or not folders:
             folders.append(Tagged(self._regenerate(config.prompting, "regenerate")))
-        ood = self._regenerate(_others(config, config.ood), "ood") if config.ood else None
-        kept_out = self._regenerate(_others(config, config.heldout), "heldout") if config.heldout else None
+        ood = self._regenerate(others_of(config, config.ood), "ood") if config.ood else None
+        kept_out = self._regenerate(others_of(config, config.heldout), "heldout") if config.heldout else None
         self.wait()
         return folders, ood, kept_out
 

@@ -21,6 +21,7 @@ from paceline.data.rows import Dropped
 from paceline.data.tags import check_tags
 from paceline.errors import ConfigError, PromptError
 from paceline.runs.settings_file import read_settings_file
+from paceline.train.answers.run_identity import check_adapter
 from paceline.train.config import PromptsConfig, TrainConfig
 from paceline.train.run_file import RUN_FILE
 
@@ -84,8 +85,15 @@ def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -
     return mixture
 
 
-def check_run_tags(config: TrainConfig) -> None:
-    """Raises ConfigError if the run in `config.out` was begun with other tags, or if a source of prompts lacks one."""
+def others_of(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
+    """Returns the settings for reading prompts that are not learned from (out-of-distribution or held-out)."""
+    return PromptsConfig(prompts, config.prompting.limit, config.prompting.strict)
+
+
+def check_begun(config: TrainConfig) -> None:
+    """Raises ConfigError if the run in `config.out` was begun with another adapter or other tags, or if a source of
+    prompts lacks a tag."""
+    check_adapter(config.out, config.target.model)
     tags, file = config.prompting.tags, config.out / RUN_FILE
     if file.is_file():
         parts = read_settings_file(file, "delete it, or choose another --out").get("prompting") or {}
