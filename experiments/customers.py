@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -29,7 +30,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from customers_traffic import LARGE, Customer, customers
 from regional import stage
 from server_process import post, server, stop
@@ -172,8 +172,7 @@ def ranking(rows: dict[str, dict[str, dict[str, Any]]], advised: dict[str, Any])
     }
     tags = sorted(true, key=lambda tag: -true[tag])
     best = sorted(expected, key=lambda tag: -expected[tag])
-    ranks = [[order.index(tag) for tag in tags] for order in (tags, best)]
-    correlation = float(np.corrcoef(ranks)[0, 1])
+    correlation = statistics.correlation(range(len(tags)), [best.index(tag) for tag in tags])  # of ranks: Spearman's
     return {"true": tags, "advised": best, "spearman": correlation, "same_of_five": len({*tags[:5]} & {*best[:5]})}
 
 

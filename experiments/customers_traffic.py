@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-from support_tickets import HELDOUT, TRAIN, Message, Words, words
+from support_tickets import HELDOUT, TRAIN, Message, Words, words  # pyright: ignore[reportMissingImports]
 
 NUM_CUSTOMERS = 20
 LARGE = (0, 4, 8, 12, 16)
 """Customers with much traffic."""
 CASES = words("""was damaged|has the wrong size|was not delivered|stopped working|is not wanted|was charged twice
-    is too loud|has missing parts|has a new address|is a gift|needs an invoice|arrived late|has a scratch|is out of stock
-    lost its label|needs a manual|was opened before|has the wrong colour|came without a key|smells of smoke""")
-ACTIONS = words("""refund|exchange|trace|repair|cancel|credit|replace|resend|redirect|wrap|invoice|discount|polish|reorder
-    relabel|print|inspect|recolour|unlock|clean""")
+    is too loud|has missing parts|has a new address|is a gift|needs an invoice|arrived late|has a scratch
+    is out of stock|lost its label|needs a manual|was opened before|has the wrong colour|came without a key|smells of smoke""")
+ACTIONS = words("""refund|exchange|trace|repair|cancel|credit|replace|resend|redirect|wrap|invoice|discount|polish
+    reorder|relabel|print|inspect|recolour|unlock|clean""")
 """What is done in each of CASES."""
 NUM_CASES = 6
 """Policies of one customer."""
