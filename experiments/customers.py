@@ -1,0 +1,228 @@
+"""Twenty customers on one base model: who deserves a drafter, what small drafters bring, and one server for all.
+
+    python experiments/customers.py --minutes 1 --out runs/customers
+
+A server answers the requests of twenty invented customers (customers_traffic.py; five of them large) and records
+traces. Then, each stage a mark in `--out` (killed, the same command goes on):
+
+- `paceline advise --by tag` ranks the customers before anything is trained;
+- a body is trained on the traffic of all, and the hidden states are kept for all later trainings (`--shared-features`);
+- from this body, each customer's own drafter, `--minutes` of steps; for the large customers also a last layer alone
+  and low-rank differences, in equal minutes;
+- held-out requests of each customer are answered with each of its drafters, in turns: the true ranking;
+- one server has all twenty drafters, at most `--loaded` of them in memory: requests with a tag, against the same
+  requests with the drafter named by hand, and with the default drafter.
+
+Exit status 1 if an answer with drafts differs from plain decoding's. Writes results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from customers_traffic import LARGE, Customer, customers
+from regional import stage
+from server_process import post, server, stop
+
+from paceline.report.tables import Column, Table
+from paceline.runs.folder import write_results, write_whole
+
+SMALL = ("last-layer", "low-rank")
+CLIENTS = 4
+TRACES = "traces"
+
+
+def sent(port: int, asked: Iterable[tuple[list[Any], dict[str, str]]], max_tokens: int) -> tuple[list[str], float]:
+    """Send chats with their headers, CLIENTS at a time; the answers' texts, and tokens/s. Raises RuntimeError if the
+    server refuses one."""
+
+    def one(request: tuple[list[Any], dict[str, str]]) -> tuple[str, int]:
+        messages, headers = request
+        body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0}
+        status, answer = post(port, body, headers)
+        if status != 200:
+            raise RuntimeError(f"status {status}: {answer}")
+        return answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"]
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        done = list(pool.map(one, asked))
+    return [text for text, _ in done], sum(count for _, count in done) / (time.perf_counter() - began)
+
+
+def serving(args: argparse.Namespace, *words: object) -> list[str]:
+    threads = ["--threads", args.threads] if args.threads else []
+    common = ("-m", "paceline", "serve", "--model", args.model, "--port", 0, "--max-batch", 8, *threads)
+    return [sys.executable, *map(str, (*common, *words))]
+
+
+def record_traffic(args: argparse.Namespace) -> Path:
+    """Let a server answer the traffic of all customers, in random order, and record it."""
+    folder, mark = args.out / TRACES, args.out / "traffic.json"
+    if mark.exists():
+        return folder
+    requests = [
+        (chat, {"x-paceline-tag": customer.tag})
+        for customer in customers()
+        for chat in customer.chats(args.large if customer.number in LARGE else args.small)
+    ]
+    random.Random("order").shuffle(requests)
+    with server(serving(args, "--traces", folder)) as (process, port, _):
+        _, rate = sent(port, requests, args.max_tokens)
+        stop(process)
+    write_whole(mark, json.dumps({"requests": len(requests), "tokens_per_s": rate}))
+    return folder
+
+
+def advice(args: argparse.Namespace, traces: Path) -> dict[str, Any]:
+    """What `paceline advise --by tag` says of the traffic."""
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "advise",
+        str(traces),
+        "--by",
+        "tag",
+        "--model",
+        args.model,
+        "--run",
+        "none",
+    ]
+    output = subprocess.run([*command, "--json"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def trained(args: argparse.Namespace, name: str, init: object, minutes: float, *words: object) -> Path:
+    """A drafter in `minutes` of steps; every stage reads and adds to the same hidden states."""
+    settings = ("--plan", "off", "--epochs", 1000, "--blocks-per-step", 96, "--anchors", 32, "--loss-vocab", 8192)
+    settings += ("--lr", "1e-3", "--features", "cached", "--shared-features", args.out / "features", "--serve-share", 0)
+    settings += ("--max-tokens", args.max_tokens, "--max-len", 768, "--max-minutes", minutes, "--heldout-every", 250)
+    settings += ("--threads", args.threads) if args.threads else ()
+    answers = ("--target", args.model, "--answers", args.out / TRACES, "--init", init)
+    return stage(args.out, name, "train", *answers, *settings, *words) / "drafter"
+
+
+def own_drafters(args: argparse.Namespace, body: Path) -> dict[str, dict[str, Path]]:
+    """Each customer's drafters, by tag and by the part that was learned."""
+    drafters = dict[str, dict[str, Path]]()
+    for customer in customers():
+        parts = ("all", *SMALL) if customer.number in LARGE else ("all",)
+        drafters[customer.tag] = {
+            part: trained(args, f"{customer.tag}-{part}", body, args.minutes, "--tag", customer.tag, "--learn", part)
+            for part in parts
+        }
+    return drafters
+
+
+def measured(args: argparse.Namespace, customer: Customer, drafters: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """Held-out figures of a customer's drafters, of the default one and of plain decoding, in turns."""
+    prompts = args.out / f"{customer.tag}.jsonl"
+    rows = ({"messages": chat} for chat in customer.chats(args.heldout, is_heldout=True))
+    write_whole(prompts, "".join(json.dumps(row) + "\n" for row in rows))
+    names = {"none": "plain", "default": "default"} | {str(folder): name for name, folder in drafters.items()}
+    words = ("bench", "decode", "--model", args.model, "--prompts", prompts, "--drafters", ",".join(names))
+    words += ("--repeat", args.repeat, "--max-tokens", args.max_tokens, "--max-len", 768)
+    words += ("--threads", args.threads) if args.threads else ()
+    folder = stage(args.out, f"bench-{customer.tag}", *words)
+    results = json.loads((folder / "line.json").read_text())["results"]
+    return {names[row["drafter"]]: row for row in results}
+
+
+def pool(args: argparse.Namespace, drafters: dict[str, dict[str, Path]]) -> dict[str, Any]:
+    """All drafters in one server: tokens/s by tag, with the drafter named by hand, and with the default drafter."""
+    requests = [(chat, customer.tag) for customer in customers() for chat in customer.chats(args.live, is_heldout=True)]
+    random.Random("live").shuffle(requests)
+    named = [word for tag, own in drafters.items() for word in ("--drafter", f"{tag}={own['all']}")]
+    words = ("--drafter", "general=default", *named, "--route", "tag", "--loaded-drafters", args.loaded)
+    headers = {
+        "by tag": lambda tag: {"x-paceline-tag": tag},
+        "by hand": lambda tag: {"x-paceline-drafter": tag},
+        "default": lambda _: {"x-paceline-drafter": "general"},
+        "plain": lambda _: {"x-paceline-drafter": "none"},
+    }
+    rates, texts = {name: list[float]() for name in headers}, dict[str, list[str]]()
+    with server(serving(args, *words)) as (_, port, started_s):
+        for _ in range(args.turns):
+            for name, header in headers.items():
+                asked = [(chat, header(tag)) for chat, tag in requests]
+                texts[name], rate = sent(port, asked, args.max_tokens)
+                rates[name].append(rate)
+                print(f"pool, {name}: {rate:.0f} tokens/s", file=sys.stderr)
+    different = sum(each != texts["plain"] for each in texts.values())
+    return {"tokens_per_s": rates, "started_s": started_s, "requests": len(requests), "different_texts": different}
+
+
+def ranking(rows: dict[str, dict[str, dict[str, Any]]], advised: dict[str, Any]) -> dict[str, Any]:
+    """Machine time that each customer's own drafter saves over the default one, as advised and as measured."""
+    shares = {each["tag"]: each["share"] for each in advised["customers"]}
+    expected = {each["tag"]: each["saved"] for each in advised["customers"]}
+    true = {
+        tag: shares[tag] * (1 - of["default"]["tokens_per_s"] / of["all"]["tokens_per_s"]) for tag, of in rows.items()
+    }
+    tags = sorted(true, key=lambda tag: -true[tag])
+    best = sorted(expected, key=lambda tag: -expected[tag])
+    correlation = statistics.correlation(range(len(tags)), [best.index(tag) for tag in tags])  # of ranks: Spearman's
+    return {"true": tags, "advised": best, "spearman": correlation, "same_of_five": len({*tags[:5]} & {*best[:5]})}
+
+
+def table(rows: dict[str, dict[str, dict[str, Any]]]) -> Table:
+    def figure(name: str, key: str) -> Any:
+        return lambda row: rows[row].get(name, {}).get(key)
+
+    columns = [Column("customer", str)]
+    for name in ("default", "all", *SMALL):
+        columns.append(Column(f"{name}: tokens a round", figure(name, "tokens_per_round"), "{:.2f}", "right"))
+        columns.append(Column("times plain", figure(name, "speedup"), "{:.2f}", "right"))
+    return Table(columns, list(rows))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--large", type=int, default=200, help="recorded requests of a large customer")
+    parser.add_argument("--small", type=int, default=30, help="recorded requests of each other customer")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--body-minutes", type=float, default=4.0, help="minutes of steps on everyone's traffic")
+    parser.add_argument("--minutes", type=float, default=1.0, help="minutes of steps of a customer's drafter")
+    parser.add_argument("--heldout", type=int, default=8, help="measured requests of a customer")
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--live", type=int, default=6, help="requests of a customer to the server of all")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--loaded", type=int, default=8, help="drafters of that server in memory")
+    parser.add_argument("--threads", type=int, help="CPU threads [default: PyTorch's choice]")
+    parser.add_argument("--out", type=Path, default=Path("runs/customers"))
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    traces = record_traffic(args)
+    advised = advice(args, traces)
+    body = trained(args, "body", "default", args.body_minutes)
+    drafters = own_drafters(args, body)
+    rows = {customer.tag: measured(args, customer, drafters[customer.tag]) for customer in customers()}
+    live = pool(args, drafters)
+    table(rows).show(stderr=False)
+    ranks = ranking(rows, advised)
+    print(json.dumps({"ranking": ranks, "pool": live}, indent=1))
+    write_results(args.out / "results.json", {"advice": advised, "customers": rows, "ranking": ranks, "pool": live})
+    is_same = (
+        all(row["identical"] == 1.0 for of in rows.values() for row in of.values()) and not live["different_texts"]
+    )
+    return 0 if is_same else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
