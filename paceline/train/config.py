@@ -388,14 +388,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check(self)
         is_stored = self.features in ("auto", "cached") and self.feature_dtype == "model"
-        if self.shared_features is not None and not is_stored:
+        keeper = "ray" if self.remote.ray is not None else "shared_features" if self.shared_features else ""
+        if keeper and not is_stored:
             raise ConfigError(
-                "shared_features stores hidden states as the model gives them, which int8, scaled by each run, or "
-                "features online and streamed do not: leave features and feature_dtype out"
-            )
-        if self.remote.ray is not None and not is_stored:
-            raise ConfigError(
-                "ray keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
+                f"{keeper} keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
             )
 
     def is_given(self, name: str) -> bool:
