@@ -38,6 +38,8 @@ from paceline.report.tables import Column, Table
 from paceline.runs.folder import write_results, write_whole
 
 SMALL = ("last-layer", "low-rank")
+RATES = {"all": 1e-3} | dict.fromkeys(SMALL, 2e-3)
+"""Learning rates: a small part takes, and needs, a larger one."""
 CLIENTS = 4
 TRACES = "traces"
 
@@ -106,7 +108,7 @@ def advice(args: argparse.Namespace, traces: Path) -> dict[str, Any]:
 def trained(args: argparse.Namespace, name: str, init: object, minutes: float, *words: object) -> Path:
     """A drafter in `minutes` of steps; every stage reads and adds to the same hidden states."""
     settings = ("--plan", "off", "--epochs", 1000, "--blocks-per-step", 96, "--anchors", 32, "--loss-vocab", 8192)
-    settings += ("--lr", "1e-3", "--features", "cached", "--shared-features", args.out / "features", "--serve-share", 0)
+    settings += ("--features", "cached", "--shared-features", args.out / "features", "--serve-share", 0)
     settings += ("--max-tokens", args.max_tokens, "--max-len", 768, "--max-minutes", minutes, "--heldout-every", 250)
     settings += ("--threads", args.threads) if args.threads else ()
     answers = ("--target", args.model, "--answers", args.out / TRACES, "--init", init)
@@ -119,7 +121,18 @@ def own_drafters(args: argparse.Namespace, body: Path) -> dict[str, dict[str, Pa
     for customer in customers():
         parts = ("all", *SMALL) if customer.number in LARGE else ("all",)
         drafters[customer.tag] = {
-            part: trained(args, f"{customer.tag}-{part}", body, args.minutes, "--tag", customer.tag, "--learn", part)
+            part: trained(
+                args,
+                f"{customer.tag}-{part}",
+                body,
+                args.minutes,
+                "--tag",
+                customer.tag,
+                "--learn",
+                part,
+                "--lr",
+                RATES[part],
+            )
             for part in parts
         }
     return drafters
@@ -210,7 +223,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     traces = record_traffic(args)
     advised = advice(args, traces)
-    body = trained(args, "body", "default", args.body_minutes)
+    body = trained(args, "body", "default", args.body_minutes, "--lr", RATES["all"])
     drafters = own_drafters(args, body)
     rows = {customer.tag: measured(args, customer, drafters[customer.tag]) for customer in customers()}
     live = pool(args, drafters)

@@ -390,12 +390,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check(self)
         is_stored = self.features in ("auto", "cached") and self.feature_dtype == "model"
+        keeper = "ray" if self.remote.ray is not None else "shared_features" if self.shared_features else ""
+        states = "keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
         is_apart = bool(self.prompting.tags) and not (self.prompting.prompts or self.answers)
-        as_computed = "keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
         refuse(
             ConfigError,
-            (self.shared_features is not None and not is_stored, f"shared_features {as_computed}"),
-            (self.remote.ray is not None and not is_stored, f"ray {as_computed}"),
+            (bool(keeper) and not is_stored, f"{keeper} {states}"),
             (is_apart, "--tag needs --prompts or --answers: traces"),
         )
 

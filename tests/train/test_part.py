@@ -23,7 +23,7 @@ from paceline.train.config import DrafterShape, LoopConfig, OptimConfig, TrainCo
 from paceline.train.learn.initial_weights import network_for
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.part import factors
-from paceline.train.plan.choices import Sizes, check_part
+from paceline.train.plan.choices import PART_RATE, Sizes, check_part, for_chains
 from paceline.train.plan.training_plan import make_plan
 from paceline.train.tiny import write_tiny_target
 
@@ -152,6 +152,9 @@ def test_what_cannot_be_trained_in_part_is_refused(tmp_path: Path) -> None:
         drafter_of(network).save(tmp_path / kind)
     dflash = TrainConfig(init=str(tmp_path / "dflash"), loop=part)
     check_part(dflash)
+    assert for_chains(dflash).loop.optim.lr == PART_RATE
+    given = replace(dflash, loop=replace(part, optim=OptimConfig(lr=2e-3)))
+    assert for_chains(given) == given and for_chains(TrainConfig()) == TrainConfig()
     for each, problem in (
         (replace(dflash, init=None), "give one with init"),
         (replace(dflash, init=str(tmp_path / "dspark")), "implemented for DFlash and DFlash 2"),
