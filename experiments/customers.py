@@ -120,19 +120,9 @@ def own_drafters(args: argparse.Namespace, body: Path) -> dict[str, dict[str, Pa
     drafters = dict[str, dict[str, Path]]()
     for customer in customers():
         parts = ("all", *SMALL) if customer.number in LARGE else ("all",)
+        words = ("--tag", customer.tag, "--learn")
         drafters[customer.tag] = {
-            part: trained(
-                args,
-                f"{customer.tag}-{part}",
-                body,
-                args.minutes,
-                "--tag",
-                customer.tag,
-                "--learn",
-                part,
-                "--lr",
-                RATES[part],
-            )
+            part: trained(args, f"{customer.tag}-{part}", body, args.minutes, *words, part, "--lr", RATES[part])
             for part in parts
         }
     return drafters

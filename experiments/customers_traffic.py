@@ -22,7 +22,8 @@ LARGE = (0, 4, 8, 12, 16)
 """Customers with much traffic."""
 CASES = words("""was damaged|has the wrong size|was not delivered|stopped working|is not wanted|was charged twice
     is too loud|has missing parts|has a new address|is a gift|needs an invoice|arrived late|has a scratch
-    is out of stock|lost its label|needs a manual|was opened before|has the wrong colour|came without a key|smells of smoke""")
+    is out of stock|lost its label|needs a manual|was opened before|has the wrong colour|came without a key
+    smells of smoke""")
 ACTIONS = words("""refund|exchange|trace|repair|cancel|credit|replace|resend|redirect|wrap|invoice|discount|polish
     reorder|relabel|print|inspect|recolour|unlock|clean""")
 """What is done in each of CASES."""
