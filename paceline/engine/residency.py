@@ -147,10 +147,8 @@ class Residency:
             raise ModelFileError(f"{source} has changed: run paceline drafters load {name}={source}")
         num_drafted = self._config.num_drafted or self._config.most_drafted
         drafter = make_drafter(source, target, target_name=self._config.model, num_drafted=num_drafted)
-        budget, bytes_then = (
-            self._config.kv_memory,
-            target.cache.num_bytes + memory_of([*others, drafter], target).cache_bytes,
-        )
+        bytes_then = target.cache.num_bytes + memory_of([*others, drafter], target).cache_bytes
+        budget = self._config.kv_memory
         if budget is not None and bytes_then > budget:
             raise MemoryBudgetError(f"caches would take {bytes_then:,} bytes, beyond kv_memory: unload a drafter")
         bind(drafter, target, keeps=True)
