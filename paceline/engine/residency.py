@@ -69,12 +69,11 @@ class Residency:
         self._loading: tuple[str, ReleasedDrafter, Future[Drafter]] | None = None
 
     def state_of(self, member: Member) -> str:
-        """Returns "ready", "draining", "released", "loading" or "failed"."""
+        """Returns "ready", "draining", "released" (also while it is loaded) or "failed"."""
         if not member.is_open:
             return "draining"
         if isinstance(released := member.drafter, ReleasedDrafter):
-            is_loading = self._loading is not None and self._loading[1] is released
-            return "loading" if is_loading else "failed" if released.failure else "released"
+            return "failed" if released.failure else "released"
         return "ready"
 
     def turn(self, pool: Pool) -> None:
