@@ -68,8 +68,8 @@ class Drafter(ABC):
 
     is_released: bool = False
     """True if only the drafter's place in a pool is in memory (`engine/residency.py`); it drafts nothing."""
-    held: Mapping[Hashable, int] = MappingProxyType({})
-    """Weight matrices that the drafter shares with equal drafters of its pool: key -> bytes."""
+    held: Mapping[Hashable, tuple[int, int]] = MappingProxyType({})
+    """Weights that drafters of its pool may share (`model.sharing.Held`)."""
 
     def bind(self, target: Target) -> None:
         """Check that this drafter fits the target, and allocate caches with `target.cache.num_rows` rows.

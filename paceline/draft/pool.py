@@ -10,7 +10,7 @@ drafter receives those of its own layers.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -19,7 +19,7 @@ from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.draft.ngram import NgramDrafter, PredictionDrafter
 from paceline.draft.tapped import TappedDrafter
 from paceline.errors import ConfigError
-from paceline.model.sharing import is_copy, sharing
+from paceline.model.sharing import is_as_read, sharing
 from paceline.model.target import Target
 from paceline.plan.planner import Offer, Planner
 from paceline.plan.trees import Candidates
@@ -43,27 +43,30 @@ class Memory(NamedTuple):
     cache_bytes: int
 
 
+def memory_alone(drafter: Drafter, target: Target) -> Memory:
+    """Returns the bytes that the drafter would hold if it shared nothing."""
+    return Memory(drafter.weight_bytes, drafter.cache_bytes(target))
+
+
 def memory_of(drafters: Iterable[Drafter], target: Target) -> Memory:
     """Returns the bytes that these drafters hold together."""
     each = list(drafters)
-    held: dict[Hashable, int] = {}
-    for drafter in each:
-        held |= drafter.held
-    repeated = sum(sum(drafter.held.values()) for drafter in each) - sum(held.values())
+    used = sum(size * times for drafter in each for size, times in drafter.held.values())
+    held = {key: size for drafter in each for key, (size, _) in drafter.held.items()}
     caches = {drafter.cache_shape(target): drafter.cache_bytes(target) for drafter in each}
-    return Memory(sum(drafter.weight_bytes for drafter in each) - repeated, sum(caches.values()))
+    return Memory(sum(drafter.weight_bytes for drafter in each) - used + sum(held.values()), sum(caches.values()))
 
 
 def bind(drafter: Drafter, target: Target, *, keeps: bool = False) -> None:
     """Bind a drafter of a pool; it shares equal weights and the cache of its shape with the target's other drafters.
     `keeps`: load memory-mapped weights into memory first. Raises the errors of `Drafter.bind`."""
-    with sharing(target) as held:
+    with sharing(target, has_weights=bool(drafter.source)) as held:
         if keeps:
             drafter.keep_weights()
         drafter.bind(target)
     if held:  # empty if it was bound to this cache before
-        copies = {key: size for key, size in drafter.held.items() if is_copy(key)}
-        drafter.held = copies | held
+        as_read = {key: size for key, size in drafter.held.items() if is_as_read(key)}
+        drafter.held = as_read | held
 
 
 LOOKUP_MATCH = 2

@@ -69,7 +69,7 @@ def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str
 
 def stamp_of(name: str) -> Stamp:
     """Returns size and time of change of a drafter's files; () for a name in DRAFTERS. Raises ModelNotFoundError if
-    there are none."""
+    the drafter has no files."""
     if name in DRAFTERS:
         return ()
     path = checkpoint_of(name)

@@ -22,7 +22,7 @@ from paceline.draft.base import Drafter, Observed
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.kv_cache import KVCache
 from paceline.model.native.decoder import padded
-from paceline.model.sharing import copied
+from paceline.model.sharing import copied, once
 from paceline.model.target import Target
 from paceline.types import Sequence
 
@@ -44,7 +44,7 @@ class TappedDrafter(Drafter):
     """Number of following tokens that a position's keys and values depend on. As many last positions of a shared prefix
     are recomputed."""
     _kept: Mapping[str, Tensor] | None = None
-    """Copies of the weights in memory; drafters share equal ones as long as these objects exist."""
+    """The weights as they were read; drafters share equal ones as long as these objects exist."""
     _overwrites_taps: bool
     _path: Any
     """The decode path for the bound target."""
@@ -56,6 +56,8 @@ class TappedDrafter(Drafter):
         if self._bound is not None and self._bound[0] is target and self._bound[1] is target.cache:
             self._cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
         else:
+            if not self._kept:
+                self._keep({name: once(tensor) for name, tensor in self._own_tensors().items()})
             self._path = make_path()
         self._bound, self._overwrites_taps = (target, target.cache), target.overwrites_taps
         self._forget_rows()
@@ -92,8 +94,17 @@ class TappedDrafter(Drafter):
         adopt."""
 
     def keep_weights(self) -> None:
-        self._kept = {name: copied(tensor) for name, tensor in self.network.state_dict().items()}
-        self.network.load_state_dict(self._kept, assign=True)
+        self._keep({name: copied(tensor) for name, tensor in self._own_tensors().items()})
+
+    def _keep(self, tensors: dict[str, Tensor]) -> None:
+        """Use these equal tensors instead of the drafter's own."""
+        own = self._own_tensors()
+        if any(tensor.data_ptr() != own[name].data_ptr() for name, tensor in tensors.items()):
+            self._use_tensors(tensors)
+        self._kept = tensors
+
+    def _use_tensors(self, tensors: dict[str, Tensor]) -> None:
+        self.network.load_state_dict(tensors, assign=True)
 
     def start(self, seq: Sequence) -> None:
         self._sort()

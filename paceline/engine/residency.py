@@ -7,8 +7,8 @@ the drafter, one at a time, so that neither the engine's thread nor the disk is 
 into the pool when the next request is assigned a drafter, and is the only one that changes the pool. Waiting instead
 would make one customer's first token as late as a disk is slow; loading in the engine's thread would delay all.
 
-Room is made first: the drafter that was used longest ago is released, but none with running requests. If all have some,
-nothing is loaded until a request comes when one has none. Of several wanted drafters only the latest is loaded: an
+Room is made first: the drafter that was used longest ago is released, but never one with running requests. If all
+have some, nothing is loaded until a request comes when one is idle. Of several wanted drafters only the latest is loaded: an
 earlier one is loaded when it is requested again, else drafters would replace one another before any is used.
 """
 

@@ -22,10 +22,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-Held = dict[Hashable, int]
-"""Key of each shared matrix that a drafter holds -> its bytes."""
+Held = dict[Hashable, tuple[int, int]]
+"""Key of each shared matrix that a drafter holds -> (its bytes, number of places in the drafter that use it)."""
 T = TypeVar("T")
-_COPY = "copy"
+_COPY, _READ = "copy", "read"
 
 
 class Owner(Protocol):
@@ -40,7 +40,8 @@ class Owner(Protocol):
 class _Sharing:
     """The shared memory of one target, while one drafter is being prepared."""
 
-    def __init__(self, target: Owner) -> None:
+    def __init__(self, target: Owner, *, has_weights: bool) -> None:
+        self.has_weights = has_weights
         self.items: WeakValueDictionary[Hashable, Any] = target.shared
         self.cache_id = id(target.cache)  # a cache that replaces this one has other rows
         self.held: Held = {}
@@ -50,10 +51,10 @@ _present: ContextVar[_Sharing | None] = ContextVar("sharing", default=None)
 
 
 @contextlib.contextmanager
-def sharing(target: Owner) -> Iterator[Held]:
-    """Share matrices and caches that this thread makes within the context; yields the shared matrices it made or
-    took."""
-    token = _present.set(now := _Sharing(target))
+def sharing(target: Owner, *, has_weights: bool = True) -> Iterator[Held]:
+    """Share matrices and caches that this thread makes within the context; yields the shared matrices it made or took.
+    Without `has_weights` only caches are shared: weights in training change in place."""
+    token = _present.set(now := _Sharing(target, has_weights=has_weights))
     try:
         yield now.held
     finally:
@@ -64,13 +65,13 @@ def matrix(make: Callable[[], T], sources: list[Tensor], *form: Hashable, num_by
     """Returns the matrix that `make` makes from `sources`, or an equal one that exists already. `form`: whatever else
     it depends on. Outside `sharing` it calls `make`."""
     now = _present.get()
-    if now is None:
+    if now is None or not now.has_weights:
         return make()
     key = (*form, *map(_digest, sources))
     item = now.items.get(key)
     if item is None:
         item = now.items[key] = make()
-    now.held[key] = num_bytes(item)
+    now.held[key] = num_bytes(item), 1 + now.held.get(key, (0, 0))[1]
     return item
 
 
@@ -79,9 +80,14 @@ def copied(tensor: Tensor) -> Tensor:
     return matrix(tensor.clone, [tensor], _COPY, num_bytes=lambda copy: copy.nbytes)
 
 
-def is_copy(key: Hashable) -> bool:
-    """True if a key of `Held` belongs to a tensor that `copied` returned: it stays when a drafter is bound again."""
-    return isinstance(key, tuple) and key[0] == _COPY
+def once(tensor: Tensor) -> Tensor:
+    """Returns the tensor itself, or an equal one that another drafter has."""
+    return matrix(lambda: tensor, [tensor], _READ, num_bytes=lambda same: same.nbytes)
+
+
+def is_as_read(key: Hashable) -> bool:
+    """True if a key of `Held` belongs to a tensor from `copied` or `once`: it stays when a drafter is bound again."""
+    return isinstance(key, tuple) and key[0] in (_COPY, _READ)
 
 
 def cache_tensor(make: Callable[[], Tensor], shape: tuple[int, ...], *form: Hashable) -> Tensor:
@@ -98,4 +104,4 @@ def cache_tensor(make: Callable[[], Tensor], shape: tuple[int, ...], *form: Hash
 
 def _digest(tensor: Tensor) -> Hashable:
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return tuple(tensor.shape), tensor.dtype, tensor.device, hashlib.sha256(data).digest()
+    return tuple(tensor.shape), tensor.dtype, tensor.device, hashlib.sha256(data.data).digest()

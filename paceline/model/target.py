@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
@@ -160,10 +159,10 @@ class Target(ABC):
 
     _experts_read: float | Tensor | None = None
 
-    @cached_property
+    @property
     def shared(self) -> WeakValueDictionary[Hashable, Any]:
         """Matrices and cache tensors that drafters of this target share, by key (`model/sharing.py`)."""
-        return WeakValueDictionary()
+        return self.__dict__.setdefault("_shared", WeakValueDictionary())
 
     recorder: Recorder | None = None
     """Captures passes of fixed shape as CUDA graphs and replays them, for this target and for drafters; None if this

@@ -30,7 +30,6 @@ from paceline.draft.mtp.paths import MtpNativePath, MtpPath
 from paceline.draft.tapped import cache_shape_of
 from paceline.errors import ConfigError, DrafterMismatchError, refuse
 from paceline.model.native.decoder import NativeDecoder
-from paceline.model.sharing import copied
 from paceline.model.target import Target
 
 DEFAULT_DRAFTED = 3
@@ -93,9 +92,8 @@ class MtpDrafter(ChainedDrafter):
         self.tap_layers = (target.num_layers - 1,)
         self._begin(target, own.hidden_size)
 
-    def keep_weights(self) -> None:
-        own = {name: copied(tensor) for name, tensor in self._stored.tensors.items()}
-        self._stored = replace(self._stored, tensors=own)
+    def _use_tensors(self, tensors: dict[str, Tensor]) -> None:
+        self._stored = replace(self._stored, tensors=tensors)
 
     def _own_tensors(self) -> Mapping[str, Tensor]:
         return self._stored.tensors

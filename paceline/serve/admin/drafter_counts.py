@@ -12,7 +12,7 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from paceline.draft.pool import memory_of
+from paceline.draft.pool import memory_alone, memory_of
 from paceline.lossy import LOSSY
 from paceline.plan.clusters import OTHER, label
 from paceline.types import CANDIDATE, RoundStats, Sequence
@@ -107,7 +107,7 @@ class DrafterCounts:
 
 def _memory(model: str, pool: Any) -> Iterator[Metric]:
     """Yield the memory of each drafter and of all, and what residency (`engine/residency.py`) did."""
-    each = {one.name: memory_of([one.drafter], pool.target) for one in list(pool.members.values())}
+    each = {one.name: memory_alone(one.drafter, pool.target) for one in list(pool.members.values())}
     values = {(name, part): getattr(one, f"{part}_bytes") for name, one in each.items() for part in PARTS}
     doc = "Memory of weights, and of keys and values"
     yield _family(GaugeMetricFamily, model, "memory_bytes", doc, ("part",), values)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from paceline.draft.pool import Memory, bind, memory_of
+from paceline.draft.pool import Memory, bind, memory_alone, memory_of
 from paceline.draft.probation import Probation
 from paceline.errors import ConfigError, MemoryBudgetError, PacelineError
 from paceline.hardware import free_bytes
@@ -223,7 +223,7 @@ def _rows(model: Any) -> list[dict[str, Any]]:
             "state": state,
             "rows": pool.num_rows(member),
         }
-        | _sizes(memory_of([member.drafter], model.target))
+        | _sizes(memory_alone(member.drafter, model.target))
         for state, member in named
     ]
     if NONE not in pool.members:
