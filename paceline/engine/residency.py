@@ -8,8 +8,8 @@ into the pool when the next request is assigned a drafter, and is the only one t
 would make one customer's first token as late as a disk is slow; loading in the engine's thread would delay all.
 
 Room is made first: the drafter that was used longest ago is released, but never one with running requests. If all
-have some, nothing is loaded until a request comes when one is idle. Of several wanted drafters only the latest is loaded: an
-earlier one is loaded when it is requested again, else drafters would replace one another before any is used.
+have some, nothing is loaded until a request comes when one is idle. Of several wanted drafters only the latest is
+loaded: an earlier one is when it is requested again, else drafters would replace one another before any is used.
 """
 
 from __future__ import annotations
