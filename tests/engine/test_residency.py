@@ -192,7 +192,11 @@ def test_shared_weights_and_rows_change_no_drafts(model: Path, folders: dict[str
     alone: dict[str, list[Any]] = {}
     settings = SIZES | {"backend": backend}
     for name in names:
-        llm = LLM(str(model), drafters={name: folders[name]}, **settings)
+        llm = LLM(str(model), drafter="none", **settings)
+        drafter = llm.make_drafter(folders[name])
+        drafter.bind(llm.target)  # not by the pool, so nothing is shared
+        llm.put_drafter(name, drafter)
+        assert not drafter.held
         alone[name] = logged(llm, name)
         answer(llm, name)
     assert len({str(drafts) for drafts in alone.values()}) == 3 and all(alone.values())
@@ -209,6 +213,15 @@ def test_shared_weights_and_rows_change_no_drafts(model: Path, folders: dict[str
             del drafts[:]
             answer(llm, name)
             assert drafts == alone[name]
+
+
+def test_a_row_is_another_drafters_from_the_start_of_its_sequence(model: Path, folders: dict[str, str]) -> None:
+    llm = LLM(str(model), drafters={name: folders[name] for name in ("c0", "c1")}, **(SIZES | {"max_batch": 1}))
+    answer(llm, "c0")
+    pool = llm.engine.pool
+    assert pool._held == {0: pool.member("c0").drafter}
+    begin(llm, "c1")
+    assert not pool._held, "nobody may copy what c0 left there"
 
 
 def matrices_of(item: Any, seen: dict[int, Any]) -> set[Matrix]:
