@@ -40,7 +40,8 @@ def drafters_list(server: Server = HERE, admin_key: Key = None, as_json: Json = 
     """List the drafters of a running server.
 
     Shows the state, acceptance length and memory of each; the last line is one JSON object. States: loading; ready;
-    draining (gets no new requests); leaving (replaced or unloaded while its last requests finish).
+    draining (gets no new requests); leaving (replaced or unloaded while its last requests finish); released (on disk
+    only, see serve --loaded-drafters); failed (released, and its files cannot be loaded).
 
     Examples:
       paceline drafters list --server http://127.0.0.1:8000

@@ -209,7 +209,8 @@ def _run(
         traces = TraceWriter(tracing, name)
 
     def load() -> LLM:
-        llm = LLM.of(engine, drafters=drafters, router=router, allow_lossy=serving.allow_lossy, max_tv=serving.max_tv)
+        lossy = {"allow_lossy": serving.allow_lossy, "max_tv": serving.max_tv}
+        llm = LLM.of(engine, drafters=drafters, router=router, loaded_drafters=serving.loaded_drafters, **lossy)
         if engine.mocked is not None and engine.drafter != NONE:
             from paceline.serve.worker.mock import check_yield
 

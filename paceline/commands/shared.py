@@ -54,10 +54,12 @@ def starting(model: str) -> None:
 
 def introduce(llm: LLM) -> str:
     """Return a text about the loaded model: the values chosen for "auto" and "default", and the memory used."""
+    from paceline.draft.pool import memory_of
     from paceline.model.backends import form_of
     from paceline.report.pages import render
 
-    return render("loaded.txt", llm=llm, form=form_of(llm.target)).rstrip()
+    held = memory_of(llm.engine.pool.drafters, llm.target)
+    return render("loaded.txt", llm=llm, held=held, form=form_of(llm.target)).rstrip()
 
 
 class MinuteLines:

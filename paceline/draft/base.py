@@ -9,7 +9,9 @@ ignore unless they were accepted. Some drafters read hidden states of the target
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -17,6 +19,9 @@ from paceline import rng
 from paceline.model.sampling.logits import sample, target_probs
 from paceline.model.target import Target
 from paceline.types import Batch, DraftBlock, Sequence
+
+Stamp = tuple[tuple[str, int, int], ...]
+"""(name, size in bytes, time of change in ns) of each file of a drafter."""
 
 
 @dataclass(slots=True)
@@ -46,6 +51,8 @@ class Drafter(ABC):
     name: str = ""
     source: str = ""
     """Name that the drafter was created from: a key of `registry.DRAFTERS`, a folder or a hub id."""
+    stamp: Stamp = ()
+    """Files that it was created from, as they were then."""
     num_drafted: int = 0
     """Maximum tokens drafted per round."""
     is_instant: bool = False
@@ -59,6 +66,11 @@ class Drafter(ABC):
     tap_layers: tuple[int, ...] = ()
     """Target layers whose hidden states `observe` receives; layer l is Transformers' hidden_states[l + 1]."""
 
+    is_released: bool = False
+    """True if only the drafter's place in a pool is in memory (`engine/residency.py`); it drafts nothing."""
+    held: Mapping[Hashable, tuple[int, int]] = MappingProxyType({})
+    """Weights that drafters of its pool may share (`model.sharing.Held`)."""
+
     def bind(self, target: Target) -> None:
         """Check that this drafter fits the target, and allocate caches with `target.cache.num_rows` rows.
 
@@ -68,6 +80,10 @@ class Drafter(ABC):
     def cache_bytes(self, target: Target) -> int:
         """Returns the bytes of the KV cache that this drafter needs in addition to the target's."""
         return 0
+
+    def cache_shape(self, target: Target) -> Hashable:
+        """Returns the shape of that cache. Drafters of a pool with equal shapes share one cache."""
+        return id(self)
 
     @property
     def weight_bytes(self) -> int:

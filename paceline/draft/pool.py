@@ -10,18 +10,64 @@ drafter receives those of its own layers.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.draft.ngram import NgramDrafter, PredictionDrafter
 from paceline.draft.tapped import TappedDrafter
 from paceline.errors import ConfigError
+from paceline.model.sharing import is_as_read, sharing
 from paceline.model.target import Target
 from paceline.plan.planner import Offer, Planner
 from paceline.plan.trees import Candidates
 from paceline.types import LOOKUP, NONE, PREDICTION, Batch, DraftBlock, Sequence, Take
+
+
+class Residency(Protocol):
+    """Keeps few of a pool's drafters in memory (`engine/residency.py`)."""
+
+    def turn(self, pool: Pool) -> None:
+        """Called before a sequence is assigned a drafter: put loaded drafters into the pool, release others."""
+
+    def started(self, pool: Pool, name: str, drafter: str) -> None:
+        """Called after that. `name`: drafter that the sequence named, or ""; `drafter`: the one that it got."""
+
+
+class Memory(NamedTuple):
+    """Bytes that drafters hold. Weights and caches that several of them share count once."""
+
+    weight_bytes: int
+    cache_bytes: int
+
+
+def memory_alone(drafter: Drafter, target: Target) -> Memory:
+    """Returns the bytes that the drafter would hold if it shared nothing."""
+    return Memory(drafter.weight_bytes, drafter.cache_bytes(target))
+
+
+def memory_of(drafters: Iterable[Drafter], target: Target) -> Memory:
+    """Returns the bytes that these drafters hold together."""
+    each = list(drafters)
+    used = sum(size * times for drafter in each for size, times in drafter.held.values())
+    held = {key: size for drafter in each for key, (size, _) in drafter.held.items()}
+    caches = {drafter.cache_shape(target): drafter.cache_bytes(target) for drafter in each}
+    return Memory(sum(drafter.weight_bytes for drafter in each) - used + sum(held.values()), sum(caches.values()))
+
+
+def bind(drafter: Drafter, target: Target, *, keeps: bool = False) -> None:
+    """Bind a drafter of a pool; it shares equal weights and the cache of its shape with the target's other drafters.
+    `keeps`: load memory-mapped weights into memory first. Raises the errors of `Drafter.bind`."""
+    with sharing(target, has_weights=bool(drafter.source)) as held:
+        if keeps:
+            drafter.keep_weights()
+        drafter.bind(target)
+    if held:  # empty if it was bound to this cache before
+        as_read = {key: size for key, size in drafter.held.items() if is_as_read(key)}
+        drafter.held = as_read | held
+
 
 LOOKUP_MATCH = 2
 """Minimum matching tokens for prompt lookup if the sequence also has another drafter: shorter matches predict less than
@@ -36,6 +82,11 @@ class Member:
     drafter: Drafter
     is_open: bool = True
     """True if new sequences may be assigned to it."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True if a new sequence that names it gets it: it is open, and its weights are in memory."""
+        return self.is_open and not self.drafter.is_released
 
 
 class Pool:
@@ -53,6 +104,7 @@ class Pool:
         lookup, which drafts in addition to drafters that run a network. `predictions` drafts from the predictions of
         requests that have one, in addition to any drafter but "none"."""
         self.target, self.lookups, self.predictions = target, lookups, predictions
+        self.residency: Residency | None = None
         self.members: dict[str, Member] = {}
         """Pool entries by name, in the given order. "none" is in it only if it was given."""
         self._plain = Member(NONE, NoDrafter())
@@ -63,7 +115,7 @@ class Pool:
         self.drafters: list[Drafter] = []
         """All drafters in use: the default, the other entries, then replaced ones that still have sequences."""
         if isinstance(drafters, Drafter):
-            drafters.bind(target)
+            bind(drafters, target)
             self.members[drafters.name] = Member(drafters.name, drafters)
         else:
             for name, drafter in drafters.items():
@@ -76,9 +128,9 @@ class Pool:
 
     @property
     def default(self) -> Member:
-        """The first pool entry that new sequences may get (an open one), or "none". It serves sequences that name no
-        drafter, or one that is unknown or not open."""
-        return next((member for member in self.members.values() if member.is_open), self._plain)
+        """The first pool entry that new sequences may get (an open one, in memory), or "none". It serves sequences that
+        name no drafter, or one that is unknown, not open or released."""
+        return next((member for member in self.members.values() if member.is_ready), self._plain)
 
     @property
     def drafter(self) -> Drafter:
@@ -116,7 +168,7 @@ class Pool:
         if drafter is old.drafter:
             return
         if drafter not in self.drafters:
-            drafter.bind(self.target)
+            bind(drafter, self.target)
         new = self.members.get(drafter.name)
         if new is None or new.drafter is not drafter:
             new = Member(drafter.name, drafter)
@@ -138,10 +190,17 @@ class Pool:
             meanings = "lookups, a request's prediction or no drafter"
             raise ConfigError(f"a drafter cannot be the member {name!r}, which means {meanings}: rename it")
         if drafter not in self.drafters:
-            drafter.bind(self.target)
+            bind(drafter, self.target)
         if not drafter.is_instant:
             drafter.name = name  # so that the planner distinguishes drafters of one method
         self.members[name] = Member(name, drafter)
+
+    def exchange(self, name: str, drafter: Drafter) -> None:
+        """Replace an entry's drafter by the same one, released or loaded again; the entry stays open or drained."""
+        is_open = self.member(name).is_open
+        self._join(name, drafter)
+        self.members[name].is_open = is_open
+        self._let_go()
 
     def admit(self, name: str, is_open: bool) -> None:
         """Allow or forbid (`is_open`) that new sequences get this drafter. Raises ConfigError for an unknown name."""
@@ -158,11 +217,18 @@ class Pool:
         """Assign a drafter to `seq` and reset that drafter's state for its row: the drafter that `seq.drafter` names if
         new sequences may get it, else the default. With `trial_drafter`, assign that drafter instead: it is outside the
         pool, already bound, and released when the sequence ends."""
+        name = seq.drafter
+        if self.residency:
+            self.residency.turn(self)
         member = self.members.get(seq.drafter) or (self._plain if seq.drafter == NONE else self.default)
         member = (
-            Member(trial_drafter.name, trial_drafter) if trial_drafter else member if member.is_open else self.default
+            Member(trial_drafter.name, trial_drafter) if trial_drafter else member if member.is_ready else self.default
         )
         self._leases[seq.row], seq.drafter = member, member.name
+        if self._held.get(seq.row) is not member.drafter:
+            self._held.pop(seq.row, None)  # drafters may share a cache, so this row is the new drafter's from now on
+        if self.residency and not trial_drafter:
+            self.residency.started(self, name, member.name)
         if trial_drafter:
             self._let_go()
         for source in self._sources(member.drafter):
@@ -174,6 +240,7 @@ class Pool:
         drafter = self._leases[seq.row].drafter
         if drafter.tap_layers and self._held.get(source) is not drafter:
             return 0
+        self._held[seq.row] = drafter
         return drafter.adopt(seq, source, length)
 
     def drop(self, seq: Sequence) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from paceline import hub
 from paceline.config import EngineConfig
 from paceline.draft import shipped
-from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.base import Drafter, NoDrafter, Stamp
 from paceline.draft.dflash.config import is_dflash
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash2.drafter import DFlash2Drafter
@@ -60,9 +60,21 @@ def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str
             raise ConfigError(f"a ready {type(spec).__name__} takes no options: set num_drafted where it is made")
         return spec
     name = spec or "none"
+    stamp = stamp_of(name)
     drafter = _make(name, target, target_name, options)
+    drafter.stamp = stamp
     drafter.source = str(Path(name).resolve()) if name not in DRAFTERS and Path(name).exists() else name
     return drafter
+
+
+def stamp_of(name: str) -> Stamp:
+    """Returns size and time of change of a drafter's files; () for a name in DRAFTERS. Raises ModelNotFoundError if
+    the drafter has no files."""
+    if name in DRAFTERS:
+        return ()
+    path = checkpoint_of(name)
+    stats = [(file.name, file.stat()) for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    return tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
 
 
 def _make(spec: str, target: Target, target_name: str, options: dict[str, Any]) -> Drafter:

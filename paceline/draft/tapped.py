@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 
 from paceline.draft.base import Drafter, Observed
+from paceline.model.config.decoder import DecoderConfig
 from paceline.model.kv_cache import KVCache
+from paceline.model.native.decoder import padded
+from paceline.model.sharing import copied, once
 from paceline.model.target import Target
 from paceline.types import Sequence
 
@@ -40,6 +43,8 @@ class TappedDrafter(Drafter):
     looks_ahead = 0
     """Number of following tokens that a position's keys and values depend on. As many last positions of a shared prefix
     are recomputed."""
+    _kept: Mapping[str, Tensor] | None = None
+    """The weights as they were read; drafters share equal ones as long as these objects exist."""
     _overwrites_taps: bool
     _path: Any
     """The decode path for the bound target."""
@@ -51,6 +56,8 @@ class TappedDrafter(Drafter):
         if self._bound is not None and self._bound[0] is target and self._bound[1] is target.cache:
             self._cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
         else:
+            if not self._kept:
+                self._keep({name: once(tensor) for name, tensor in self._own_tensors().items()})
             self._path = make_path()
         self._bound, self._overwrites_taps = (target, target.cache), target.overwrites_taps
         self._forget_rows()
@@ -59,6 +66,12 @@ class TappedDrafter(Drafter):
     def weight_bytes(self) -> int:
         own = sum(tensor.nbytes for tensor in self._own_tensors().values())
         return own + (self._path.weight_bytes if self._bound else 0)
+
+    def cache_bytes(self, target: Target) -> int:
+        return 2 * math.prod(self.cache_shape(target)) * target.dtype.itemsize
+
+    @abstractmethod
+    def cache_shape(self, target: Target) -> tuple[int, ...]: ...
 
     def _own_tensors(self) -> Mapping[str, Tensor]:
         return self.network.state_dict()
@@ -81,8 +94,17 @@ class TappedDrafter(Drafter):
         adopt."""
 
     def keep_weights(self) -> None:
-        own = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
-        self.network.load_state_dict(own, assign=True)
+        self._keep({name: copied(tensor) for name, tensor in self._own_tensors().items()})
+
+    def _keep(self, tensors: dict[str, Tensor]) -> None:
+        """Use these equal tensors instead of the drafter's own."""
+        own = self._own_tensors()
+        if any(tensor.data_ptr() != own[name].data_ptr() for name, tensor in tensors.items()):
+            self._use_tensors(tensors)
+        self._kept = tensors
+
+    def _use_tensors(self, tensors: dict[str, Tensor]) -> None:
+        self.network.load_state_dict(tensors, assign=True)
 
     def start(self, seq: Sequence) -> None:
         self._sort()
@@ -160,6 +182,15 @@ class TappedDrafter(Drafter):
 
     def _num_observed(self, row: int) -> int:
         return self._cache.lengths[row] + self._pending.count(row)
+
+
+def cache_shape_of(config: DecoderConfig, target: Target, slack: int, *, is_native: bool) -> tuple[int, ...]:
+    """Returns the shape of a drafter's keys [layers, rows, kv_heads, positions, head_dim]. `slack`: positions of a row
+    beyond the longest text."""
+    max_len, head_dim = target.cache.max_len, config.head_dim
+    if is_native:
+        head_dim, slack = padded(config, max_len, slack)
+    return config.num_layers, target.cache.num_rows, config.num_kv_heads, max_len + slack, head_dim
 
 
 class PendingFeatures:

@@ -272,7 +272,10 @@ class Engine:
         for seq in self.scheduler.admit(self.prefix.best_row if self.prefix else None):
             if self.router and seq.route and not seq.drafter and seq.params.max_drafted is None:
                 seq.drafter, seq.cluster = self.router.choose(seq.request_id, seq.route.clusters, self.pool.open)
+            chosen = seq.drafter
             self.pool.start(seq, self._trial_drafters.get(seq.request_id))
+            if self.router and seq.drafter != chosen:
+                self.router.cancel(seq.request_id)  # the chosen one is released
             if self.prefix:
                 self.prefix.admitted(seq)
 
@@ -337,8 +340,7 @@ class Engine:
             self.router.learn(batch.sequences, stats, partial(self.planner.price, plan))
         self.rounds.append(stats)
         now = time.perf_counter()
-        chunks = []
-        rounds_B = map(Round, stats.num_drafted_B, stats.num_accepted_B, stats.source_B)
+        chunks, rounds_B = [], map(Round, stats.num_drafted_B, stats.num_accepted_B, stats.source_B)
         for seq, each in zip(batch.sequences, rounds_B, strict=True):
             seq.rounds.append(each)
             chunks.append(self._publish(seq, now))

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
-from paceline.draft.pool import Member
+from paceline.draft.pool import Member, memory_of
 from paceline.draft.registry import make_drafter
 from paceline.engine.completion import Completion, GenerationStats
 from paceline.engine.engine import Chunk, Engine
+from paceline.engine.residency import Residency, create
 from paceline.engine.round import RuleJudge
 from paceline.errors import ConfigError, EngineReplacedError, MemoryBudgetError, way_out
 from paceline.hub import resolve as resolve_model
@@ -52,10 +54,13 @@ class LLM:
     """A model with its drafter. `settings` are the fields of `EngineConfig`; `drafter` may also be a Drafter object.
 
     `drafters` gives several drafters by name. The first is the default; `router` chooses another for requests that were
-    added with request classes (names of groups of similar requests; `engine.add`). `allow_lossy` permits lossy rules
+    added with request classes (names of groups of similar requests; `engine.add`). At most `loaded_drafters` of them
+    are in memory (`engine/residency.py`; None: all). `allow_lossy` permits lossy rules
     (`SamplingParams.lossy`) with at most `max_tv` mean total variation. Raises the errors of paceline.errors: a missing
     model, a drafter for another target, a KV cache beyond the memory budget.
     """
+
+    residency: Residency | None = None
 
     def __init__(
         self,
@@ -66,6 +71,7 @@ class LLM:
         router: Router | None = None,
         allow_lossy: bool = False,
         max_tv: float | None = None,
+        loaded_drafters: int | None = None,
         **settings: Any,
     ) -> None:
         specs = drafters or {"": drafter}
@@ -82,12 +88,15 @@ class LLM:
             tokenizer = executor.submit(_tokenizer, self.config, resolve_model(model))
             self.target = load_target(self.config)
             self.tokenizer = tokenizer.result() or Tokenizer.stand_in(self.target.vocab_size)
-        created = {name: self.make_drafter(spec, num_drafted=self.config.num_drafted) for name, spec in specs.items()}
+        make = partial(self.make_drafter, num_drafted=self.config.num_drafted)
+        created = create(specs, make, loaded_drafters)
         self.drafter = next(iter(created.values()))
         """The default drafter for new requests."""
         self.router = router
         self.allow_lossy, self.max_tv = allow_lossy, max_tv
         _fit_budget(self.config, self.target, list(created.values()))
+        if loaded_drafters is not None and drafters:
+            self.residency = Residency(loaded_drafters, self.target, self.config)
         self.pass_costs: PassCosts | None = None
         """Seconds of target passes; None until an adaptive planner first needs them and they are measured."""
         self._planners: WeakKeyDictionary[Drafter, Planner] = WeakKeyDictionary()
@@ -105,7 +114,7 @@ class LLM:
     def cache_bytes(self) -> int:
         """Bytes of all KV caches: the target's and the drafters'. They are allocated once; only added drafters increase
         them."""
-        return self.target.cache.num_bytes + sum(each.cache_bytes(self.target) for each in self.engine.pool.drafters)
+        return self.target.cache.num_bytes + memory_of(self.engine.pool.drafters, self.target).cache_bytes
 
     def new_engine(self, drafter: Drafter | Mapping[str, Drafter]) -> Engine:
         """Returns another engine with the same weights and cache, and with this drafter or these drafters. Use only one
@@ -126,6 +135,7 @@ class LLM:
             allow_lossy=self.allow_lossy,
             max_tv=self.max_tv,
         )
+        engine.pool.residency = self.residency
         self.record_passes(engine)  # with the taps of its drafters, and before passes are measured
         engine.planner = self._planner_of(*every)
         return engine
@@ -211,6 +221,8 @@ class LLM:
         """Add a drafter to the pool under this name. It replaces one with the same name; running requests keep the old
         one. Raises DrafterMismatchError, and changes nothing, if it does not fit the target."""
         self.engine.put(name, drafter)
+        if self.residency:
+            self.residency.put(self.engine.pool, name)
         self._pool_changed()
 
     def drain_drafter(self, name: str) -> None:
@@ -366,7 +378,7 @@ def _fit_budget(config: EngineConfig, target: Target, drafters: list[Drafter]) -
     fits."""
     if config.kv_memory is None:
         return
-    row_bytes = target.cache.num_bytes + sum(drafter.cache_bytes(target) for drafter in drafters)
+    row_bytes = target.cache.num_bytes + memory_of(drafters, target).cache_bytes
     num_rows = min(config.max_batch, config.kv_memory // row_bytes)
     if num_rows < 1:
         raise MemoryBudgetError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import MemoryBudgetError, reraised
+from paceline.model.sharing import cache_tensor
 
 
 class KVCache(ABC):
@@ -174,8 +175,9 @@ class StaticKVCache(KVCache):
         shape = (num_layers, num_rows, num_kv_heads, max_len + slack, head_dim)
         failure = f"no memory for a KV cache of {num_rows} rows of {max_len} tokens"
         with reraised(MemoryBudgetError, failure, "lower max_batch or max_len", RuntimeError, MemoryError, OSError):
-            self.keys = _zeros(shape, dtype, device)
-            self.values = _zeros(shape, dtype, device)
+            self.keys, self.values = (
+                cache_tensor(lambda: _zeros(shape, dtype, device), shape, dtype, str(device), which) for which in "kv"
+            )
 
     @property
     def num_bytes(self) -> int:

@@ -7,10 +7,11 @@ ForwardOutput` appends the given tokens to the cache; `cache.rollback` removes r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -157,6 +158,14 @@ class Target(ABC):
     """True if the next pass may overwrite the memory of `taps_TF`; callers must then copy taps that they keep."""
 
     _experts_read: float | Tensor | None = None
+    _shared: WeakValueDictionary[Hashable, Any] | None = None
+
+    @property
+    def shared(self) -> WeakValueDictionary[Hashable, Any]:
+        """Matrices and cache tensors that drafters of this target share, by key (`model/sharing.py`)."""
+        if self._shared is None:
+            self._shared = WeakValueDictionary()
+        return self._shared
 
     recorder: Recorder | None = None
     """Captures passes of fixed shape as CUDA graphs and replays them, for this target and for drafters; None if this

@@ -249,6 +249,14 @@ class Router:
                 if stats.source_B[index] not in COPYING | {NONE}:
                     session.num_own += stats.num_accepted_B[index]
 
+    def cancel(self, key: int) -> None:
+        """Forget that `choose` chose for this request: another drafter drafts for it, so its figures say nothing of the
+        chosen one. `key`: its request id."""
+        if session := self._sessions.pop(key, None):
+            cluster = self.clusters.get(session.cluster)
+            if cluster and (arm := cluster.arms.get(session.drafter)):
+                arm.num_given, arm.num_running = arm.num_given - 1, arm.num_running - 1
+
     def ended(self, key: int) -> None:
         """Add an ended request's figures to those of its cluster. Call it when a request ends, for any reason. `key`:
         its request id."""

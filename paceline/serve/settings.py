@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from paceline.bounds import Amount, Count, Positive, Share, Whole, check, within
+from paceline.bounds import Amount, Count, Positive, Share, Whole, at_least, check, within
 from paceline.config import Bytes
 from paceline.errors import ConfigError, refuse
 from paceline.lossy import LOSSY
@@ -19,8 +19,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}", re.ASCII)
 """Valid names of drafters."""
 TAKEN = (NONE, LOOKUP, PREDICTION, OTHER, CANDIDATE, LOSSY)
 """Names that a drafter may not have, because they mean something else in statistics."""
-MOST_DRAFTERS = 8
-"""Most drafters of a pool: each needs memory, and each request class tries all of them."""
+MOST_DRAFTERS = 64
+"""Most drafters of a pool: with route auto, each request class tries all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,9 @@ class ServeConfig:
     tag, else by language, template, tools and answer format; each drafter is tried on 2 requests of a class, on at most
     6 more if the result is uncertain, and later at most 2% of the requests go to drafters that seem slower); tag or
     header:NAME: the drafter named by the request's tag or header."""
+    loaded_drafters: Annotated[int, at_least(2)] | None = None
+    """Most drafters in memory [default: all]. The one used longest ago is released when another is requested; that
+    request gets the first drafter, later ones their own. The first is never released."""
     admin_keys: tuple[str, ...] = ()
     """Key for /admin. Without a key, /admin is open to this machine only, and closed if there are API keys. Also read
     from PACELINE_ADMIN_KEY."""

@@ -35,7 +35,7 @@ def test_names_of_drafters(options: tuple[str, ...], named: dict[str, str]) -> N
         (("ngram=default",), "cannot be called 'ngram'"),
         (("a b=default",), "cannot be called 'a b'"),
         (("=default",), "cannot be called ''"),
-        (tuple(f"d{number}=ngram" for number in range(9)), "at most 8 drafters"),
+        (tuple(f"d{number}=ngram" for number in range(65)), "at most 64 drafters"),
     ],
 )
 def test_names_that_cannot_be(options: tuple[str, ...], words: str) -> None:

@@ -25,11 +25,12 @@ from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint
 from paceline.draft.dflash.config import DFlashConfig, check_fit, new_config
 from paceline.draft.dflash.paths import Drafts, NativePath, TorchPath
 from paceline.draft.dflash.reading import Reading, num_finite
-from paceline.draft.tapped import TappedDrafter, features_of
+from paceline.draft.tapped import TappedDrafter, cache_shape_of, features_of
 from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import random_weights
 from paceline.model.config.decoder import DecoderConfig
-from paceline.model.native.decoder import NativeDecoder, padded
+from paceline.model.native.decoder import NativeDecoder
+from paceline.model.sharing import copied
 from paceline.model.target import Target
 from paceline.model.torch.fused import rms_norm, swiglu
 from paceline.plan.trees import MOST_NODES, Candidates
@@ -288,16 +289,13 @@ class DFlashDrafter(TappedDrafter):
         needs the PyTorch path of DFlash v1, where each draft depends only on its own block position."""
         return self._path if type(self._path) is TorchPath else None
 
-    def cache_bytes(self, target: Target) -> int:
-        shape, max_len = self.config.shape, target.cache.max_len
+    def cache_shape(self, target: Target) -> tuple[int, ...]:
         is_native = self.has_native_path and isinstance(target, NativeDecoder)
-        slack = self.block_size
-        head_dim, slack = padded(shape, max_len, slack) if is_native else (shape.head_dim, slack)
-        positions = target.cache.num_rows * (max_len + slack)
-        return 2 * shape.num_layers * shape.num_kv_heads * head_dim * positions * target.dtype.itemsize
+        layers, rows, heads, *sizes = cache_shape_of(self.config.shape, target, self.block_size, is_native=is_native)
+        return (layers, rows, heads, *sizes) if is_native else (1, rows, layers * heads, *sizes)
 
     def keep_weights(self) -> None:
-        self.head_VD = None if self.head_VD is None else self.head_VD.clone()
+        self.head_VD = None if self.head_VD is None else copied(self.head_VD)
         super().keep_weights()
 
     def _take_in(self, rows: list[int], starts: list[int], counts: list[int], observed: list[Observed]) -> None:

@@ -12,18 +12,12 @@ from torch import Tensor
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.reading import scale_logits, top_logprob
 from paceline.draft.dflash.static import Kind, StaticForms
+from paceline.model import sharing
 from paceline.model.gguf.blocks import Weight
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.native.decoder import (
-    NativeDecoder,
-    cache_view,
-    layer_parts,
-    native_cache,
-    native_model,
-    pack,
-    pack_vectors,
-)
+from paceline.model.native.decoder import NativeDecoder, cache_view, layer_parts, native_cache, native_model
 from paceline.model.native.library import Buffers, Matrix, pointer
+from paceline.model.native.packing import pack, pack_vectors
 from paceline.model.target import Target, head_weight
 from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of
 from paceline.model.torch.decoder import Layer, LayerAttention, build_layers
@@ -234,6 +228,14 @@ def _best(logits_BKV: Tensor) -> Tensor:
     return best.masked_fill_(~largest.isfinite(), -1)
 
 
+def rows_of_head(target: NativeDecoder, draft_ids: Tensor) -> Matrix:
+    """Returns the rows `draft_ids` of the target's head, which drafters with the same draft vocabulary share."""
+    ids = draft_ids.tolist()
+    return sharing.matrix(
+        lambda: target.head_matrix.select(ids), [draft_ids], "head", num_bytes=lambda matrix: matrix.num_bytes
+    )
+
+
 class NativePath:
     """DFlash in native (C++) calls for a native target: one call computes keys and values of all layers from features,
     another runs the block.
@@ -266,7 +268,7 @@ class NativePath:
         if head_VD is not None:
             self._head = pack([target.as_weight(head_VD)], dtype)
         else:
-            self._head = target.head_matrix if draft_ids is None else target.head_matrix.select(draft_ids.tolist())
+            self._head = target.head_matrix if draft_ids is None else rows_of_head(target, draft_ids)
         slack, max_len = config.block_size, target.cache.max_len
         fc = pack([weights["fc.weight"]], dtype)
         context_kv = pack([weights[f"{name}.weight"] for name in context], dtype)

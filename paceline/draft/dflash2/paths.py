@@ -17,8 +17,9 @@ from paceline.draft.dflash.paths import NativePath, TorchPath, rows_of
 from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.draft.dflash2.selector import Picks, Selector, score
 from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
-from paceline.model.native.decoder import NativeDecoder, pack
+from paceline.model.native.decoder import NativeDecoder
 from paceline.model.native.library import FORMATS, GROUP, Picker
+from paceline.model.native.packing import pack
 from paceline.model.target import Target
 from paceline.model.torch.decoder import LayerAttention
 from paceline.model.torch.parts import PackedLinear, Residual
@@ -121,6 +122,7 @@ class DFlash2NativePath(NativePath):
         is_known = before.dtype == after.dtype and before.dtype in FORMATS
         books = (before, after) if is_known else (before.float(), after.float())
         gate = pack([self.selector.hidden_projection.weight.detach().to(target.dtype)], target.dtype)
+        self.weight_bytes += gate.num_bytes
         self._picker = Picker(self.selector.top_k, books, gate, target.dtype, ids_V)
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:

@@ -36,6 +36,7 @@ from paceline.draft.eagle3.checkpoint import (
 )
 from paceline.draft.eagle3.native import Eagle3NativePath
 from paceline.draft.eagle3.path import Eagle3Path
+from paceline.draft.tapped import cache_shape_of
 from paceline.errors import ConfigError, refuse
 from paceline.model.checkpoint import random_weights
 from paceline.model.native.decoder import NativeDecoder
@@ -209,9 +210,8 @@ class Eagle3Drafter(ChainedDrafter):
         self._token_of, self._ids = self.ids.tolist(), self.ids.to(target.device)
         self._begin(target, self.config.shape.hidden_size)
 
-    def cache_bytes(self, target: Target) -> int:
-        shape, positions = self.config.shape, target.cache.num_rows * (target.cache.max_len + self._slack)
-        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * positions * target.dtype.itemsize
+    def cache_shape(self, target: Target) -> tuple[int, ...]:
+        return cache_shape_of(self.config.shape, target, self._slack, is_native=isinstance(target, NativeDecoder))
 
     def _token(self, place: int) -> int:
         return self._token_of[place]

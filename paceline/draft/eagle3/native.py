@@ -14,8 +14,9 @@ from paceline.draft.eagle3.checkpoint import Eagle3Config
 from paceline.draft.eagle3.path import EagleNorms, within
 from paceline.draft.level import Level
 from paceline.model.config.decoder import DecoderConfig
-from paceline.model.native.decoder import NativeDecoder, cache_view, layer_parts, native_cache, native_model, pack
+from paceline.model.native.decoder import NativeDecoder, cache_view, layer_parts, native_cache, native_model
 from paceline.model.native.library import Buffers, Matrix, Model, pointer
+from paceline.model.native.packing import pack
 
 
 class NativeChain:
@@ -112,11 +113,12 @@ class Eagle3NativePath(EagleNorms, NativeChain):
         super().__init__(config, rounded, dtype, torch.float32)
         weights = {name: target.as_weight(tensor) for name, tensor in rounded.items()}
         self._fc, self._head = pack([weights["fc.weight"]], dtype), pack([weights["lm_head.weight"]], dtype)
-        own = weights.get("embed_tokens.weight")
+        own = [pack([weights[name]], dtype) for name in ("embed_tokens.weight",) if name in weights]
         layers = [layer_parts(shape, at, within(weights, f"layers.{at}."), dtype) for at in range(shape.num_layers)]
         matrices = [
             self._fc,
             self._head,
+            *own,
             *(part for layer in layers for part in layer.values() if isinstance(part, Matrix)),
         ]
         self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
@@ -128,7 +130,7 @@ class Eagle3NativePath(EagleNorms, NativeChain):
             max_len + slack,
             layers,
             first_position=1,
-            embedding=target.embedding_matrix if own is None else pack([own], dtype),
+            embedding=own[0] if own else target.embedding_matrix,
             final_norm=rounded["norm.weight"].float().contiguous(),
             beside_norm=rounded["layers.0.hidden_norm.weight"].float().contiguous(),
             adds_to_normed=int(config.norm_before_residual),

@@ -27,6 +27,7 @@ from paceline import hub
 from paceline.draft.chained import ChainedDrafter
 from paceline.draft.mtp.checkpoint import MtpLayer, is_mtp, read_mtp, write_mtp
 from paceline.draft.mtp.paths import MtpNativePath, MtpPath
+from paceline.draft.tapped import cache_shape_of
 from paceline.errors import ConfigError, DrafterMismatchError, refuse
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import Target
@@ -91,13 +92,11 @@ class MtpDrafter(ChainedDrafter):
         self.tap_layers = (target.num_layers - 1,)
         self._begin(target, own.hidden_size)
 
-    def keep_weights(self) -> None:
-        own = {name: tensor.clone() for name, tensor in self._stored.tensors.items()}
-        self._stored = replace(self._stored, tensors=own)
+    def _use_tensors(self, tensors: dict[str, Tensor]) -> None:
+        self._stored = replace(self._stored, tensors=tensors)
 
     def _own_tensors(self) -> Mapping[str, Tensor]:
         return self._stored.tensors
 
-    def cache_bytes(self, target: Target) -> int:
-        shape, positions = self._stored.config, target.cache.num_rows * (target.cache.max_len + self._slack)
-        return 2 * shape.num_kv_heads * shape.head_dim * positions * target.dtype.itemsize
+    def cache_shape(self, target: Target) -> tuple[int, ...]:
+        return cache_shape_of(self._stored.config, target, self._slack, is_native=isinstance(target, NativeDecoder))

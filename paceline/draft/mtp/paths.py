@@ -14,8 +14,9 @@ from paceline.draft.mtp.checkpoint import MtpLayer
 from paceline.model.backends import ROUTERS
 from paceline.model.gguf.blocks import Weight
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.native.decoder import NativeDecoder, layer_parts, native_model, pack
+from paceline.model.native.decoder import NativeDecoder, layer_parts, native_model
 from paceline.model.native.library import Matrix
+from paceline.model.native.packing import pack
 from paceline.model.target import Target
 from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
 from paceline.model.torch.decoder import Layer, LayerAttention

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from paceline.model.checkpoint import check_tensors
 from paceline.model.config.decoder import DecoderConfig
-from paceline.model.gguf.blocks import Blocks, Weight, quantise
+from paceline.model.gguf.blocks import Weight, quantise
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.layout import NORMS, delta_apart, gate_apart
 from paceline.model.native import library as native
@@ -32,9 +30,9 @@ from paceline.model.native.library import (
     Matrix,
     Model,
     filled,
-    padded_rows,
     pointer,
 )
+from paceline.model.native.packing import pack, pack_vectors
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.model.torch.attention import rope_tables
 from paceline.model.torch.decoder import build_layers, end_scales
@@ -289,44 +287,6 @@ def _read_by_a_token(config: DecoderConfig, experts: list[tuple[Matrix, Matrix]]
     return sum(sizes[: config.num_experts]) * config.experts_per_token // max(config.num_experts, 1) + sum(
         sizes[config.num_experts :]
     )
-
-
-def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
-    """Stack matrices [n_i, cols] into one, each padded to a multiple of 16 rows if there are several. Quantised
-    blocks and bfloat16 keep their format, float16 too if `dtype` is float32; other dense weights become `dtype`."""
-    forms = [_form(weight, dtype) for weight in weights]
-    counts = [padded_rows(weight.shape[0]) for weight in weights] if len(weights) > 1 else [weights[0].shape[0]]
-    groups = groupby(zip(forms, counts, strict=True), itemgetter(0))
-    matrix = Matrix([(sum(count for _, count in group), name) for name, group in groups], weights[0].shape[1])
-    first = 0
-    for weight, name, count in zip(weights, forms, counts, strict=True):
-        if isinstance(weight, Blocks):
-            matrix.fill(first, weight.data, name)
-        else:
-            matrix.fill(first, weight if str(weight.dtype).endswith(name) else weight.float())
-        first += count
-    return matrix
-
-
-def _form(weight: Weight, dtype: torch.dtype) -> str:
-    """Storage format of a weight. For bfloat16 products float16 weights become bfloat16."""
-    if isinstance(weight, Blocks):
-        return weight.kind
-    if weight.dtype in (dtype, torch.bfloat16) or (weight.dtype == torch.float16 and dtype == torch.float32):
-        return str(weight.dtype).removeprefix("torch.")
-    return str(dtype).removeprefix("torch.")
-
-
-def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
-    """Concatenate the biases of matrices stacked by `pack`, zero-padded to their rows, in float32; None without any."""
-    if all(vector is None for vector in vectors):
-        return None
-    padded = []
-    for vector in vectors:
-        assert vector is not None, "all projections of a stack have a bias, or none"
-        rest = padded_rows(len(vector)) - len(vector)
-        padded.append(torch.nn.functional.pad(vector.float(), (0, rest)))
-    return torch.cat(padded).contiguous()
 
 
 def _vector(vector: Weight, dtype: torch.dtype, offset: float = 0.0) -> Tensor:

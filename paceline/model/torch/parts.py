@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from paceline.model import sharing
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.torch.experts import Experts, gating
 from paceline.model.torch.kernels import layer as kernels
@@ -32,11 +33,11 @@ class PackedLinear:
         self.num_bytes = weight.numel() * weight.element_size()
         self._bias = bias
         self._is_packed = can_pack(weight)
+        self._weight = sharing.matrix(
+            lambda: _packed(weight), [weight], "linear", num_bytes=lambda _: weight.numel() * weight.element_size()
+        )
         if self._is_packed:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _DECODE_ROWS)
             self._multiply = torch.ops.mkldnn._linear_pointwise.default
-        else:
-            self._weight = weight.contiguous()
 
     def __call__(self, inputs_TD: Tensor) -> Tensor:
         if self._is_packed:
@@ -54,6 +55,12 @@ class PackedLinear:
         ):
             return None
         return skinny.product(inputs_TD, self._weight, self._bias, activation)
+
+
+def _packed(weight: Tensor) -> Tensor:
+    if can_pack(weight):
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _DECODE_ROWS)
+    return weight.contiguous()
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -22,7 +22,8 @@ def add_admin(app: FastAPI, worker: EngineWorker) -> None:
 
     @app.get(PATH, summary="Drafters, and statistics of each request class", tags=["admin"])
     async def show() -> Response:
-        return json_response({"drafters": await drafters.table(), "clusters": await drafters.clusters()})
+        shown = {"drafters": await drafters.table(), "memory": await drafters.memory()}
+        return json_response(shown | {"clusters": await drafters.clusters()})
 
     @app.post(f"{PATH}/{{name}}", summary="Load a drafter under this name, or replace it", tags=["admin"])
     async def load(name: str, body: LoadRequest) -> Response:

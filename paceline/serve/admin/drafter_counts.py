@@ -12,13 +12,16 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from paceline.draft.pool import memory_alone, memory_of
 from paceline.lossy import LOSSY
 from paceline.plan.clusters import OTHER, label
 from paceline.types import CANDIDATE, RoundStats, Sequence
 
-MOST_NAMES, MOST_PAIRS = 32, 1024
+MOST_NAMES, MOST_PAIRS = 128, 1024
 """Most drafters, and most pairs (drafter, request class), that are counted separately; all others count as OTHER."""
 Labels = tuple[str, ...]
+PARTS = "weight", "cache"
+"""Parts of a drafter's memory, in the order of `Memory`."""
 
 
 class DrafterCounts:
@@ -95,12 +98,31 @@ class DrafterCounts:
             members = list(pool.members.values())
             rows = {(member.name,): pool.num_rows(member) for member in members}
             yield _family(GaugeMetricFamily, model, "rows", "Running requests of the drafter", (), rows)
-            memory = {(one.name,): one.drafter.weight_bytes + one.drafter.cache_bytes(pool.target) for one in members}
-            yield _family(GaugeMetricFamily, model, "memory_bytes", "Memory of weights and cache", (), memory)
+            yield from _memory(model, pool)
         clusters = router.clusters.copy() if router is not None else {}
         gains = {(name, label(key)): arm.gain for key, one in clusters.items() for name, arm in one.arms.copy().items()}
         doc = "Tokens/s relative to plain decoding, estimated by the router"
         yield _family(GaugeMetricFamily, model, "gain", doc, ("cluster",), gains)
+
+
+def _memory(model: str, pool: Any) -> Iterator[Metric]:
+    """Yield the memory of each drafter and of all, and what residency (`engine/residency.py`) did."""
+    each = {one.name: memory_alone(one.drafter, pool.target) for one in list(pool.members.values())}
+    values = {(name, part): getattr(one, f"{part}_bytes") for name, one in each.items() for part in PARTS}
+    doc = "Memory of weights, and of keys and values"
+    yield _family(GaugeMetricFamily, model, "memory_bytes", doc, ("part",), values)
+    doc = "Memory of all drafters; what several share counts once"
+    held = GaugeMetricFamily("paceline:drafters_held_bytes", doc, labels=["model_name", "part"])
+    for part, size in zip(PARTS, memory_of(pool.drafters, pool.target), strict=True):
+        held.add_metric([model, part], size)
+    yield held
+    if (residency := pool.residency) is not None:
+        for name, doc, counted in (
+            ("loads", "Times that the released drafter was loaded", residency.loads),
+            ("releases", "Times that the drafter was released from memory", residency.releases),
+            ("misses", "Requests that named the drafter while it was released", residency.misses),
+        ):
+            yield _family(CounterMetricFamily, model, name, doc, (), {(key,): n for key, n in counted.copy().items()})
 
 
 def _family(

@@ -15,9 +15,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from paceline.draft.pool import Memory, bind, memory_alone, memory_of
 from paceline.draft.probation import Probation
 from paceline.errors import ConfigError, MemoryBudgetError, PacelineError
 from paceline.hardware import free_bytes
+from paceline.model.sharing import sharing
 from paceline.plan.clusters import label
 from paceline.serve.http.failures import ApiError, RequestRefused
 from paceline.serve.settings import MOST_DRAFTERS, check_name
@@ -52,11 +54,16 @@ class Drafters:
 
     async def table(self) -> list[dict[str, Any]]:
         """Return a list with an object per drafter: name, drafter (its source), state, rows (running requests that use
-        it), tokens_per_round, tokens_per_s, memory_bytes."""
+        it), tokens_per_round, tokens_per_s, weight_bytes, cache_bytes, and memory_bytes, their sum."""
         members = await self._call(_rows)
-        empty = {"drafter": "", "rows": 0, "memory_bytes": 0}
+        empty = {"drafter": "", "rows": 0} | NO_MEMORY
         shown = members + [{"name": name, "state": state, **empty} for name, state in self._busy.items()]
         return [row | self._figures(row["name"]) for row in shown]
+
+    async def memory(self) -> dict[str, int]:
+        """Return weight_bytes, cache_bytes and memory_bytes of all drafters together; what several of them share
+        counts once."""
+        return await self._call(lambda model: _sizes(memory_of(model.engine.pool.drafters, model.target)))
 
     async def clusters(self) -> list[dict[str, Any]]:
         """Return a list with an object per request class: cluster (its name), label (the name, with a client's tag
@@ -181,26 +188,33 @@ def _read(model: Any, name: str) -> Any:
     memory."""
     try:
         drafter = model.make_drafter(name, num_drafted=model.config.num_drafted)
-        drafter.keep_weights()
+        with sharing(model.target) as held:
+            drafter.keep_weights()
+        drafter.held = held
     except PacelineError:
         raise
     except Exception as error:  # any error while reading a folder rejects the drafter
         raise ConfigError(f"drafter {name!r} cannot be read: {type(error).__name__} {error}") from error
     if drafter.name == NONE:
         raise ConfigError("none is always available: give a drafter")
-    cache_bytes, free, budget = drafter.cache_bytes(model.target), free_bytes(), model.config.kv_memory
+    others = model.engine.pool.drafters
+    cache_bytes = memory_of([*others, drafter], model.target).cache_bytes - memory_of(others, model.target).cache_bytes
+    free, budget = free_bytes(), model.config.kv_memory
     needed = cache_bytes + 2 * drafter.weight_bytes
     if free is not None and needed > free:
         raise MemoryBudgetError(f"the drafter needs about {needed:,} bytes, {free:,} are free: unload another one")
     if budget is not None and model.cache_bytes + cache_bytes > budget:
         raise MemoryBudgetError(f"the drafter's cache of {cache_bytes:,} bytes is beyond kv_memory: unload another one")
-    drafter.bind(model.target)
+    bind(drafter, model.target)
     return drafter
 
 
 def _rows(model: Any) -> list[dict[str, Any]]:
     pool = model.engine.pool
-    named = [("ready" if member.is_open else "draining", member) for member in pool.members.values()]
+    if pool.residency:
+        pool.residency.turn(pool)  # takes in what was loaded meanwhile
+    states = pool.residency.state_of if pool.residency else lambda member: "ready" if member.is_open else "draining"
+    named = [(states(member), member) for member in pool.members.values()]
     named += [("leaving", member) for member in pool.older if member.name != CANDIDATE]
     shown = [
         {
@@ -208,13 +222,20 @@ def _rows(model: Any) -> list[dict[str, Any]]:
             "drafter": member.drafter.source,
             "state": state,
             "rows": pool.num_rows(member),
-            "memory_bytes": member.drafter.weight_bytes + member.drafter.cache_bytes(model.target),
         }
+        | _sizes(memory_alone(member.drafter, model.target))
         for state, member in named
     ]
     if NONE not in pool.members:
-        shown.append({"name": NONE, "drafter": NONE, "state": "ready", "rows": pool.num_plain, "memory_bytes": 0})
+        shown.append({"name": NONE, "drafter": NONE, "state": "ready", "rows": pool.num_plain} | NO_MEMORY)
     return shown
+
+
+def _sizes(memory: Memory) -> dict[str, int]:
+    return memory._asdict() | {"memory_bytes": sum(memory)}
+
+
+NO_MEMORY = _sizes(Memory(0, 0))
 
 
 def _clusters(model: Any) -> list[dict[str, Any]]:

@@ -248,8 +248,9 @@ def _training_hour(drafter: _Drafter, plan: Plan, config: AdviceConfig) -> float
 def _customers(
     drafter: _Drafter, seen: Seen, config: AdviceConfig, plan_of: Callable[[int, int], Plan]
 ) -> list[Customer]:
-    """Returns the expected gain of each tag with a drafter of its own, those that save most time first. `plan_of`:
-    (number of answers, their mean tokens) -> plan of a training on them."""
+    """Returns the expected gain of each tag with a drafter of its own, those that save most time first. A gain is never
+    below 1: a drafter that is no faster is not rolled out. `plan_of`: (number of answers, their mean tokens) -> plan of
+    a training on them."""
     tokens = {tag: (one.answers or 0) * (one.answer_tokens or 0.0) for tag, one in seen.by_tag.items()}
     rates = {tag: _now(drafter.setup, one, drafter.load)["tokens_per_s"] for tag, one in seen.by_tag.items()}
     seconds = {tag: tokens[tag] / rates[tag] for tag in tokens}
@@ -258,7 +259,7 @@ def _customers(
         answers = one.answers or 0
         expected = drafter.at(answers)
         values = (expected.low, expected.tokens_per_round, expected.high)
-        low, gain, high = (drafter.speed(value)[1] / rates[tag] for value in values)
+        low, gain, high = (max(1.0, drafter.speed(value)[1] / rates[tag]) for value in values)
         saved = seconds[tag] / sum(seconds.values()) * (1 - 1 / gain)
         share = tokens[tag] / sum(tokens.values())
         plan = plan_of(answers, round(one.answer_tokens or 1))
@@ -269,7 +270,7 @@ def _customers(
         customers.append(
             Customer(tag, answers, share, one.tokens_per_round, gain, (low, high), saved, hours, cost, days)
         )
-    return sorted(customers, key=lambda customer: -customer.saved)
+    return sorted(customers, key=lambda each: (-each.saved, -each.traffic * (1 - 1 / each.gain_interval[1])))
 
 
 def _number(machine: str) -> int:

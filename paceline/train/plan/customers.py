@@ -31,7 +31,7 @@ class Customer:
     """Tokens per second relative to the current speed."""
     gain_interval: tuple[float, float]
     saved: float
-    """Share of the decoding time of all traffic that the drafter saves; negative if it costs time."""
+    """Share of the decoding time of all traffic that the drafter saves."""
     hours: float
     """Hours of training, on the answers that exist."""
     cost: float | None

@@ -1,0 +1,195 @@
+"""Keeps at most N drafters of a pool in memory (`serve --loaded-drafters N`). The others are released: only their place
+in the pool stays, and their files on disk.
+
+A request never waits for a drafter. One whose drafter is released starts at once with the default drafter, which is
+never released, and keeps it; its text is the target's all the same. Meanwhile a thread of its own reads and prepares
+the drafter, one at a time, so that neither the engine's thread nor the disk is blocked; the engine's thread puts it
+into the pool when the next request is assigned a drafter, and is the only one that changes the pool. Waiting instead
+would make one customer's first token as late as a disk is slow; loading in the engine's thread would delay all.
+
+Room is made first: the drafter that was used longest ago is released, but never one with running requests. If all
+have some, nothing is loaded until a request comes when one is idle. Of several wanted drafters only the latest is
+loaded: an earlier one is when it is requested again, else drafters would replace one another before any is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+
+from paceline.config import EngineConfig
+from paceline.draft.base import Drafter
+from paceline.draft.pool import Member, Pool, bind, memory_of
+from paceline.draft.registry import make_drafter, stamp_of
+from paceline.errors import MemoryBudgetError, ModelFileError
+from paceline.model.target import Target
+from paceline.types import LOOKUP, NONE, Batch, DraftBlock
+
+RETRY_S = 60.0
+"""Seconds after which a drafter that could not be loaded is tried again, at its next request."""
+log = logging.getLogger("paceline.draft")
+
+
+class ReleasedDrafter(Drafter):
+    """The place of a drafter in a pool whose weights are on disk only. It drafts nothing."""
+
+    is_released = True
+
+    def __init__(self, source: str) -> None:
+        """`source`: a folder, or another name that `registry.make_drafter` takes. Raises ModelNotFoundError if there is
+        nothing."""
+        self.source = source
+        self.stamp = stamp_of(source)
+        self.failure = ""
+        """Reason why it could not be loaded; empty if it was not tried, or will be."""
+        self.retry_at = 0.0
+        """Time (time.monotonic) from which loading may be tried again."""
+
+    def propose(self, batch: Batch) -> DraftBlock:
+        return DraftBlock.certain([[] for _ in batch.sequences])
+
+
+class Residency:
+    """Releases and loads drafters of a pool, so that at most `most` are in memory, except those with running requests.
+    Used only by the engine's thread; counters may be read by any."""
+
+    def __init__(self, most: int, target: Target, config: EngineConfig) -> None:
+        self.most, self._target, self._config = most, target, config
+        self.loads, self.releases, self.misses = Counter[str](), Counter[str](), Counter[str]()
+        """Drafter -> times it was loaded, times it was released, requests that named it while it was released."""
+        self._used: dict[str, None] = {}
+        """Names, the one used longest ago first."""
+        self._kept: set[str] = set()
+        """Names of drafters that cannot be released, because the logged reason holds for them."""
+        self._wanted = ""
+        self._loading: tuple[str, ReleasedDrafter, Future[Drafter]] | None = None
+
+    def state_of(self, member: Member) -> str:
+        """Returns "ready", "draining", "released" (also while it is loaded) or "failed"."""
+        if not member.is_open:
+            return "draining"
+        if isinstance(released := member.drafter, ReleasedDrafter):
+            return "failed" if released.failure else "released"
+        return "ready"
+
+    def turn(self, pool: Pool) -> None:
+        """Put a drafter that was loaded into the pool, release those that are too many, begin to load the next."""
+        if self._loading and self._loading[2].done():
+            self._take(pool, *self._loading)
+            self._loading = None
+        if self._loading is None and (member := pool.members.get(self._wanted)):
+            released = member.drafter
+            if isinstance(released, ReleasedDrafter) and member.is_open and self._make_room(pool, self.most - 1):
+                self._begin(self._wanted, released, [each.drafter for each in pool.members.values()])
+                self._wanted = ""
+        self._make_room(pool, self.most - (self._loading is not None))
+
+    def started(self, pool: Pool, name: str, drafter: str) -> None:
+        """Count a use of `drafter`, which a sequence got, and want the one that it named (`name`) if that is
+        released."""
+        self._touch(drafter)
+        member = pool.members.get(name)
+        if member and member.is_open and isinstance(released := member.drafter, ReleasedDrafter):
+            self.misses[name] += 1
+            if time.monotonic() >= released.retry_at:
+                self._wanted = name
+                self.turn(pool)
+
+    def put(self, pool: Pool, name: str) -> None:
+        """Count a drafter that was put into the pool as used, and release others if they are too many now."""
+        self._touch(name)
+        self._make_room(pool, self.most - (self._loading is not None))
+
+    def _touch(self, name: str) -> None:
+        self._used.pop(name, None)
+        self._used[name] = None
+
+    def _make_room(self, pool: Pool, most: int) -> bool:
+        """Release idle drafters until at most `most` are in memory; returns False if that is not possible."""
+        loaded = [member for member in pool.members.values() if can_release(member.drafter)]
+        ages = {name: age for age, name in enumerate(self._used)}
+        idle = [member for member in loaded if member is not pool.default and not pool.num_rows(member)]
+        idle.sort(key=lambda member: ages.get(member.name, -1))
+        excess = len(loaded) - most
+        for member in idle if excess > 0 else ():
+            if not _is_as_loaded(member.drafter):
+                if member.name not in self._kept:
+                    log.warning("drafter %r stays in memory: its files have changed since it was loaded", member.name)
+                self._kept.add(member.name)
+                continue
+            pool.exchange(member.name, ReleasedDrafter(member.drafter.source))
+            self.releases[member.name] += 1
+            if (excess := excess - 1) <= 0:
+                break
+        return excess <= 0
+
+    def _begin(self, name: str, released: ReleasedDrafter, others: list[Drafter]) -> None:
+        future: Future[Drafter] = Future()
+
+        def load() -> None:
+            try:
+                future.set_result(self._load(name, released, others))
+            except BaseException as error:  # noqa: BLE001  (whatever it is, the engine's thread must learn of it)
+                future.set_exception(error)
+
+        self._loading = name, released, future
+        threading.Thread(target=load, name="paceline-residency", daemon=True).start()
+
+    def _load(self, name: str, released: ReleasedDrafter, others: list[Drafter]) -> Drafter:
+        """Read and prepare a drafter. Raises its errors, and ModelFileError if its files have changed."""
+        source, target = released.source, self._target
+        if stamp_of(source) != released.stamp:
+            raise ModelFileError(f"{source} has changed: run paceline drafters load {name}={source}")
+        num_drafted = self._config.num_drafted or self._config.most_drafted
+        drafter = make_drafter(source, target, target_name=self._config.model, num_drafted=num_drafted)
+        bytes_then = target.cache.num_bytes + memory_of([*others, drafter], target).cache_bytes
+        budget = self._config.kv_memory
+        if budget is not None and bytes_then > budget:
+            raise MemoryBudgetError(f"caches would take {bytes_then:,} bytes, beyond kv_memory: unload a drafter")
+        bind(drafter, target, keeps=True)
+        return drafter
+
+    def _take(self, pool: Pool, name: str, released: ReleasedDrafter, future: Future[Drafter]) -> None:
+        member = pool.members.get(name)
+        if member is None or member.drafter is not released:
+            return  # it was removed or replaced meanwhile
+        try:
+            pool.exchange(name, future.result())
+        except Exception as error:  # noqa: BLE001  (a drafter that cannot be read must not end the engine)
+            released.failure, released.retry_at = f"{type(error).__name__} {error}", time.monotonic() + RETRY_S
+            log.warning("drafter %r cannot be loaded, the default drafts in its place: %s", name, released.failure)
+            return
+        self.loads[name] += 1
+        self._touch(name)
+
+
+def create(
+    specs: Mapping[str, str | Drafter | None], make: Callable[[str | Drafter | None], Drafter], most: int | None
+) -> dict[str, Drafter]:
+    """Creates drafters by name with `make`. Those after the first `most` that take memory begin as released ones (None:
+    all are created). Raises the errors of `make`."""
+    created: dict[str, Drafter] = {}
+    for name, spec in specs.items():
+        is_full = most is not None and sum(can_release(drafter) for drafter in created.values()) >= most
+        if is_full and isinstance(spec, str) and spec not in (NONE, LOOKUP):
+            created[name] = ReleasedDrafter(spec)
+        else:
+            created[name] = make(spec)
+    return created
+
+
+def can_release(drafter: Drafter) -> bool:
+    """True if the drafter is in memory, takes memory, and can be created again from its source."""
+    return bool(not drafter.is_released and drafter.weight_bytes and drafter.source)
+
+
+def _is_as_loaded(drafter: Drafter) -> bool:
+    """True if the drafter's files are those that it was loaded from."""
+    try:
+        return stamp_of(drafter.source) == drafter.stamp
+    except OSError:
+        return False

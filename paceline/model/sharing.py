@@ -1,0 +1,107 @@
+"""Memory that the drafters of one target hold once: equal weight matrices, and cache rows.
+
+    with sharing(target) as held:
+        drafter.bind(target)      # matrices and caches made here are shared with those of earlier drafters
+    drafter.held = held
+
+Two matrices are equal if shape, dtype and bytes are (compared by hash). A cache is shared by drafters whose caches have
+one shape: a row of the target belongs to one sequence, a sequence to one drafter, so no two drafters use the same row
+at the same time, and each keeps lengths of its own. Only a pool may share, because it knows whose keys and values a row
+holds (`draft/pool.py`). Nothing is kept alive here: memory is free when its last drafter is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+Held = dict[Hashable, tuple[int, int]]
+"""Key of each shared matrix that a drafter holds -> (its bytes, number of places in the drafter that use it)."""
+T = TypeVar("T")
+_COPY, _READ = "copy", "read"
+
+
+class Owner(Protocol):
+    """A target, as far as sharing needs it."""
+
+    @property
+    def shared(self) -> WeakValueDictionary[Hashable, Any]: ...
+    @property
+    def cache(self) -> object: ...
+
+
+class _Sharing:
+    """The shared memory of one target, while one drafter is being prepared."""
+
+    def __init__(self, target: Owner, *, has_weights: bool) -> None:
+        self.has_weights = has_weights
+        self.items: WeakValueDictionary[Hashable, Any] = target.shared
+        self.cache_id = id(target.cache)  # a cache that replaces this one has other rows
+        self.held: Held = {}
+
+
+_present: ContextVar[_Sharing | None] = ContextVar("sharing", default=None)
+
+
+@contextlib.contextmanager
+def sharing(target: Owner, *, has_weights: bool = True) -> Iterator[Held]:
+    """Share matrices and caches that this thread makes within the context; yields the shared matrices it made or took.
+    Without `has_weights` only caches are shared: weights in training change in place."""
+    token = _present.set(now := _Sharing(target, has_weights=has_weights))
+    try:
+        yield now.held
+    finally:
+        _present.reset(token)
+
+
+def matrix(make: Callable[[], T], sources: list[Tensor], *form: Hashable, num_bytes: Callable[[T], int]) -> T:
+    """Returns the matrix that `make` makes from `sources`, or an equal one that exists already. `form`: whatever else
+    it depends on. Outside `sharing` it calls `make`."""
+    now = _present.get()
+    if now is None or not now.has_weights:
+        return make()
+    key = (*form, *map(_digest, sources))
+    item = now.items.get(key)
+    if item is None:
+        item = now.items[key] = make()
+    now.held[key] = num_bytes(item), 1 + now.held.get(key, (0, 0))[1]
+    return item
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Returns a copy of a tensor, or an equal copy that exists already."""
+    return matrix(tensor.clone, [tensor], _COPY, num_bytes=lambda copy: copy.nbytes)
+
+
+def once(tensor: Tensor) -> Tensor:
+    """Returns the tensor itself, or an equal one that another drafter has."""
+    return matrix(lambda: tensor, [tensor], _READ, num_bytes=lambda same: same.nbytes)
+
+
+def is_as_read(key: Hashable) -> bool:
+    """True if a key of `Held` belongs to a tensor from `copied` or `once`: it stays when a drafter is bound again."""
+    return isinstance(key, tuple) and key[0] in (_COPY, _READ)
+
+
+def cache_tensor(make: Callable[[], Tensor], shape: tuple[int, ...], *form: Hashable) -> Tensor:
+    """Returns a tensor of a KV cache with this shape, from `make`, or the one that another drafter's cache has."""
+    now = _present.get()
+    if now is None:
+        return make()
+    key = ("cache", now.cache_id, shape, *form)
+    tensor = now.items.get(key)
+    if tensor is None:
+        tensor = now.items[key] = make()
+    return tensor
+
+
+def _digest(tensor: Tensor) -> Hashable:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return tuple(tensor.shape), tensor.dtype, tensor.device, hashlib.sha256(data.data).digest()
