@@ -44,7 +44,7 @@ CLIENTS = 4
 TRACES = "traces"
 
 
-def sent(port: int, asked: Iterable[tuple[list[Any], dict[str, str]]], max_tokens: int) -> tuple[list[str], float]:
+def sent(port: int, requests: Iterable[tuple[list[Any], dict[str, str]]], max_tokens: int) -> tuple[list[str], float]:
     """Send chats with their headers, CLIENTS at a time; the answers' texts, and tokens/s. Raises RuntimeError if the
     server refuses one."""
 
@@ -58,7 +58,7 @@ def sent(port: int, asked: Iterable[tuple[list[Any], dict[str, str]]], max_token
 
     began = time.perf_counter()
     with ThreadPoolExecutor(CLIENTS) as pool:
-        done = list(pool.map(one, asked))
+        done = list(pool.map(one, requests))
     return [text for text, _ in done], sum(count for _, count in done) / (time.perf_counter() - began)
 
 
@@ -158,8 +158,8 @@ def pool(args: argparse.Namespace, drafters: dict[str, dict[str, Path]]) -> dict
     with server(serving(args, *words)) as (_, port, started_s):
         for _ in range(args.turns):
             for name, header in headers.items():
-                asked = [(chat, header(tag)) for chat, tag in requests]
-                texts[name], rate = sent(port, asked, args.max_tokens)
+                headed = [(chat, header(tag)) for chat, tag in requests]
+                texts[name], rate = sent(port, headed, args.max_tokens)
                 rates[name].append(rate)
                 print(f"pool, {name}: {rate:.0f} tokens/s", file=sys.stderr)
     different = sum(each != texts["plain"] for each in texts.values())

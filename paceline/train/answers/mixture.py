@@ -21,7 +21,6 @@ from paceline.data.rows import Dropped
 from paceline.data.tags import check_tags
 from paceline.errors import ConfigError, PromptError
 from paceline.runs.settings_file import read_settings_file
-from paceline.train.answers.run_identity import check_adapter
 from paceline.train.config import PromptsConfig, TrainConfig
 from paceline.train.run_file import RUN_FILE
 
@@ -93,6 +92,8 @@ def others_of(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
 def check_begun(config: TrainConfig) -> None:
     """Raises ConfigError if the run in `config.out` was begun with another adapter or other tags, or if a source of
     prompts lacks a tag."""
+    from paceline.train.answers.run_identity import check_adapter  # imports PyTorch, which plans do without
+
     check_adapter(config.out, config.target.model)
     tags, file = config.prompting.tags, config.out / RUN_FILE
     if file.is_file():

@@ -249,7 +249,7 @@ def _customers(
     drafter: _Drafter, seen: Seen, config: AdviceConfig, plan_of: Callable[[int, int], Plan]
 ) -> list[Customer]:
     """Returns the expected gain of each tag with a drafter of its own, those that save most time first. A gain is never
-    below 1: a drafter that is no faster is not rolled out. `plan_of`: (number of answers, their mean tokens) -> plan of
+    below 1: a slower drafter is not rolled out. `plan_of`: (number of answers, their mean tokens) -> plan of
     a training on them."""
     tokens = {tag: (one.answers or 0) * (one.answer_tokens or 0.0) for tag, one in seen.by_tag.items()}
     rates = {tag: _now(drafter.setup, one, drafter.load)["tokens_per_s"] for tag, one in seen.by_tag.items()}
