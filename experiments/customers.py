@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -73,6 +74,7 @@ def record_traffic(args: argparse.Namespace) -> Path:
     folder, mark = args.out / TRACES, args.out / "traffic.json"
     if mark.exists():
         return folder
+    shutil.rmtree(folder, ignore_errors=True)
     requests = [
         (chat, {"x-paceline-tag": customer.tag})
         for customer in customers()
@@ -162,13 +164,13 @@ def pool(args: argparse.Namespace, drafters: dict[str, dict[str, Path]]) -> dict
                 texts[name], rate = sent(port, headed, args.max_tokens)
                 rates[name].append(rate)
                 print(f"pool, {name}: {rate:.0f} tokens/s", file=sys.stderr)
-    different = sum(each != texts["plain"] for each in texts.values())
+    different = sum(text != plain for each in texts.values() for text, plain in zip(each, texts["plain"], strict=True))
     return {"tokens_per_s": rates, "started_s": started_s, "requests": len(requests), "different_texts": different}
 
 
 def ranking(rows: dict[str, dict[str, dict[str, Any]]], advised: dict[str, Any]) -> dict[str, Any]:
-    """Machine time that each customer's own drafter saves over the default one, as advised and as measured."""
-    shares = {each["tag"]: each["share"] for each in advised["customers"]}
+    """Customers by the machine time that their own drafter saves over the default one, as measured and as advised."""
+    shares = {each["tag"]: each["traffic"] for each in advised["customers"]}
     expected = {each["tag"]: each["saved"] for each in advised["customers"]}
     true = {
         tag: shares[tag] * (1 - of["default"]["tokens_per_s"] / of["all"]["tokens_per_s"]) for tag, of in rows.items()
