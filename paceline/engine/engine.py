@@ -340,8 +340,7 @@ class Engine:
             self.router.learn(batch.sequences, stats, partial(self.planner.price, plan))
         self.rounds.append(stats)
         now = time.perf_counter()
-        chunks = []
-        rounds_B = map(Round, stats.num_drafted_B, stats.num_accepted_B, stats.source_B)
+        chunks, rounds_B = [], map(Round, stats.num_drafted_B, stats.num_accepted_B, stats.source_B)
         for seq, each in zip(batch.sequences, rounds_B, strict=True):
             seq.rounds.append(each)
             chunks.append(self._publish(seq, now))
