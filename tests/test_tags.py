@@ -67,8 +67,16 @@ def test_a_folder_with_files_of_both_kinds_counts_those_without_the_column_as_un
     assert len(list(AnswerShards(traces).read(tags=(UNTAGGED,)))) == 8
     (traces / "traces-9.parquet").write_bytes(b"PAR1")
     check_tags(traces, ("acme",))
-    with pytest.raises(ConfigError, match="answers has no column tag: give traces or a store"):
+    with pytest.raises(ConfigError, match="answers has no column tag: give traces, or a store's side"):
         check_tags(untagged, ("acme",))
+
+
+def test_a_store_is_refused_where_nothing_would_be_read(tmp_path: Path, traces: Path) -> None:
+    """Training reads one of its sides."""
+    traces.rename(tmp_path / "train")
+    assert len(list(answers_of([Tagged(tmp_path / "train", ("acme",))]))) == 30
+    with pytest.raises(ConfigError, match="give traces, or a store's side such as STORE/train"):
+        list(answers_of([Tagged(tmp_path, ("acme",))]))
 
 
 def test_the_list_of_known_tags_is_bounded() -> None:
@@ -159,6 +167,14 @@ def test_a_store_takes_and_counts_the_rows_of_a_tag(
     with pytest.raises(ConfigError, match="has no column tag"):
         paceline("store", "add", own, untagged, "--tag", "acme")
     assert Store.open(own).version == 1
+
+
+def test_a_stopped_command_with_a_tag_is_not_finished_by_one_without(tmp_path: Path, traces: Path) -> None:
+    own = Store.create(tmp_path / "store", "tiny")
+    header = (own.path / "store.json").read_text()
+    own.add([traces], BYTES, tags=tuple(tag or UNTAGGED for tag in NUMBERS))
+    (own.path / "store.json").write_text(header)
+    assert Store.open(own.path).add([traces], BYTES)["version"] == 2
 
 
 def test_the_gate_judges_by_the_requests_of_a_tag(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,8 @@ PEERS = {"transformers": {}, "transformers-lookup": {"prompt_lookup_num_tokens":
 
 
 def transformers_model(path: Path, dtype: torch.dtype) -> Any:
-    """Load a model with Transformers' own code; weights of a GGUF file are dequantised, an
-    adapter is added. Raises ConfigError if
-    Transformers does not support the model."""
+    """Load a model with Transformers' own code; weights of a GGUF file are dequantised, an adapter is added. Raises
+    ConfigError if Transformers does not support the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if path.is_dir() and not is_adapter(path):

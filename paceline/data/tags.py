@@ -6,7 +6,6 @@ check_tags("traces", ("acme",))                 # ConfigError that lists the kno
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +48,12 @@ def check_tags(source: str | Path, tags: Sequence[str]) -> None:
     the tags occurs in no row; the error lists the known tags. Does nothing without tags."""
     if not tags:
         return
-    known = _counts(Path(source))
+    known = _tags_of(Path(source))
     if known is None:
         has = "has" if Path(source).exists() else "is not here, and so has"
-        raise ConfigError(f"{source} {has} no column tag: give traces or a store, or leave --tag out")
+        raise ConfigError(
+            f"{source} {has} no column tag: give traces, or a store's side such as STORE/train, or leave --tag out"
+        )
     refuse_unknown(source, tags, known)
 
 
@@ -66,19 +67,19 @@ def refuse_unknown(source: str | Path, tags: Sequence[str], known: Iterable[str]
             raise ConfigError(f"{source} has no request with --tag {tag}: its tags are {listed}{more}")
 
 
-def _counts(source: Path) -> Counter[str] | None:
-    """Return the number of rows for each tag; None if no file has the column. Unreadable files are left out: their
-    error is reported when their rows are read."""
+def _tags_of(source: Path) -> set[str] | None:
+    """Return the tags of a file or of a folder's own files; None if no file has the column. Unreadable files are left
+    out: their error is reported when their rows are read."""
     with needing(ConfigError, "tags are read with pyarrow: pip install 'paceline[data]'"):
         from pyarrow import ArrowException, parquet
-    counts, has_column = Counter[str](), False
-    for file in sorted(source.rglob("*.parquet")) if source.is_dir() else [source]:
+    tags, has_column = set[str](), False
+    for file in sorted(source.glob("*.parquet")) if source.is_dir() else [source]:
         try:
             opened = parquet.ParquetFile(file)
             is_tagged = "tag" in opened.schema_arrow.names
-            rows = opened.read(["tag"]).to_pylist() if is_tagged else [{}] * opened.metadata.num_rows
+            rows = opened.read(["tag"]).to_pylist() if is_tagged else [{}] * min(1, opened.metadata.num_rows)
         except (ArrowException, OSError):
             continue
         has_column |= is_tagged
-        counts.update(map(tag_of, rows))
-    return counts if has_column else None
+        tags.update(map(tag_of, rows))
+    return tags if has_column else None

@@ -94,17 +94,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def identity_of(model: str) -> str:
-    """Return the name under which runs and cached features know a target. With an adapter it includes a hash of the
-    adapter's files and of its base's path, since an adapter may be trained again in the same folder."""
-    folder = Path(model).expanduser()
+    """Return the name under which runs know a target. For an adapter's folder it is the absolute path with a hash of
+    the adapter's files and of the link to its base, since an adapter may be trained again in the same folder."""
+    folder = Path(model).expanduser().resolve()
     if not is_adapter(folder):
         return model
-    return f"{model}{MARK}{adapter_digest(folder)[:32]}"
+    link = str((folder / BASE).resolve()) if (folder / BASE).exists() else ""
+    return f"{folder}{MARK}{hashlib.sha256(f'{adapter_digest(folder)} {link}'.encode()).hexdigest()[:32]}"
 
 
 def adapter_digest(folder: Path) -> str:
-    """Return the SHA-256 of an adapter's config and weights, and of the link to its base."""
-    digest = hashlib.sha256(str((folder / BASE).resolve()).encode() if (folder / BASE).exists() else b"")
+    """Return the SHA-256 of an adapter's config and weights; the base is not included."""
+    digest = hashlib.sha256()
     for name in (CONFIG, WEIGHTS):
         with (
             reraised(ModelFileError, f"{folder / name} cannot be read", "copy the adapter again", OSError),

@@ -32,9 +32,8 @@ CHUNK = 1 << 22
 
 
 def target_hash(name: str) -> str:
-    """Returns "sha256:..." of the target's GGUF file, or of all its weight files in order; with an adapter, its hash
-    and its base's. Raises the errors of
-    `hub.resolve`."""
+    """Returns "sha256:..." of the target's GGUF file, or of all its weight files in order; for an adapter, its hash and
+    its base's. Raises the errors of `hub.resolve`."""
     if name in BUILTINS:
         return f"sha256:{BUILTINS[name].gguf_sha256}"
     path = resolve(name)

@@ -216,6 +216,14 @@ def test_words_come_from_the_adapter_or_its_base(base: Path, tmp_path: Path) -> 
 def test_a_target_is_told_from_the_same_with_an_adapter(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", base)
     before, card = identity_of(str(adapter)), target_hash(str(adapter))
+    assert identity_of(f"{tmp_path}/../{tmp_path.name}/adapter") == before, "one folder, two names"
+    places = [shutil.copytree(base, tmp_path / name) for name in "xy"]
+    linked = [shutil.copytree(adapter, tmp_path / f"{place.name}-adapter") for place in places]
+    for folder, place in zip(linked, places, strict=True):
+        (folder / "base").symlink_to(place)
+    assert (
+        target_hash(str(linked[0])) == target_hash(str(linked[1])) and len(set(map(identity_of, map(str, linked)))) == 2
+    )
     (tmp_path / "config.json").write_text(json.dumps({"target": before}))
     check_adapter(tmp_path, str(adapter))
     assert identity_of(str(base)) == str(base) and target_hash(str(base)) in card != target_hash(str(base))

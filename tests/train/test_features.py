@@ -22,17 +22,22 @@ from small_training import HIDDEN, SHAPE, document, documents, tiny_decoder
 
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, ConfigError
+from paceline.model.backends import Form
 from paceline.model.checkpoint import random_tensors
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import ForwardBatch, Target
+from paceline.report.tables import Progress
 from paceline.runs import folder as runlog
 from paceline.runs.ranks import Ranks
 from paceline.train.config import LoopConfig, LossConfig, RemoteConfig, TrainConfig
 from paceline.train.documents.dataset import Document
 from paceline.train.features import hidden_states as module
+from paceline.train.features import on_ray
 from paceline.train.features.hidden_states import CachedFeatures, Features, OnlineFeatures, check_room, fingerprint
-from paceline.train.features.on_ray import stored_features
+from paceline.train.features.on_ray import mark_of_target, stored_features
 from paceline.train.features.quantised import Int8
+from paceline.train.features.sources import Sources
+from paceline.train.processes import agreement
 from paceline.train.tiny import write_tiny_target
 
 TAPS = (0, 2)
@@ -279,19 +284,50 @@ def test_runs_share_a_folder_for_one_target_only(tmp_path: Path) -> None:
     one = TrainConfig(tmp_path / "a", EngineConfig(model=str(model)), shared_features=tmp_path / "shared")
 
     def folder(config: TrainConfig, taps: tuple[int, ...] = TAPS) -> Path:
-        return stored_features(config, target, documents(), taps).folder
+        return stored_features(config, target, mark_of_target(config, target), documents(), taps).folder
 
     assert folder(one) == folder(replace(one, out=tmp_path / "b")) and folder(one).parent == tmp_path / "shared"
     assert folder(replace(one, shared_features=None)).parent == one.out
     others = [folder(one, (0, 1)), folder(replace(one, loop=LoopConfig(loss=LossConfig("kl"))))]
     others.append(folder(replace(one, target=replace(one.target, weight_format="q8_0"))))
-    others.append(folder(replace(one, remote=RemoteConfig(features_from="http://gpu:8000"))))
+    remote = replace(one, remote=RemoteConfig(features_from="http://gpu:8000"))
+    others += [folder(remote), folder(replace(one, remote=RemoteConfig(features_from="http://gpu:8001")))]
+    alone = replace(remote, shared_features=None)
+    elsewhere = replace(alone, remote=RemoteConfig(features_from="http://gpu:8001"))
+    assert folder(alone) == folder(elsewhere), "a run may go on with its server elsewhere"
     before = folder(one)
     os.utime(model / "model.safetensors", (1, 1))
     others.append(folder(one))
-    assert len({before, *others}) == 6
+    assert len({before, *others}) == 7
     target.dtype = torch.bfloat16
     assert folder(one) not in (before, *others)
+
+
+def test_the_format_in_which_auto_was_loaded_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(tmp_path, EngineConfig(model=str(write_tiny_target(tmp_path / "target"))))
+    dense = mark_of_target(config, tiny_decoder())
+    monkeypatch.setattr(on_ray, "form_of", lambda target: Form("native", "avx2", "Q4_1+Q8_0"))
+    assert mark_of_target(config, tiny_decoder()) != dense
+
+
+def test_processes_with_model_caches_of_their_own_share_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second machine has downloaded the same target to another place at another time."""
+    shutil.copytree(write_tiny_target(tmp_path / "a"), tmp_path / "b", copy_function=shutil.copyfile)
+    os.utime(tmp_path / "b" / "model.safetensors", (1, 1))
+    sent: list[torch.Tensor] = []
+
+    def broadcast(tensor: torch.Tensor, source: int) -> None:
+        tensor.copy_(sent[0]) if sent else sent.append(tensor.clone())
+
+    monkeypatch.setattr(agreement.dist, "broadcast", broadcast)
+    docs, folders = documents(), []
+    for rank, name in enumerate("ab"):
+        config = TrainConfig(tmp_path / "run", EngineConfig(model=str(tmp_path / name)), features="cached")
+        sources = Sources(config, tiny_decoder(), TAPS, docs, Ranks(rank, 2), Progress(), lambda: None)
+        source = sources.of(docs)
+        assert isinstance(source, CachedFeatures)
+        folders.append(source.folder)
+    assert folders[0] == folders[1] and not source.missing()
 
 
 @pytest.mark.parametrize("options", [{"feature_dtype": "int8"}, {"features": "online"}, {"features": "streamed"}])

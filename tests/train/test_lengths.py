@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapt_requests import keyed, store
 
 from paceline.config import EngineConfig
 from paceline.data.answers import Answer, AnswerShards
@@ -23,6 +24,7 @@ from paceline.train.plan.lengths import LEAST_LIMIT, STEP, Limit, fit_lengths, l
 from paceline.train.plan.training_plan import make_plan
 from paceline.train.run_file import RUN_FILE, write_run_file
 
+TAGGED = (("acme", 20), ("globex", 300))
 LAPTOP = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 2, 16 * 2**30)
 
 
@@ -56,6 +58,12 @@ def test_prompts_of_1500_tokens_are_learned_from(tmp_path: Path) -> None:
     assert "99% of 30 prompts with answers are no longer, the longest has 1,560 tokens" in plan.text
     assert "30 documents" in plan.text and "left out" not in plan.text
     assert len(read_corpus(plan.config.answers, longest_of(plan.config), 0.0).train) == 30
+
+
+def test_the_rows_of_other_tags_do_not_count(tmp_path: Path) -> None:
+    rows = [keyed(n, tag=tag, prompt_ids=[65] * 9, answer_ids=[66] * length) for n, (tag, length) in enumerate(TAGGED)]
+    config = TrainConfig(tmp_path, prompting=PromptsConfig(tags=("acme",)), answers=(store(tmp_path / "traces", rows),))
+    assert fit_lengths(config)[0].max_len == 32
 
 
 def test_one_answer_in_a_hundred_may_be_cut_and_is_counted(tmp_path: Path) -> None:

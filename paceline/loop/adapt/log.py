@@ -85,8 +85,10 @@ def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log
     for number in range(min(known, default=until), until):
         lines.append(line := policy.hour(number, hours.get(number, {})))
         if line.decision.action == "propose":
-            policy.proposed -= set(line.decision.clusters)  # only a proposal that was carried out is one: an event
+            policy.proposed -= set(line.decision.clusters)  # unless an event shows that it was carried out
         for event in events.get(number, ()):
+            if event["event"] == "training":  # earlier versions logged no action
+                event = {"action": line.decision.action, **event}
             apply(policy, event)
     return lines
 
@@ -105,9 +107,10 @@ def apply(policy: SeasonalPolicy, event: Mapping[str, Any]) -> None:
     """Updates the policy with a logged event: the beginning or the result of a training, or another drafter for some
     clusters. Other events have no effect."""
     name, hour, clusters = event["event"], event["hour"], tuple(event.get("clusters", ()))
+    if event.get("action") == "propose" and name in ("training", "failed"):
+        policy.proposed |= set(clusters)
     if name == "training":
         policy.training(hour)
-        policy.proposed |= set(clusters if event.get("action") == "propose" else ())
     elif name in ("swapped", "refused", "failed"):
         policy.trained(hour, clusters if name == "swapped" else (), event.get("cost_hours"))
     elif name in ("routed", "rolled back"):

@@ -110,6 +110,7 @@ class Watcher(Steps):
         if self.stage is not None or self.by_hand is not None:
             self.policy.proposed -= set(decision.clusters)  # it will be decided again
         elif self.watch.dry_run or (self.deployment is None and decision.action != "retrain"):
+            self.policy.proposed -= set(decision.clusters)
             self._event(number, "told", clusters=decision.clusters, action=decision.action, why=decision.why)
         else:
             try:
@@ -164,7 +165,7 @@ class Watcher(Steps):
         except CacheError:
             raise  # a full disk says nothing about the window: it is decided again
         except PacelineError as error:
-            self._event(stage.hour, "failed", clusters=clusters, why=str(error))
+            self._event(stage.hour, "failed", clusters=clusters, action=stage.kind, why=str(error))
             return False
         outs = (
             self.store.state.resolve() / "trainings" / f"{name}-{at}" for at in range(len(self.retrain.learning_rates))

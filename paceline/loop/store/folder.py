@@ -220,7 +220,8 @@ class Store:
             new = self._new(stored, fresh, left_out)
             resolved = [str(path.resolve()) for path in paths]
             command = {"sources": resolved} | ({"tags": list(tags)} if tags else {})
-            if finished and not new and command.items() <= finished.items():
+            before = {name: finished[name] for name in ("sources", "tags") if name in finished} if finished else {}
+            if finished and not new and command == before:
                 progress.say(
                     f"version {self.version} was written by the same command, which was stopped: it is whole now"
                 )

@@ -14,7 +14,7 @@ from safetensors.torch import save
 
 from paceline.config import EngineConfig
 from paceline.model.adapter import adapter_digest, base_of, is_adapter
-from paceline.model.backends import load_target, settle
+from paceline.model.backends import form_of, load_target, settle
 from paceline.model.embedding_and_head import light_folder
 from paceline.model.target import Target
 from paceline.report.tables import Progress
@@ -22,6 +22,7 @@ from paceline.runs.folder import whole_file
 from paceline.train.config import TrainConfig
 from paceline.train.documents.dataset import Document
 from paceline.train.features.hidden_states import PLAIN, CachedFeatures, Form, OnlineFeatures, fingerprint
+from paceline.train.processes.agreement import mark_of_text
 from paceline.train.processes.ray_cluster import Work, connected, distributed
 
 POSITIONS_PER_BATCH = 8192
@@ -49,33 +50,46 @@ class Reading:
         return [(number, save(PLAIN.encode(source.of(place)))) for place, (number, _) in enumerate(batch)]
 
 
-def stored_features(
-    config: TrainConfig, target: Target, documents: Sequence[Document], taps: tuple[int, ...], form: Form = PLAIN
-) -> CachedFeatures:
-    """Returns the source that reads hidden states of `documents` at the target layers `taps` from files in the storage
-    format `form`, which may still be missing. They are in `features-<fingerprint>` in the folder of all runs, or else
-    in `config.out`. A target is identified by its path, by size and time of its weights, and by its adapter, so that
-    another model in its place is never taken for it."""
-    settings, needs_final = config.target, config.loop.loss.needs_target_probs
+def mark_of_target(config: TrainConfig, target: Target) -> int:
+    """Returns a hash (8 bytes) of the target's path, size and time of its weights, its adapter, the weight format in
+    which it was loaded, and of its server if it is remote, so that another model in its place is never taken for it.
+    Machines with model caches of their own get other hashes."""
+    settings, remote = config.target, config.remote
     path = light_folder(settings.model).resolve()
     adapter, base = (adapter_digest(path) if is_adapter(path) else ""), base_of(path)
     stats = [(file.name, file.stat()) for file in ([base] if base.is_file() else sorted(base.glob("*.safetensors")))]
     weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    is_remote = config.remote.features_from is not None
-    identity = (str(base), adapter, weights, settings.weights, settings.weight_format, is_remote)
-    mark = fingerprint(identity, target.dtype, taps, needs_final, form)
-    return CachedFeatures((config.shared_features or config.out) / f"features-{mark}", documents, form)
+    is_remote = remote.features_from is not None
+    # A run may go on with its server at another address; other runs cannot know that it is the same model.
+    server = (remote.features_from, remote.served_name) if config.shared_features else is_remote
+    formats = settings.weight_format, form_of(target).weight_format
+    return mark_of_text(repr((str(base), adapter, weights, settings.weights, formats, server)))
+
+
+def stored_features(
+    config: TrainConfig,
+    target: Target,
+    mark: int,
+    documents: Sequence[Document],
+    taps: tuple[int, ...],
+    form: Form = PLAIN,
+) -> CachedFeatures:
+    """Returns the source that reads hidden states of `documents` at the target layers `taps` from files in the storage
+    format `form`, which may still be missing. They are in `features-<fingerprint>` in the folder of all runs, or else
+    in `config.out`. `mark`: the first process's `mark_of_target`."""
+    name = fingerprint(mark, target.dtype, taps, config.loop.loss.needs_target_probs, form)
+    return CachedFeatures((config.shared_features or config.out) / f"features-{name}", documents, form)
 
 
 def cache_on_ray(
-    config: TrainConfig, target: Target, documents: Sequence[Document], taps: tuple[int, ...], progress: Progress
-) -> CachedFeatures:
-    """Computes missing hidden states of `documents` at the target layers `taps` on a Ray cluster, and writes them to
-    files; returns the source that reads them (`stored_features`). Only the sizes and the dtype of `target` are used.
-    Raises CacheError if the disk is too small or fails, and the errors of the cluster and its workers."""
+    config: TrainConfig, target: Target, cached: CachedFeatures, taps: tuple[int, ...], progress: Progress
+) -> None:
+    """Computes missing files of `cached` with hidden states at the target layers `taps` on a Ray cluster, and writes
+    them. Only the sizes and the dtype of `target` are used. Raises CacheError if the disk is too small or fails, and
+    the errors of the cluster and its workers."""
     needs_final = config.loop.loss.needs_target_probs
     width = (len(taps) + needs_final) * target.hidden_size * target.dtype.itemsize
-    cached, length = stored_features(config, target, documents, taps), sum(map(len, documents))
+    documents, length = cached.documents, sum(map(len, cached.documents))
     progress.say(f"features of {len(documents)} documents: {length * width / 1e9:.2f} GB in {cached.folder}")
     numbers = cached.missing()
     cached.check_room(numbers, width)
@@ -93,4 +107,3 @@ def cache_on_ray(
                     with whole_file(cached.path(number), remedy) as scratch:
                         scratch.write_bytes(content)
                     advance("features")
-    return cached

@@ -28,6 +28,7 @@ from paceline.train.config import TrainConfig
 from paceline.train.documents.dataset import Document
 from paceline.train.features.hidden_states import (
     PLAIN,
+    CachedFeatures,
     Features,
     FeatureSource,
     Form,
@@ -36,7 +37,7 @@ from paceline.train.features.hidden_states import (
     cache_features,
     stored_scale,
 )
-from paceline.train.features.on_ray import cache_on_ray, stored_features
+from paceline.train.features.on_ray import cache_on_ray, mark_of_target, stored_features
 from paceline.train.features.prefetch import packs_ahead
 from paceline.train.features.quantised import Int8
 from paceline.train.features.remote import RemoteFeatures, vllm_command
@@ -63,6 +64,8 @@ class Sources:
     """Waits for all processes."""
     stream: StreamedFeatures | None = None
     _scale: tuple[Tensor, Tensor] | None = None
+    _mark: int | None = None
+    """The first process's `mark_of_target`."""
     _is_cached: bool = False
     """True if the training documents' features are read from disk."""
     _sources: dict[int, MeasuredSource] = field(default_factory=dict)
@@ -105,11 +108,18 @@ class Sources:
 
     def _of_ray(self, documents: Sequence[Document], is_learned: bool) -> FeatureSource:
         """Returns features computed on Ray by the first process, and read from files by all."""
-        self._is_cached = self._is_cached or is_learned
+        self._is_cached, cached = self._is_cached or is_learned, self._stored(documents, PLAIN)
         if self.ranks.is_first:
-            cache_on_ray(self.config, self.target, documents, self.taps, self.progress)
+            cache_on_ray(self.config, self.target, cached, self.taps, self.progress)
         self.wait()
-        return stored_features(self.config, self.target, documents, self.taps)
+        return cached
+
+    def _stored(self, documents: Sequence[Document], form: Form) -> CachedFeatures:
+        """Returns the source that reads stored features. The first process identifies the target for all."""
+        if self._mark is None:
+            mark = mark_of_target(self.config, self.target) if self.ranks.is_first else 0
+            self._mark = Replicated(self.ranks, self.target.device).first(mark)
+        return stored_features(self.config, self.target, self._mark, documents, self.taps, form)
 
     def _computed(self, documents: Sequence[Document]) -> MeasuredSource:
         remote, needs_final = self.config.remote, self.config.loop.loss.needs_target_probs
@@ -148,7 +158,7 @@ class Sources:
         config = self.config
         if config.loop.epochs <= 1.0 and config.loop.max_steps is None and config.shared_features is None:
             return False
-        cached = stored_features(config, self.target, documents, self.taps, self._form())
+        cached = self._stored(documents, self._form())
         lacks_room = False
         try:
             cached.check_room(cached.missing(), self._computed(documents).bytes_per_position)
@@ -184,7 +194,7 @@ class Sources:
             stream.close()
 
     def _cached(self, documents: Sequence[Document], source: MeasuredSource, form: Form) -> FeatureSource:
-        cached = stored_features(self.config, self.target, documents, self.taps, form)
+        cached = self._stored(documents, form)
         num_bytes = sum(map(len, documents)) * form.bytes_of(source.bytes_per_position)
         self.progress.say(f"features of {len(documents)} documents: {num_bytes / 1e9:.2f} GB in {cached.folder}")
         with self.progress.bar("features", len(self.ranks.share_of(len(documents)))) as advance:

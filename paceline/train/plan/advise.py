@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from paceline.config import EngineConfig
@@ -125,7 +125,7 @@ def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
     if is_ceiling:
         rate = f"{now['plain_tokens_per_s']:,.0f}"
         sentences[0] = f"{sentences[0]} {CEILING.format(rate=rate)}"
-    customers = _customers(drafter, seen, config, partial(_plan, model, device=device))
+    customers = _customers(drafter, seen, config, cache(partial(_plan, model, device=device)))
     return Advice(
         verdict, sentences, setup.title, now, steps, chosen, ideal, last.machine, basis, setup.limits, customers,
         deserving(customers), is_ceiling,
@@ -262,7 +262,7 @@ def _customers(
         low, gain, high = (max(1.0, drafter.speed(value)[1] / rates[tag]) for value in values)
         saved = seconds[tag] / sum(seconds.values()) * (1 - 1 / gain)
         share = tokens[tag] / sum(tokens.values())
-        plan = plan_of(answers, round(one.answer_tokens or 1))
+        plan = plan_of(_rough(answers), _rough(one.answer_tokens or 1))
         hours = plan.hours["all"] - plan.hours["answers"]
         serving_hours = hours * _training_hour(drafter, plan, config)
         cost = None if config.price_per_hour is None else serving_hours * config.price_per_hour
@@ -271,6 +271,11 @@ def _customers(
             Customer(tag, answers, share, one.tokens_per_round, gain, (low, high), saved, hours, cost, days)
         )
     return sorted(customers, key=lambda each: (-each.saved, -each.traffic * (1 - 1 / each.gain_interval[1])))
+
+
+def _rough(number: float) -> int:
+    """Rounds to two digits: a plan takes time, and many customers then share one."""
+    return int(float(f"{number:.2g}"))
 
 
 def _number(machine: str) -> int:

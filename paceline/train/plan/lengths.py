@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from paceline.data.rows import Dropped
+from paceline.data.tags import Tagged, tagged
 from paceline.errors import ConfigError
 from paceline.runs.settings_file import read_settings_file
 from paceline.simulate.costs.shapes import num_bytes
@@ -84,7 +85,7 @@ def fit_lengths(config: TrainConfig, limits: Sequence[Limit] = ()) -> tuple[Trai
     PromptError for unreadable answers."""
     if config.max_len is not None:
         return _prompts_fitted(config, config.max_len)
-    lengths = sorted(_lengths(config.answers))
+    lengths = sorted(_lengths(tagged(config.answers, config.prompting.tags)))
     needed, why = 0, ""
     if lengths:
         needed = -(-lengths[min(int(SHARE * len(lengths)), len(lengths) - 1)] // STEP) * STEP
@@ -124,14 +125,14 @@ def longest_of(config: TrainConfig) -> int:
     return config.max_len
 
 
-def _lengths(sources: Sequence[Path]) -> list[int]:
+def _lengths(sources: Sequence[Tagged]) -> list[int]:
     """Returns the lengths of existing prompts with their answers, in tokens. Missing sources are left out, since a
     plan may be made before they exist."""
     dropped = Dropped()
     return [
         len(answer.prompt_ids) + len(answer.answer_ids)
         for source in sources
-        if source.exists()
+        if source.path.exists()
         for answer in islice(answers_of([source], dropped), MOST_READ)
     ]
 

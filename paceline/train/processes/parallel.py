@@ -118,6 +118,13 @@ class Replicated:
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return float(value)
 
+    def first(self, number: int) -> int:
+        """Returns the first process's number (64 bits), so that all use the same."""
+        value = torch.tensor([number], dtype=torch.int64)
+        if self.ranks.world > 1:
+            give_first([("", value)], self.device)
+        return int(value)
+
     def whole(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Returns copies of the whole tensors in main memory, by name, on the first process; nothing on the others.
         Shards are gathered tensor by tensor, so a device needs room for only one. Raises ProcessesError if processes

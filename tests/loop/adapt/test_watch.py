@@ -10,11 +10,12 @@ from typing import Any, cast
 import pytest
 from adapt_requests import HOUR, keyed, store
 from fake_servers import FakeServer
-from played import NOW, PASSED, Played, events, traffic, watcher
+from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
 
 from paceline.data.answers import AnswerShards
 from paceline.errors import ConfigError
 from paceline.loop.adapt.config import CandidateConfig, RetrainConfig
+from paceline.loop.adapt.decide.decide import Decision
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
 from paceline.loop.adapt.gate.examine import is_held_out
 from paceline.loop.adapt.gate.retrain import Job
@@ -247,6 +248,10 @@ def test_a_dry_run_and_no_server_only_say(tmp_path: Path, server: FakeServer) ->
     one = watcher(tmp_path, server, Played(), dry_run=True)
     one.tick(NOW)
     assert events(one) == ["told"] and one.stage is None
+    proposing = Deciding(Decision("propose", ("tickets",)))
+    one = watcher(tmp_path, server, Played(), policy=proposing, dry_run=True)
+    one.tick(NOW)
+    assert events(one) == ["told", "told"] and not one.policy.proposed, "nobody carried it out"
 
 
 def test_a_window_of_few_prompts_is_not_trained_on(tmp_path: Path, server: FakeServer) -> None:
