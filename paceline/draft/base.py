@@ -11,7 +11,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,8 +22,27 @@ from paceline.model.sampling.logits import sample, target_probs
 from paceline.model.target import Target
 from paceline.types import Batch, DraftBlock, Sequence
 
-Stamp = tuple[tuple[str, int, int], ...]
-"""(name, size in bytes, time of change in ns) of each file of a drafter."""
+
+class Stamp(NamedTuple):
+    """A drafter's files, as they were at one time."""
+
+    path: Path | None = None
+    """Absolute path of the folder or file, downloaded if it is on a hub; None for a drafter without files."""
+    files: tuple[tuple[str, int, int], ...] = ()
+    """(name, size in bytes, time of change in ns) of each file."""
+
+    @classmethod
+    def of(cls, path: Path) -> Stamp:
+        """Returns the present state of the files. Raises OSError."""
+        stats = [(file.name, file.stat()) for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+        return cls(path, tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats))
+
+    def is_current(self) -> bool:
+        """True if the files are still the same; uses no network."""
+        try:
+            return self.path is None or self == Stamp.of(self.path)
+        except OSError:
+            return False
 
 
 @dataclass(slots=True)
@@ -51,7 +72,7 @@ class Drafter(ABC):
     name: str = ""
     source: str = ""
     """Name that the drafter was created from: a key of `registry.DRAFTERS`, a folder or a hub id."""
-    stamp: Stamp = ()
+    stamp: Stamp = Stamp()
     """Files that it was created from, as they were then."""
     num_drafted: int = 0
     """Maximum tokens drafted per round."""
@@ -76,6 +97,11 @@ class Drafter(ABC):
 
         Raises DrafterMismatchError if hidden size, vocabulary or layer ids differ; its message has both values.
         """
+
+    @property
+    def is_failed(self) -> bool:
+        """True if it could not be loaded and is not tried again yet: routers do not choose it."""
+        return False
 
     def cache_bytes(self, target: Target) -> int:
         """Returns the bytes of the KV cache that this drafter needs in addition to the target's."""

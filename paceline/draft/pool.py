@@ -57,10 +57,11 @@ def memory_of(drafters: Iterable[Drafter], target: Target) -> Memory:
     return Memory(sum(drafter.weight_bytes for drafter in each) - used + sum(held.values()), sum(caches.values()))
 
 
-def bind(drafter: Drafter, target: Target, *, keeps: bool = False) -> None:
+def bind(drafter: Drafter, target: Target, *, keeps: bool = False, is_alone: bool = False) -> None:
     """Bind a drafter of a pool; it shares equal weights and the cache of its shape with the target's other drafters.
-    `keeps`: load memory-mapped weights into memory first. Raises the errors of `Drafter.bind`."""
-    with sharing(target, has_weights=bool(drafter.source)) as held:
+    `keeps`: load memory-mapped weights into memory first. `is_alone`: do not share weights, because comparing them
+    takes time. Raises the errors of `Drafter.bind`."""
+    with sharing(target, has_weights=bool(drafter.source) and not is_alone) as held:
         if keeps:
             drafter.keep_weights()
         drafter.bind(target)
@@ -115,11 +116,11 @@ class Pool:
         self.drafters: list[Drafter] = []
         """All drafters in use: the default, the other entries, then replaced ones that still have sequences."""
         if isinstance(drafters, Drafter):
-            bind(drafters, target)
+            bind(drafters, target, is_alone=True)
             self.members[drafters.name] = Member(drafters.name, drafters)
         else:
             for name, drafter in drafters.items():
-                self._join(name, drafter)
+                self._join(name, drafter, is_alone=len(drafters) == 1)
         self._let_go()
 
     @property
@@ -138,8 +139,10 @@ class Pool:
 
     @property
     def open(self) -> list[str]:
-        """Names of the drafters that new sequences may get: the default first, "none" last."""
-        return list(dict.fromkeys([*(name for name, member in self.members.items() if member.is_open), NONE]))
+        """Names of the drafters that new sequences may get, now or once they are loaded: the default first, "none"
+        last."""
+        names = [name for name, each in self.members.items() if each.is_open and not each.drafter.is_failed]
+        return list(dict.fromkeys([*names, NONE]))
 
     @property
     def older(self) -> list[Member]:
@@ -183,14 +186,14 @@ class Pool:
         self._join(name, drafter)
         self._let_go()
 
-    def _join(self, name: str, drafter: Drafter) -> None:
+    def _join(self, name: str, drafter: Drafter, *, is_alone: bool = False) -> None:
         if (
             name in (NONE, LOOKUP, PREDICTION) and drafter.num_drafted and not drafter.is_instant
         ):  # its drafts would be counted as copies of a text, or as plain decoding
             meanings = "lookups, a request's prediction or no drafter"
             raise ConfigError(f"a drafter cannot be the member {name!r}, which means {meanings}: rename it")
         if drafter not in self.drafters:
-            bind(drafter, self.target)
+            bind(drafter, self.target, is_alone=is_alone)
         if not drafter.is_instant:
             drafter.name = name  # so that the planner distinguishes drafters of one method
         self.members[name] = Member(name, drafter)

@@ -60,27 +60,23 @@ def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str
             raise ConfigError(f"a ready {type(spec).__name__} takes no options: set num_drafted where it is made")
         return spec
     name = spec or "none"
-    stamp = stamp_of(name)
-    drafter = _make(name, target, target_name, options)
-    drafter.stamp = stamp
-    drafter.source = str(Path(name).resolve()) if name not in DRAFTERS and Path(name).exists() else name
+    source, stamp = origin_of(name)
+    drafter = _read(stamp.path, target, options) if stamp.path else DRAFTERS[name](target, target_name, **options)
+    drafter.source, drafter.stamp = source, stamp
     return drafter
 
 
-def stamp_of(name: str) -> Stamp:
-    """Returns size and time of change of a drafter's files; () for a name in DRAFTERS. Raises ModelNotFoundError if
-    the drafter has no files."""
+def origin_of(name: str) -> tuple[str, Stamp]:
+    """Returns `source` and `stamp` of a drafter with this name: the absolute path if it is a local one, else the name;
+    and the present state of its files, which are downloaded first if necessary. Raises ModelNotFoundError if it has no
+    files."""
     if name in DRAFTERS:
-        return ()
-    path = checkpoint_of(name)
-    stats = [(file.name, file.stat()) for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
-    return tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+        return name, Stamp()
+    stamp, local = Stamp.of(checkpoint_of(name).absolute()), Path(name).expanduser()
+    return str(local.resolve()) if local.exists() else name, stamp
 
 
-def _make(spec: str, target: Target, target_name: str, options: dict[str, Any]) -> Drafter:
-    if spec in DRAFTERS:
-        return DRAFTERS[spec](target, target_name, **options)
-    path = checkpoint_of(spec)
+def _read(path: Path, target: Target, options: dict[str, Any]) -> Drafter:
     if holds_dflash(path):
         return read_drafter(path, **options)
     if holds_mtp(path):

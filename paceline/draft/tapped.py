@@ -103,7 +103,12 @@ class TappedDrafter(Drafter):
             self._use_tensors(tensors)
         self._kept = tensors
 
-    def _use_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the network's weights, for example by trained ones; they are used when the target has a new cache."""
+        self._use_tensors(tensors)
+        self._kept, self.held = None, {}
+
+    def _use_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         self.network.load_state_dict(tensors, assign=True)
 
     def start(self, seq: Sequence) -> None:

@@ -20,11 +20,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from weakref import WeakSet
 
-from paceline.config import EngineConfig
-from paceline.draft.base import Drafter
+from paceline.draft.base import Drafter, Stamp
 from paceline.draft.pool import Member, Pool, bind, memory_of
-from paceline.draft.registry import make_drafter, stamp_of
+from paceline.draft.registry import origin_of
 from paceline.errors import MemoryBudgetError, ModelFileError
 from paceline.model.target import Target
 from paceline.types import LOOKUP, NONE, Batch, DraftBlock
@@ -39,15 +39,17 @@ class ReleasedDrafter(Drafter):
 
     is_released = True
 
-    def __init__(self, source: str) -> None:
-        """`source`: a folder, or another name that `registry.make_drafter` takes. Raises ModelNotFoundError if there is
-        nothing."""
-        self.source = source
-        self.stamp = stamp_of(source)
+    def __init__(self, source: str, stamp: Stamp) -> None:
+        """`source`, `stamp`: those of the drafter (`registry.origin_of`)."""
+        self.source, self.stamp = source, stamp
         self.failure = ""
         """Reason why it could not be loaded; empty if it was not tried, or will be."""
         self.retry_at = 0.0
         """Time (time.monotonic) from which loading may be tried again."""
+
+    @property
+    def is_failed(self) -> bool:
+        return time.monotonic() < self.retry_at
 
     def propose(self, batch: Batch) -> DraftBlock:
         return DraftBlock.certain([[] for _ in batch.sequences])
@@ -57,14 +59,15 @@ class Residency:
     """Releases and loads drafters of a pool, so that at most `most` are in memory, except those with running requests.
     Used only by the engine's thread; counters may be read by any."""
 
-    def __init__(self, most: int, target: Target, config: EngineConfig) -> None:
-        self.most, self._target, self._config = most, target, config
+    def __init__(self, most: int, target: Target, make: Callable[[str], Drafter], kv_memory: int | None) -> None:
+        """`make` creates a drafter by its name or path. `kv_memory`: limit of all caches in bytes; None: no limit."""
+        self.most, self._target, self._make, self._kv_memory = most, target, make, kv_memory
         self.loads, self.releases, self.misses = Counter[str](), Counter[str](), Counter[str]()
         """Drafter -> times it was loaded, times it was released, requests that named it while it was released."""
         self._used: dict[str, None] = {}
         """Names, the one used longest ago first."""
-        self._kept: set[str] = set()
-        """Names of drafters that cannot be released, because the logged reason holds for them."""
+        self._kept: WeakSet[Drafter] = WeakSet()
+        """Drafters that cannot be released, because their files have changed."""
         self._wanted = ""
         self._loading: tuple[str, ReleasedDrafter, Future[Drafter]] | None = None
 
@@ -78,15 +81,19 @@ class Residency:
 
     def turn(self, pool: Pool) -> None:
         """Put a drafter that was loaded into the pool, release those that are too many, begin to load the next."""
-        if self._loading and self._loading[2].done():
-            self._take(pool, *self._loading)
-            self._loading = None
+        self.take_in(pool)
         if self._loading is None and (member := pool.members.get(self._wanted)):
             released = member.drafter
             if isinstance(released, ReleasedDrafter) and member.is_open and self._make_room(pool, self.most - 1):
                 self._begin(self._wanted, released, [each.drafter for each in pool.members.values()])
                 self._wanted = ""
         self._make_room(pool, self.most - (self._loading is not None))
+
+    def take_in(self, pool: Pool) -> None:
+        """Put a drafter that was loaded into the pool; room for it was made before."""
+        if self._loading and self._loading[2].done():
+            self._take(pool, *self._loading)
+            self._loading = None
 
     def started(self, pool: Pool, name: str, drafter: str) -> None:
         """Count a use of `drafter`, which a sequence got, and want the one that it named (`name`) if that is
@@ -95,7 +102,7 @@ class Residency:
         member = pool.members.get(name)
         if member and member.is_open and isinstance(released := member.drafter, ReleasedDrafter):
             self.misses[name] += 1
-            if time.monotonic() >= released.retry_at:
+            if not released.is_failed:
                 self._wanted = name
                 self.turn(pool)
 
@@ -116,12 +123,14 @@ class Residency:
         idle.sort(key=lambda member: ages.get(member.name, -1))
         excess = len(loaded) - most
         for member in idle if excess > 0 else ():
-            if not _is_as_loaded(member.drafter):
-                if member.name not in self._kept:
-                    log.warning("drafter %r stays in memory: its files have changed since it was loaded", member.name)
-                self._kept.add(member.name)
+            drafter = member.drafter
+            if drafter in self._kept:
                 continue
-            pool.exchange(member.name, ReleasedDrafter(member.drafter.source))
+            if not drafter.stamp.is_current():
+                log.warning("drafter %r stays in memory: its files have changed since it was loaded", member.name)
+                self._kept.add(drafter)
+                continue
+            pool.exchange(member.name, ReleasedDrafter(drafter.source, drafter.stamp))
             self.releases[member.name] += 1
             if (excess := excess - 1) <= 0:
                 break
@@ -133,7 +142,7 @@ class Residency:
         def load() -> None:
             try:
                 future.set_result(self._load(name, released, others))
-            except BaseException as error:  # noqa: BLE001  (whatever it is, the engine's thread must learn of it)
+            except Exception as error:  # noqa: BLE001  (whatever it is, the engine's thread must learn of it)
                 future.set_exception(error)
 
         self._loading = name, released, future
@@ -141,14 +150,13 @@ class Residency:
 
     def _load(self, name: str, released: ReleasedDrafter, others: list[Drafter]) -> Drafter:
         """Read and prepare a drafter. Raises its errors, and ModelFileError if its files have changed."""
-        source, target = released.source, self._target
-        if stamp_of(source) != released.stamp:
-            raise ModelFileError(f"{source} has changed: run paceline drafters load {name}={source}")
-        num_drafted = self._config.num_drafted or self._config.most_drafted
-        drafter = make_drafter(source, target, target_name=self._config.model, num_drafted=num_drafted)
+        source, stamp, target = released.source, released.stamp, self._target
+        if not stamp.is_current():
+            raise ModelFileError(f"{source} has changed or is gone: run paceline drafters load {name}={source}")
+        drafter = self._make(str(stamp.path or source))
+        drafter.source = source
         bytes_then = target.cache.num_bytes + memory_of([*others, drafter], target).cache_bytes
-        budget = self._config.kv_memory
-        if budget is not None and bytes_then > budget:
+        if self._kv_memory is not None and bytes_then > self._kv_memory:
             raise MemoryBudgetError(f"caches would take {bytes_then:,} bytes, beyond kv_memory: unload a drafter")
         bind(drafter, target, keeps=True)
         return drafter
@@ -176,7 +184,7 @@ def create(
     for name, spec in specs.items():
         is_full = most is not None and sum(can_release(drafter) for drafter in created.values()) >= most
         if is_full and isinstance(spec, str) and spec not in (NONE, LOOKUP):
-            created[name] = ReleasedDrafter(spec)
+            created[name] = ReleasedDrafter(*origin_of(spec))
         else:
             created[name] = make(spec)
     return created
@@ -185,11 +193,3 @@ def create(
 def can_release(drafter: Drafter) -> bool:
     """True if the drafter is in memory, takes memory, and can be created again from its source."""
     return bool(not drafter.is_released and drafter.weight_bytes and drafter.source)
-
-
-def _is_as_loaded(drafter: Drafter) -> bool:
-    """True if the drafter's files are those that it was loaded from."""
-    try:
-        return stamp_of(drafter.source) == drafter.stamp
-    except OSError:
-        return False

@@ -127,26 +127,26 @@ class Cluster:
     """Number of requests that may still try drafters without the best estimate."""
     num_requests: int = 0
 
-    def choose(self, drafters: list[str], first: Callable[[str], int]) -> str:
-        """Returns the drafter for a new request: one of `drafters`, listed in initial order of preference. Each drafter
-        first gets `first(name)` requests as a trial."""
+    def choose(self, drafters: list[str], first: Callable[[str], int]) -> tuple[str, float]:
+        """Returns (drafter, spent credit) for a new request: one of `drafters`, listed in initial order of preference.
+        Each drafter first gets `first(name)` requests as a trial."""
         for name in drafters:
             if name != NONE and name not in self.arms:
                 self.arms[name], self.credit = Arm(), self.credit + CREDIT
         if self.pinned in drafters and (self.pinned == NONE or self.arms[self.pinned].most >= 1.0):
-            return self.pinned
+            return self.pinned, 0.0
         arms = {name: self.arms[name] for name in drafters if name != NONE}
         new = [name for name, arm in arms.items() if arm.num_given < FIRST and arm.num_given < first(name)]
         if new and len(drafters) > 1:
-            return min(new, key=lambda name: arms[name].num_given)
+            return min(new, key=lambda name: arms[name].num_given), 0.0
         self.credit = min(self.credit + EXPLORED, CREDIT * len(arms))
         best, others = self._best(arms, NONE in drafters)
         bound = 1.0 if best == NONE else arms[best].most
         other = max(others, key=lambda name: arms[name].most, default=best)
         if other != best and self.credit >= 1.0 and arms[other].most > bound:
             self.credit -= 1.0
-            return other
-        return best
+            return other, 1.0
+        return best, 0.0
 
     def _best(self, arms: dict[str, Arm], may_be_none: bool) -> tuple[str, list[str]]:
         """Returns the drafter with the best estimate, and those that may be better."""
@@ -176,6 +176,8 @@ class _Session:
 
     cluster: str
     drafter: str
+    credit: float = 0.0
+    """Part of the cluster's exploration budget that it took."""
     num_tokens: int = 0
     price: float = 0.0
     num_own: int = 0
@@ -209,8 +211,8 @@ class Router:
         cluster.num_requests += 1
         if len(drafters) <= 2 and drafters[0] != NONE and cluster.pinned is None:
             return drafters[0], name  # no choice, so no statistics either
-        drafter = cluster.choose(drafters, self._first)
-        self._sessions[key] = _Session(name, drafter)
+        drafter, credit = cluster.choose(drafters, self._first)
+        self._sessions[key] = _Session(name, drafter, credit)
         arm = cluster.arms.setdefault(drafter, Arm())
         arm.num_given, arm.num_running = arm.num_given + 1, arm.num_running + 1
         return drafter, name
@@ -256,6 +258,7 @@ class Router:
             cluster = self.clusters.get(session.cluster)
             if cluster and (arm := cluster.arms.get(session.drafter)):
                 arm.num_given, arm.num_running = arm.num_given - 1, arm.num_running - 1
+                cluster.credit += session.credit
 
     def ended(self, key: int) -> None:
         """Add an ended request's figures to those of its cluster. Call it when a request ends, for any reason. `key`:

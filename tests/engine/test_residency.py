@@ -18,9 +18,9 @@ from small_llm import tiny_model
 
 from paceline import LLM
 from paceline.draft.dflash.drafter import DFlashDrafter
-from paceline.draft.pool import memory_of
+from paceline.draft.pool import bind, memory_of
 from paceline.engine.residency import ReleasedDrafter
-from paceline.errors import ConfigError, ModelNotFoundError
+from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.model.native.library import Matrix
 from paceline.plan.routes import Router
 from paceline.serve.settings import ServeConfig
@@ -170,6 +170,7 @@ def test_a_folder_that_changed_or_is_gone(model: Path, folders: dict[str, str], 
     answer(llm, "c2")
     load_ends(llm)
     assert answer(llm, "c2").drafter == "c0" and residency.state_of(pool.member("c2")) == "failed"
+    assert pool.open == ["c0", "c1", "c3", "none"], "a router chooses another"
     released = pool.member("c2").drafter
     assert isinstance(released, ReleasedDrafter) and "paceline drafters load c2=" in released.failure
     assert residency._loading is None, "it is not tried at every request"
@@ -183,6 +184,30 @@ def test_a_folder_that_changed_or_is_gone(model: Path, folders: dict[str, str], 
         LLM(str(model), drafters=own, loaded_drafters=2, **SIZES)
     with pytest.raises(ConfigError, match="loaded_drafters must be at least 2"):
         ServeConfig(loaded_drafters=1)
+
+
+def test_a_released_drafter_needs_no_hub(model: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a relative path depend on the present folder."""
+    is_up = True
+
+    def resolve(name: str) -> Path:
+        if name == "org/c1" and not is_up:
+            raise DownloadError("the hub cannot be reached")
+        return Path(name.replace("org/c1", folders["c1"]))
+
+    monkeypatch.setattr("paceline.draft.registry.hub.resolve", resolve)
+    monkeypatch.chdir(Path(folders["c2"]).parent)
+    names = {"c0": folders["c0"], "c1": "org/c1", "c2": "c2"}
+    llm = LLM(str(model), drafters=names, loaded_drafters=2, **SIZES)
+    pool = llm.engine.pool
+    assert pool.member("c2").drafter.source == folders["c2"]
+    monkeypatch.chdir("/")
+    is_up = False
+    for name, others in (("c2", ["c0", "c2"]), ("c1", ["c0", "c1"])):
+        answer(llm, name)
+        load_ends(llm)
+        assert answer(llm, name).drafter == name and in_memory(llm) == others
+    assert pool.member("c1").drafter.source == "org/c1"
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
@@ -250,6 +275,37 @@ def test_memory_is_that_of_distinct_tensors(model: Path, folders: dict[str, str]
     assert memory.cache_bytes == sum(caches.values()) == drafters[0].cache_bytes(llm.target)
     assert drafters[0].cache_shape(llm.target) == tuple(drafters[0]._path.cache.keys.shape)
     assert llm.cache_bytes == llm.target.cache.num_bytes + memory.cache_bytes
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_own_heads_count_once(model: Path, folders: dict[str, str], tmp_path: Path, backend: str) -> None:
+    llm = LLM(str(model), drafter="none", **(SIZES | {"backend": backend}))
+    head_VD = torch.randn(llm.target.vocab_size, llm.target.hidden_size)
+    DFlashDrafter(DFlashDrafter.from_folder(folders["c0"]).network, head_VD=head_VD).save(tmp_path / "own")
+    drafters = [llm.make_drafter(str(tmp_path / "own")) for _ in range(2)]
+    for drafter in drafters:
+        bind(drafter, llm.target, keeps=True)
+    alone, both = (memory_of(drafters[:count], llm.target).weight_bytes for count in (1, 2))
+    assert 0 <= both - alone < head_VD.nbytes // 4, "all but norms is shared"
+
+
+def test_new_weights_of_the_target_reach_shared_heads(model: Path, folders: dict[str, str], tmp_path: Path) -> None:
+    ids = torch.arange(0, 200, 2)
+    DFlashDrafter(DFlashDrafter.from_folder(folders["c0"]).network, draft_ids=ids).save(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    named = {name: str(tmp_path / name) for name in "ab"}
+    llm = LLM(str(model), drafters=named, **(SIZES | {"backend": "native"}))
+    llm.load_weights({name: 2.0 * tensor for name, tensor in load_file(model / "model.safetensors").items()})
+    heads = {member.drafter._path._head for member in llm.members.values() if isinstance(member.drafter, DFlashDrafter)}
+    target: Any = llm.target
+    (head,) = heads
+    expected_VD = target.head_matrix.rows_of(ids.tolist(), torch.float32)
+    assert torch.equal(head.rows_of(list(range(len(ids))), torch.float32), expected_VD)
+
+
+def test_a_drafter_alone_is_not_compared(model: Path, folders: dict[str, str]) -> None:
+    llm = LLM(str(model), drafters={"c0": folders["c0"]}, **SIZES)
+    assert not llm.engine.pool.member("c0").drafter.held
 
 
 def test_requests_that_met_a_released_drafter_teach_the_router_nothing(model: Path, folders: dict[str, str]) -> None:

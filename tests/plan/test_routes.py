@@ -208,6 +208,20 @@ def test_a_new_drafter_under_an_old_name_is_tried_anew() -> None:
     assert [router.choose(key, ("all",), ["a", "b", "none"])[0] for key in range(1000, 1000 + FIRST)] == ["b"] * FIRST
 
 
+def test_a_cancelled_request_gives_its_credit_back() -> None:
+    router, luck = Router(), random.Random(0)
+    for key in range(100):
+        cluster = router.clusters.get("all")
+        before = cluster.credit if cluster else 0.0
+        member, name = router.choose(key, ("all",), [*"abcd", "none"])
+        if cluster and cluster.credit < before:
+            router.cancel(key)
+            assert cluster.credit >= before
+            return
+        serve(router, key, member, name, 2.0, luck)
+    pytest.fail("nothing was explored")
+
+
 def test_a_drafter_that_is_gone_while_its_request_runs_harms_nothing() -> None:
     router, luck = Router(), random.Random(0)
     member, cluster = router.choose(1, (), ["a", "b", "none"])

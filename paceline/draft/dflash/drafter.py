@@ -30,11 +30,13 @@ from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import random_weights
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.native.decoder import NativeDecoder
-from paceline.model.sharing import copied
 from paceline.model.target import Target
 from paceline.model.torch.fused import rms_norm, swiglu
 from paceline.plan.trees import MOST_NODES, Candidates
 from paceline.types import Batch, DraftBlock, Sequence
+
+_HEAD = "lm_head.weight"
+"""Name of the drafter's own LM head among its tensors."""
 
 
 class Attend(Protocol):
@@ -294,9 +296,13 @@ class DFlashDrafter(TappedDrafter):
         layers, rows, heads, *sizes = cache_shape_of(self.config.shape, target, self.block_size, is_native=is_native)
         return (layers, rows, heads, *sizes) if is_native else (1, rows, layers * heads, *sizes)
 
-    def keep_weights(self) -> None:
-        self.head_VD = None if self.head_VD is None else copied(self.head_VD)
-        super().keep_weights()
+    def _own_tensors(self) -> Mapping[str, Tensor]:
+        own = super()._own_tensors()
+        return own if self.head_VD is None else {**own, _HEAD: self.head_VD}
+
+    def _use_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        self.head_VD = tensors.get(_HEAD, self.head_VD)
+        super()._use_tensors({name: tensor for name, tensor in tensors.items() if name != _HEAD})
 
     def _take_in(self, rows: list[int], starts: list[int], counts: list[int], observed: list[Observed]) -> None:
         self._path.inject(rows, starts, counts, features_of(observed))

@@ -71,6 +71,7 @@ class TorchPath:
         self._final_norm = RMSNorm(weights["norm.weight"], shape.rms_norm_eps)
         attentions = [f"layers.{index}.self_attn" for index in range(shape.num_layers)]
         self._context_kv = fuse(dict(weights), *(f"{name}.{which}_proj" for which in "kv" for name in attentions))
+        self.weight_bytes += self._context_kv.num_bytes  # a second copy: the layers have keys and values too
         key_norms = [weights[f"{name}.k_norm.weight"].expand(shape.num_kv_heads, -1) for name in attentions]
         self._context_norm = RMSNorm(torch.cat(key_norms), shape.rms_norm_eps)
         slack = config.block_size
@@ -229,10 +230,11 @@ def _best(logits_BKV: Tensor) -> Tensor:
 
 
 def rows_of_head(target: NativeDecoder, draft_ids: Tensor) -> Matrix:
-    """Returns the rows `draft_ids` of the target's head, which drafters with the same draft vocabulary share."""
-    ids = draft_ids.tolist()
+    """Returns the rows `draft_ids` of the target's head, which drafters with the same draft vocabulary share until the
+    target's weights change, and its cache with them."""
+    ids, form = draft_ids.tolist(), ("head", id(target.cache))
     return sharing.matrix(
-        lambda: target.head_matrix.select(ids), [draft_ids], "head", num_bytes=lambda matrix: matrix.num_bytes
+        lambda: target.head_matrix.select(ids), [draft_ids], *form, num_bytes=lambda head: head.num_bytes
     )
 
 

@@ -92,8 +92,8 @@ class MtpDrafter(ChainedDrafter):
         self.tap_layers = (target.num_layers - 1,)
         self._begin(target, own.hidden_size)
 
-    def _use_tensors(self, tensors: dict[str, Tensor]) -> None:
-        self._stored = replace(self._stored, tensors=tensors)
+    def _use_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        self._stored = replace(self._stored, tensors=dict(tensors))
 
     def _own_tensors(self) -> Mapping[str, Tensor]:
         return self._stored.tensors

@@ -145,4 +145,4 @@ class DFlashFollower:
         if isinstance(self.network, DFlash2Network):
             weights = materialised(weights, embedding_VD)
         weights = {name: tensor.to(self._dtypes[name], copy=True) for name, tensor in weights.items()}
-        self.drafter.network.load_state_dict(weights, assign=True)
+        self.drafter.replace_weights(weights)

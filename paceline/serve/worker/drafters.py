@@ -212,7 +212,7 @@ def _read(model: Any, name: str) -> Any:
 def _rows(model: Any) -> list[dict[str, Any]]:
     pool = model.engine.pool
     if pool.residency:
-        pool.residency.turn(pool)  # takes in what was loaded meanwhile
+        pool.residency.take_in(pool)
     states = pool.residency.state_of if pool.residency else lambda member: "ready" if member.is_open else "draining"
     named = [(states(member), member) for member in pool.members.values()]
     named += [("leaving", member) for member in pool.older if member.name != CANDIDATE]

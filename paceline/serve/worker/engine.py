@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
 
 from paceline.config import EngineConfig
 from paceline.model.text.tokenizer import Tokenizer
@@ -146,3 +147,10 @@ class ModelInfo:
         mocked = model.config.mocked_as
         names = tuple(name for name, member in model.members.items() if member.is_open)
         return cls(model.config.model, model.tokenizer, *sizes, drafter, model.engine.grammars.compile, mocked, names)
+
+
+def marks_of(model: Model) -> dict[str, Any]:
+    """Return a value that is equal as long as the model's drafters are the same, be they loaded or released; it keeps
+    none of them in memory."""
+    members = [(name, each.drafter, each.is_open) for name, each in model.members.items()]
+    return {name: (drafter.source or ref(drafter), drafter.stamp, is_open) for name, drafter, is_open in members}

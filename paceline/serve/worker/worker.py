@@ -14,7 +14,6 @@ import logging
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from paceline.errors import PacelineError
 from paceline.serve.admin.metrics import Metrics
 from paceline.serve.http.failures import ApiError, RequestRefused
 from paceline.serve.settings import ServeConfig
-from paceline.serve.worker.engine import Engine, Model, ModelInfo
+from paceline.serve.worker.engine import Engine, Model, ModelInfo, marks_of
 from paceline.serve.worker.inbox import Inbox
 from paceline.serve.worker.ticket import Addressed, Event, Job, Outbox, Ticket
 from paceline.types import Route
@@ -46,11 +45,6 @@ STEADY_SECONDS = 10.0
 """If the engine crashes after more seconds than this, it is rebuilt with the loaded weights; if earlier, the model is
 reloaded."""
 log = logging.getLogger("paceline.serve")
-
-
-def _marks(model: Model) -> dict[str, Any]:
-    """Return a value that is equal as long as the model's drafters are the same."""
-    return {name: (weakref.ref(member.drafter), member.is_open) for name, member in model.members.items()}
 
 
 @dataclass(slots=True)
@@ -258,7 +252,7 @@ class EngineWorker(Generic[M]):
             except BaseException:
                 log.exception("the engine failed and is built anew")
                 self._crash(model)
-                swapped = None if _marks(model) == self._own_members else model.members
+                swapped = None if marks_of(model) == self._own_members else model.members
                 steady = model if time.monotonic() - began >= STEADY_SECONDS else None
             del model
             self._model = None
@@ -273,7 +267,7 @@ class EngineWorker(Generic[M]):
         model = steady or self._factory()
         self._grammars = model.engine.grammars = self._grammars or model.engine.grammars
         if not steady:
-            self._own_members = _marks(model)
+            self._own_members = marks_of(model)
             if swapped is not None:
                 model.use_members(swapped)
         if self._warm_up:
