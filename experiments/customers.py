@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from customers_traffic import LARGE, Customer, customers
+from customers_traffic import LARGE, Customer, as_token_ids, customers
 from regional import stage
 from server_process import post, server, stop
 
@@ -131,17 +131,23 @@ def own_drafters(args: argparse.Namespace, body: Path) -> dict[str, dict[str, Pa
 
 
 def measured(args: argparse.Namespace, customer: Customer, drafters: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """Held-out figures of a customer's drafters, of the default one and of plain decoding, in turns."""
+    """Held-out figures of a customer's drafters, of the default one and of plain decoding, in turns: as served, and
+    "full_tokens_per_round" with every draft verified and no prompt lookup."""
     prompts = args.out / f"{customer.tag}.jsonl"
-    rows = ({"messages": chat} for chat in customer.chats(args.heldout, is_heldout=True))
+    rows = as_token_ids(args.model, customer.chats(args.heldout, is_heldout=True))
     write_whole(prompts, "".join(json.dumps(row) + "\n" for row in rows))
     names = {"none": "plain", "default": "default"} | {str(folder): name for name, folder in drafters.items()}
     words = ("bench", "decode", "--model", args.model, "--prompts", prompts, "--drafters", ",".join(names))
-    words += ("--repeat", args.repeat, "--max-tokens", args.max_tokens, "--max-len", 768)
-    words += ("--threads", args.threads) if args.threads else ()
-    folder = stage(args.out, f"bench-{customer.tag}", *words)
-    results = json.loads((folder / "line.json").read_text())["results"]
-    return {names[row["drafter"]]: row for row in results}
+    words += ("--max-tokens", args.max_tokens, "--max-len", 768, *(("--threads", args.threads) if args.threads else ()))
+    figures = dict[str, dict[str, Any]]()
+    for speculate, repeat in (("auto", args.repeat), ("full", 1)):
+        name = f"bench-{customer.tag}-{speculate}"
+        folder = stage(args.out, name, *words, "--repeat", repeat, "--speculate", speculate)
+        for row in json.loads((folder / "line.json").read_text())["results"]:
+            figure = figures.setdefault(names[row["drafter"]], row)
+            figure["full_tokens_per_round"] = row["tokens_per_round"]
+            figure["identical"] = min(figure["identical"], row["identical"])
+    return figures
 
 
 def pool(args: argparse.Namespace, drafters: dict[str, dict[str, Path]]) -> dict[str, Any]:
@@ -187,9 +193,10 @@ def table(rows: dict[str, dict[str, dict[str, Any]]]) -> Table:
 
     columns = [Column("customer", str)]
     for name in ("default", "all", *SMALL):
-        columns.append(Column(f"{name}: tokens a round", figure(name, "tokens_per_round"), "{:.2f}", "right"))
+        columns.append(Column(f"{name}: full", figure(name, "full_tokens_per_round"), "{:.2f}", "right"))
         columns.append(Column("times plain", figure(name, "speedup"), "{:.2f}", "right"))
-    return Table(columns, list(rows))
+    note = "full: tokens a round with all drafts of the drafter alone; times plain: as served"
+    return Table(columns, list(rows), notes=[note])
 
 
 def arguments() -> argparse.Namespace:

@@ -14,6 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.hub import resolve
+from paceline.model.text.tokenizer import Tokenizer
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from support_tickets import HELDOUT, TRAIN, Message, Words, words  # pyright: ignore[reportMissingImports]
 
@@ -135,6 +138,12 @@ class Customer:
         generator = random.Random(f"{self.tag} {is_heldout}")
         requests = [self.request(HELDOUT if is_heldout else TRAIN, generator) for _ in range(number)]
         return [[*self.preamble(), {"role": "user", "content": each.text}] for each in requests]
+
+
+def as_token_ids(model: str, chats: Sequence[list[Message]]) -> list[dict[str, list[int]]]:
+    """Rows of a file of prompts. As messages, the worked examples would be turns for the model to answer, too."""
+    tokenizer = Tokenizer.from_path(resolve(model))
+    return [{"prompt_ids": tokenizer.encode_chat(chat)} for chat in chats]
 
 
 def customers() -> list[Customer]:

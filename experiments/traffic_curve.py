@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from customers_traffic import Customer
+from customers_traffic import Customer, as_token_ids
 from regional import stage
 
 from paceline.data.answers import AnswerShards
@@ -80,7 +80,7 @@ def letters(args: argparse.Namespace, folder: Path) -> None:
     customer = Customer(1)
     for part, number in (("train", 4000), ("heldout", HELDOUT)):
         chats = customer.chats(number, is_heldout=part == "heldout")
-        write_rows(folder / f"{part}.jsonl", [{"messages": chat} for chat in chats])
+        write_rows(folder / f"{part}.jsonl", as_token_ids(args.target, chats))
 
 
 WORKLOADS: dict[str, Callable[[argparse.Namespace, Path], None]] = {
