@@ -89,21 +89,12 @@ class _Search:
         most = config.most_trials or 10**6
         say(f"trials are measured after {', '.join(f'{each:.3g}' for each in config.rung_minutes)} minutes of steps")
         while not trials.measured() or len(trials.measured()) < most or trials.measured()[-1].state == "running":
-            if trials.measured() and trials.minutes + self._reserve() > config.minutes:
+            if trials.measured() and trials.minutes + trials.reserve > config.minutes:
                 break
             done = trials.run_next()
             shown = ", ".join(f"{each:.2f}x" for each in done.speedups) or done.reason
             say(f"trial {done.number}, {done.settings}: {shown} ({done.state}; {trials.minutes:.1f} minutes spent)")
         return self._judged(trials, space)
-
-    def _reserve(self) -> float:
-        """Returns the minutes that a trial which is never stopped would take with its measurements, and the judging."""
-        longest = self.config.rung_minutes[-1]
-        measuring = [
-            line["minutes"] - line["steps_minutes"] for line in self.folder.metrics() if line.get("trial") == 0
-        ]
-        extra = sum(max(each, 0.0) for each in measuring)
-        return longest + 2 * extra
 
     def _answers(self) -> list[Path]:
         config, began = self.config, time.monotonic()

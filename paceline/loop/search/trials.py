@@ -78,6 +78,14 @@ class Trials:
         """Minutes that the search has spent, over all its starts."""
         return sum(line["minutes"] for line in self.run.metrics() if "minutes" in line)
 
+    @property
+    def reserve(self) -> float:
+        """Minutes that a trial which is never stopped would take with its measurements, and the judging, which is about
+        two of them. Hidden states are computed once, by the first trial, and are not in it."""
+        times = (line["measuring_minutes"] for line in self.run.metrics() if "measuring_minutes" in line)
+        rungs = self.config.rung_minutes
+        return rungs[-1] + (len(rungs) + 2) * max(times, default=0.0)
+
     def run_next(self) -> Measured:
         """Runs a new trial, or the one that a killed search was at, until it is stopped or complete."""
         begun = [each for each in self._study.trials if each.state is TrialState.RUNNING]
@@ -104,10 +112,12 @@ class Trials:
             if step not in reported:
                 began = time.monotonic()
                 drafter = self._train(trial.number, self.space.config(settings, self.folder(trial.number), until))
+                trained = time.monotonic()
                 rated = self._rate(trial.number, drafter)
                 trial.report(rated.ratio, step)
-                spent = (time.monotonic() - began) / 60
-                self.run.log(trial=trial.number, rung=rung, steps_minutes=until, **rated._asdict(), minutes=spent)
+                minutes_of = {"minutes": (time.monotonic() - began) / 60}
+                minutes_of["measuring_minutes"] = (time.monotonic() - trained) / 60
+                self.run.log(trial=trial.number, rung=rung, steps_minutes=until, **rated._asdict(), **minutes_of)
             is_slow = rung < len(minutes) - 1 and trial.should_prune()  # the planner's choice counts among others too
             if trial.number and is_slow:
                 self._study.tell(trial, state=TrialState.PRUNED)

@@ -72,6 +72,15 @@ def test_the_first_trial_is_the_planners_choice_and_is_never_stopped(tmp_path: P
     assert trials.settings(0) == SPACE.planned
 
 
+def test_minutes_of_hidden_states_are_not_kept_for_the_next_trial(tmp_path: Path) -> None:
+    trials = trials_in(tmp_path / "run")
+    trials.run.log(trial=0, rung=0, steps_minutes=1.0, measuring_minutes=0.5, minutes=20.0)
+    trials.run.log(trial=0, rung=1, steps_minutes=3.0, measuring_minutes=0.4, minutes=2.4)
+    assert trials.minutes == 22.4 and trials.reserve == 9 + 5 * 0.5
+    trials.run_next()
+    assert all("measuring_minutes" in line for line in trials.run.metrics()) and trials.reserve == 11.5
+
+
 def test_one_in_three_goes_on_and_stopped_trials_leave_no_files(tmp_path: Path) -> None:
     trials = trials_in(tmp_path / "run")
     measured = [trials.run_next() for _ in range(12)]
