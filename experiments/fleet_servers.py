@@ -177,7 +177,7 @@ def nginx_conf(replicas: Sequence[Replica], port: int, folder: Path) -> str:
     render: Any = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = render  # its dataclasses look themselves up there
     spec.loader.exec_module(render)
-    regions = render.read_regions([f"all={','.join(f'{HOST}:{replica.port}' for replica in replicas)}"])
+    regions = render.read_groups([f"all={','.join(f'{HOST}:{replica.port}' for replica in replicas)}"], "region")
     text = render.render("nginx", regions, port).replace("/tmp/paceline-nginx", str(folder / "nginx"))
     return text.replace(f"listen {port};", f"listen {HOST}:{port};").replace(
         "access_log off;", f"access_log {folder / 'nginx-access.log'};"

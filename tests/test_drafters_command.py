@@ -24,7 +24,8 @@ def test_a_table_and_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
         drafters_load(drafter="words=ngram", server=live.url)
         rows, table = last_line(capsys)
         assert [row["name"] for row in rows] == ["none", "words"] and "words is loaded" in table
-        assert set(rows[0]) == {"name", "drafter", "state", "rows", "tokens_per_round", "tokens_per_s", "memory_bytes"}
+        memory = {"memory_bytes", "weight_bytes", "cache_bytes"}
+        assert set(rows[0]) == {"name", "drafter", "state", "rows", "tokens_per_round", "tokens_per_s", *memory}
         assert "tokens/round" in table and "0 MB" in table
         drafters_drain(name="words", server=live.url)
         assert last_line(capsys)[0][1]["state"] == "draining"

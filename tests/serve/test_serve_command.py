@@ -64,7 +64,9 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
             line = process.stderr.readline()
             port = int(re.findall(r"http://127.0.0.1:(\d+)", line)[0])
             lines = [process.stderr.readline() for _ in range(3)]
-            assert re.search(r"drafters words, blocks \(\d+ MB\); weights ", lines[0])
+            assert re.search(
+                r"drafters words, blocks \(weights \d+ MB, cache \d+ MB\) \(together, .*\); weights ", lines[0]
+            )
             assert f"http://127.0.0.1:{port}/ in a browser" in lines[1]
             assert lines[2].startswith("curl http://127.0.0.1")
             yield process, port
