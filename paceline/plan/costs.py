@@ -10,6 +10,10 @@ from itertools import accumulate, pairwise
 
 from paceline.types import RoundStats
 
+FIRST_DRAFTS = 3
+"""The shortest of this many drafting passes is a drafter's first estimate. One pass is not enough: if the system runs
+another program meanwhile, the drafter seems many times too slow, is not tried again, and the estimate stays."""
+
 
 class PassCosts:
     """Seconds of one forward pass of the target, by its number of token positions in all rows. Values between the
@@ -55,7 +59,8 @@ class RoundCosts:
     """Cache of `pass_s`, cleared when the factors change."""
     _draft_s: dict[tuple[str, int], float] = field(default_factory=dict)
     """(source, number of rows that draft) -> seconds of drafting."""
-    _has_drafted: set[str] = field(default_factory=set)
+    _first_s: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    """Source -> (seconds, number of rows) of its first drafting passes."""
     _latest: tuple[int | None, float] = (None, 0.0)
     """Size class of the latest round, and its duration over the one in `passes`."""
 
@@ -109,12 +114,16 @@ class RoundCosts:
     def drafted(self, source: str, num_rows: int, draft_s: float) -> None:
         """Add the seconds of one drafting pass of a drafter (`source`) for `num_rows` rows. Call it after `record` of
         the same round."""
-        seconds = draft_s / self.slowness
-        if source not in self._has_drafted:  # not representative: the first draft touches memory for the first time
-            self._has_drafted.add(source)
+        seconds, first = draft_s / self.slowness, self._first_s.setdefault(source, [])
+        if len(first) <= FIRST_DRAFTS:
+            first.append((seconds, num_rows))
+            if len(first) > FIRST_DRAFTS:
+                seconds, num_rows = min(first[1:])  # the very first draft touches memory for the first time
+                self._draft_s[source, num_rows] = seconds
             return
-        known = self._draft_s.get((source, num_rows))
-        self._draft_s[source, num_rows] = seconds if not known else known + 0.1 * (min(seconds, 4 * known) - known)
+        known = self.drafting_s(source, num_rows)
+        weight = 0.1 if (source, num_rows) in self._draft_s else 1.0
+        self._draft_s[source, num_rows] = known + weight * (min(seconds, (4 if weight < 1 else 2) * known) - known)
 
     def _compare(self, size: int, measured: float) -> None:
         """Correct the factors of two sizes by comparing consecutive rounds. The first comparisons have full weight,

@@ -283,9 +283,20 @@ class TestCosts:
         costs.record(1, 1.0)
         costs.drafted("dflash", 1, 50.0)
         assert costs.drafting_s("dflash", 1) == 0.0
-        costs.drafted("dflash", 1, 0.5)
+        for seconds in (0.5, 9.0, 0.6):
+            costs.drafted("dflash", 1, seconds)
         assert costs.drafting_s("dflash", 1) == pytest.approx(0.5)
         assert 0.5 < costs.drafting_s("dflash", 4) < 4 * 0.5 and costs.drafting_s("other", 1) == 0.0
+
+    def test_a_draft_during_which_another_program_ran_is_no_first_estimate(self) -> None:
+        costs = RoundCosts(FLAT)
+        costs.record(1, 1.0)
+        for seconds in (50.0, 9.0, 0.5, 0.5):
+            costs.drafted("dflash", 1, seconds)
+        assert costs.drafting_s("dflash", 1) == pytest.approx(0.5)
+        usual = costs.drafting_s("dflash", 2)
+        costs.drafted("dflash", 2, 9.0)  # the first time with two rows
+        assert costs.drafting_s("dflash", 2) == pytest.approx(2 * usual)
 
     def test_a_wrong_table_is_corrected_by_neighbouring_rounds(self) -> None:
         costs = RoundCosts(FLAT)

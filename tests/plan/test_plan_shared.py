@@ -37,7 +37,7 @@ def test_mixed_rows_pay_for_drafting_what_it_takes_in_their_rounds() -> None:
 
 def test_offers_made_while_planning_are_priced_by_the_rows_of_the_round() -> None:
     planner, costs = AdaptivePlanner(FLAT), list[float]()
-    for _ in range(4):
+    for _ in range(8):
         planner.learn(plan := planner.next([row(planner)]), stats(plan, [0], 1.0, DRAFTING_S))
 
     def ask(unwanted: object) -> list[Offer]:
