@@ -89,7 +89,7 @@ def record_traffic(args: argparse.Namespace) -> Path:
 
 
 def advice(args: argparse.Namespace, traces: Path) -> dict[str, Any]:
-    """What `paceline advise --by tag` says of the traffic."""
+    """Returns the JSON of `paceline advise --by tag` about the traffic."""
     command = [
         sys.executable,
         "-m",

@@ -29,14 +29,14 @@ CASES = words("""was damaged|has the wrong size|was not delivered|stopped workin
     smells of smoke""")
 ACTIONS = words("""refund|exchange|trace|repair|cancel|credit|replace|resend|redirect|wrap|invoice|discount|polish
     reorder|relabel|print|inspect|recolour|unlock|clean""")
-"""What is done in each of CASES."""
+"""Action for each of CASES."""
 NUM_CASES = 6
 """Policies of one customer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a customer's client writes, and the policy that applies."""
+    """One request to a customer's service: sender, product, case, and the policy that applies."""
 
     name: str
     city: str
