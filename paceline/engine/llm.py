@@ -39,6 +39,7 @@ from paceline.model.text.tokenizer import Tokenizer
 from paceline.plan.costs import PassCosts
 from paceline.plan.marginals import Marginals, MockedPlanner
 from paceline.plan.planner import AdaptivePlanner, Planner
+from paceline.plan.trees import MOST_NODES
 from paceline.plan.routes import Router
 from paceline.types import SamplingParams
 from paceline.verify.rules import RULES, mocked
@@ -167,12 +168,13 @@ class LLM:
                 return MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=mock)
             return self.config.speculation.planner(chunk)
         most = max((drafter.num_drafted for drafter in drafters), default=0) or (LATER if self.router else 0)
+        grows = self.config.trees and self.target.takes_trees
         if self.pass_costs is None and most:
-            self.pass_costs = measure_passes(self.target, self.target.cache.num_rows * (1 + most), 1 + most)
+            largest = max(self.target.cache.num_rows * (1 + most), 1 + MOST_NODES if grows else 0)
+            self.pass_costs = measure_passes(self.target, largest, 1 + most)
         first = drafters[0] if drafters else NoDrafter()
         if first not in self._planners:
             costs, adapts = self.pass_costs or PassCosts([(1, 1.0)]), self.target.is_width_invariant
-            grows = self.config.trees and self.target.takes_trees
             self._planners[first] = AdaptivePlanner(costs, most_chunk=chunk, adapts_chunks=adapts, grows_trees=grows)
         return self._planners[first]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,32 +14,45 @@ from paceline.plan.costs import PassCosts
 
 Timer = Callable[[Callable[[], object]], float]
 """A function that runs its argument, a function without parameters, and returns the seconds that this took."""
-_MEASURE_S, _LEAST_TURNS, _MOST_TURNS = 0.2, 2, 8
+_MEASURE_S, _MOST_TURNS = 0.3, 8
+_ALIKE, _MOST_S = 1.2, 3.0
+"""A time counts as undisturbed if another run of the same size took at most 1.2 times as long; the most seconds spent
+to find such times."""
 
 
 def measure_passes(target: Target, most: int, width: int | None = None) -> PassCosts:
     """Time target passes of several sizes, up to `most` tokens; returns the seconds by number of tokens.
 
-    Takes about 0.2 seconds, and one untimed warm-up pass of each size. All rows of the cache must be free. On CUDA the
+    Takes about 0.3 seconds, and one untimed warm-up pass of each size. All rows of the cache must be free. On CUDA the
     sizes are 1, 8, 16, 64, 128, ... and `most`, timed by CUDA events, with at most `width` tokens per row (None: as
     many as a row holds). On other devices they are 1, 2, 4, ..., in as few rows as can hold them, timed by the clock.
     The sizes are timed in several loops over all of them, and the fastest run of each counts, which reduces noise from
     the machine. The returned costs extrapolate other sizes.
+
+    Two sizes are timed whatever they take, because plans depend on their ratio: one token, and one row with `width`
+    tokens. If other programs disturb their times, these are timed for up to 3 seconds.
     """
     on_cuda = target.device.type == "cuda"
     sizes = _cuda_sizes(most) if on_cuda else [1 << power for power in range(max(most.bit_length(), 2))]
     seconds_of: Timer = partial(_event_seconds, target.device) if on_cuda else _clock_seconds
-    spent, best = 0.0, dict[int, float]()
-    for turn in range(_MOST_TURNS):
-        for place, size in enumerate(sizes):
-            expected = best.get(size, 2 * best.get(sizes[place - 1], 0.0) if place else 0.0)
-            if best and spent + expected > _MEASURE_S and (turn >= _LEAST_TURNS or len(best) >= 2):
+    needed = (1, max(size for size in sizes if size <= max(width or most, sizes[1])))
+    spent, best, undisturbed = 0.0, dict[int, float](), set[int]()
+    for _ in range(_MOST_TURNS):
+        for size in (*needed, *(size for size in sizes if size not in needed)):
+            smaller = max((each for each in best if each < size), default=0)
+            expected = best.get(size, best[smaller] * size / smaller if smaller else 0.0)
+            is_needed = size in needed and size not in undisturbed and spent < _MOST_S
+            if spent + expected > _MEASURE_S and not is_needed:
                 continue
             if size not in best:
                 _timed(target, size, width if on_cuda else None, _clock_seconds)
             began = time.perf_counter()
-            best[size] = min(best.get(size, float("inf")), _timed(target, size, width if on_cuda else None, seconds_of))
+            seconds = _timed(target, size, width if on_cuda else None, seconds_of)
             spent += time.perf_counter() - began
+            known = best.get(size, math.inf)
+            if seconds / _ALIKE <= known <= seconds * _ALIKE:
+                undisturbed.add(size)
+            best[size] = min(known, seconds)
     return PassCosts(sorted(best.items()))
 
 

@@ -14,17 +14,27 @@ FIRST_DRAFTS = 3
 """The shortest of this many drafting passes is a drafter's first estimate. One pass is not enough: if the system runs
 another program meanwhile, the drafter seems many times too slow, is not tried again, and the estimate stays."""
 
+DRAFT_WEIGHT = 0.1
+"""Weight of the latest drafting pass in the average of their seconds, after the first ten: those count alike, so that a
+wrong first estimate is soon corrected."""
+
 
 class PassCosts:
     """Seconds of one forward pass of the target, by its number of token positions in all rows. Values between the
     measured points are interpolated linearly."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        """`points`: measured pairs (token positions, seconds), at least one, with ascending positions."""
+        """`points`: measured pairs (token positions, seconds), at least one, with ascending positions.
+
+        Two kinds of points were disturbed by other programs, and are lowered: a smaller pass never takes longer, and a
+        pass never takes longer than several smaller ones that process as many positions.
+        """
         assert points
         sizes, times = zip(*reversed(points), strict=True)
-        # A smaller pass never takes longer: if it did, another program disturbed it.
         rising = list(zip(sizes, accumulate(times, min), strict=True))[::-1]
+        for place, (size, seconds) in enumerate(rising):
+            parts = (math.ceil(size / smaller) * part_s for smaller, part_s in rising[:place])
+            rising[place] = size, min(seconds, *parts, seconds)
         self._points = rising if len(rising) > 1 else [rising[0], (2 * rising[0][0], 2 * rising[0][1])]
         self._known: list[float] = []
 
@@ -57,8 +67,8 @@ class RoundCosts:
     """Size class -> (correction of `passes` relative to other sizes, number of comparisons)."""
     _pass_s: dict[int, float] = field(default_factory=dict)
     """Cache of `pass_s`, cleared when the factors change."""
-    _draft_s: dict[tuple[str, int], float] = field(default_factory=dict)
-    """(source, number of rows that draft) -> seconds of drafting."""
+    _draft_s: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
+    """(source, number of rows that draft) -> (seconds of drafting, number of measurements)."""
     _first_s: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     """Source -> (seconds, number of rows) of its first drafting passes."""
     _latest: tuple[int | None, float] = (None, 0.0)
@@ -91,12 +101,12 @@ class RoundCosts:
             return 0.0
         known = self._draft_s.get((source, num_rows))
         if known is not None:
-            return known
+            return known[0]
         measured = [rows for name, rows in self._draft_s if name == source]
         if not measured:
             return 0.0
         nearest = min(measured, key=lambda rows: abs(rows - num_rows))
-        return self._draft_s[source, nearest] * max(1.0 + 0.5 * (num_rows - nearest) / nearest, 0.5)
+        return self._draft_s[source, nearest][0] * max(1.0 + 0.5 * (num_rows - nearest) / nearest, 0.5)
 
     def record(self, num_positions: int, pass_s: float) -> None:
         """Add the measured time of a round that verified `num_positions` token positions in all rows. `pass_s`: seconds
@@ -119,11 +129,11 @@ class RoundCosts:
             first.append((seconds, num_rows))
             if len(first) > FIRST_DRAFTS:
                 seconds, num_rows = min(first[1:])  # the very first draft touches memory for the first time
-                self._draft_s[source, num_rows] = seconds
+                self._draft_s[source, num_rows] = seconds, 1
             return
-        known = self.drafting_s(source, num_rows)
-        weight = 0.1 if (source, num_rows) in self._draft_s else 1.0
-        self._draft_s[source, num_rows] = known + weight * (min(seconds, (4 if weight < 1 else 2) * known) - known)
+        known, (_, count) = self.drafting_s(source, num_rows), self._draft_s.get((source, num_rows), (0.0, 0))
+        step = min(seconds, (4 if count else 2) * known) - known
+        self._draft_s[source, num_rows] = known + max(DRAFT_WEIGHT, 1 / (1 + count)) * step, count + 1
 
     def _compare(self, size: int, measured: float) -> None:
         """Correct the factors of two sizes by comparing consecutive rounds. The first comparisons have full weight,

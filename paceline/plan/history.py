@@ -143,7 +143,8 @@ class Pauses:
         self._gains[joined, rows] = known, count + 1
         if count < 2:
             return False
-        loses = known < -LEAST_LOSS
+        # Not after a gain, whatever the average: the first comparisons contain rounds that touch memory first.
+        loses = known < -LEAST_LOSS and gain < 0.0
         if loses:
             del self._gains[joined, rows]
         for source in joined.split("+"):

@@ -68,8 +68,8 @@ class TestChoice:
 
     def test_several_rows_share_a_pass_by_what_each_promises(self) -> None:
         """Few positions are cheap: they go to the row whose drafts stand."""
-        planner = AdaptivePlanner(PassCosts(((1, 1.0), (8, 1.2), (9, 6.0), (16, 12.0))))
-        rows = [row(planner, most=0, lookup=0.3), row(planner, most=0, lookup=0.95)]
+        planner = AdaptivePlanner(PassCosts(((1, 1.0), (8, 1.2), (9, 2.2), (16, 2.4))))
+        rows = [row(planner, most=0, lookup=0.3), row(planner, most=0, lookup=0.8)]
         few, many = counts(planner.next(rows))
         assert few + many == 6 and many > few
 
@@ -269,11 +269,17 @@ class TestSureness:
 
 class TestCosts:
     def test_straight_lines_between_points_and_beyond(self) -> None:
-        costs = PassCosts(((1, 2.0), (2, 3.0), (4, 9.0)))
-        assert [costs.seconds(count) for count in (1, 2, 3, 4, 6)] == [2.0, 3.0, 6.0, 9.0, 15.0]
+        costs = PassCosts(((1, 2.0), (2, 3.0), (4, 6.0)))
+        assert [costs.seconds(count) for count in (1, 2, 3, 4, 6)] == [2.0, 3.0, 4.5, 6.0, 9.0]
 
     def test_a_smaller_pass_never_takes_more(self) -> None:
         assert PassCosts(((1, 5.0), (2, 3.0), (4, 9.0))).seconds(1) == 3.0
+
+    def test_a_pass_never_takes_more_than_several_smaller_ones(self) -> None:
+        """Measured while another program ran: two positions a hundred times as long as one."""
+        costs = PassCosts(((1, 0.02), (2, 2.0)))
+        assert [costs.seconds(count) for count in (1, 2, 8)] == pytest.approx([0.02, 0.04, 0.16])
+        assert PassCosts(((1, 1.0), (8, 2.0), (12, 9.0))).seconds(12) == 4.0
 
     def test_one_point_is_enough(self) -> None:
         assert PassCosts(((1, 2.0),)).seconds(3) == pytest.approx(6.0)
@@ -294,6 +300,8 @@ class TestCosts:
         for seconds in (50.0, 9.0, 0.5, 0.5):
             costs.drafted("dflash", 1, seconds)
         assert costs.drafting_s("dflash", 1) == pytest.approx(0.5)
+        costs.drafted("dflash", 1, 0.1)
+        assert costs.drafting_s("dflash", 1) == pytest.approx(0.3), "the first measurements count alike"
         usual = costs.drafting_s("dflash", 2)
         costs.drafted("dflash", 2, 9.0)  # the first time with two rows
         assert costs.drafting_s("dflash", 2) == pytest.approx(2 * usual)

@@ -46,6 +46,18 @@ class TestUnsteady:
         planner.forget("dflash")
         assert not pauses.next()
 
+    def test_a_source_does_not_pause_right_after_a_gain(self) -> None:
+        """Its first rounds were slow, as those of a process that has just started; the latest eight were not."""
+        pauses = Pauses()
+        for _ in range(2):
+            pauses.record(1, 1, 20.0, {"dflash"})
+            pauses.record(1, 1, 6.0, set())
+        for _ in range(8):
+            pauses.record(1, 8, 12.0, {"dflash"})
+        assert not pauses.record(1, 1, 6.0, set())
+        pauses.record(1, 1, 20.0, {"dflash"})
+        assert pauses.record(1, 1, 6.0, set()) and pauses.next() == {"dflash"}
+
     def test_only_the_source_that_disappointed_pauses(self) -> None:
         pauses = Pauses()
         for _ in range(3):
