@@ -6,7 +6,8 @@ A server answers the requests of twenty invented customers (customers_traffic.py
 traces. Then, each stage a mark in `--out` (killed, the same command goes on):
 
 - `paceline advise --by tag` ranks the customers before anything is trained;
-- a body is trained on the traffic of all, and the hidden states are kept for all later trainings (`--shared-features`);
+- a body is trained on the traffic of all, and the hidden states are kept for all later trainings (`--shared-features`):
+  twenty trainings of one step with them, and without;
 - from this body, each customer's own drafter, `--minutes` of steps; for the large customers also a last layer alone
   and low-rank differences, in equal minutes;
 - held-out requests of each customer are answered with each of its drafters, in turns: the true ranking;
@@ -117,6 +118,21 @@ def trained(args: argparse.Namespace, name: str, init: object, minutes: float, *
     return stage(args.out, name, "train", *answers, *settings, *words) / "drafter"
 
 
+def feature_seconds(args: argparse.Namespace, body: Path) -> dict[str, float]:
+    """Seconds of twenty trainings of a single step: with the hidden states of the body's training at hand ("shared"),
+    and each with none ("own")."""
+    seconds = {"shared": 0.0, "own": 0.0}
+    for customer in customers():
+        for kind in seconds:
+            name = f"{customer.tag}-features-{kind}"
+            words = ("--tag", customer.tag, "--learn", "all", "--lr", RATES["all"], "--max-steps", 1)
+            if kind == "own":
+                words += ("--shared-features", args.out / name / "features")
+            folder = trained(args, name, body, args.minutes, *words).parent
+            seconds[kind] += json.loads((folder / "seconds.json").read_text())
+    return seconds
+
+
 def own_drafters(args: argparse.Namespace, body: Path) -> dict[str, dict[str, Path]]:
     """Each customer's drafters, by tag and by the part that was learned."""
     drafters = dict[str, dict[str, Path]]()
@@ -223,13 +239,15 @@ def main() -> int:
     traces = record_traffic(args)
     advised = advice(args, traces)
     body = trained(args, "body", "default", args.body_minutes, "--lr", RATES["all"])
+    features = feature_seconds(args, body)
     drafters = own_drafters(args, body)
     rows = {customer.tag: measured(args, customer, drafters[customer.tag]) for customer in customers()}
     live = pool(args, drafters)
     table(rows).show(stderr=False)
     ranks = ranking(rows, advised)
-    print(json.dumps({"ranking": ranks, "pool": live}, indent=1))
-    write_results(args.out / "results.json", {"advice": advised, "customers": rows, "ranking": ranks, "pool": live})
+    results = {"ranking": ranks, "features_s": features, "pool": live}
+    print(json.dumps(results, indent=1))
+    write_results(args.out / "results.json", {"advice": advised, "customers": rows} | results)
     is_same = (
         all(row["identical"] == 1.0 for of in rows.values() for row in of.values()) and not live["different_texts"]
     )

@@ -7,17 +7,20 @@ the drafter, one at a time, so that neither the engine's thread nor the disk is 
 into the pool when the next request is assigned a drafter, and is the only one that changes the pool. Waiting instead
 would make one customer's first token as late as a disk is slow; loading in the engine's thread would delay all.
 
-Room is made first: the drafter that was used longest ago is released, but never one with running requests. If all
-have some, nothing is loaded until a request comes when one is idle. Of several wanted drafters only the latest is
-loaded: an earlier one is when it is requested again, else drafters would replace one another before any is used.
+Room is made first: the drafter that the fewest of the latest requests named is released, of several the one that was
+used longest ago, but never one with running requests. If all have some, nothing is loaded until a request comes when
+one is idle. The wanted drafter must be requested more than twice as often as the one that it replaces: without that
+rule, customers of about equal traffic would replace one another all the time, and loading takes more than it brings. Of
+several wanted drafters only the latest is loaded: an earlier one is when it is requested again.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from weakref import WeakSet
@@ -31,6 +34,9 @@ from paceline.types import LOOKUP, NONE, Batch, DraftBlock
 
 RETRY_S = 60.0
 """Seconds after which a drafter that could not be loaded is tried again, at its next request."""
+RECENT_PER_DRAFTER, MORE_OFTEN = 16, 2
+"""Latest requests that count, for each drafter in memory; a drafter replaces one that was requested less than
+1 / MORE_OFTEN times as often."""
 log = logging.getLogger("paceline.draft")
 
 
@@ -66,6 +72,10 @@ class Residency:
         """Drafter -> times it was loaded, times it was released, requests that named it while it was released."""
         self._used: dict[str, None] = {}
         """Names, the one used longest ago first."""
+        self._requests = Counter[str]()
+        """Number of the latest requests that named a drafter, by its name."""
+        self._latest = deque[str]()
+        """The latest requests: the names of their drafters."""
         self._kept: WeakSet[Drafter] = WeakSet()
         """Drafters that cannot be released, because their files have changed."""
         self._wanted = ""
@@ -84,7 +94,8 @@ class Residency:
         self.take_in(pool)
         if self._loading is None and (member := pool.members.get(self._wanted)):
             released = member.drafter
-            if isinstance(released, ReleasedDrafter) and member.is_open and self._make_room(pool, self.most - 1):
+            is_wanted = isinstance(released, ReleasedDrafter) and member.is_open
+            if is_wanted and self._make_room(pool, self.most - 1, self._requests[self._wanted]):
                 self._begin(self._wanted, released, [each.drafter for each in pool.members.values()])
                 self._wanted = ""
         self._make_room(pool, self.most - (self._loading is not None))
@@ -100,6 +111,7 @@ class Residency:
         released."""
         self._touch(drafter)
         member = pool.members.get(name)
+        self._count(name if member else drafter)
         if member and member.is_open and isinstance(released := member.drafter, ReleasedDrafter):
             self.misses[name] += 1
             if not released.is_failed:
@@ -109,21 +121,32 @@ class Residency:
     def put(self, pool: Pool, name: str) -> None:
         """Count a drafter that was put into the pool as used, and release others if they are too many now."""
         self._touch(name)
-        self._make_room(pool, self.most - (self._loading is not None))
+        self._count(name)
+        self._make_room(pool, self.most - (self._loading is not None), keep=name)
+
+    def _count(self, name: str) -> None:
+        self._latest.append(name)
+        self._requests[name] += 1
+        if len(self._latest) > RECENT_PER_DRAFTER * self.most:
+            self._requests[self._latest.popleft()] -= 1
 
     def _touch(self, name: str) -> None:
         self._used.pop(name, None)
         self._used[name] = None
 
-    def _make_room(self, pool: Pool, most: int) -> bool:
-        """Release idle drafters until at most `most` are in memory; returns False if that is not possible."""
+    def _make_room(self, pool: Pool, most: int, num_requests: float = math.inf, keep: str = "") -> bool:
+        """Release idle drafters, but not `keep`, until at most `most` are in memory; returns False if that is not
+        possible, or if the next one is requested too often to make room for a drafter with `num_requests` requests."""
         loaded = [member for member in pool.members.values() if can_release(member.drafter)]
         ages = {name: age for age, name in enumerate(self._used)}
-        idle = [member for member in loaded if member is not pool.default and not pool.num_rows(member)]
-        idle.sort(key=lambda member: ages.get(member.name, -1))
+        kept = {pool.default.name, keep}
+        idle = [member for member in loaded if member.name not in kept and not pool.num_rows(member)]
+        idle.sort(key=lambda member: (self._requests[member.name], ages.get(member.name, -1)))
         excess = len(loaded) - most
         for member in idle if excess > 0 else ():
             drafter = member.drafter
+            if num_requests <= MORE_OFTEN * self._requests[member.name]:
+                break
             if drafter in self._kept:
                 continue
             if not drafter.stamp.is_current():
