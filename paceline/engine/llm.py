@@ -39,8 +39,8 @@ from paceline.model.text.tokenizer import Tokenizer
 from paceline.plan.costs import PassCosts
 from paceline.plan.marginals import Marginals, MockedPlanner
 from paceline.plan.planner import AdaptivePlanner, Planner
-from paceline.plan.trees import MOST_NODES
 from paceline.plan.routes import Router
+from paceline.plan.trees import MOST_NODES
 from paceline.types import SamplingParams
 from paceline.verify.rules import RULES, mocked
 
