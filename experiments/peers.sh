@@ -27,9 +27,10 @@ llama_sources() {
 }
 
 # What this processor has, as its kernel says: what -march=native finds has died of instructions that a virtual machine lacks.
+# Without AMX: its kernels of this release end with an illegal instruction (tilezero) on a virtual machine that has AMX.
 llama_flags() {
     for pair in AVX2:avx2 FMA:fma F16C:f16c BMI2:bmi2 AVX_VNNI:avx_vnni AVX512:avx512f AVX512_VBMI:avx512vbmi \
-        AVX512_VNNI:avx512_vnni AVX512_BF16:avx512_bf16 AMX_TILE:amx_tile AMX_INT8:amx_int8; do
+        AVX512_VNNI:avx512_vnni AVX512_BF16:avx512_bf16; do
         if grep -qw "${pair#*:}" /proc/cpuinfo; then echo "-DGGML_${pair%:*}=ON"; else echo "-DGGML_${pair%:*}=OFF"; fi
     done
 }
