@@ -10,7 +10,6 @@ with and without drafts differ, or the function that was written does not do wha
 from __future__ import annotations
 
 import argparse
-import re
 import resource
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from dataclasses import replace
 
 from paceline import LLM, SamplingParams
 from paceline.bench.beside import answer_plainly, beside_plain, beside_transformers
+from paceline.bench.tasks import code_of
 from paceline.errors import CacheError, DownloadError, PacelineError
 from paceline.hardware import memory_bytes
 from paceline.hub import BUILTINS, resolve
@@ -65,12 +65,6 @@ def load(name: str) -> LLM:
         print(f"{error}\n{SMALLEST} answers a sum instead\n", file=sys.stderr)
         return load(SMALLEST)
     return LLM(name, max_batch=1)
-
-
-def code_of(text: str) -> str:
-    """The first block of Python in a Markdown answer, or all of it without one."""
-    match = re.search(r"```(?:python)?\n(.*?)```", text, re.DOTALL)
-    return match.group(1) if match else text
 
 
 def run(code: str) -> str:

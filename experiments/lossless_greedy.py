@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline import LLM, SamplingParams
 from paceline.bench.beside import transformers_model
+from paceline.bench.passes import parting
 from paceline.data.prompts import read_prompts
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.eagle3.drafter import Eagle3Drafter
@@ -37,9 +38,8 @@ from paceline.hub import resolve
 from paceline.model.backends import form_of, load_target
 from paceline.model.checkpoint import random_tensors
 from paceline.model.config.decoder import DecoderConfig
-from paceline.model.target import ForwardBatch
 from paceline.model.torch.decoder import Decoder
-from paceline.report.statistics import Rounds, first_difference
+from paceline.report.statistics import Rounds
 from paceline.runs.folder import record_of
 from paceline.train.methods.mtp import new_layer
 
@@ -68,26 +68,14 @@ def drafters(llm: LLM, names: list[str]) -> dict[str, Any]:
     return {name: makers.get(name, partial(str, name)) for name in names or makers}  # others: folders and hub ids
 
 
-@torch.inference_mode()
-def top_two_gap(llm: LLM, tokens: list[int]) -> float:
-    """Gap between the two largest logits after `tokens`, by one pass of our own target."""
-    row = llm.target.cache.allocate()
-    assert row is not None
-    out = llm.target.forward(ForwardBatch([row], [0], [len(tokens)], tokens, "last"))
-    llm.target.cache.free(row)
-    assert out.logits_TV is not None
-    best = out.logits_TV[0].float().topk(2).values
-    return float(best[0] - best[1])
-
-
 def differences(
     llm: LLM, prompts: list[list[int]], expected: list[list[int]], got: list[list[int]]
 ) -> list[dict[str, Any]]:
     """First difference of each prompt that differs, with the logit gap there."""
     return [
-        {"prompt": index, "token": at, "gap": top_two_gap(llm, prompt + want[:at])}
+        {"prompt": index, "token": parted[0], "gap": parted[1]}
         for index, (prompt, want, have) in enumerate(zip(prompts, expected, got, strict=True))
-        if (at := first_difference(want, have)) is not None
+        if (parted := parting(llm.target, prompt, have, want))
     ]
 
 

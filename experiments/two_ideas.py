@@ -280,12 +280,17 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     return figures
 
 
+def with_seeds(figure: dict[str, Any]) -> str:
+    """Returns a figure's value, its interval, and the range of its values over seeds, as text."""
+    (low, high), seeds = figure["interval"], figure["seeds"]
+    return f"{figure['value']:.3f} [{low:.3f}, {high:.3f}], seeds {min(seeds):.3f} to {max(seeds):.3f}"
+
+
 def tables(runs: dict[str, list[dict[str, Any]]], figures: dict[str, dict[str, Any]]) -> list[Table]:
     """Returns the 2x2 table, the ratios, and a table of the trainings."""
 
     def text(name: str) -> str:
-        (low, high), seeds = figures[name]["interval"], figures[name]["seeds"]
-        return f"{figures[name]['value']:.3f} [{low:.3f}, {high:.3f}], seeds {min(seeds):.3f} to {max(seeds):.3f}"
+        return with_seeds(figures[name])
 
     ways = [Column(f"+ {way}", lambda row, way=way: text(f"{row} + {way}")) for way in ("injection", "fusion")]
     keys = ("parameters", "rate", "minutes", "steps")
@@ -305,21 +310,27 @@ def main(words: list[str] | None = None) -> None:
         table.show(stderr=False)
 
 
-def arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def study_parser(text: str | None, seeds: int, out: str) -> argparse.ArgumentParser:
+    """Returns a parser with the options of every study, with these default values of --seeds and --out."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, required=True, help="folder of paceline regenerate, greedy answers")
     parser.add_argument("--target", default="smollm2-135m", help="the model that wrote the answers")
     parser.add_argument("--minutes", type=float, default=4.0, help="of training steps, per run")
     parser.add_argument("--steps", type=int, help="train for equal steps in place of equal minutes")
-    parser.add_argument("--seeds", type=int, default=3, help="runs per cell; more can be added later")
-    parser.add_argument("--rates", type=float, nargs="+", default=[4e-4, 8e-4, 1.6e-3], help="one rate: no pilot runs")
-    parser.add_argument("--pilot-share", type=float, default=0.25, help="of the minutes, for each pilot run")
+    parser.add_argument("--seeds", type=int, default=seeds, help="runs of each drafter; more can be added later")
     parser.add_argument("--layers", type=int, default=2, help="of each drafter")
-    parser.add_argument("--ttt-steps", type=int, default=NUM_DRAFTS, help="drafts per block that EAGLE-3 learns")
     parser.add_argument("--max-len", type=int, default=384, help="longest document, in tokens")
     parser.add_argument("--draft-vocab", type=int, default=8192, help="most frequent tokens, which can be drafted")
     parser.add_argument("--num-heldout", type=int, default=96, help="held-out documents")
-    parser.add_argument("--out", type=Path, default=Path("runs/two-ideas"), help="folder; the same one continues")
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder; the same one continues")
+    return parser
+
+
+def arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = study_parser(__doc__, 3, "runs/two-ideas")
+    parser.add_argument("--rates", type=float, nargs="+", default=[4e-4, 8e-4, 1.6e-3], help="one rate: no pilot runs")
+    parser.add_argument("--pilot-share", type=float, default=0.25, help="of the minutes, for each pilot run")
+    parser.add_argument("--ttt-steps", type=int, default=NUM_DRAFTS, help="drafts per block that EAGLE-3 learns")
     return parser.parse_args(words)
 
 

@@ -34,14 +34,13 @@ from __future__ import annotations
 import argparse
 import json
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from two_ideas import NUM_DRAFTS, Study
+from two_ideas import NUM_DRAFTS, Study, study_parser, with_seeds
 
 from paceline.bench.config import StepsConfig
 from paceline.bench.runs import bench_steps
@@ -240,14 +239,10 @@ def summary(runs: dict[str, list[dict[str, Any]]], costs: dict[str, float]) -> d
 def tables(figures: dict[str, Any]) -> list[Table]:
     """Returns a table for each network, and that of both."""
 
-    def text(value: dict[str, Any]) -> str:
-        (low, high), seeds = value["interval"], value["seeds"]
-        return f"{value['value']:.3f} [{low:.3f}, {high:.3f}], seeds {min(seeds):.3f} to {max(seeds):.3f}"
-
     def table(title: str, rows: dict[str, Any], has_length: bool) -> Table:
-        lengths = [Column("acceptance length", lambda rule: text(rows[rule]["length"]))] if has_length else []
+        lengths = [Column("acceptance length", lambda rule: with_seeds(rows[rule]["length"]))] if has_length else []
         gains = [
-            Column("over one pass", lambda rule: text(rows[rule]["gain"])),
+            Column("over one pass", lambda rule: with_seeds(rows[rule]["gain"])),
             Column("second passes", lambda rule: rows[rule]["second_passes"], "{:.0%}"),
             Column("needed", lambda rule: rows[rule]["needed"], "{:.3f}"),
             Column("pays", lambda rule: rows[rule]["pays"]),
@@ -272,20 +267,10 @@ def main(words: list[str] | None = None) -> None:
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=Path, required=True, help="folder of paceline regenerate, greedy answers")
-    parser.add_argument("--target", default="smollm2-135m", help="the model that wrote the answers")
-    parser.add_argument("--minutes", type=float, default=4.0, help="of training steps, per run")
-    parser.add_argument("--steps", type=int, help="train for equal steps in place of equal minutes")
-    parser.add_argument("--seeds", type=int, default=2, help="runs per network; more can be added later")
+    parser = study_parser(__doc__, 2, "runs/two-steps")
     parser.add_argument("--rate", type=float, default=1.6e-3, help="learning rate; two_ideas.py compares several")
-    parser.add_argument("--layers", type=int, default=2, help="of each drafter")
-    parser.add_argument("--max-len", type=int, default=384, help="longest document, in tokens")
-    parser.add_argument("--draft-vocab", type=int, default=8192, help="most frequent tokens, which can be drafted")
-    parser.add_argument("--num-heldout", type=int, default=96, help="held-out documents")
     parser.add_argument("--verify-cost", type=float, help="verify pass over a plain target pass [default: measured]")
     parser.add_argument("--draft-cost", type=float, help="drafter's pass over a plain target pass [default: measured]")
-    parser.add_argument("--out", type=Path, default=Path("runs/two-steps"), help="folder; the same one continues")
     return parser.parse_args(words)
 
 

@@ -5,6 +5,9 @@ PYTHONPATH=. python tests/server_fields.py
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from anthropic.types import message_count_tokens_params as counts
 from anthropic.types import message_create_params as messages
 from anthropic.types.beta import message_create_params as beta_messages
@@ -15,6 +18,8 @@ from openai.types.responses import response_create_params as responses
 from paceline.serve.dialects.messages import CountTokensRequest, MessagesRequest
 from paceline.serve.dialects.responses import ResponsesRequest
 from paceline.serve.requests.protocol import ChatRequest, Closed, CompletionRequest, TokenizeRequest
+
+GUIDE = Path(__file__).parents[1] / "docs" / "reference" / "http-api.md"
 
 
 def words(text: str) -> set[str]:
@@ -83,6 +88,13 @@ SCHEMAS: dict[str, tuple[type[Closed], set[str]]] = {
 
 def held(model: type[Closed]) -> set[str]:
     return {field.alias or name for name, field in model.model_fields.items()}
+
+
+def listed(heading: str) -> set[str]:
+    """Fields in the first column of the guide's table under this heading."""
+    section = re.search(rf"^{heading}$(.*?)(^##|\Z)", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert section
+    return set(re.findall(r"^\| `([\w.]+)` \|", section[1], re.MULTILINE))
 
 
 def table() -> str:

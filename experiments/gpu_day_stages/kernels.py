@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpu_day_stages.attention_cases import CASES, by_loop, difference
 from gpu_day_stages.mixture_kernels import a_delta_net, experts_of_a_layer
-from gpu_day_stages.models import Clock, free_memory, shape_of, shares, summary
+from gpu_day_stages.models import Clock, free_memory, graphed, shape_of, shares, summary
 from gpu_day_stages.visit import Skipped, Visit
 from paceline.model.torch.attention import attend_rows
 from paceline.model.torch.kernels.attend import Sight, attend, run_kernels, twin
@@ -76,7 +76,7 @@ def _attention(visit: Visit, name: str, count: int, context: int) -> None:
     samples: dict[str, list[float]] = {}
     for way, work in works.items():
         clock = Clock(visit.device)
-        replay = _graph(visit, lambda work=work: [work(*cache) for cache in caches])
+        replay = graphed(visit, lambda work=work: [work(*cache) for cache in caches])
         samples[way] = [each / layers for each in clock.samples(replay, visit.sized(20, 2))]
     figures = shares(visit, read, samples["ms"])
     rate = read / (1e-3 * statistics.median(samples["ms"]))
@@ -92,21 +92,6 @@ def _chain(count: int, start: int, device: str) -> Sight:
     slot_J = torch.arange(count, device=device)
     relation = {"depths_BJ": slot_J[None], "bits_BJ": ((2 << slot_J) - 1)[None]}
     return Sight(torch.tensor([start], device=device), torch.tensor([count], device=device), count, **relation)
-
-
-def _graph(visit: Visit, work: Callable[[], object]) -> Callable[[], object]:
-    """The work as one graph, so that the host's launches are not measured; on other devices the work itself."""
-    if torch.device(visit.device).type != "cuda":
-        return work
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
 
 
 PARTS: tuple[Callable[[Visit], None], ...] = (experts_of_a_layer, a_delta_net, attention_is_right, attention_times)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpu_day_stages.models import Clock, shape_of, summary
+from gpu_day_stages.models import Clock, graphed, shape_of, summary
 from gpu_day_stages.visit import Skipped, Visit
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.torch.attention import Rope
@@ -208,16 +208,5 @@ def launch_us(visit: Visit, work: Callable[[], object]) -> dict[str, float]:
         for _ in range(launches):
             work()
 
-    if torch.device(visit.device).type == "cuda":
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            work()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            many()
-        samples = clock.samples(graph.replay, repeat)
-    else:
-        samples = clock.samples(many, repeat)
+    samples = clock.samples(graphed(visit, many, warm=work), repeat)
     return summary([1e3 * sample / launches for sample in samples])

@@ -18,7 +18,7 @@ from gpu_day_stages.visit import Visit
 from paceline.bench.passes import mocked_engine, random_prompt
 from paceline.draft.base import Drafter
 from paceline.draft.dflash.config import DFlashConfig, new_config
-from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
+from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork, shapes_of
 from paceline.engine.engine import Engine
 from paceline.model.checkpoint import expected_shapes
 from paceline.model.config.decoder import DecoderConfig, DeltaShape
@@ -105,6 +105,22 @@ class Clock:
         return first.elapsed_time(last)
 
 
+def graphed(visit: Visit, work: Callable[[], object], warm: Callable[[], object] | None = None) -> Callable[[], object]:
+    """The work as one graph, so that the host's launches are not measured; on other devices the work itself. `warm`
+    runs before the recording [default: the work]."""
+    if torch.device(visit.device).type != "cuda":
+        return work
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        (warm or work)()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
 def summary(samples: list[float]) -> dict[str, float]:
     """Median and quartiles."""
     low, middle, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else [samples[0]] * 3
@@ -159,17 +175,25 @@ def random_target(visit: Visit, name: str, *, rows: int = 1, max_len: int = 512)
     )
 
 
-def random_dflash(target: Decoder, layers: int, words: int | None = None, block: int = 16) -> DFlashDrafter:
-    """A drafter of the target's widths, drawn on its device; with `words` it drafts over so many rows of the head."""
-    own = target.config
-    raw = new_config(
+def raw_dflash(own: DecoderConfig, layers: int, block: int) -> dict[str, Any]:
+    """The config.json of a drafter of the widths of a target with this config."""
+    return new_config(
         own.hidden_size, own.vocab_size, own.num_layers,
         num_layers=layers, block_size=block, head_dim=own.head_dim, intermediate_size=own.intermediate_size,
     )  # fmt: skip
+
+
+def random_network(raw: dict[str, Any], device: str, dtype: torch.dtype, *, seed: int = 0) -> DFlashNetwork:
+    """A DFlash network with this config.json, its weights drawn on the device."""
     config = DFlashConfig.from_json(raw)
     with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in DFlashNetwork(config).state_dict().items()}
-    network = DFlashNetwork.of(config, dict(weights(shapes, str(target.device), target.dtype, seed=1)))
+        shapes = shapes_of(DFlashNetwork(config).state_dict())
+    return DFlashNetwork.of(config, dict(weights(shapes, device, dtype, seed=seed)))
+
+
+def random_dflash(target: Decoder, layers: int, words: int | None = None, block: int = 16) -> DFlashDrafter:
+    """A drafter of the target's widths, drawn on its device; with `words` it drafts over so many rows of the head."""
+    network = random_network(raw_dflash(target.config, layers, block), str(target.device), target.dtype, seed=1)
     return DFlashDrafter(network, draft_ids=None if words is None else torch.arange(words))
 
 

@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpu_day_stages.models import Clock, free_memory, shape_of, summary, weights
+from gpu_day_stages.models import Clock, free_memory, random_network, raw_dflash, shape_of, summary, weights
 from gpu_day_stages.tiny_models import VOCAB, loud_tensors, tiny_llama
 from gpu_day_stages.visit import Visit
-from paceline.draft.dflash.config import DFlashConfig, new_config
-from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.model.target import head_weight
 from paceline.model.torch.decoder import Decoder
 from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
@@ -110,14 +108,8 @@ def real_trainer(visit: Visit, anchors: int, documents: int) -> Trainer:
     """A drafter for 8B's widths over random documents; the target is not there, as its features are given."""
     own, device = shape_of(visit, "8B"), torch.device(visit.device)
     length, dtype = visit.sized(2048, 24), visit.sized(torch.bfloat16, torch.float32)
-    raw = new_config(
-        own.hidden_size, own.vocab_size, own.num_layers, num_layers=visit.sized(5, 1), block_size=visit.sized(BLOCK, 4),
-        head_dim=own.head_dim, intermediate_size=own.intermediate_size,
-    )  # fmt: skip
-    config = DFlashConfig.from_json(raw)
-    with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in DFlashNetwork(config).state_dict().items()}
-    network = DFlashNetwork.of(config, dict(weights(shapes, visit.device, torch.float32)))
+    raw = raw_dflash(own, visit.sized(5, 1), visit.sized(BLOCK, 4))
+    network = random_network(raw, visit.device, torch.float32)
     draw = np.random.default_rng(0)
     corpus = [
         Document(f"doc-{number}@0/0", draw.integers(0, own.vocab_size, length).astype(np.int32), 8)
@@ -130,7 +122,7 @@ def real_trainer(visit: Visit, anchors: int, documents: int) -> Trainer:
             dtype,
         )
     )
-    taps = torch.randn(length, len(config.target_layer_ids) * own.hidden_size, device=device, dtype=dtype)
+    taps = torch.randn(length, len(network.config.target_layer_ids) * own.hidden_size, device=device, dtype=dtype)
     loop = LoopConfig(
         epochs=1e6, blocks_per_step=anchors * documents, anchors=anchors, blocks_per_pack=512, tokens_per_pack=32768,
         autocast=not visit.is_tiny, optim=OptimConfig(lr=1e-4),

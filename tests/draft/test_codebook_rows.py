@@ -11,7 +11,7 @@ import torch
 from round_loop import admit, ready
 from safetensors.torch import load_file, save_file
 from stored_drafters import IDS, drafted
-from tiny_dflash import HIDDEN, PROMPT, VOCAB, tiny_target
+from tiny_dflash import HIDDEN, PROMPT, VOCAB, needs_native, tiny_target
 from tiny_dflash2 import network_2, raw_2
 
 from paceline.draft.dflash.checkpoint import read_stored, weights_file
@@ -24,7 +24,6 @@ from paceline.draft.formats.export import FORMATS, export
 from paceline.draft.formats.family import network_of, read_drafter
 from paceline.draft.formats.packed import BOOK_IDS, PACKED
 from paceline.errors import ModelFileError
-from paceline.model.native import library as native_lib
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.torch.decoder import Decoder
 from paceline.train.config import DrafterShape
@@ -36,10 +35,9 @@ OUTSIDE = sorted(set(range(VOCAB)) - set(IDS.tolist()))
 ANCHORS = [OUTSIDE[0], OUTSIDE[-1], int(IDS[0])]
 NAMES = [f"candidate_selector.{book}" for book in BOOKS]
 SCRIPT = Path(__file__).parents[2] / "recipes" / "pack_drafter.py"
-NEEDS_NATIVE = pytest.mark.skipif(native_lib.load() is None, reason="the native library is not built")
 KINDS: list[Any] = [
     Decoder,
-    pytest.param(NativeDecoder, marks=NEEDS_NATIVE),
+    pytest.param(NativeDecoder, marks=needs_native),
 ]
 
 
@@ -106,7 +104,7 @@ def test_scores_are_those_of_all_rows_but_behind_an_anchor_without_one(kind: Any
             torch.testing.assert_close(ours.scores_BKPM[:, 0], full.scores_BKPM[:, 0])
 
 
-@NEEDS_NATIVE
+@needs_native
 def test_both_paths_draft_the_same(small: Path) -> None:
     drafts = [drafted(tiny_target(kind=kind), read_drafter(small)) for kind in (Decoder, NativeDecoder)]
     assert drafts[0] == drafts[1]

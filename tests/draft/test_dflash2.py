@@ -11,7 +11,7 @@ import torch
 from native_models import ISAS, restored, use
 from round_loop import admit, generate, ready
 from safetensors.torch import load_file, save_file
-from tiny_dflash import HIDDEN, KINDS, PROMPT, VARIANTS, VOCAB, loud_, raw_config, tiny_target
+from tiny_dflash import HIDDEN, KINDS, PROMPT, VARIANTS, VOCAB, loud_, needs_native, raw_config, tiny_target
 from tiny_dflash2 import Recording2, network_2, raw_2, reference_of
 
 from paceline.draft.base import NoDrafter
@@ -24,7 +24,6 @@ from paceline.draft.dflash2.selector import WalkedReading, score
 from paceline.draft.formats.family import drafter_of, read_drafter
 from paceline.draft.registry import make_drafter
 from paceline.errors import ModelFileError, UnsupportedModelError
-from paceline.model.native import library as native_lib
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
 from paceline.train.learn.attention import Layout, make_attention
@@ -94,9 +93,6 @@ def test_batched_rounds_equal_row_by_row() -> None:
     drafter.drafts = []
     assert generate(target, drafter, prompts, 15, chunk=4)[0] == answers
     assert drafter.drafts[:3] == first
-
-
-needs_native = pytest.mark.skipif(native_lib.load() is None, reason="the native library is not built")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from doubles import ByteTokenizer
 from engine_runs import run
 from sampled_answers import p_value
-from tiny_dflash import PROMPT, VOCAB, loud_, raw_config, tiny_target
+from tiny_dflash import PROMPT, VOCAB, loud_, needs_native, raw_config, tiny_target
 from tiny_dspark import network_3, raw_3
 
 from paceline.draft.dflash.config import DFlashConfig, as_dflash2
@@ -19,7 +19,6 @@ from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network, Walki
 from paceline.draft.dflash2.selector import WalkedReading
 from paceline.draft.dspark.drafter import DSparkDrafter
 from paceline.engine.engine import Engine
-from paceline.model.native import library as native_lib
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.torch.decoder import Decoder
 from paceline.plan.planner import FixedPlanner
@@ -44,7 +43,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-BUILT = pytest.mark.skipif(native_lib.load() is None, reason="the native library is not built")
 CASES = [
     (0, "always", Decoder, "greedy"),
     (12, "always", Decoder, "greedy"),
@@ -55,10 +53,10 @@ CASES = [
     (0, "always", Decoder, "seeded, filtered"),
     (12, "its own", Decoder, "greedy, shaped"),
     (12, "always", Decoder, "seeded, shaped"),
-    pytest.param(0, "sometimes", NativeDecoder, "greedy", marks=BUILT),
-    pytest.param(12, "sometimes", NativeDecoder, "greedy, penalised", marks=BUILT),
-    pytest.param(12, "its own", NativeDecoder, "seeded, filtered", marks=BUILT),
-    pytest.param(0, "sometimes", NativeDecoder, "seeded, shaped", marks=BUILT),
+    pytest.param(0, "sometimes", NativeDecoder, "greedy", marks=needs_native),
+    pytest.param(12, "sometimes", NativeDecoder, "greedy, penalised", marks=needs_native),
+    pytest.param(12, "its own", NativeDecoder, "seeded, filtered", marks=needs_native),
+    pytest.param(0, "sometimes", NativeDecoder, "seeded, shaped", marks=needs_native),
 ]
 """Nodes of a tree (0: a chain), how often drafts agree with the text, the target, the request: every request with a
 chain and with a tree, and every kind of agreement too, not all combinations."""

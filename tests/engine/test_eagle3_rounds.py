@@ -10,12 +10,11 @@ import torch
 from doubles import ByteTokenizer
 from engine_runs import run
 from sampled_answers import FASTEST, p_value
-from tiny_dflash import PROMPT, VOCAB, tiny_target
+from tiny_dflash import PROMPT, VOCAB, needs_native, tiny_target
 from tiny_eagle3 import IDS, drafter_of, loud_network, raw_eagle3
 
 from paceline.draft.eagle3.drafter import Eagle3Drafter
 from paceline.engine.engine import Engine
-from paceline.model.native import library as native_lib
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.torch.decoder import Decoder
 from paceline.plan.costs import PassCosts
@@ -31,10 +30,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 1.0, "seed": 5},
     "seeded, filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "presence_penalty": 0.5, "seed": 7},
 }
-BUILT = pytest.mark.skipif(native_lib.load() is None, reason="the native library is not built")
 CASES = [
     (Decoder, "seeded, filtered"),
-    *(pytest.param(NativeDecoder, way, marks=BUILT) for way in ("greedy", "greedy, penalised", "seeded")),
+    *(pytest.param(NativeDecoder, way, marks=needs_native) for way in ("greedy", "greedy, penalised", "seeded")),
 ]
 
 
@@ -127,7 +125,7 @@ def conversations(engine: Engine) -> dict[int, list[int]]:
     return texts
 
 
-@BUILT
+@needs_native
 def test_rows_that_share_beginnings_and_are_cancelled_draft_as_fresh_ones() -> None:
     """Text and drafts: what a sequence takes over is what it would have computed."""
     runs = []

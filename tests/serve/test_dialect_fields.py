@@ -3,8 +3,6 @@ effect."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import anthropic.types as messages
@@ -13,7 +11,7 @@ import pytest
 from openai.types.responses import response_create_params, response_input_item_param
 from openai.types.shared_params import Reasoning as ReasoningParam
 from pydantic import ValidationError
-from server_fields import COUNT_TOKENS, MESSAGES, RESPONSES, held
+from server_fields import COUNT_TOKENS, MESSAGES, RESPONSES, held, listed
 
 from paceline.serve.dialects import fields
 from paceline.serve.dialects.messages import (
@@ -38,9 +36,7 @@ from paceline.serve.dialects.responses import (
     TextConfig,
     TextFormat,
 )
-from paceline.serve.requests.protocol import Closed
-
-GUIDE = Path(__file__).parents[2] / "docs" / "reference" / "http-api.md"
+from paceline.serve.requests.protocol import ChatRequest, Closed, CompletionRequest
 
 
 def names(*types: Any) -> set[str]:
@@ -109,6 +105,8 @@ def test_every_field_has_one_fate(model: type[Closed], official: set[str]) -> No
 
 
 MINIMAL: dict[type[Closed], dict[str, Any]] = {
+    ChatRequest: {"messages": [{"role": "user", "content": "x"}]},
+    CompletionRequest: {"prompt": "x"},
     MessagesRequest: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     CountTokensRequest: {"messages": [{"role": "user", "content": "x"}]},
     ResponsesRequest: {"input": "x"},
@@ -139,26 +137,20 @@ def test_refused_fields_are_refused_and_unused_ones_are_not(model: type[Closed])
         model.model_validate(minimal | {"no_such_field": 0})
 
 
-def listed(heading: str) -> set[str]:
-    section = re.search(rf"^#### {heading}$(.*?)(^##|\Z)", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    assert section
-    return set(re.findall(r"^\| `([\w.]+)` \|", section[1], re.MULTILINE))
-
-
 def nested(tables: dict[str, Any]) -> set[str]:
     return {f"{parent}.{name}" for parent, own in tables.items() for name in own}
 
 
 def test_the_guide_lists_what_is_refused_and_what_has_no_effect() -> None:
-    assert listed("Fields of Messages without effect") == {*fields.MESSAGES_UNUSED} | nested(
+    assert listed("#### Fields of Messages without effect") == {*fields.MESSAGES_UNUSED} | nested(
         fields.MESSAGES_NESTED_UNUSED
     )
-    assert listed("Fields of Messages that are refused") == {*fields.MESSAGES_REFUSED} | nested(
+    assert listed("#### Fields of Messages that are refused") == {*fields.MESSAGES_REFUSED} | nested(
         fields.MESSAGES_NESTED_REFUSED
     )
-    assert listed("Fields of Responses without effect") == {*fields.RESPONSES_UNUSED} | nested(
+    assert listed("#### Fields of Responses without effect") == {*fields.RESPONSES_UNUSED} | nested(
         fields.RESPONSES_NESTED_UNUSED
     )
-    assert listed("Fields of Responses that are refused") == {*fields.RESPONSES_REFUSED} | nested(
+    assert listed("#### Fields of Responses that are refused") == {*fields.RESPONSES_REFUSED} | nested(
         fields.RESPONSES_NESTED_REFUSED
     )

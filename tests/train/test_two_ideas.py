@@ -11,29 +11,18 @@ import pytest
 import torch
 import two_ideas as script
 from known_machine import KNOWN
+from small_studies import ANCHOR, LENGTH, VOCAB, loud, packed, taps_of, words_for
 from tiny_eagle3 import Formulas
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.train.documents.dataset import Document
-from paceline.train.features.hidden_states import Features
-from paceline.train.learn.packs import Pack, Packer
-from paceline.train.tiny import write_tiny_target
-
 pytestmark = pytest.mark.slow
-ANCHOR, LENGTH, VOCAB = 10, 40, 200
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The script's options: a tiny random target, thirty texts of random tokens, and a few steps."""
-    folder, draw = tmp_path_factory.mktemp("ideas"), np.random.default_rng(0)
-    texts = [[1, 2, 3, *draw.integers(0, VOCAB, LENGTH - 3).tolist()] for _ in range(30)]
-    lines = [json.dumps({"input_ids": text, "loss_mask": [0] * 8 + [1] * (LENGTH - 8)}) for text in texts]
-    (folder / "texts.jsonl").write_text("\n".join(lines))
-    options = {"answers": folder / "texts.jsonl", "target": write_tiny_target(folder / "target"), "steps": 4}
-    options |= {"seeds": 2, "pilot-share": 0.5, "num-heldout": 9, "draft-vocab": 128, "out": folder / "out"}
-    return [*(str(word) for name, value in options.items() for word in (f"--{name}", value)), "--rates", "1e-3", "2e-3"]
+    folder, few = tmp_path_factory.mktemp("ideas"), {"steps": 4, "seeds": 2, "pilot_share": 0.5, "draft_vocab": 128}
+    return [*words_for(folder, **few), "--rates", "1e-3", "2e-3"]
 
 
 @pytest.fixture(scope="module")
@@ -41,29 +30,6 @@ def study(words: list[str]) -> script.Study:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "this_machine", lambda device: KNOWN)
         return script.Study(script.arguments(words))
-
-
-@torch.no_grad()
-def loud(study: script.Study, name: str) -> Any:
-    """A new drafter of this cell with larger weights, so that its drafts differ from each other."""
-    drafter, _ = study.cell(name, 0)
-    for weight in drafter.network.parameters():
-        weight.mul_(8.0 if weight.ndim == 2 else 1.0)
-    return drafter
-
-
-def packed(tokens: list[int], taps_NF: Tensor, anchors: list[int]) -> Pack:
-    class Given:
-        def of(self, number: int) -> Features:
-            return Features(taps_NF, None)
-
-    document = Document("text", np.array(tokens, dtype=np.int32), 4)
-    return Packer(1 + script.NUM_DRAFTS, [document], Given()).pack([(0, np.array(anchors))])
-
-
-def taps_of(study: script.Study) -> Tensor:
-    width = len(study.taps) * study.target.hidden_size
-    return torch.randn(LENGTH, width, generator=torch.Generator().manual_seed(1))
 
 
 def rotated(heads_THD: Tensor, positions: list[int]) -> Tensor:
@@ -112,7 +78,7 @@ def test_chains_are_those_of_a_step_by_step_drafter(study: script.Study, name: s
     measured = (study.embedding_VD.float(), study.head.in_float32(), False)
     for wrong in (None, 0, 4):
         text = tokens + [token + (place == wrong) for place, token in enumerate(drafts)] + rest
-        pack = packed(text, taps_NF, [ANCHOR, ANCHOR + 6])
+        pack = packed(study, text, [ANCHOR, ANCHOR + 6], taps_NF)
         lengths_A = script.acceptance_lengths(drafter, pack, *measured)
         assert int(lengths_A[0]) == 1 + (script.NUM_DRAFTS if wrong is None else wrong)
 
@@ -125,7 +91,7 @@ def test_no_cell_sees_a_token_that_it_must_predict(study: script.Study, name: st
 
     def hidden(tokens: list[int], taps_NF: Tensor) -> Tensor:
         """Returns the hidden states of the first block's draft positions. Later blocks bring context into the pack."""
-        pack = packed(tokens, taps_NF, [ANCHOR, ANCHOR + 5, 30])
+        pack = packed(study, tokens, [ANCHOR, ANCHOR + 5, 30], taps_NF)
         return drafter.hidden(pack, study.embedding_VD.float(), False)[: script.NUM_DRAFTS]
 
     before, later_NF = hidden(tokens, taps_NF), taps_NF.clone()

@@ -12,30 +12,21 @@ import torch
 import two_ideas
 import two_steps as script
 from known_machine import KNOWN
+from small_studies import ANCHOR, LENGTH, VOCAB, loud, packed, words_for
 
 from paceline.train.config import LossConfig
-from paceline.train.documents.dataset import Document
-from paceline.train.features.hidden_states import Features
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.losses import Slots, head_loss
-from paceline.train.learn.packs import DFlashTrainable, Pack, Packer
-from paceline.train.tiny import write_tiny_target
+from paceline.train.learn.packs import DFlashTrainable
 
 pytestmark = pytest.mark.slow
-ANCHOR, LENGTH, VOCAB, NUM_DRAFTS = 10, 40, 200, 7
+NUM_DRAFTS = 7
 COUNTS = torch.tensor([0, 2, 6])
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The script's options: a tiny random target, thirty texts of random tokens, and a few steps."""
-    folder, draw = tmp_path_factory.mktemp("steps"), np.random.default_rng(0)
-    texts = [[1, 2, 3, *draw.integers(0, VOCAB, LENGTH - 3).tolist()] for _ in range(30)]
-    lines = [json.dumps({"input_ids": text, "loss_mask": [0] * 8 + [1] * (LENGTH - 8)}) for text in texts]
-    (folder / "texts.jsonl").write_text("\n".join(lines))
-    options = {"answers": folder / "texts.jsonl", "target": write_tiny_target(folder / "target"), "steps": 3}
-    options |= {"num-heldout": 9, "verify-cost": 1, "draft-cost": 0.1, "out": folder / "out"}
-    return [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    return words_for(tmp_path_factory.mktemp("steps"), steps=3, verify_cost=1, draft_cost=0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -46,27 +37,6 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def study(words: list[str]) -> script.Steps:
     return script.Steps(script.arguments(words))
-
-
-@torch.no_grad()
-def loud(study: script.Steps, name: str) -> Any:
-    """A new drafter with larger weights, so that its drafts differ from each other."""
-    drafter, _ = study.cell(name, 0)
-    for weight in drafter.network.parameters():
-        weight.mul_(8.0 if weight.ndim == 2 else 1.0)
-    return drafter
-
-
-def packed(study: script.Steps, tokens: list[int], anchors: list[int]) -> Pack:
-    width = len(study.taps) * study.target.hidden_size
-    taps_NF = torch.randn(LENGTH, width, generator=torch.Generator().manual_seed(1))
-
-    class Given:
-        def of(self, number: int) -> Features:
-            return Features(taps_NF, None)
-
-    document = Document("text", np.array(tokens, dtype=np.int32), 4)
-    return Packer(1 + NUM_DRAFTS, [document], Given()).pack([(0, np.array(anchors))])
 
 
 def some_tokens(seed: int = 3) -> list[int]:
