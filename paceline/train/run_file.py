@@ -20,7 +20,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from paceline.config import renamed
 from paceline.errors import ConfigError
 from paceline.runs.folder import plain, write_whole
 from paceline.runs.settings_file import read_settings_file
@@ -52,7 +51,6 @@ def as_tree(config: TrainConfig) -> dict[str, Any]:
 def read_run_file(file: Path) -> dict[str, Any]:
     """Reads a run file as nested dicts: part -> field -> value. Raises ConfigError."""
     tree = read_settings_file(file, f"give a {RUN_FILE} that a run has left, or one of that form")
-    tree = renamed(tree, f"{file}: ")
     _check_names(file, (TrainConfig, TrainConfig), tree, "")
     return tree
 
@@ -63,7 +61,7 @@ def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
     Raises ConfigError if the file cannot be read, with the advice `remedy`, or if a key is unknown, with the nearest
     known one.
     """
-    tree = renamed(read_settings_file(file, remedy), f"{file}: ")
+    tree = read_settings_file(file, remedy)
     _check_names(file, (owner, owner), tree, "")
     return tree
 

@@ -116,17 +116,6 @@ def test_bad_files_are_refused_by_name(text: str, message: str, tmp_path: Path) 
     assert message in str(refused.value)
 
 
-def test_a_run_of_an_earlier_version_gets_the_present_names(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("target: {plan: fixed}\nasked: {limit: 3}\nelsewhere: {ray: auto}\nplan: 'off'\n")
-    config = config_of(read_run_file(file))
-    assert (config.target.speculate, config.plan) == ("full", "off")
-    assert (config.prompting.limit, config.remote.ray) == (3, "auto")
-    file.write_text("asked: {limit: 3}\nprompting: {limit: 4}\n")
-    with pytest.raises(ConfigError, match=r"run\.yaml: asked is now prompting: remove asked"):
-        read_run_file(file)
-
-
 def test_json_is_read_too_and_numbers_as_yaml_writes_them(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text('{"loop": {"optim": {"lr": "2e-3"}, "epochs": 3}, "prompting": {"prompts": "one.jsonl"}}')

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import renamed
 from paceline.errors import ConfigError, reraised
 from paceline.loop.flywheel.config import FREE, FlywheelConfig
 from paceline.runs.folder import plain, write_whole
@@ -93,7 +92,7 @@ class TurnState:
 
     def check(self, config: FlywheelConfig) -> None:
         """Raises ConfigError naming the settings that differ from those with which the iteration (turn) was started."""
-        now, self.asked = fixed_of(config), renamed(self.asked)
+        now = fixed_of(config)
         if self.asked:
             check_same(self.folder, self.asked, now, ", or delete that folder to begin the turn anew")
         self.asked = now

@@ -98,13 +98,6 @@ def test_the_recipe_is_one(tmp_path: Path) -> None:
     assert config.drafter.loop.optim.lr == 1e-3 and config.drafter_minutes == 9
 
 
-def test_a_turn_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
-    config, state = read(tmp_path, SHORT), TurnState(tmp_path / "turn-1")
-    state.check(config)
-    state.asked["engine"]["plan"] = state.asked["engine"].pop("speculate")
-    state.check(config)
-
-
 def test_only_lengths_gates_and_prices_of_a_turn_under_way_may_change(tmp_path: Path) -> None:
     state = TurnState(tmp_path / "turn-1")
     state.check(read(tmp_path, SHORT))
