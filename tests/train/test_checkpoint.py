@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_training import config, tiny_decoder, trainer
+from small_training import Killed, config, tiny_decoder, trainer
 
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.errors import CacheError, ConfigError, TrainingError
@@ -23,10 +23,6 @@ from paceline.train.learn.loop import Trainer
 
 EVERY_STEP = -1.0
 """Minutes between checkpoints, to have one after each step."""
-
-
-class Killed(Exception):
-    pass
 
 
 def run(one: Trainer, last: int | None = None) -> dict[int, float]:
