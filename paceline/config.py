@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,10 +22,6 @@ RULES = ("auto", "match", "rejection", "block")
 DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?|mps|xpu")
 RENAMED = {"plan": "speculate: auto, full (was fixed), a number (was fixed:K), off or tree:N"}
 """Earlier name of an engine setting -> its present name and values, for error messages."""
-GROUPS = {"asked": "prompting", "elsewhere": "remote"}
-"""Earlier name of a group of settings -> its present name."""
-ENGINES = ("engine", "llm", "target", "teacher")
-"""Groups of settings that are an engine's."""
 Bytes = Annotated[int, "bytes", at_least(1)]
 """A number of bytes; on the command line it may be written 512M."""
 
@@ -158,27 +153,6 @@ class EngineConfig:
             refuse(ConfigError, (unknown[0] in RENAMED, f"{unknown[0]} is now {RENAMED.get(unknown[0])}"))
             raise ConfigError(f"unknown setting {unknown[0]!r}: choose from {', '.join(sorted(known))}")
         return cls(**settings)
-
-
-def renamed(stored: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Returns settings by group, as a file holds them, with the present names of those that have been renamed since the
-    file was written. Raises ConfigError if a setting has both names; `where`: words to put before the message."""
-    parts = {name: name.partition(".") for name in stored}  # asked; in plan.json asked.limit
-    names = {name: GROUPS[group] + dot + field for name, (group, dot, field) in parts.items() if group in GROUPS}
-    tree = _with_names(stored, names, where)
-    for group in ENGINES:
-        engine = tree.get(group)
-        if isinstance(engine, Mapping) and "plan" in engine:
-            value = "full" if engine["plan"] == "fixed" else str(engine["plan"]).removeprefix("fixed:")
-            tree[group] = _with_names({**engine, "plan": value}, {"plan": "speculate"}, f"{where}{group}.")
-    return tree
-
-
-def _with_names(settings: Mapping[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
-    for earlier, name in names.items():
-        why = f"{where}{earlier} is now {name}: remove {earlier}"
-        refuse(ConfigError, (earlier in settings and name in settings, why))
-    return {names.get(name, name): value for name, value in settings.items()}
 
 
 def _unknown_device(device: str) -> str:

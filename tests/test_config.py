@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.config import EngineConfig, renamed, resolve
+from paceline.config import EngineConfig, resolve
 from paceline.errors import ConfigError
 
 
@@ -37,20 +37,6 @@ def test_how_much_is_drafted(speculate: object, drafter: str, most: int | None) 
     config = EngineConfig.of(drafter="mine", speculate=speculate)
     assert (config.drafter, config.most_drafted, config.speculate) == (drafter, most, str(speculate))
     assert EngineConfig(speculate="full", num_drafted=4).most_drafted == 4
-
-
-def test_settings_of_earlier_versions_get_their_present_names() -> None:
-    stored = {"asked": {"limit": 3}, "elsewhere.ray": "auto", "plan": "off", "target": {"model": "m", "plan": "fixed"}}
-    assert renamed(stored) == {
-        "prompting": {"limit": 3},
-        "remote.ray": "auto",
-        "plan": "off",
-        "target": {"model": "m", "speculate": "full"},
-    }
-    engine = {name: {"plan": name} for name in ("auto", "fixed:3", "tree:8")}
-    assert [renamed({"engine": each})["engine"]["speculate"] for each in engine.values()] == ["auto", "3", "tree:8"]
-    with pytest.raises(ConfigError, match="asked is now prompting: remove asked"):
-        renamed({"asked": {}, "prompting": {}})
 
 
 @pytest.mark.parametrize(("has_bf16", "dtype"), [(True, "bfloat16"), (False, "float32")])

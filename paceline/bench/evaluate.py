@@ -23,7 +23,7 @@ from paceline.bench.config import BASELINE, BUILTIN_PROMPTS, BenchConfig
 from paceline.bench.decode import ABOUT, Bench, introduction, set_figures
 from paceline.bench.pages.run_page import table
 from paceline.bench.runs import loaded
-from paceline.config import EngineConfig, renamed
+from paceline.config import EngineConfig
 from paceline.data.prompts import Prompt, read_prompts
 from paceline.draft.registry import DRAFTERS, checkpoint_of
 from paceline.engine.llm import LLM
@@ -114,7 +114,7 @@ class Evaluation:
             if not isinstance(saved, dict) or any(name not in saved for name in ("settings", "sets", *ABOUT)):
                 raise ConfigError(f"{out / EVALUATION} is not of paceline evaluate: choose another --out")
             opened = cls(drafter, settings, RunFolder(out), {name: saved[name] for name in ABOUT}, dict(saved["sets"]))
-            opened.refuse_change(renamed(saved["settings"]), settings)
+            opened.refuse_change(saved["settings"], settings)
             return opened
         if out and _is_other_run(out):
             return cls(drafter, settings, RunFolder.open(out))

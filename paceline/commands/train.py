@@ -153,7 +153,7 @@ def _merged(config: asks.TrainConfig, run_file: Path | None, names: set[str]) ->
     typed_names = {f"{PARTS.get(part, part)}.{field}".removeprefix("config.") for part, _, field in parted}
     if "loop.seed" in typed_names:
         typed_names.add("answering.seed")
-    tree = read_run_file(run_file, say) if run_file else {}
+    tree = read_run_file(run_file) if run_file else {}
     return config_of(overlaid(tree, config, typed_names), run_file or "--config")
 
 

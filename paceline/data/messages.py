@@ -116,12 +116,16 @@ def _part(part: Any, field: str) -> str:
     if kind not in TEXT_PARTS:
         raise MessageError(field, f"content of type {kind!r:.80} is not supported: this model reads text")
     key = TEXT_PARTS[kind]
-    unknown = {name for name, value in part.items() if value is not None} - {"type", key, *UNUSED_PART_KEYS}
-    if unknown:
-        raise MessageError(f"{field}.{sorted(map(str, unknown))[0]}", f"no such field of a {kind} part: leave it out")
+    _refuse_unknown(part, {"type", key, *UNUSED_PART_KEYS}, field, f"a {kind} part")
     if not isinstance(part.get(key), str):
         raise MessageError(f"{field}.{key}", f"must be text, not {type(part.get(key)).__name__}")
     return str(part[key])
+
+
+def _refuse_unknown(given: Mapping[Any, Any], known: set[str], field: str, what: str) -> None:
+    """Raise MessageError if `given` has another field than the known ones; it names the first of them."""
+    if unknown := {name for name, value in given.items() if value is not None} - known:
+        raise MessageError(f"{field}.{sorted(map(str, unknown))[0]}", f"no such field of {what}: leave it out")
 
 
 def _calls(message: Message, field: str) -> list[dict[str, Any]]:
@@ -140,9 +144,7 @@ def _call(call: Any, field: str) -> dict[str, Any]:
         raise MessageError(
             field, 'must be {"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
         )
-    known = {name for name, value in call.items() if value is not None} - {"id", "type", "function", *UNUSED_CALL_KEYS}
-    if known:
-        raise MessageError(f"{field}.{sorted(map(str, known))[0]}", "no such field of a call: leave it out")
+    _refuse_unknown(call, {"id", "type", "function", *UNUSED_CALL_KEYS}, field, "a call")
     name = _string(dict(call), "id", field) if call.get("id") is not None else ""
     return ({"id": name} if name else {}) | {
         "type": "function",
@@ -153,14 +155,7 @@ def _call(call: Any, field: str) -> dict[str, Any]:
 def _called(function: Any, field: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise MessageError(f"{field}.name", "a call needs the name of its function")
-    if unknown := {key for key, value in function.items() if value is not None} - {
-        "name",
-        "arguments",
-        *UNUSED_CALLED_KEYS,
-    }:
-        raise MessageError(
-            f"{field}.{sorted(map(str, unknown))[0]}", "no such field of a called function: leave it out"
-        )
+    _refuse_unknown(function, {"name", "arguments", *UNUSED_CALLED_KEYS}, field, "a called function")
     return {"name": function["name"], "arguments": _arguments(function.get("arguments"), f"{field}.arguments")}
 
 

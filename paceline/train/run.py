@@ -363,7 +363,7 @@ class _Stages:
         for name, documents in (("heldout", corpus.heldout), ("ood", ood_documents)):
             if documents:
                 trainer.heldout[name] = documents, ScaledFeatures(sources.of(documents), scale_F)
-        if not trainer.resume(self.progress.say) and (norm := initial.first_norm) is not None:
+        if not trainer.resume() and (norm := initial.first_norm) is not None:
             scale_first_logits(norm, initial.head, *trainer.first_slots())
         return trainer
 

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from paceline.config import renamed
 from paceline.errors import ConfigError
-from paceline.report.tables import ignore
 from paceline.runs.folder import plain, write_whole
 from paceline.runs.settings_file import read_settings_file
 from paceline.train.config import TrainConfig
@@ -32,8 +30,6 @@ TRAINED = "trained.json"
 """File of a finished run: steps, blocks, eal, loss, and "prompts", the number of different prompts learned from."""
 LEFT_OUT = {"given"}
 """Fields of TrainConfig that are not written to run.yaml."""
-REMOVED = ("plateau", "plateau_steps")
-"""Fields of LoopConfig in run files of earlier versions, which have no effect now."""
 
 
 def write_run_file(config: TrainConfig) -> Path:
@@ -52,26 +48,11 @@ def as_tree(config: TrainConfig) -> dict[str, Any]:
     return _without_none({name: value for name, value in plain(config).items() if name not in LEFT_OUT})
 
 
-def read_run_file(file: Path, notice: Callable[[str], None] = ignore) -> dict[str, Any]:
-    """Reads a run file as nested dicts: part -> field -> value. `notice` gets notes on settings of earlier versions.
-    Raises ConfigError."""
+def read_run_file(file: Path) -> dict[str, Any]:
+    """Reads a run file as nested dicts: part -> field -> value. Raises ConfigError."""
     tree = read_settings_file(file, f"give a {RUN_FILE} that a run has left, or one of that form")
-    tree = renamed(tree, f"{file}: ")
-    if isinstance(loop := tree.get("loop"), dict):
-        drop_removed(file, loop, notice)
     _check_names(file, (TrainConfig, TrainConfig), tree, "")
     return tree
-
-
-def drop_removed(file: Path, loop: dict[str, Any], notice: Callable[[str], None]) -> None:
-    """Removes from `loop`, the stored fields of a LoopConfig, those that only earlier versions had; `notice` gets a
-    note. Raises ConfigError if the earlier field `round_starts`, which set where blocks begin, is not 0."""
-    if loop.pop("round_starts", 0.0) != 0.0:
-        raise ConfigError(
-            f"{file}: this version has no loop.round_starts: remove it, blocks then begin at random places"
-        )
-    if removed := [f"loop.{name}" for name in REMOVED if loop.pop(name, None) is not None]:
-        notice(f"note: {file}: {' and '.join(removed)} are of an earlier version and have no effect")
 
 
 def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
@@ -80,7 +61,7 @@ def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
     Raises ConfigError if the file cannot be read, with the advice `remedy`, or if a key is unknown, with the nearest
     known one.
     """
-    tree = renamed(read_settings_file(file, remedy), f"{file}: ")
+    tree = read_settings_file(file, remedy)
     _check_names(file, (owner, owner), tree, "")
     return tree
 

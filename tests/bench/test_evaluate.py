@@ -237,16 +237,6 @@ def test_a_second_run_does_what_is_missing(ask: Asked) -> None:
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_an_earlier_version_goes_on(ask: Asked) -> None:
-    ask.run(prompts=ask.prompts[:1])
-    file = ask.out / "evaluation.json"
-    line = json.loads(file.read_text())
-    line["settings"]["llm"]["plan"] = line["settings"]["llm"].pop("speculate")
-    file.write_text(json.dumps(line))
-    assert list(ask.run().sets) == ["easy", "hard"]
-
-
-@pytest.mark.slow
 def test_a_set_that_was_cut_short_is_run_again(ask: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(llm: Any, each: Any, *more: Any, before: Any = library._evaluate_set) -> dict[str, Any]:
         if each.name == "hard":

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from small_training import Killed
 
 from paceline.draft.dflash.config import DFlashConfig, new_config
 from paceline.draft.dflash.drafter import DFlashNetwork
@@ -107,10 +108,6 @@ def make_trainer(config: LoopConfig, folder: Path, ranks: Ranks | None = None) -
     )  # fmt: skip
     trainer.heldout["heldout"] = (documents[13:], RandomFeatures(documents[13:]))  # one: other processes have none
     return trainer
-
-
-class Killed(Exception):
-    """Stops a run between its checkpoints."""
 
 
 def run(trainer: Trainer, killed_at: int | None = None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,20 @@ def trainer(
     return Trainer(
         drafter, corpus, features, embedding(target), head_of(target, network), settings, folder=folder, **options
     )
+
+
+class Killed(Exception):
+    """Stops a run between its checkpoints."""
+
+
+def killed_in(step: int) -> Callable[[dict[str, Any]], None]:
+    """A callback of `Trainer.run` that stops the run while this step is reported."""
+
+    def kill(figures: dict[str, Any]) -> None:
+        if figures["step"] == step:
+            raise Killed
+
+    return kill
 
 
 def a_pack(one: Trainer) -> Pack:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_training import config, trainer
+from small_training import Killed, config, killed_in, trainer
 
 from paceline.errors import CacheError
 from paceline.train.config import LoopConfig, LossConfig
@@ -65,17 +65,9 @@ def test_no_bit_changes(tmp_path: Path, settings: LoopConfig) -> None:
 def test_a_resumed_run_has_them_from_its_place_on(tmp_path: Path) -> None:
     settings = config(checkpoint_minutes=0.0)
     whole = curve(trainer(tmp_path / "whole", settings))
-
-    class Killed(Exception):
-        pass
-
-    def kill(figures: dict[str, Any]) -> None:
-        if figures["step"] == 5:
-            raise Killed
-
     first = trainer(tmp_path / "run", settings)
     with pytest.raises(Killed), packs_ahead(first):
-        first.run(kill)
+        first.run(killed_in(5))
     again = trainer(tmp_path / "run", settings)
     assert again.resume() and again.state.step == 4
     with packs_ahead(again):

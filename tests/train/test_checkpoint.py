@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_training import config, tiny_decoder, trainer
+from small_training import Killed, config, tiny_decoder, trainer
 
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.errors import CacheError, ConfigError, TrainingError
@@ -23,10 +23,6 @@ from paceline.train.learn.loop import Trainer
 
 EVERY_STEP = -1.0
 """Minutes between checkpoints, to have one after each step."""
-
-
-class Killed(Exception):
-    pass
 
 
 def run(one: Trainer, last: int | None = None) -> dict[int, float]:
@@ -114,48 +110,6 @@ def test_other_settings_are_refused_and_shown(stopped: Path, changes: dict[str, 
         ConfigError, match=rf"begun with other settings \({difference}\): use the same, or another --out.*--init"
     ):
         trainer(stopped, config(**changes)).resume()
-
-
-def test_a_run_of_before_dflash_2_goes_on(stopped: Path) -> None:
-    """Its checkpoint knows nothing of the selector's settings, which then had no effect."""
-    for file in stopped.rglob("trainer.json"):
-        trainer_json = json.loads(file.read_text())
-        del trainer_json["identity"]["selector_from"], trainer_json["identity"]["loss"]["selector"]
-        file.write_text(json.dumps(trainer_json))
-    assert trainer(stopped, config()).resume()
-
-
-def written_before(folder: Path, acted: int = 0, **identity: Any) -> None:
-    """Makes the checkpoints those of a version that had `round_starts` and `plateau`."""
-    for file in folder.rglob("trainer.json"):
-        record = json.loads(file.read_text())
-        record["identity"] |= {"round_starts": 0.0, "plateau": "act", "plateau_steps": 300} | identity
-        record["state"]["plateau"] = {"recent": 3.0, "halfway": None, "acted": acted, "acted_at": 0, "is_left": False}
-        file.write_text(json.dumps(record))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("settings", "notes"), [({}, 1), ({"plateau": "off"}, 0)])
-def test_a_run_with_settings_that_are_gone_goes_on_and_says_so(
-    stopped: Path, settings: dict[str, Any], notes: int
-) -> None:
-    written_before(stopped, **settings)
-    messages: list[str] = []
-    again = trainer(stopped, config(checkpoint_minutes=EVERY_STEP))
-    assert again.resume(messages.append) and len(messages) == notes and all("(--plateau)" in note for note in messages)
-    again.run()
-    assert trainer(stopped, config()).resume(), "its next checkpoint is one of this version"
-
-
-@pytest.mark.parametrize(
-    ("settings", "name"), [({"round_starts": 0.5, "places": "1f"}, "--round-starts"), ({"acted": 1}, "--plateau act")]
-)
-def test_a_run_that_learned_by_settings_that_are_gone_is_refused(
-    stopped: Path, settings: dict[str, Any], name: str
-) -> None:
-    written_before(stopped, **settings)
-    with pytest.raises(ConfigError, match=rf"was begun with {name}, which this version does not have.*--init"):
-        trainer(stopped, config()).resume()
 
 
 def test_other_documents_of_the_same_number_are_refused(stopped: Path) -> None:

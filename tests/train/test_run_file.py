@@ -116,34 +116,6 @@ def test_bad_files_are_refused_by_name(text: str, message: str, tmp_path: Path) 
     assert message in str(refused.value)
 
 
-def test_settings_of_earlier_versions_are_left_out_and_said(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("loop: {epochs: 3, round_starts: 0.0, plateau: act, plateau_steps: 300}\n")
-    notes: list[str] = []
-    assert read_run_file(file, notes.append) == {"loop": {"epochs": 3}}
-    assert notes == [f"note: {file}: loop.plateau and loop.plateau_steps are of an earlier version and have no effect"]
-    file.write_text("loop: {round_starts: 0.5}\n")
-    with pytest.raises(ConfigError, match=r"this version has no loop.round_starts: remove it"):
-        read_run_file(file)
-
-
-def test_a_run_of_an_earlier_version_gets_the_present_names(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("target: {plan: fixed}\nasked: {limit: 3}\nelsewhere: {ray: auto}\nplan: 'off'\n")
-    config = config_of(read_run_file(file))
-    assert (config.target.speculate, config.plan) == ("full", "off")
-    assert (config.prompting.limit, config.remote.ray) == (3, "auto")
-    file.write_text("asked: {limit: 3}\nprompting: {limit: 4}\n")
-    with pytest.raises(ConfigError, match=r"run\.yaml: asked is now prompting: remove asked"):
-        read_run_file(file)
-
-
-@pytest.mark.parametrize("words", [("--round-starts", "0.5"), ("--plateau", "off"), ("--plateau-steps", "9")])
-def test_options_of_earlier_versions_are_unknown(words: tuple[str, str]) -> None:
-    with pytest.raises(Exception, match=f"No such option: {words[0]}$"):
-        app(["train", *words], prog_name="paceline", standalone_mode=False)
-
-
 def test_json_is_read_too_and_numbers_as_yaml_writes_them(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text('{"loop": {"optim": {"lr": "2e-3"}, "epochs": 3}, "prompting": {"prompts": "one.jsonl"}}')

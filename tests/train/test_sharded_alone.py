@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from many_processes import RandomFeatures
+from small_training import Killed
 from torch.distributed.tensor import DTensor
 
 from paceline.draft.dflash.config import DFlashConfig, new_config
@@ -31,10 +32,6 @@ from paceline.train.learn.packs import DFlashTrainable
 from paceline.train.processes.parallel import Sharded
 
 HIDDEN, VOCAB, LAYERS, TAPS, STEPS, KILLED_AT = 64, 96, 2, (1, 3), 4, 3
-
-
-class Killed(Exception):
-    """Stops a run between its checkpoints."""
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_training import config, trainer
+from small_training import Killed, config, killed_in, trainer
 
 from paceline.errors import CacheError
 from paceline.train.config import LoopConfig
@@ -78,19 +78,11 @@ def test_the_curve_is_that_of_features_computed_as_they_are_asked_for(tmp_path: 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
     expected = curve(trainer(tmp_path / "whole", config(max_steps=12)))
-
-    class Killed(Exception):
-        pass
-
-    def kill(figures: dict[str, Any]) -> None:
-        if figures["step"] == 5:
-            raise Killed
-
     one = trainer(tmp_path / "run", config(max_steps=12, checkpoint_minutes=0.0))
     streamed = streaming(one)
     streamed.begin(upcoming(one))
     with pytest.raises(Killed):
-        one.run(kill)
+        one.run(killed_in(5))
     streamed.close()
     again = trainer(tmp_path / "run", config(max_steps=12, checkpoint_minutes=0.0))
     assert again.resume() and again.state.step == 4

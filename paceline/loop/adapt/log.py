@@ -87,8 +87,6 @@ def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log
         if line.decision.action == "propose":
             policy.proposed -= set(line.decision.clusters)  # unless an event shows that it was carried out
         for event in events.get(number, ()):
-            if event["event"] == "training":  # earlier versions logged no action
-                event = {"action": line.decision.action, **event}
             apply(policy, event)
     return lines
 

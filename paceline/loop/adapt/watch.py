@@ -241,8 +241,7 @@ class Watcher(Steps):
             ):
                 raise ValueError("impossible scored")
             stages = (state["stage"], state.get("by_hand"))
-            servers = () if self._canary is None or self._canary.deployment.traces_rounds else tuple(self._meters().of)
-            self.stage, self.by_hand = (None if stage is None else read_stage(stage, servers) for stage in stages)
+            self.stage, self.by_hand = (None if stage is None else read_stage(stage) for stage in stages)
             known = state.get("known")
             if self._canary is not None and self._canary.deployment.traces_rounds and known is not None:
                 self._canary.known = dict(known)  # other servers do not list what they draft with

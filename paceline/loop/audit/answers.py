@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.model.text.tokenizer import REPLACEMENT, Tokenizer
-from paceline.train.answers.remote_target import end_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class AnswerReader:
     """Parses a server's JSON answers; determines their tokens with the model's tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._end = tokenizer, end_token(tokenizer)
+        self._tokenizer, self._end = tokenizer, tokenizer.end_token_id
         self._ids: dict[str, list[int]] | None = None
 
     def read(self, response: Any, has_stop: bool) -> ServerAnswer | None:

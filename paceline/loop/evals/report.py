@@ -10,23 +10,16 @@ from paceline.errors import ConfigError
 from paceline.loop.evals.compare import Comparison
 from paceline.loop.evals.scores import Scored, Scores
 from paceline.report.pages import Plot, ranges, render, short
-from paceline.report.statistics import Interval, Tone
-from paceline.report.tables import Column, Progress, Table, flat
+from paceline.report.statistics import Tone
+from paceline.report.tables import Column, Progress, Table, flat, with_interval
 from paceline.runs.folder import RunFolder
 
 SHOWN, LONGEST = 20, 1500
 """Number of answers in report.html, lowest scores first, and characters shown of each."""
-
-
-def _interval(interval: Interval) -> str:
-    low, high = interval
-    return "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-
-
 FIGURES = (
     Column("who", lambda each: each.name),
     Column("cases", lambda each: len(each.cases), "{:,}", "right"),
-    Column("score [95%]", lambda each: f"{each.mean:.3f}{_interval(each.interval)}", align="right", cut=" ["),
+    Column("score [95%]", lambda each: with_interval(each.mean, each.interval, "{:.3f}"), align="right", cut=" ["),
     Column("p50 s", lambda each: each.latency.p50, "{:.2f}", "right"),
     Column("p90 s", lambda each: each.latency.p90, "{:.2f}", "right"),
     Column("tokens/s", lambda each: each.num_tokens / each.wall_s if each.wall_s else None, "{:.1f}", "right"),
@@ -51,8 +44,8 @@ PAIRS = (
 def sentence(scores: Scores, comparisons: Sequence[Comparison], refusals: Sequence[str]) -> str:
     """Summarises score, comparisons and failed conditions of the gate (`refusals`) in a line or two."""
     text = (
-        f"{scores.name} scores {scores.mean:.3f}{_interval(scores.interval)} on {scores.suite} ({len(scores.cases)} "
-        "cases)."
+        f"{scores.name} scores {with_interval(scores.mean, scores.interval, '{:.3f}')} on {scores.suite} "
+        f"({len(scores.cases)} cases)."
     )
     for each in comparisons:
         text += f" Compared with {each.before}: {each.verdict} ({each})."

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CacheError, ConfigError, reraised
-from paceline.report.tables import Column, Table
+from paceline.report.tables import Column, Table, with_interval
 from paceline.runs.folder import append_lines, plain
 
 LEDGER = "ledger.jsonl"
@@ -82,7 +82,4 @@ def table(lines: Sequence[Line]) -> Table:
 
 
 def _score(line: Line, name: str, interval: str) -> str | None:
-    value, (low, high) = line.get(name), line.get(interval) or (None, None)
-    if value is None:
-        return None
-    return f"{value:.3f}" + ("" if low is None else f" [{low:.3f}, {high:.3f}]")
+    return with_interval(line.get(name), line.get(interval), "{:.3f}")

@@ -63,7 +63,7 @@ def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
     number = serving.turn + 1
     folder = turn_folder(config, number)
     state = TurnState.read(folder)
-    state.check(config, progress.say)
+    state.check(config)
     store = state.stages.get("store")
     if store and (now := Store.open(store["store"]).version) != store["version"]:
         raise ConfigError(

@@ -11,18 +11,14 @@ runs/flywheel/turn-1/store/ evals/ drafter/ student/ student-drafter/
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import renamed
 from paceline.errors import ConfigError, reraised
 from paceline.loop.flywheel.config import FREE, FlywheelConfig
-from paceline.report.tables import ignore
 from paceline.runs.folder import plain, write_whole
 from paceline.train.learn.checkpoint import check_same
-from paceline.train.run_file import drop_removed
 
 SERVING, STATE, TRACES = "serving.json", "turn.json", "traces"
 NO_DRAFTER = "none"
@@ -94,14 +90,9 @@ class TurnState:
         content = {name: getattr(self, name) for name in ("asked", "stages", "spent")}
         write_whole(self.folder / STATE, json.dumps(plain(content), indent=1) + "\n")
 
-    def check(self, config: FlywheelConfig, notice: Callable[[str], None] = ignore) -> None:
-        """Raises ConfigError naming the settings that differ from those with which the iteration (turn) was started.
-
-        `notice` is called with a note on stored settings that no longer exist in this version.
-        """
-        now, self.asked = fixed_of(config), renamed(self.asked)
-        if isinstance(loop := self.asked.get("drafter", {}).get("loop"), dict):
-            drop_removed(self.folder / STATE, loop, notice)
+    def check(self, config: FlywheelConfig) -> None:
+        """Raises ConfigError naming the settings that differ from those with which the iteration (turn) was started."""
+        now = fixed_of(config)
         if self.asked:
             check_same(self.folder, self.asked, now, ", or delete that folder to begin the turn anew")
         self.asked = now

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from paceline.loop.adapt.config import (
     StoreConfig,
 )
 from paceline.loop.adapt.gate.lineage import Lineage, weights_hash
-from paceline.loop.adapt.gate.retrain import command_of, polite, verdict_of, write_window
+from paceline.loop.adapt.gate.retrain import command_of, paceline_command, verdict_of, write_window
 from paceline.loop.adapt.rollout.stage import Stage
 from paceline.loop.adapt.servers.counted_hours import ALL, stored_hours
 from paceline.loop.adapt.traffic.hours import HOUR_S
@@ -111,10 +110,10 @@ class Operations:
         arguments = {"drafter": str(folder), "prompts": str(source), "limit": limit, "max_tokens": max_tokens}
         given = {**arguments, "weights": weights_hash(folder)}
         out = self._state / "scores" / f"{folder.parent.name}-{(given['weights'] or '')[7:17]}-{limit}-{max_tokens}"
-        words = ["evaluate", folder, "--model", self.engine.model, "--prompts", source, "--limit", limit]
-        words += ["--max-tokens", max_tokens, "--batch", 1, "--temperature", 0, "--out", out, "--json"]
-        words += ["--dtype", self.engine.dtype, "--device", self.engine.device]
-        command = [*polite(), sys.executable, "-m", "paceline", *map(str, words)]
+        options: dict[str, Any] = {"--model": self.engine.model, "--prompts": source, "--limit": limit}
+        options |= {"--max-tokens": max_tokens, "--batch": 1, "--temperature": 0, "--out": out}
+        options |= {"--dtype": self.engine.dtype, "--device": self.engine.device}
+        command = paceline_command(["evaluate", folder], options)
         return self.jobs.begin("score", given, lambda: {"command": command})
 
     def gate(self, drafter: str, cluster: str = ALL) -> dict[str, Any]:

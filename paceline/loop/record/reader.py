@@ -72,7 +72,7 @@ class Reader:
         self.tokenizer, self._names = tokenizer, frozenset(served_names)
         self.defaults, self._lose = defaults, lose
         self._vocab_size = tokenizer.vocab_size
-        self._end = _end_token(tokenizer)
+        self._end = tokenizer.end_token_id
 
     def traces(self, exchange: Exchange) -> Iterator[Trace]:
         """Yields one trace per answer; if the answers' tokens are unknown, one trace per prompt, without an answer.
@@ -257,10 +257,3 @@ def _request(exchange: Exchange) -> ChatRequest | CompletionRequest:
     for message in chat.messages:
         text_of(message)
     return chat
-
-
-def _end_token(tokenizer: Tokenizer) -> int | None:
-    """Returns the end-of-sequence token; of several, the tokenizer's own; None if ambiguous."""
-    ends = tokenizer.eos_token_ids
-    own = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
-    return own if own in ends else ends[0] if len(ends) == 1 else None

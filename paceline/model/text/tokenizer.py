@@ -94,6 +94,14 @@ class Tokenizer:
         """Number of token ids, including added tokens. A model's embedding may have more rows, as padding."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def end_token_id(self) -> int | None:
+        """The token that ends an answer: eos_token if it ends answers of this model, else the model's end token if
+        there is only one, else None."""
+        ends = self.eos_token_ids
+        own = self.backend.token_to_id(self.special_tokens.get("eos_token", ""))
+        return own if own in ends else ends[0] if len(ends) == 1 else None
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode raw text to token ids. `add_special_tokens`: add bos or eos, if the tokenizer is configured to. Raises
         PromptError for invalid Unicode."""

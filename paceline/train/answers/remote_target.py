@@ -280,17 +280,9 @@ def _encoded(text: str, reason: str, num_generated: int | None, seq: Sequence, t
         (len(ids), len(ids) + 1) if reason == "stop" else (len(ids),)
     ):
         raise LostAnswer("whose text encodes to another number of tokens than were made")
-    end = end_token(tokenizer)
+    end = tokenizer.end_token_id
     if not has_end:
         return ids
     if end is None:
         raise LostAnswer("whose end token is ambiguous")
     return [*ids, end]
-
-
-def end_token(tokenizer: Tokenizer) -> int | None:
-    """Returns the token that ends an answer: the tokenizer's eos_token if it ends answers of this model, else the
-    model's end token if there is only one, else None."""
-    ends = tokenizer.eos_token_ids
-    own = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
-    return own if own in ends else ends[0] if len(ends) == 1 else None

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import EngineConfig, renamed
+from paceline.config import EngineConfig
 from paceline.errors import ConfigError, reraised
 from paceline.model.adapter import MARK, identity_of
 from paceline.model.backends import settle
@@ -67,7 +67,7 @@ def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
     grown = {name: settings.get(name) for name, grows in GROWS.items() if grows(before.get(name), settings.get(name))}
     if "self_written" in grown and "processes" not in before:
         grown["processes"] = settings["processes"]
-    check_same(out, renamed(before) | grown, settings)
+    check_same(out, before | grown, settings)
     return bool(grown)
 
 

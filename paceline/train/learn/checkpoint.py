@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from paceline.errors import CacheError, ConfigError, PacelineError, check_memory
 from paceline.model.checkpoint import load_tensors, read_json
 from paceline.report.tables import differences
 from paceline.runs.folder import plain, sync, sync_folder
-from paceline.train.config import LoopConfig, LossConfig
 from paceline.train.processes.agreement import mark_of, mark_of_text
 
 LENGTH = ("epochs", "max_steps", "max_minutes")
@@ -153,28 +152,3 @@ def check_same(folder: Path, before: dict[str, Any], now: dict[str, Any], or_els
     if changed:
         listed = "; ".join(f"{name}: {old!r} there, {new!r} now" for name, (old, new) in changed.items())
         raise ConfigError(f"{folder} was begun with other settings ({listed}): use the same, or another --out{or_else}")
-
-
-def migrated(
-    folder: Path, stored: dict[str, Any], notice: Callable[[str], None]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns identity and state of a checkpoint in the current version's format: removed settings are dropped, new
-    ones get their defaults. Raises ConfigError if a removed setting changed what was learned."""
-    new = {name: getattr(LoopConfig(), name) for name in ("selector_from", "learn", "rank")}
-    identity, state = {**new, **stored["identity"]}, {**stored["state"]}
-    identity["loss"] = {"selector": LossConfig().selector, **identity["loss"]}
-    had_plateau = identity.pop("plateau", "off") != "off"
-    identity.pop("plateau_steps", None)
-    used = {
-        "--round-starts": identity.pop("round_starts", 0.0),
-        "--plateau act": state.pop("plateau", {}).get("acted", 0),
-    }
-    if names := " and ".join(name for name, value in used.items() if value):
-        raise ConfigError(
-            f"{folder} was begun with {names}, which this version does not have: go on with the version that began it, "
-            "or continue from its drafter with --init, into another --out"
-        )
-    if had_plateau:
-        since = "a version that watched for a plateau of the loss (--plateau)"
-        notice(f"note: this run was begun by {since}; this one does not")
-    return identity, state

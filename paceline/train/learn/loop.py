@@ -29,7 +29,7 @@ from paceline.runs.ranks import Ranks
 from paceline.train.config import LoopConfig
 from paceline.train.documents.dataset import Corpus, Document, Place, StepPlanner
 from paceline.train.features.hidden_states import FeatureSource
-from paceline.train.learn.checkpoint import check_same, latest_checkpoint, migrated, save_best, save_checkpoint
+from paceline.train.learn.checkpoint import check_same, latest_checkpoint, save_best, save_checkpoint
 from paceline.train.learn.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
 from paceline.train.learn.optimisers import Optimisers, learning_rate_share
 from paceline.train.learn.packs import Chosen, Pack, PackBudget, Packer, Trainable, heldout_anchors
@@ -130,15 +130,14 @@ class Trainer:
         by_minutes = self.state.seconds / 60 / self.config.max_minutes if self.config.max_minutes else 0.0
         return min(1.0, max(self.state.step / self.total_steps, by_minutes))
 
-    def resume(self, notice: Callable[[str], None] = ignore) -> bool:
-        """Loads the latest checkpoint; returns False without one. `notice` gets notes as text. Raises ConfigError if
-        the run's settings differ from the checkpoint's, ProcessesError if processes read different checkpoints."""
+    def resume(self) -> bool:
+        """Loads the latest checkpoint; returns False without one. Raises ConfigError if the run's settings differ from
+        the checkpoint's, ProcessesError if processes read different checkpoints."""
         checkpoint = latest_checkpoint(self.folder)
         self.parallel.check_alike("the checkpoint it reads", lambda: "none" if checkpoint is None else checkpoint.mark)
         if checkpoint is None:
             return False
-        stored = checkpoint.trainer
-        identity, state = migrated(self.folder, stored, notice)
+        identity, state = checkpoint.trainer["identity"], checkpoint.trainer["state"]
         check_same(self.folder, identity, self._identity(), ", or continue from its drafter with --init")
         if self.config.learn == "low-rank":
             restore_factors(self.network, checkpoint)

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.config import renamed
 from paceline.train.config import TrainConfig
 from paceline.train.run_file import value_of, with_value
 
 
 def apply_stored(config: TrainConfig, plan: dict[str, Any]) -> TrainConfig:
     """Sets the values stored in `plan` (the run's plan.json), except fields that are given now or no longer exist."""
-    for name, value in renamed(plan.get("values") or {}).items():
+    for name, value in (plan.get("values") or {}).items():
         try:
             before = value_of(config, name)
         except AttributeError:

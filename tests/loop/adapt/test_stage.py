@@ -11,7 +11,7 @@ from adapt_requests import keyed, store
 from played import NOW
 
 from paceline.loop.adapt.config import WatchConfig
-from paceline.loop.adapt.rollout.stage import LEAST_ROUNDS, LONGEST_WAIT_S, Stage, read_stage
+from paceline.loop.adapt.rollout.stage import LEAST_ROUNDS, LONGEST_WAIT_S, Stage
 from paceline.loop.adapt.servers.counters import Counts
 
 FIRST = Counts(rounds=1000, accepted=1000, steps=1000, busy_s=20)
@@ -102,14 +102,6 @@ def test_waits_of_any_number_of_tries_have_a_length(tmp_path: Path) -> None:
     stage = Stage("retrain", "undo", 1, ("tickets",), num_tries=2000)
     stage.wait(NOW)
     assert stage.wait_until == NOW + LONGEST_WAIT_S
-
-
-def test_a_change_saved_by_an_earlier_version_is_one_of_each_server() -> None:
-    fields = {"kind": "retrain", "name": "undo", "hour": 1, "clusters": ["all"], "candidates": ["new"]}
-    stage = read_stage({**fields, "undo": [["/old"]]}, ("http://a", "http://b"))
-    assert stage.undo == [["server", "http://a", "/old"], ["server", "http://b", "/old"]]
-    with pytest.raises(ValueError, match="impossible undo"):
-        read_stage({**fields, "undo": [["/old"]]})
 
 
 def test_requests_that_ended_in_an_error(tmp_path: Path) -> None:

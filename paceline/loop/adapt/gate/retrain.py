@@ -17,7 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeGuard
@@ -111,11 +111,11 @@ def command_of(
         window, rate = Path(stage.window["folder"]), rates[min(stage.at, len(rates) - 1)]
         num_drafts = vocabulary_of(Path(stage.incumbent)) if same_shapes else None
         return train_command(window, drafter.parent, stage.incumbent, rate, engine, retrain, num_drafts)
-    options: dict[str, Any] = {"--incumbent": stage.incumbent}
-    options |= {} if stage.clusters[0] == ALL else {"--cluster": stage.clusters[0]}
+    cluster = None if stage.clusters[0] == ALL else stage.clusters[0]
+    options: dict[str, Any] = {"--traces": store.traces, "--model": engine.model, "--dtype": engine.dtype}
+    options |= {"--device": engine.device, "--incumbent": stage.incumbent, "--cluster": cluster}
     options |= {"--since": stage.window["since"], "--requests": candidate.requests, "--held-out-only": True}
-    options |= {"--least-requests": candidate.least_requests}
-    options |= {} if candidate.temperature is None else {"--temperature": candidate.temperature}
+    options |= {"--least-requests": candidate.least_requests, "--temperature": candidate.temperature}
     shares = (1.0,) if stage.kind == "score" else candidate.shares  # a pool drafter is not blended
     options |= {"--shares": ",".join(f"{share:g}" for share in shares)}
     # A drafter for one cluster gets no other traffic, so its losses there do not matter.
@@ -124,7 +124,7 @@ def command_of(
         if stage.kind == "retrain"
         else {"--most-loss": 1.0}
     )
-    return gate_command(stage.candidates[stage.at], engine, store.traces, options)
+    return paceline_command(["adapt", "gate", stage.candidates[stage.at]], options)
 
 
 def vocabulary_of(drafter: Path) -> int | None:
@@ -153,35 +153,13 @@ def train_command(
         values["PACELINE_DRAFT_VOCAB"] = "" if draft_vocab is None else str(draft_vocab)
         assigned = [f"{name}={value}" for name, value in values.items()]
         return [*polite(), "env", *assigned, "sh", "-c", config.train_command]
-    words: list[Any] = [
-        sys.executable,
-        "-m",
-        "paceline",
-        "train",
-        "--target",
-        engine.model,
-        "--init",
-        incumbent,
-        "--out",
-        out,
-    ]
-    words += [
-        "--answers",
-        window,
-        "--keep",
-        "best",
-        "--max-minutes",
-        f"{config.minutes:g}",
-        "--lr",
-        f"{learning_rate:g}",
-    ]
-    words += [word for folder in config.general for word in ("--answers", folder)]
-    words += ["--dtype", engine.dtype, "--device", engine.device, "--weight-format", engine.weight_format]
-    words += ["--threads", config.train_threads] if config.train_threads else []
-    words += ["--features-from", config.features_from] if config.features_from else []
-    words += ["--features-folder", config.features_folder] if config.features_folder else []
-    words += [] if draft_vocab is None else ["--draft-vocab", draft_vocab]
-    return [*polite(), *map(str, words), "--json"]
+    options: dict[str, Any] = {"--target": engine.model, "--init": incumbent, "--out": out}
+    options |= {"--answers": [window, *config.general], "--keep": "best"}
+    options |= {"--max-minutes": f"{config.minutes:g}", "--lr": f"{learning_rate:g}"}
+    options |= {"--dtype": engine.dtype, "--device": engine.device, "--weight-format": engine.weight_format}
+    options |= {"--threads": config.train_threads, "--features-from": config.features_from or None}
+    options |= {"--features-folder": config.features_folder, "--draft-vocab": draft_vocab}
+    return paceline_command(["train"], options)
 
 
 def hook_environment(
@@ -209,15 +187,14 @@ def not_trained(status: int, job: Job, drafter: Path, config: RetrainConfig) -> 
     return None
 
 
-def gate_command(candidate: str, engine: EngineConfig, traces: Path, options: dict[str, Any]) -> list[str]:
-    """Builds the `paceline adapt gate` command, which compares a candidate with the serving drafter. `options`: option
-    name -> value, list of values, or True for a flag."""
-    words: list[Any] = [sys.executable, "-m", "paceline", "adapt", "gate", candidate, "--traces", traces]
-    words += ["--model", engine.model, "--dtype", engine.dtype, "--device", engine.device]
+def paceline_command(words: Sequence[object], options: Mapping[str, Any]) -> list[str]:
+    """Builds a `paceline` command that prints JSON and runs at the lowest priority if `nice` is available. `options`:
+    option name -> value, list of values, True for a flag, or None to leave it out."""
+    command = [*polite(), sys.executable, "-m", "paceline", *words]
     for name, value in options.items():
         for item in value if isinstance(value, tuple | list) else [value]:
-            words += [name] if item is True else [name, item]
-    return [*polite(), *map(str, words), "--json"]
+            command += [] if item is None else [name] if item is True else [name, item]
+    return [*map(str, command), "--json"]
 
 
 def verdict_of(job: Output, status: int) -> dict[str, Any]:

@@ -278,15 +278,9 @@ NAMES = ("training", "gate", "choose", "swap", "probation", "spread", "undo")
 NUM_COUNTS = len(astuple(Counts()))
 
 
-def read_stage(fields: dict[str, Any], servers: Sequence[str] = ()) -> Stage:
-    """Rebuilds a stage from its JSON fields. `servers`: addresses of the vLLM or SGLang servers; earlier versions wrote
-    one change [folder before] for all of them. Raises ValueError, TypeError or KeyError if the fields are invalid."""
+def read_stage(fields: dict[str, Any]) -> Stage:
+    """Rebuilds a stage from its JSON fields. Raises ValueError, TypeError or KeyError if the fields are invalid."""
     stage = Stage(**{**fields, "clusters": tuple(fields["clusters"])})
-    stage.undo = [
-        entry
-        for change in stage.undo
-        for entry in ([["server", url, *change] for url in servers] if servers and len(change) == 1 else [change])
-    ]
     is_job = stage.name in ("training", "gate")
     texts = (stage.member, stage.incumbent, stage.drafter, stage.served, stage.why, stage.ending)
     times = (stage.began, stage.skew, stage.seconds, stage.used, stage.wait_until, stage.away_since)
