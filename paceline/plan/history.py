@@ -35,6 +35,9 @@ LEAST_LOSS = 0.02
 COMPARED, _CLIP, _GAIN_WEIGHT = 8, 0.3, 0.3
 """Number of latest rounds with drafts that are compared with a round without drafts; limit of the logarithm of their
 relative speed; weight of the latest comparison."""
+COLD = 3
+"""First rounds after the batch consists of new requests only, which are not compared: memory and processor are often
+cold, and these rounds are rarely without drafts."""
 RECENT = 0.97
 """Factor on older rounds at each new round, in running averages."""
 
@@ -52,20 +55,15 @@ class Trials:
         """Number of trials so far. It also selects the row for the next trial, one row after the other."""
         self._new_s = 0.0
         """Seconds that the next new request adds to the budget."""
-        self._keys = set[int]()
-        """Keys of the latest round's rows."""
 
     @property
     def is_affordable(self) -> bool:
         """True if the budget is large enough for the next trial."""
         return self.wanted_s <= self.budget_s
 
-    def begin(self, keys: set[int]) -> None:
-        """Start a round of the rows with these keys (`Row.key`). If one of them was not in the round before, first adds
-        to `budget_s` a small share of the seconds of all rounds since this last happened."""
-        if keys - self._keys:
-            self.budget_s, self._new_s = self.budget_s + self._new_s, 0.0
-        self._keys = keys
+    def begin_request(self) -> None:
+        """Add to `budget_s` a small share of the seconds of all rounds since this was called last."""
+        self.budget_s, self._new_s = self.budget_s + self._new_s, 0.0
 
     def record(self, num_rows: int, num_tokens: int, seconds: float, plain_s: float, is_trial: bool) -> None:
         """Add a round to the history: its numbers of rows and new tokens, and its seconds. `plain_s`: estimated seconds
@@ -177,9 +175,20 @@ class RoundHistory:
     """Number of rows -> tokens over seconds of recent rounds."""
     _rest: tuple[int, int] = (0, 0)
     """(rounds left to skip, batch size it applies to)"""
+    _keys: set[int] = field(default_factory=set)
+    """Keys of the latest round's rows."""
+    _num_warm: int = 0
+    """Rounds since all rows of one were new."""
 
     def __post_init__(self) -> None:
         self.trials = Trials(FIRST_TRIALS * self.costs.pass_s(1))
+
+    def begin(self, keys: set[int]) -> None:
+        """Start a round of the rows with these keys (`Row.key`)."""
+        if keys - self._keys:
+            self.trials.begin_request()
+        self._num_warm = self._num_warm + 1 if keys & self._keys else 0
+        self._keys = keys
 
     def rate(self, num_rows: int) -> float:
         """Returns the tokens per second of recent rounds of `num_rows` rows, or the estimate for rounds without drafts,
@@ -197,7 +206,8 @@ class RoundHistory:
         self._rates.setdefault(num_rows, Ratio()).add(num_tokens, seconds, RECENT)
         self.trials.record(num_rows, num_tokens, seconds, self.costs.pass_s(num_rows), is_trial)
         self.plain.record(num_rows, is_plain=not sources)
-        if not (is_trial or has_chunk) and self.pauses.record(num_rows, num_tokens, round_s, sources):
+        is_compared = not (is_trial or has_chunk) and self._num_warm >= COLD
+        if is_compared and self.pauses.record(num_rows, num_tokens, round_s, sources):
             self.plain.restart(num_rows)
 
     def rest(self, num_rows: int) -> None:

@@ -238,7 +238,7 @@ class AdaptivePlanner:
         history = self._history = self._history_of(rows)  # before rows make their offers
         num_rows = len(rows) + (chunk == prompt_left > 0)
         plan = Plan(chunk, rows, [NO_DRAFTS] * len(rows), num_rows)
-        history.trials.begin({row.key for row in rows})
+        history.begin({row.key for row in rows})
         if not rows or history.plain.is_due(len(rows)):
             return plan
         may_compute, paused, costs = not history.rests(num_rows), history.pauses.next(), history.costs

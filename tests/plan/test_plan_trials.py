@@ -8,7 +8,7 @@ import pytest
 from simulated_rounds import FLAT, UnsteadyMachine, row, stats
 
 from paceline.plan.costs import PassCosts
-from paceline.plan.history import TRIAL_SHARE, Pauses, Trials
+from paceline.plan.history import COLD, TRIAL_SHARE, Pauses, Trials
 from paceline.plan.planner import AdaptivePlanner, Row
 from paceline.plan.trees import Candidates, Tree
 from paceline.types import Take
@@ -57,6 +57,18 @@ class TestUnsteady:
         assert not pauses.record(1, 1, 6.0, set())
         pauses.record(1, 1, 20.0, {"dflash"})
         assert pauses.record(1, 1, 6.0, set()) and pauses.next() == {"dflash"}
+
+    def test_the_first_rounds_of_a_request_are_not_compared(self) -> None:
+        """Each request begins with slow rounds, since the machine was idle or did other work; its drafts pay."""
+        planner = AdaptivePlanner(self.PASSES)
+        history = planner._histories["greedy"]
+        for key in range(30):
+            for number in range(6):
+                history.begin({key})
+                slow = 10.0 if number < COLD else 1.0
+                tokens, seconds, sources = (1, 6.1, set()) if number == 5 else (4, 14.0, {"dflash"})
+                history.record(1, tokens, seconds * slow, sources, False, False)
+                assert not history.pauses.next(), f"request {key}, round {number}"
 
     def test_only_the_source_that_disappointed_pauses(self) -> None:
         pauses = Pauses()
