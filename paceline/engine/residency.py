@@ -93,9 +93,8 @@ class Residency:
         """Put a drafter that was loaded into the pool, release those that are too many, begin to load the next."""
         self.take_in(pool)
         if self._loading is None and (member := pool.members.get(self._wanted)):
-            released = member.drafter
-            is_wanted = isinstance(released, ReleasedDrafter) and member.is_open
-            if is_wanted and self._make_room(pool, self.most - 1, self._requests[self._wanted]):
+            released, often = member.drafter, self._requests[self._wanted]
+            if isinstance(released, ReleasedDrafter) and member.is_open and self._make_room(pool, self.most - 1, often):
                 self._begin(self._wanted, released, [each.drafter for each in pool.members.values()])
                 self._wanted = ""
         self._make_room(pool, self.most - (self._loading is not None))
