@@ -7,7 +7,7 @@ traces. Then, each stage a mark in `--out` (killed, the same command goes on):
 
 - `paceline advise --by tag` ranks the customers before anything is trained;
 - a body is trained on the traffic of all, and the hidden states are kept for all later trainings (`--shared-features`):
-  twenty trainings of one step with them, and without;
+  how long that took, and how long it takes if each customer's training computes its own again;
 - from this body, each customer's own drafter, `--minutes` of steps; for the large customers also a last layer alone
   and low-rank differences, in equal minutes;
 - held-out requests of each customer are answered with each of its drafters, in turns: the true ranking;
@@ -118,19 +118,23 @@ def trained(args: argparse.Namespace, name: str, init: object, minutes: float, *
     return stage(args.out, name, "train", *answers, *settings, *words) / "drafter"
 
 
+def computing_seconds(folder: Path) -> float:
+    """Seconds in which the hidden states in a folder were computed, from their files' times."""
+    times = sorted(file.stat().st_mtime for file in folder.rglob("*.safetensors"))
+    return (times[-1] - times[0]) * len(times) / max(len(times) - 1, 1)
+
+
 def feature_seconds(args: argparse.Namespace, body: Path) -> dict[str, float]:
-    """Seconds of twenty trainings of a single step: with the hidden states of the body's training at hand ("shared"),
-    and each with none ("own")."""
-    seconds = {"shared": 0.0, "own": 0.0}
+    """Seconds of hidden states: "once" for the traffic of all, which every later training reads, and "again" if each
+    customer's training computes its own."""
+    again = 0.0
     for customer in customers():
-        for kind in seconds:
-            name = f"{customer.tag}-features-{kind}"
-            words = ("--tag", customer.tag, "--learn", "all", "--lr", RATES["all"], "--max-steps", 1)
-            if kind == "own":
-                words += ("--shared-features", args.out / name / "features")
-            folder = trained(args, name, body, args.minutes, *words).parent
-            seconds[kind] += json.loads((folder / "seconds.json").read_text())
-    return seconds
+        name = f"{customer.tag}-features"
+        words = ("--tag", customer.tag, "--lr", RATES["all"], "--max-steps", 1)
+        folder = args.out / name / "features"
+        trained(args, name, body, args.minutes, *words, "--shared-features", folder)
+        again += computing_seconds(folder)
+    return {"once": computing_seconds(args.out / "features"), "again": again}
 
 
 def own_drafters(args: argparse.Namespace, body: Path) -> dict[str, dict[str, Path]]:
