@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file
+from safetensors.torch import load
 from torch import Tensor
 
 from paceline.errors import CacheError, ConfigError, DownloadError, NumericsError, UnsupportedModelError, reraised
@@ -161,7 +161,7 @@ class RemoteFeatures:
                     if path.stat().st_size > self._most_bytes(num_tokens):
                         raise ConfigError(f"{path} is larger than these layers of these tokens: check vLLM's layer ids")
                     try:
-                        tensors = load_file(path)
+                        tensors = load(path.read_bytes())  # mapped, a file that is cut would end the process
                     except SafetensorError:
                         pass  # written without a lock, and incomplete
                     else:
