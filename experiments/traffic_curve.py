@@ -140,37 +140,36 @@ def trained(args: argparse.Namespace, workload: str, answers: Path, name: str, m
     words += ["--epochs", 1000, "--blocks-per-step", 96, "--anchors", 32, "--loss-vocab", 8192, "--lr", "1e-3"]
     words += ["--features", "cached", "--shared-features", args.out / workload / "features", "--serve-share", 0]
     words += ["--max-len", 640 + args.max_tokens, "--max-tokens", args.max_tokens, "--max-minutes", minutes]
-    words += ["--heldout-every", 10**6, "--seed", seed, *args.threads]
+    words += ["--heldout-share", 0, "--seed", seed, *args.threads]
     return stage(args.out / workload, name, *words) / "drafter"
 
 
-def measured(args: argparse.Namespace, workload: str, name: str, drafter: object) -> dict[str, Any]:
+def measured(args: argparse.Namespace, workload: str, drafters: Sequence[object]) -> list[dict[str, Any]]:
+    """Acceptance lengths of `drafters` on the workload's held-out prompts, in their order."""
     words: list[object] = ["bench", "decode", "--model", args.target, "--speculate", "full", "--repeat", 1]
-    words += ["--prompts", args.out / workload / "heldout.jsonl", "--drafters", drafter, *args.threads]
-    words += ["--max-tokens", args.max_tokens, "--max-len", 1024]
-    line = stage(args.out / workload, f"bench-{name}", *words) / "line.json"
-    return next(row for row in json.loads(line.read_text())["results"] if row["drafter"] != "none")
+    words += ["--batch", 8, "--prompts", args.out / workload / "heldout.jsonl", "--max-tokens", args.max_tokens]
+    words += ["--drafters", ",".join(map(str, drafters)), "--max-len", 1024, *args.threads]
+    line = stage(args.out / workload, f"bench-{len(drafters)}", *words) / "line.json"
+    rows = {row["drafter"]: row for row in json.loads(line.read_text())["results"]}
+    keys = ("tokens_per_round", "tokens_per_round_interval")
+    return [{key: rows[str(drafter)][key] for key in keys} for drafter in drafters]
 
 
 def curve_of(args: argparse.Namespace, workload: str) -> list[dict[str, Any]]:
-    """A row for each training of a workload, and one for the drafter that all began with."""
+    """A row for each training of a workload, after one for the drafter that all began with."""
     answers = answered(args, workload, max(args.tokens))
-    keys = ("tokens_per_round", "tokens_per_round_interval")
-    start = measured(args, workload, "init", args.init)
-    rows = [{"workload": workload, "tokens": 0, "seed": 0} | {key: start[key] for key in keys}]
+    rows: list[dict[str, Any]] = [{"workload": workload, "tokens": 0, "seed": 0}]
+    drafters: list[object] = [args.init]
     for tokens, minutes in zip(args.tokens, args.minutes, strict=True):
         for seed in range(args.seeds):
             part = sample(args, workload, answers, tokens, seed)
             if part is None:
                 print(f"{workload}: fewer than {tokens:,} tokens", file=sys.stderr)
                 break
-            name = f"{tokens}-{seed}"
-            drafter = trained(args, workload, part, f"train-{name}", minutes, seed)
-            figures = measured(args, workload, name, drafter)
+            drafters.append(trained(args, workload, part, f"train-{tokens}-{seed}", minutes, seed))
             number = sum(1 for _ in AnswerShards(part))
-            row = {"workload": workload, "tokens": tokens, "answers": number, "seed": seed, "minutes": minutes}
-            rows.append(row | {key: figures[key] for key in keys})
-    return rows
+            rows.append({"workload": workload, "tokens": tokens, "answers": number, "seed": seed, "minutes": minutes})
+    return [row | figures for row, figures in zip(rows, measured(args, workload, drafters), strict=True)]
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -194,7 +193,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--init", default="default")
     parser.add_argument("--workloads", default="tickets,maths,tasks,code")
     parser.add_argument("--tokens", type=numbers(int), default=[5_000, 20_000, 100_000, 500_000])
-    parser.add_argument("--minutes", type=numbers(float), default=[1.0, 2.0, 5.0, 12.0], help="of steps, for each size")
+    parser.add_argument("--minutes", type=numbers(float), default=[0.6, 1.5, 5.0, 12.0], help="of steps, for each size")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--threads", type=lambda text: ("--threads", int(text)), default=())

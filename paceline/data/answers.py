@@ -76,7 +76,8 @@ class AnswerShards:
         self._journal.carry(self._journal_path(self._next + 1))
         with whole_file(path, "free space or choose another --out, then run again") as scratch:
             schema = pa.schema([*SCHEMA, *TOP]) if any(answer.top_ids for answer in answers) else SCHEMA
-            parquet.write_table(pa.Table.from_pylist([asdict(answer) for answer in answers], schema), scratch)
+            table = pa.Table.from_pylist([asdict(answer) for answer in answers], schema)
+            parquet.write_table(table, scratch, compression="zstd", use_dictionary=False)  # two thirds of Arrow's default
         self._next += 1
         journal.unlink(missing_ok=True)
         return path
