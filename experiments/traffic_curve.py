@@ -45,7 +45,7 @@ def write_rows(file: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
 def tickets(args: argparse.Namespace, folder: Path) -> None:

@@ -51,7 +51,7 @@ def read_task(given: str, limit: int | None = None) -> Task:
         raise PromptError(f"task {given!r:.80} is none: write it as NAME=FILE, of {', '.join(SCORERS)}")
     remedy = "check the path, and that each line is a JSON object"
     with reraised(PromptError, f"cannot read task {name} from {file}", remedy, OSError, ValueError):
-        lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
+        lines = [line for line in Path(file).read_text(encoding="utf-8").split("\n") if line.strip()][:limit]
         rows = [json.loads(line) for line in lines]
     needed = NEEDED[name]
     if not rows or any(not isinstance(row, dict) or needed - set(row) for row in rows):

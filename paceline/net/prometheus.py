@@ -55,7 +55,7 @@ class Series:
 
 def read_series(text: str) -> Iterator[Series]:
     """Yield the samples of a /metrics page that have a finite value of at least 0; other lines are skipped."""
-    for line in text.splitlines():
+    for line in text.split("\n"):
         match = METRIC.fullmatch(line.strip())
         if not match or line.startswith("#"):
             continue

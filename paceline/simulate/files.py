@@ -36,7 +36,7 @@ def read_objects(file: Path, remedy: str) -> list[dict[str, Any]]:
         values = whole if isinstance(whole, list) else [whole]
     except ValueError:
         with reraised(ConfigError, f"{file} is neither JSON nor JSON lines", remedy, ValueError):
-            values = [json.loads(line) for line in text.splitlines() if line.strip()]
+            values = [json.loads(line) for line in text.split("\n") if line.strip()]
     return [value for value in values if isinstance(value, dict)]
 
 

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from tiny_builtin import raising
 
+from paceline.bench.tasks import read_task
 from paceline.data import rows
 from paceline.data.prompts import read_prompts
 from paceline.data.rows import Dropped, choose_files, rows_of
 from paceline.errors import DownloadError, PromptError
+from paceline.loop.evals import read_suite
+from paceline.simulate.files import read_objects
 
 TOOL = {"name": "weather", "parameters": {"type": "object"}}
 
@@ -27,6 +30,16 @@ def write(folder: Path, *source_rows: Any, name: str = "rows.jsonl") -> Path:
 
 def chat(*turns: tuple[str, Any], **more: Any) -> dict[str, Any]:
     return {"conversations": [{"from": who, "value": what} for who, what in turns], **more}
+
+
+def test_rows_end_at_newlines_alone(tmp_path: Path) -> None:
+    """U+2028 and U+0085 may stand in a JSON string as they are; for str.splitlines they end a line."""
+    question = {"id": "a", "question": "What is\u2028one\x85and one?", "answer": "#### 2"}
+    case = question | {"scorer": {"kind": "numeric", "answer": 2}, "messages": [{"role": "user", "content": "\u2028?"}]}
+    file = write(tmp_path, *(json.dumps(row, ensure_ascii=False) for row in (case, case | {"id": "b"})))
+    assert [row["question"] for row in read_objects(file, "")] == 2 * [question["question"]]
+    assert [each.id for each in read_suite(file).cases] == ["a", "b"]
+    assert len(read_task(f"gsm8k={file}").prompts) == 2
 
 
 def test_sharegpt(tmp_path: Path) -> None:

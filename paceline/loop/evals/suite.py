@@ -105,7 +105,7 @@ def read_suite(file: str | Path) -> Suite:
     with reraised(
         PromptError, f"cannot read the suite {path}", "make one with paceline evals make", OSError, ValueError
     ):
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     cases = [_case(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
     return suite_of(path.stem, cases, str(path))
 
