@@ -77,7 +77,8 @@ class AnswerShards:
         with whole_file(path, "free space or choose another --out, then run again") as scratch:
             schema = pa.schema([*SCHEMA, *TOP]) if any(answer.top_ids for answer in answers) else SCHEMA
             table = pa.Table.from_pylist([asdict(answer) for answer in answers], schema)
-            parquet.write_table(table, scratch, compression="zstd", use_dictionary=False)  # two thirds of Arrow's default
+            # Two thirds of the size by Arrow's defaults: token ids repeat too little for a dictionary.
+            parquet.write_table(table, scratch, compression="zstd", use_dictionary=False)
         self._next += 1
         journal.unlink(missing_ok=True)
         return path
