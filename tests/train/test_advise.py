@@ -81,7 +81,7 @@ def test_a_name_alone_is_enough_for_a_decision() -> None:
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     first, *others = done.stdout.splitlines()
-    assert re.match(r"Train one: \d\.\d\dx \[\d\.\d\d, \d\.\d\d\] the speed of what is served now", first)
+    assert re.match(r"Train one: \d\.\d\dx \[\d\.\d\d, \d+\.\d\d\] the speed of what is served now", first)
     assert "2 x H100" in done.stdout and any("published trainings" in line for line in others)
 
 

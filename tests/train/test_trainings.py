@@ -24,6 +24,7 @@ SHOWN = [
     ("smollm2-135m", "support tickets"),
     ("smollm2-135m", "GSM8K"),
     ("smollm2-135m", "tool calls"),
+    ("smollm2-135m", "letters"),
     ("smollm2-135m", "extraction"),
     ("qwen2.5-coder-0.5b", "MBPP"),
 ]
@@ -74,7 +75,8 @@ def test_a_known_kind_of_traffic_narrows_the_interval() -> None:
 
 
 def test_fewer_answers_than_were_measured_bring_less_and_more_are_called_beyond() -> None:
-    assert published(25).tokens_per_round - 1 == pytest.approx((published(250).tokens_per_round - 1) / 10)
+    few, fewest = published(25, "mixed"), published(250, "mixed")
+    assert few.tokens_per_round - 1 == pytest.approx((fewest.tokens_per_round - 1) / 10)
     assert published(1e6).is_beyond and not published(1e5).is_beyond
     assert published(1e6).tokens_per_round == published(889_000).tokens_per_round
 
