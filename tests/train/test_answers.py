@@ -92,7 +92,7 @@ def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         AnswerShards(tmp_path / "file").write([answer()])
     shards = AnswerShards(tmp_path / "full")
 
-    def half(table: pa.Table, path: Path) -> None:
+    def half(table: pa.Table, path: Path, **options: Any) -> None:
         path.write_bytes(b"PAR1")
         raise OSError(28, "No space left on device")
 
