@@ -94,6 +94,17 @@ def read_draft_ids(folder: Path) -> Vocabulary | None:
     return Vocabulary(ids, head_VD)
 
 
+def rows_of_tokens(ids: Tensor | None, mask_token_id: int, vocab_size: int) -> Tensor:
+    """Returns for each of the target's `vocab_size` tokens the row [V] of a drafter's own head that embeds it. `ids`:
+    token ids of these rows, which include `mask_token_id`; None: all tokens. Tokens without a row have the mask
+    token's."""
+    if ids is None:
+        return torch.arange(vocab_size)
+    rows_V = torch.full((vocab_size,), int(torch.searchsorted(ids.cpu(), mask_token_id)))
+    rows_V[ids.cpu()] = torch.arange(len(ids))
+    return rows_V
+
+
 def check_ids(ids: Tensor, what: str, remedy: str) -> Tensor:
     """Returns `ids` if they are ascending and not negative, else raises ModelFileError. `what`, `remedy`: beginning and
     end of the message."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.data.tags import Tagged, tagged
 from paceline.draft.dflash2.codebooks import materialised
+from paceline.draft.vocabulary import Vocabulary
 from paceline.errors import ModelNotFoundError, PromptError, UnsupportedModelError
 from paceline.hardware import this_machine
 from paceline.model.backends import load_target, settle
@@ -42,7 +43,7 @@ from paceline.train.documents.store import known_only, stored_corpus, without
 from paceline.train.features.hidden_states import ScaledFeatures
 from paceline.train.features.sources import Sources
 from paceline.train.learn.checkpoint import best_checkpoint
-from paceline.train.learn.initial_weights import continued_draft_ids, embedding_matrix, init_folder, scale_first_logits
+from paceline.train.learn.initial_weights import continued_vocabulary, init_folder, scale_first_logits
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.step_log import newest_rates, risen_rate, tracked
 from paceline.train.methods.kinds import draft_ids_of, initial_drafter, use_scaled_units
@@ -285,12 +286,15 @@ class _Stages:
         if self.ranks.is_first:
             if config.loop.keep == "best" and (best := self._best(trainer)):
                 weights, rates["eal"] = best
-            if draft_ids is None:
-                draft_ids = continued_draft_ids(init_folder(config.init, config.target.model), corpus, target)
-            finished_drafter(trainer.drafter.raw, materialised(weights, trainer.embedding_VD.cpu()), draft_ids).save(
-                folder
-            )
+            own = self._vocabulary(corpus, target, draft_ids)
+            finished_drafter(trainer.drafter.raw, materialised(weights, trainer.embedding_VD.cpu()), own).save(folder)
         return TrainResult(folder, run.path, trainer.state.step, trainer.state.num_blocks, **rates)
+
+    def _vocabulary(self, corpus: Corpus, target: Target, draft_ids: Tensor | None) -> Vocabulary:
+        """Returns the finished drafter's vocabulary: the tokens that are given, or those of the drafter in `init`."""
+        if draft_ids is not None:
+            return Vocabulary(draft_ids)
+        return continued_vocabulary(init_folder(self.config.init, self.config.target.model), corpus, target)
 
     def _set_training_minutes(self, trainer: Trainer) -> None:
         """Sets the minutes for steps to what is left of --minutes; a resumed run keeps the stored value."""
@@ -354,7 +358,7 @@ class _Stages:
             )
         flops_per_s = here.machine.flops_per_s.get("bfloat16" if loop.autocast else "float32")
         trainer = Trainer(
-            initial.drafter, corpus, ScaledFeatures(features, scale_F), embedding_matrix(target), initial.head, loop,
+            initial.drafter, corpus, ScaledFeatures(features, scale_F), initial.embedding_VD, initial.head, loop,
             folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks,
             heldout_head=initial.drafting_head,
             wait=self.wait,
@@ -379,9 +383,8 @@ class _Stages:
                 "note: no memory is free for serving while it trains: held-out prompts are served at the end only"
             )
             return
-        if draft_ids is None:
-            draft_ids = continued_draft_ids(init_folder(config.init, config.target.model), corpus, target)
-        server = heldout_server(config.target, trainer.drafter.raw, documents, SERVED_TOKENS, draft_ids)
+        own = self._vocabulary(corpus, target, draft_ids)
+        server = heldout_server(config.target, trainer.drafter.raw, documents, SERVED_TOKENS, own)
         trainer.served = lambda weights: server(materialised(weights, trainer.embedding_VD.cpu()))
 
     def _serve(self, drafter: Path, corpus: Corpus, run: RunFolder) -> dict[str, float]:

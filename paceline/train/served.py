@@ -31,6 +31,7 @@ from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
 from paceline.draft.formats.family import drafter_of, network_of, read_drafter
 from paceline.draft.mtp.checkpoint import is_mtp, layer_of
 from paceline.draft.mtp.drafter import MtpDrafter
+from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.llm import LLM
 from paceline.hardware import free_bytes
 from paceline.model.checkpoint import read_json
@@ -92,15 +93,15 @@ def serve_heldout(
     return figures, answered
 
 
-def finished_drafter(raw: dict[str, Any], weights: dict[str, Tensor], draft_ids: Tensor | None) -> Finished:
-    """Returns a drafter with the trained weights, rounded to bfloat16. `raw`: its config.json; `draft_ids`: its draft
+def finished_drafter(raw: dict[str, Any], weights: dict[str, Tensor], own: Vocabulary) -> Finished:
+    """Returns a drafter with the trained weights, rounded to bfloat16. `raw`: its config.json; `own`: its draft
     vocabulary."""
     halved = {name: tensor.bfloat16() for name, tensor in weights.items()}
     if is_mtp(raw):
         return MtpDrafter(layer_of(raw, halved))
     if is_eagle3(raw):
-        return Eagle3Drafter(Eagle3Network.of(Eagle3Config.from_json(raw), halved), ids=draft_ids)
-    return drafter_of(network_of(DFlashConfig.from_json(raw), halved), draft_ids=draft_ids)
+        return Eagle3Drafter(Eagle3Network.of(Eagle3Config.from_json(raw), halved), ids=own.ids)
+    return drafter_of(network_of(DFlashConfig.from_json(raw), halved), draft_ids=own.ids, head_VD=own.head_VD)
 
 
 def read_finished(folder: Path) -> Finished:
@@ -112,15 +113,15 @@ def read_finished(folder: Path) -> Finished:
 
 
 def heldout_server(
-    target: EngineConfig, raw: dict[str, Any], documents: list[Document], max_tokens: int, draft_ids: Tensor | None
+    target: EngineConfig, raw: dict[str, Any], documents: list[Document], max_tokens: int, own: Vocabulary
 ) -> Callable[[dict[str, Tensor]], float]:
     """Returns a function: weights -> acceptance length in the real engine, which answers the prompts of `documents`
     with at most `max_tokens` tokens each; the weights are rounded to bfloat16 as in the finished drafter. The first
-    call loads the target a second time. `raw`: the drafter's config.json; `draft_ids`: its draft vocabulary."""
+    call loads the target a second time. `raw`: the drafter's config.json; `own`: its draft vocabulary."""
     load = functools.cache(partial(_loaded, target, documents, max_tokens))
 
     def served(weights: dict[str, Tensor]) -> float:
-        figures, _ = serve_heldout(load(), finished_drafter(raw, weights, draft_ids), documents, max_tokens)
+        figures, _ = serve_heldout(load(), finished_drafter(raw, weights, own), documents, max_tokens)
         load().use_drafter("none")
         return figures.tokens_per_round
 
@@ -150,7 +151,7 @@ def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> f
     features = OnlineFeatures(target, documents, config.target_layer_ids, needs_final=False)
     packer = Packer(config.block_size, documents, features, target.device)
     head = head_of(target, config, drafter.draft_ids, drafter.head_VD)
-    embedding_VD = embedding_matrix(target)
+    embedding_VD = embedding_matrix(target, config, Vocabulary(drafter.draft_ids, drafter.head_VD))
     accepted = [accepted_at(trainable, packer, head, embedding_VD, number) for number in range(len(documents))]
     num_rounds = sum(len(starts_of(accepted_P)) for accepted_P in accepted)
     return sum(map(len, accepted)) / num_rounds if num_rounds else 0.0

@@ -19,6 +19,7 @@ from paceline.config import EngineConfig
 from paceline.draft.base import NoDrafter
 from paceline.draft.eagle3.checkpoint import Eagle3Config
 from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
+from paceline.draft.vocabulary import Vocabulary
 from paceline.errors import ConfigError
 from paceline.model.target import ForwardBatch
 from paceline.train import train
@@ -145,7 +146,9 @@ def test_what_is_learned_is_served(version: str, tmp_path: Path) -> None:
     first = trainer.evaluate(*trainer.heldout["heldout"])["loss"]
     assert trainer.run(figures.append)
     assert figures[-1]["heldout"]["loss"] < first
-    drafter = finished_drafter(trainer.drafter.raw, trainer.parallel.weights(trainer.network), torch.arange(VOCAB))
+    drafter = finished_drafter(
+        trainer.drafter.raw, trainer.parallel.weights(trainer.network), Vocabulary(torch.arange(VOCAB))
+    )
     for text in texts[:2]:
         answers, _ = generate(tiny_target(), drafter, [text.tokens[: text.answer_start].tolist()], 20)
         assert answers[0] == text.tokens[text.answer_start :][:20].tolist()

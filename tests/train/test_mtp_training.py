@@ -24,6 +24,7 @@ from paceline.draft.level import Level
 from paceline.draft.mtp.checkpoint import find_mtp, read_mtp
 from paceline.draft.mtp.drafter import MtpDrafter
 from paceline.draft.registry import make_drafter
+from paceline.draft.vocabulary import ALL_TOKENS
 from paceline.errors import ConfigError, DrafterMismatchError, UnsupportedModelError
 from paceline.model.checkpoint import load_config
 from paceline.model.target import ForwardBatch, Target
@@ -164,7 +165,7 @@ def test_what_is_learned_is_served(folder_of: Folder, tmp_path: Path) -> None:
 
     first = trainer.evaluate(*trainer.heldout["heldout"])["loss"]
     assert trainer.run(figures.append)
-    finished = finished_drafter(trainer.drafter.raw, trainer.parallel.weights(trainer.network), None)
+    finished = finished_drafter(trainer.drafter.raw, trainer.parallel.weights(trainer.network), ALL_TOKENS)
     finished.save(tmp_path / "drafter")
     drafter = make_drafter(str(tmp_path / "drafter"), target)
     assert isinstance(drafter, MtpDrafter) and drafter.num_drafted == STEPS

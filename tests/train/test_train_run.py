@@ -27,6 +27,7 @@ from paceline.cli import app
 from paceline.config import EngineConfig
 from paceline.draft.dflash.config import new_config
 from paceline.draft.dflash.drafter import DFlashConfig, DFlashDrafter, DFlashNetwork
+from paceline.draft.vocabulary import ALL_TOKENS
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.hardware import Machine
 from paceline.model.target import head_weight
@@ -39,7 +40,7 @@ from paceline.train import train
 from paceline.train.config import AnswerConfig, DrafterShape, LoopConfig, TrainConfig
 from paceline.train.documents.dataset import MIN_HELDOUT
 from paceline.train.features.hidden_states import ScaledFeatures
-from paceline.train.learn.initial_weights import continued_draft_ids
+from paceline.train.learn.initial_weights import continued_vocabulary
 from paceline.train.learn.packs import DFlashTrainable
 from paceline.train.methods.kinds import draft_ids_of, initial_drafter
 from paceline.train.plan import target_facts as facts
@@ -336,10 +337,10 @@ def test_a_continued_drafter_also_drafts_what_its_new_answers_hold(tmp_path: Pat
     whole.save(tmp_path / "whole")
     part.save(tmp_path / "part")
     corpus, target = cast(Any, Said()), cast(Any, Ten())
-    chosen = continued_draft_ids(tmp_path / "part", corpus, target)
+    chosen = continued_vocabulary(tmp_path / "part", corpus, target).ids
     assert chosen is not None and chosen.tolist() == [1, 3, 7, 9]
-    assert continued_draft_ids(tmp_path / "whole", corpus, target) is None
-    assert continued_draft_ids(None, corpus, target) is None
+    assert continued_vocabulary(tmp_path / "whole", corpus, target) == ALL_TOKENS
+    assert continued_vocabulary(None, corpus, target) == ALL_TOKENS
 
     def of_size(init: str | None, number: int) -> list[int]:
         config = TrainConfig(init=init, shape=DrafterShape(draft_vocab=number))

@@ -26,7 +26,7 @@ from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.formats import gguf_reader as gguf_reading
 from paceline.draft.formats import speculators
 from paceline.draft.formats.packed import PACKED, packed, read_packed
-from paceline.draft.vocabulary import ALL_TOKENS, DRAFT_IDS, Vocabulary
+from paceline.draft.vocabulary import ALL_TOKENS, DRAFT_IDS, HEAD, Vocabulary
 from paceline.errors import CacheError, ModelFileError, reraised
 from paceline.model.checkpoint import check_finite, load_tensors, read_json
 from paceline.model.gguf.container import is_gguf
@@ -81,13 +81,16 @@ def read_stored(folder: Path | str) -> StoredDrafter:
         )
     for name, tensor in tensors.items():
         check_finite(name, tensor, folder)
+    if separate := vocabulary.read_draft_ids(folder):
+        is_packed = file.name == PACKED and separate.head_VD is None
+        within = separate._replace(head_VD=within.head_VD) if is_packed else separate
     unread = unread_keys(raw, form) + tuple(
         sorted(each.name for pattern in ("*.pt", "*.pth", "*.bin") for each in folder.glob(pattern))
     )
     for what in (unread, tuple(others)):
         if what:
             log.warning("%s: not read, as nothing here knows what to do with it: %s", folder, ", ".join(what))
-    return StoredDrafter(config, tensors, vocabulary.read_draft_ids(folder) or within, others, form, unread)
+    return StoredDrafter(config, tensors, within, others, form, unread)
 
 
 def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:
@@ -154,19 +157,18 @@ def write_checkpoint(
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
             staging = Path(scratch) / "drafter"
             staging.mkdir()
-            dense = _saved(tensors)
+            if head_VD is not None and draft_ids is None:
+                draft_ids = torch.arange(len(head_VD))
+            head = {} if head_VD is None else {HEAD if in_8_bits else "head": head_VD}
+            dense = _saved({**tensors, **(head if in_8_bits else {})})
             weights, file = (packed(dense, draft_ids), PACKED) if in_8_bits else (dense, DENSE)
             save_file(weights, staging / file, {"format": "pt"})
             if not in_8_bits:
                 total = sum(tensor.nbytes for tensor in dense.values())
                 index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(dense, DENSE)}
                 (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-            if head_VD is not None and draft_ids is None:
-                draft_ids = torch.arange(len(head_VD))
             if draft_ids is not None:
-                save_file(
-                    _saved({"ids": draft_ids} | ({} if head_VD is None else {"head": head_VD})), staging / DRAFT_IDS
-                )
+                save_file(_saved({"ids": draft_ids} | ({} if in_8_bits else head)), staging / DRAFT_IDS)
             (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
             _publish(staging, folder)
 

@@ -82,6 +82,8 @@ class DFlashConfig:
     """Soft cap of the logits; 0: no cap."""
     raw: dict[str, Any]
     """The JSON object of config.json, as read."""
+    target_hidden_size: int
+    """Hidden size of the target. A drafter of another width embeds tokens with the rows of its own LM head."""
     from_anchor: bool = False
     """True if block position k predicts the token after its own position, so that position 0 (the last committed token)
     drafts too; False: the token at its own position. Files call this sample_from_anchor or shift_label."""
@@ -91,6 +93,11 @@ class DFlashConfig:
     """Additional sizes of a DSpark drafter, else None."""
     foresight: Foresight = field(default_factory=Foresight)
     """Parameters of noise-aware drafting, from the key `paceline` of config.json."""
+
+    @property
+    def has_own_width(self) -> bool:
+        """True if the drafter's hidden size differs from its target's."""
+        return self.target_hidden_size != self.shape.hidden_size
 
     @property
     def num_slots(self) -> int:
@@ -132,6 +139,7 @@ class DFlashConfig:
             output_multiplier=fraction(own, "output_multiplier", 1.0, path, above=-LARGEST),
             final_logit_softcapping=max(0.0, fraction(own, "final_logit_softcapping", 0.0, path, above=-LARGEST)),
             raw=raw,
+            target_hidden_size=whole(raw, "target_hidden_size", path, shape.hidden_size),
             from_anchor=_flag(own, ("sample_from_anchor", "shift_label"), path),
             second=_second(raw, own, shape, path),
             markov=_markov(raw, own, path),
@@ -212,19 +220,23 @@ def check_fit(
     wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
     num_layers, vocab_size = target.num_layers, target.vocab_size
     rows = vocab_size if draft_ids is None else len(draft_ids)
-    head = [rows, target.hidden_size] if head_VD is None else list(head_VD.shape)
+    wide = config.shape.hidden_size
+    head = [rows, wide] if head_VD is None else list(head_VD.shape)
+    has_mask = draft_ids is None or config.mask_token_id in draft_ids
     checks = (
-        (config.shape.hidden_size != target.hidden_size, "hidden size", config.shape.hidden_size, target.hidden_size),
+        (config.target_hidden_size != target.hidden_size, "hidden size", config.target_hidden_size, target.hidden_size),
+        (
+            config.has_own_width and head_VD is None,
+            "width (the drafter has no head of its own)",
+            wide,
+            target.hidden_size,
+        ),
+        (config.has_own_width and not has_mask, "mask token", "no row of its head", config.mask_token_id),
         (config.vocab_size not in (None, vocab_size), "vocabulary", config.vocab_size, vocab_size),
         (config.num_target_layers not in (None, num_layers), "target layers", config.num_target_layers, num_layers),
         (config.mask_token_id >= vocab_size, "mask token", config.mask_token_id, f"{vocab_size} tokens"),
         (last_id >= vocab_size, "draft vocabulary", f"token {last_id}", f"{vocab_size} tokens"),
-        (
-            head != [rows, target.hidden_size],
-            "head",
-            f"{head[0]} x {head[-1]}",
-            f"{rows} tokens x {target.hidden_size}",
-        ),
+        (head != [rows, wide], "head", f"{head[0]} x {head[-1]}", f"{rows} tokens x {wide}"),
         (bool(wrong_layers), "tapped layers", wrong_layers, f"{num_layers} layers"),
     )
     refuse_mismatch(*checks)

@@ -127,7 +127,7 @@ class DFlashNetwork(nn.Module):
         super().__init__()
         self.config = config
         shape = config.shape
-        self.fc = nn.Linear(len(config.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(self.make_layer(config) for _ in range(shape.num_layers))
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)

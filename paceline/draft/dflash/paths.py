@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.reading import scale_logits, top_logprob
 from paceline.draft.dflash.static import Kind, StaticForms
+from paceline.draft.vocabulary import rows_of_tokens
 from paceline.model import sharing
 from paceline.model.gguf.blocks import Weight
 from paceline.model.kv_cache import StaticKVCache
@@ -60,6 +61,11 @@ class TorchPath:
         if head_VD is None and draft_ids is not None:
             head_VD = head_weight(target)[draft_ids.to(device)]
         self._head = target.matrix_head if head_VD is None else PackedLinear(head_VD.to(device, dtype))
+        self._embed = target.matrix_embed
+        if config.has_own_width and head_VD is not None:
+            rows_V = rows_of_tokens(draft_ids, config.mask_token_id, target.vocab_size).to(device)
+            table_VD = head_VD.to(device, dtype)
+            self._embed = lambda tokens_T: table_VD[rows_V[tokens_T]]
         self._residual_dtype = torch.float32 if device.type == "cpu" else dtype
         weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -185,7 +191,7 @@ class TorchPath:
 
     def embed_block(self, tokens_T: Tensor) -> Tensor:
         """Returns the input embeddings [T, D] of the blocks' tokens."""
-        embedded_TD = self._target.matrix_embed(tokens_T)
+        embedded_TD = self._embed(tokens_T)
         scale = self.config.input_embedding_scale
         return embedded_TD if scale == 1.0 else embedded_TD * scale
 
@@ -242,7 +248,8 @@ class NativePath:
     """DFlash in native (C++) calls for a native target: one call computes keys and values of all layers from features,
     another runs the block.
 
-    Embedding and LM head are the target's packed matrices; a draft vocabulary selects rows of the head. With a target
+    Embedding and LM head are the target's packed matrices; a draft vocabulary selects rows of the head. A drafter of
+    another width than the target's has one matrix of its own for both. With a target
     in block-quantised format the drafter's matrices are rounded to Q8_0: half the bytes, and drafts are verified
     anyway. Logits are float32.
     """
@@ -271,6 +278,9 @@ class NativePath:
             self._head = pack([target.as_weight(head_VD)], dtype)
         else:
             self._head = target.head_matrix if draft_ids is None else rows_of_head(target, draft_ids)
+        self._rows_V: list[int] | None = None
+        if config.has_own_width:
+            self._rows_V = rows_of_tokens(draft_ids, config.mask_token_id, target.vocab_size).tolist()
         slack, max_len = config.block_size, target.cache.max_len
         fc = pack([weights["fc.weight"]], dtype)
         context_kv = pack([weights[f"{name}.weight"] for name in context], dtype)
@@ -290,7 +300,7 @@ class NativePath:
             context_bias=pack_vectors([rounded.get(f"{name}.bias") for name in context]),
             final_norm=rounded["norm.weight"].float().contiguous(),
             head=self._head,
-            embedding=target.embedding_matrix,
+            embedding=target.embedding_matrix if self._rows_V is None else self._head,
             embedding_scale=config.input_embedding_scale,
         )
         self.cache = native_cache(shape, target.cache.num_rows, max_len, dtype, slack=slack)
@@ -320,7 +330,10 @@ class NativePath:
         work.num_rows, work.num_logit_rows, work.num_taps = num_rows, len(logit_rows), int(taps_TD is not None)
         work.logits, work.logits_stride, work.taps = pointer(logits_TV), self._head.rows, pointer(taps_TD)
         self._buffers.fill(rows=rows, starts=[self.cache.lengths[row] for row in rows], counts=[size] * num_rows)
-        self._buffers.fill(tokens=[token for anchor in anchors for token in (anchor, *masks)], logit_rows=logit_rows)
+        tokens = [token for anchor in anchors for token in (anchor, *masks)]
+        if self._rows_V is not None:
+            tokens = [self._rows_V[token] for token in tokens]
+        self._buffers.fill(tokens=tokens, logit_rows=logit_rows)
         self._buffers.fill(tap_layers=[self.config.shape.num_layers - 1])
         best = self._buffers.room("argmax", len(logit_rows))
         self._model.forward(self._view, work)

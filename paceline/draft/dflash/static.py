@@ -108,8 +108,8 @@ class StaticInject(Region):
 
     def __init__(self, path: FixedPath, num_rows: int, count: int) -> None:
         self._path, self._num_rows, self._count = path, num_rows, count
-        shape, device = path.config.shape, path.device
-        num_features = len(path.config.target_layer_ids) * shape.hidden_size
+        device = path.device
+        num_features = len(path.config.target_layer_ids) * path.config.target_hidden_size
         self._inputs_2B = torch.zeros(2, num_rows, dtype=torch.long, device=device)
         self._taps_BJF = torch.zeros(num_rows, count, num_features, dtype=path.dtype, device=device)
         self._writer = StaticWriter(num_rows, count, path.cache.max_len, device)

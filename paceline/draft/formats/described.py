@@ -29,6 +29,7 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
     ids, head_VD = stored.vocabulary
     packed = ", read from blocks of 8 bits" if weights_file(folder).name == PACKED else ""
     head = "with the target's head" if head_VD is None else "with a head of its own"
+    head += ", whose rows embed tokens too" if config.has_own_width else ""
     taps = ", ".join(map(str, config.target_layer_ids))
     one_more = ", ".join(str(each + 1) for each in config.target_layer_ids)
     aligned = "slot k says the token behind its place" if config.from_anchor else "slot k says the token at its place"
@@ -146,7 +147,9 @@ def _target(stored: StoredDrafter) -> str:
     )
     layers = f"{config.num_target_layers} layers" if config.num_target_layers else "layers not said"
     named = f"{verifier['name_or_path']}: " if isinstance(verifier, dict) and verifier.get("name_or_path") else ""
-    return f"{named}hidden size {config.shape.hidden_size}, {layers}, {config.vocab_size or 'not said how many'} tokens"
+    return (
+        f"{named}hidden size {config.target_hidden_size}, {layers}, {config.vocab_size or 'not said how many'} tokens"
+    )
 
 
 def _second(stored: StoredDrafter) -> str:

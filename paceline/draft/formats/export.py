@@ -52,6 +52,11 @@ def export(
     if form not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")
     check_new(out, "file" if form == "gguf" else "folder")
+    if stored.config.has_own_width:
+        raise UnsupportedModelError(
+            "this drafter is of another width than its target, with embeddings of its own: no format that others read "
+            "has a place for them; it drafts in paceline alone"
+        )
     if stored.config.markov and form != "speculators":
         raise UnsupportedModelError(f"DSpark drafters are not written in the format {form}: use the speculators format")
     if form == "gguf":

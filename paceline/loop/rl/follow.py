@@ -21,13 +21,14 @@ from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash2.codebooks import materialised
 from paceline.draft.dflash2.drafter import DFlash2Network
 from paceline.draft.formats.family import network_of
+from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.loop.rl.rollouts import Sample
 from paceline.train.config import LossConfig, OptimConfig
 from paceline.train.documents.dataset import Document, draw_anchors, num_valid_slots
 from paceline.train.features.hidden_states import OnlineFeatures, ScaledFeatures, measure_scale
-from paceline.train.learn.initial_weights import head_of
+from paceline.train.learn.initial_weights import embedding_matrix, head_of
 from paceline.train.learn.losses import Head, SlotMetrics, head_loss
 from paceline.train.learn.optimisers import Optimisers
 from paceline.train.learn.packs import Chosen, PackBudget, Packer, split_into_packs
@@ -85,8 +86,9 @@ class DFlashFollower:
             self._scale_F, mean_F = measure_scale(source, documents)
             settle_units(self.network, self._scale_F, mean_F, is_new=False, is_copied=False)
             self._optimisers = Optimisers(self.network, config.optim)
-        embedding_VD = target.matrix_embed(torch.arange(target.vocab_size, device=target.device)).float().clone()
-        head = head_of(target, self.drafter.config, self.drafter.draft_ids, self.drafter.head_VD)
+        own = Vocabulary(self.drafter.draft_ids, self.drafter.head_VD)
+        embedding_VD = embedding_matrix(target, self.drafter.config, own).float()
+        head = head_of(target, self.drafter.config, *own)
         packer = Packer(self.drafter.block_size, documents, ScaledFeatures(source, self._scale_F), target.device)
         first: dict[str, float] = {}
         for number in range(config.steps):

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from paceline.draft import shipped
-from paceline.draft.dflash.checkpoint import read_checkpoint, read_draft_ids
+from paceline.draft.dflash.checkpoint import read_draft_ids, read_stored
 from paceline.draft.dflash.config import DFlashConfig, as_dflash2, as_dspark, check_fit, default_layer_ids, new_config
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.draft.dflash2.drafter import DFlash2Network
 from paceline.draft.dspark.drafter import DSparkNetwork
 from paceline.draft.formats.family import network_of
+from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary, rows_of_tokens
 from paceline.errors import ConfigError
 from paceline.hub import resolve
 from paceline.model.checkpoint import load_tensors
@@ -146,20 +147,24 @@ def init_folder(init: str | None, target_name: str) -> Path | None:
     return folder
 
 
-def embedding_matrix(target: Target) -> Tensor:
-    """Returns a copy of the target's embedding matrix, [V, D]."""
+def embedding_matrix(target: Target, config: DFlashConfig | None = None, own: Vocabulary = ALL_TOKENS) -> Tensor:
+    """Returns a copy of the matrix [V, D] that embeds the target's tokens: the target's, or for a drafter of another
+    width (with config `config`) rows of its own head, which `own` has."""
+    if config is not None and config.has_own_width and own.head_VD is not None:
+        rows_V = rows_of_tokens(own.ids, config.mask_token_id, target.vocab_size)
+        return own.head_VD[rows_V].to(target.device, target.dtype)
     return target.matrix_embed(torch.arange(target.vocab_size, device=target.device)).clone()
 
 
 def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head_VD: Tensor | None = None) -> Head:
     """Returns the LM head that the drafter uses: the target's, or only its rows `draft_ids` (the draft vocabulary).
     `head_VD`: weights of the drafter's own head, which replace the target's."""
-    weight_VD = head_weight(target)
-    if draft_ids is not None:
-        draft_ids = draft_ids.to(weight_VD.device)
-        weight_VD = weight_VD[draft_ids]
+    draft_ids = None if draft_ids is None else draft_ids.to(target.device)
     if head_VD is not None:
-        weight_VD = head_VD.to(weight_VD)
+        weight_VD = head_VD.to(target.device, target.dtype)
+    else:
+        weight_VD = head_weight(target)
+        weight_VD = weight_VD if draft_ids is None else weight_VD[draft_ids]
     return Head(weight_VD, config.output_multiplier, config.final_logit_softcapping, draft_ids, target=target.ends)
 
 
@@ -181,15 +186,18 @@ def most_frequent(
     return chosen
 
 
-def continued_draft_ids(init: Path | None, corpus: Corpus, target: Target) -> Tensor | None:
-    """Returns the draft vocabulary (token ids) of a drafter whose training continues from the folder `init`: the tokens
-    that it drafts now and all tokens of the new answers; None if `init` drafts all tokens. Any token can be added,
-    since the head's rows are the target's."""
+def continued_vocabulary(init: Path | None, corpus: Corpus, target: Target) -> Vocabulary:
+    """Returns the draft vocabulary of a drafter whose training continues from the folder `init`: the tokens that it
+    drafts now and all tokens of the new answers, since the head's rows are the target's; all tokens if `init` drafts
+    all. A drafter of another width than the target's keeps its tokens and head."""
     known = None if init is None else read_draft_ids(init)
-    if known is None:
-        return None
+    if init is None or known is None:
+        return ALL_TOKENS
+    stored = read_stored(init)
+    if stored.config.has_own_width:
+        return stored.vocabulary
     new = torch.from_numpy(corpus.token_counts(target.vocab_size)).nonzero().flatten()
-    return torch.cat([known, new.to(known.dtype)]).unique()
+    return Vocabulary(torch.cat([known, new.to(known.dtype)]).unique())
 
 
 def network_for(
@@ -206,8 +214,9 @@ def network_for(
     `window`: new block size, and number of positions that draft layers attend to, of the drafter in `init` [default: as
     they were]; no weight depends on them. Raises DrafterMismatchError if `init` belongs to another target."""
     if init is not None:
-        config, tensors = read_checkpoint(init)
-        check_fit(config, target)
+        stored = read_stored(init)
+        config, tensors = stored.config, stored.tensors
+        check_fit(config, target, *stored.vocabulary)
         changed = {} if block_size is None else {"block_size": block_size}
         changed |= {} if window is None else window_keys(window, config.shape.num_layers)
         config = DFlashConfig.from_json(config.raw | changed)

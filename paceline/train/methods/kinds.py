@@ -5,17 +5,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from paceline.draft.dflash.checkpoint import read_draft_ids
+from paceline.draft.dflash.checkpoint import read_draft_ids, read_stored
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.draft.eagle3.drafter import Eagle3Network
+from paceline.draft.vocabulary import Vocabulary
+from paceline.errors import ConfigError
 from paceline.model.target import Target
 from paceline.train.config import TrainConfig
 from paceline.train.documents.dataset import Corpus
-from paceline.train.learn.initial_weights import FirstNorm, head_of, init_folder, most_frequent, network_for
+from paceline.train.learn.initial_weights import (
+    FirstNorm,
+    embedding_matrix,
+    head_of,
+    init_folder,
+    most_frequent,
+    network_for,
+)
 from paceline.train.learn.losses import Head
 from paceline.train.learn.packs import Trainable
 from paceline.train.methods.copied_layers import settle_units
@@ -35,6 +46,8 @@ class InitialDrafter:
     """`drafter.network`, with its specific type."""
     taps: tuple[int, ...]
     """Target layers whose hidden states the drafter reads."""
+    embedding_VD: Tensor
+    """Embeds the target's tokens in blocks: the target's matrix, or the drafter's own."""
     head: Head
     """Head for the training losses."""
     drafting_head: Head
@@ -86,21 +99,41 @@ def _built(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> Ini
         raw, layer = mtp_for(target, config)
         drafter = MtpTrainable(layer.to(target.device), raw, shape.block_size, target.ends.embedding)
         head = head_for(target)
-        return InitialDrafter(drafter, layer, (target.num_layers - 1,), head, head, *flags)
+        return InitialDrafter(drafter, layer, (target.num_layers - 1,), embedding_matrix(target), head, head, *flags)
     if shape.kind == "eagle3":
         assert draft_ids is not None
         raw, eagle = eagle3_for(target, shape, init, draft_ids, loop.seed)
         head = target_head(target, draft_ids)
         drafter = Eagle3Trainable(eagle.to(target.device), raw, shape.block_size)
-        return InitialDrafter(drafter, eagle, eagle.config.tap_layers, head, head, *flags)
+        return InitialDrafter(drafter, eagle, eagle.config.tap_layers, embedding_matrix(target), head, head, *flags)
     block_size = shape.block_size if config.is_given("shape.block_size") else None
     raw, network = network_for(
         target, config.target.model, shape, init, loop.seed, block_size=block_size, window=shape.sliding_window
     )
-    drafting_head = head_of(target, network.config, draft_ids)
-    head = drafting_head if draft_ids is None or not loop.loss.vocab else head_of(target, network.config, None)
+    own = _own_vocabulary(network.config, config, draft_ids, init)
+    drafting_head = head_of(target, network.config, *own)
+    is_whole = own.ids is None or own.head_VD is not None or not loop.loss.vocab
+    head = drafting_head if is_whole else head_of(target, network.config, None)
+    embedding_VD = embedding_matrix(target, network.config, own)
     drafter = trainable_of(network.to(target.device), raw, loop.attention)
-    return InitialDrafter(drafter, network, network.config.target_layer_ids, head, drafting_head, *flags)
+    taps = network.config.target_layer_ids
+    return InitialDrafter(drafter, network, taps, embedding_VD, head, drafting_head, *flags)
+
+
+def _own_vocabulary(
+    drafter: DFlashConfig, config: TrainConfig, draft_ids: Tensor | None, init: Path | None
+) -> Vocabulary:
+    """Returns the draft vocabulary of a training, with the head of a drafter in `init` of another width than its
+    target's. Raises ConfigError if such a drafter is given other tokens, or a loss against the target's
+    probabilities."""
+    if not drafter.has_own_width or init is None:
+        return Vocabulary(draft_ids)
+    remedy = f"--init {init} has another width than its target, and a head of its own"
+    if draft_ids is not None:
+        raise ConfigError(f"{remedy}, for its own tokens alone: leave --draft-vocab out")
+    if config.loop.loss.needs_target_probs:
+        raise ConfigError(f"{remedy}, so that no loss can compare the target's probabilities: choose --loss d-pace")
+    return read_stored(init).vocabulary
 
 
 def use_scaled_units(initial: InitialDrafter, scale_F: Tensor, mean_F: Tensor) -> Tensor:

@@ -123,6 +123,12 @@ class Sizes:
     draft_vocab: int
     """Number of rows of the LM head that drafting reads."""
     hidden_size: int
+    target_hidden_size: int
+
+    @property
+    def features(self) -> int:
+        """Numbers that the drafter reads of each context position."""
+        return self.num_taps * self.target_hidden_size
 
     @property
     def layer_parameters(self) -> int:
@@ -132,7 +138,7 @@ class Sizes:
     @property
     def parameters(self) -> int:
         """Number of trained parameters."""
-        return self.num_layers * self.layer_parameters + self.num_taps * self.hidden_size**2
+        return self.num_layers * self.layer_parameters + self.features * self.hidden_size
 
     def learned(self, loop: LoopConfig) -> int:
         """Number of parameters in the matrices that a training changes."""
@@ -145,7 +151,7 @@ class Sizes:
     def context_parameters(self) -> int:
         """Number of parameters that are applied to each context position, once per position."""
         keys = 2 * self.num_layers * self.hidden_size * self.num_kv_heads * self.head_dim
-        return keys + self.num_taps * self.hidden_size**2
+        return keys + self.features * self.hidden_size
 
 
 def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
@@ -163,7 +169,7 @@ def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
     vocab = target.shape.vocab_size
     return Sizes(
         shape.num_layers, shape.block_size, shape.intermediate_size or inner, num_heads, num_kv_heads, head_dim, taps,
-        min(shape.draft_vocab or vocab, vocab), hidden,
+        min(shape.draft_vocab or vocab, vocab), hidden, hidden,
     )  # fmt: skip
 
 
@@ -192,6 +198,7 @@ def _stored_sizes(init: str, target_name: str, vocab_size: int) -> Sizes | None:
         shape.num_layers, drafter.block_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads,
         shape.head_dim,
         len(drafter.target_layer_ids), vocab_size if draft_ids is None else len(draft_ids), shape.hidden_size,
+        drafter.target_hidden_size,
     )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def position_bytes(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> fl
     """Returns the bytes of memory for one position of a document: keys and values of a target that runs here, hidden
     states of the tapped layers (one 16-bit and two float32 copies), and the drafter's keys and values with their
     gradients."""
-    taps = sizes.num_taps * sizes.hidden_size * (2.0 + 2 * 4)
+    taps = sizes.features * (2.0 + 2 * 4)
     own = 2.0 * 4 * sizes.num_layers * 2 * sizes.num_kv_heads * sizes.head_dim
     value = num_bytes(target.shape.precisions.kv)
     cache = sum(group.layers * group.entry_values for group in target.shape.attention if group.kind != "linear")

@@ -299,7 +299,7 @@ def _disk(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) ->
     length = data.prompt_tokens + ANSWER_SHARE * config.answering.max_tokens
     number, value_bytes = _num_answers(config, data), 4 if config.target.dtype == "float32" else 2
     value_bytes = 1 if config.feature_dtype == "int8" else value_bytes
-    features = number * length * sizes.num_taps * sizes.hidden_size * value_bytes
+    features = number * length * sizes.features * value_bytes
     checkpoint = sizes.parameters * CHECKPOINT_BYTES
     sizes_in_bytes = {
         "answers": 8.0 * number * length,

@@ -24,7 +24,7 @@ from typing import IO, Any, TypeGuard
 
 from paceline.config import EngineConfig
 from paceline.data.answers import Answer, AnswerShards
-from paceline.draft.dflash.checkpoint import read_draft_ids
+from paceline.draft.dflash.checkpoint import read_stored
 from paceline.draft.dflash.config import is_dflash
 from paceline.errors import ConfigError
 from paceline.loop.adapt.config import CandidateConfig, RetrainConfig, StoreConfig
@@ -128,12 +128,13 @@ def command_of(
 
 
 def vocabulary_of(drafter: Path) -> int | None:
-    """Returns the number of tokens in a drafter's draft vocabulary; None if it drafts all tokens, or is not a DFlash
-    drafter. Raises ModelFileError if it cannot be read."""
+    """Returns the number of tokens in a drafter's draft vocabulary; None if it drafts all tokens, cannot draft
+    others than those of its own head, or is not a DFlash drafter. Raises ModelFileError if it cannot be read."""
     if drafter.is_dir() and not is_dflash(read_json(drafter / "config.json")):
         return None
-    ids = read_draft_ids(drafter)
-    return None if ids is None else len(ids)
+    stored = read_stored(drafter)
+    ids = stored.vocabulary.ids
+    return None if ids is None or stored.config.has_own_width else len(ids)
 
 
 def train_command(
