@@ -153,7 +153,8 @@ class Block:
 
     def _processes(self) -> Iterator[tuple[str, list[str]]]:
         """Groups of ways that share a process."""
-        drafts = {"draft": self._model in DRAFTS, "default": bool(self._shipped), "dflash": bool(self._shipped)}
+        is_plain = bool(self._shipped) and not read_stored(self._shipped).config.has_own_width
+        drafts = {"draft": self._model in DRAFTS, "default": bool(self._shipped), "dflash": is_plain}
         for peer, ways in WAYS.items():
             there = [way for way in ways if drafts.get(way, True) and self._is_wanted(f"{peer}/{way}")]
             if peer in OWN_PROCESSES:

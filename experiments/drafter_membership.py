@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy
 from paceline import LLM
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.formats.family import network_of
+from paceline.draft.vocabulary import Vocabulary
 from paceline.errors import ConfigError
 from paceline.model.target import Target
 from paceline.runs.folder import record_of, write_whole
@@ -50,7 +51,7 @@ def scores(target: Target, drafter: DFlashDrafter, documents: list[Document]) ->
     features = OnlineFeatures(target, documents, config.target_layer_ids, needs_final=False)
     packer = Packer(config.block_size, documents, features, target.device)
     head = head_of(target, config, drafter.draft_ids, drafter.head_VD).in_float32()
-    embedding_VD = embedding_matrix(target)
+    embedding_VD = embedding_matrix(target, config, Vocabulary(drafter.draft_ids, drafter.head_VD))
     rows = []
     for chosen in heldout_anchors(documents, ANCHORS):
         pack = packer.pack([chosen])

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from paceline.data.answers import Answer, AnswerShards
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.formats.family import read_drafter
+from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.llm import LLM
 from paceline.model.target import ForwardBatch, Target
 from paceline.plan.planner import FixedPlanner
@@ -38,7 +39,7 @@ from paceline.report.statistics import Rounds
 from paceline.train.config import LossConfig, OptimConfig
 from paceline.train.documents.dataset import Corpus, Document, num_valid_slots, read_corpus
 from paceline.train.features.hidden_states import OnlineFeatures, ScaledFeatures, measure_scale
-from paceline.train.learn.initial_weights import head_of
+from paceline.train.learn.initial_weights import embedding_matrix, head_of
 from paceline.train.learn.losses import Head, head_loss
 from paceline.train.learn.optimisers import Optimisers
 from paceline.train.learn.packs import DFlashTrainable, Packer
@@ -62,7 +63,8 @@ class Arm:
         settle_units(self.network, scale_F, mean_F, is_new=False, is_copied=False)
         self.trainable = DFlashTrainable(self.network, drafter.config.raw)
         self.begun = DFlashTrainable(copy.deepcopy(self.network).requires_grad_(False), drafter.config.raw)
-        self.embedding_VD = target.matrix_embed(torch.arange(target.vocab_size)).float().clone()
+        own = Vocabulary(drafter.draft_ids, drafter.head_VD)
+        self.embedding_VD = embedding_matrix(target, drafter.config, own).float()
         self.head: Head = head_of(target, drafter.config, drafter.draft_ids, drafter.head_VD)
         self.packer = Packer(drafter.block_size, documents, ScaledFeatures(source, scale_F))
         self.optimisers = Optimisers(self.network, OptimConfig(lr=args.lr))

@@ -61,7 +61,7 @@ def noisy(drafter: Drafter, share: float) -> Drafter:
         for name, weight in drafter.network.state_dict().items()
     }
     network = type(drafter.network).of(drafter.config, state)
-    return DFlashDrafter(network, draft_ids=drafter.draft_ids)
+    return DFlashDrafter(network, draft_ids=drafter.draft_ids, head_VD=drafter.head_VD)
 
 
 def load(args: argparse.Namespace, name: str, max_batch: int) -> LLM:

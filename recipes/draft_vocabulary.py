@@ -28,6 +28,8 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=12288, help="how many tokens")
     args = parser.parse_args()
     drafter = read_drafter(args.drafter)
+    if drafter.config.has_own_width:
+        parser.error(f"{args.drafter} has another width than its target: its head has rows for its own tokens alone")
     counts = torch.zeros(drafter.config.shape.vocab_size, dtype=torch.long)
     for folder in args.answers:
         for answer in AnswerShards(folder):

@@ -245,7 +245,7 @@ def test_models_are_listed(call: Call, tmp_path: Path, monkeypatch: pytest.Monke
     assert all("Apache-2.0" in line for line in lines.values())
     assert "98 MB" in lines["smollm2-135m"] and "dflash" in lines["smollm2-135m"]
     assert "491 MB" in lines["qwen2.5-coder-0.5b"] and "dflash" in lines["qwen2.5-coder-0.5b"]
-    assert "ngram" in lines["qwen2.5-coder-1.5b"]
+    assert "dflash" in lines["qwen2.5-coder-1.5b"]
 
 
 def test_models_that_are_here_say_where(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

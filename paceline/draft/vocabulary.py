@@ -2,7 +2,7 @@
 
     draft_ids.safetensors            next to z-lab's weights: ids int64 [Vd] ascending; head [Vd, D], if it has its own
     d2t int64 [Vd], t2d bool [V],    within the weights, in `speculators` and vLLM: target id = i + d2t[i]
-    lm_head.weight [Vd, D]
+    lm_head.weight [Vd, D]           there, and in a folder of 8 bits whose drafter has another width than its target
 
 All ids are the target's token ids. Vd is the size of the draft vocabulary, V that of the target's.
 """
@@ -88,10 +88,17 @@ def read_draft_ids(folder: Path) -> Vocabulary | None:
         stored = read_tensors(file)
         ids = stored["ids"].long()
     check_ids(ids, str(file), remedy)
-    head_VD = stored.get("head")
-    if head_VD is not None and len(head_VD) != len(ids):
-        raise ModelFileError(f"{file}: the head has {len(head_VD)} rows for {len(ids)} tokens: {remedy}")
-    return Vocabulary(ids, head_VD)
+    return with_head(Vocabulary(ids), stored.get("head"), file, remedy)
+
+
+def with_head(
+    own: Vocabulary, head_VD: Tensor | None, file: Path, remedy: str = "fetch the drafter again"
+) -> Vocabulary:
+    """Returns the draft vocabulary `own` with the LM head `head_VD`, which was read from `file`. Raises ModelFileError
+    unless the head has one row per token. `remedy`: end of the message."""
+    if head_VD is not None and own.ids is not None and len(head_VD) != len(own.ids):
+        raise ModelFileError(f"{file}: the head has {len(head_VD)} rows for {len(own.ids)} tokens: {remedy}")
+    return own._replace(head_VD=head_VD)
 
 
 def rows_of_tokens(ids: Tensor | None, mask_token_id: int, vocab_size: int) -> Tensor:

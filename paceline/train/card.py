@@ -85,9 +85,14 @@ def _kind(config: TrainConfig, drafter: Path, raw: dict[str, Any], named: str) -
     if config.shape.kind == "eagle3":
         return _Kind("EAGLE-3", DEFAULT_DRAFTED, f"EAGLE-3 in SpecForge's {sizes} The embedding is", [])
     place = _place(config, drafter)
-    block, kind = int(raw.get("block_size", 0)) or 1 + DEFAULT_DRAFTED, kind_of(DFlashConfig.from_json(raw))
+    parsed = DFlashConfig.from_json(raw)
+    block, kind = int(raw.get("block_size", 0)) or 1 + DEFAULT_DRAFTED, kind_of(parsed)
+    title = "DSpark" if kind == "DSpark" else "DFlash"
+    if parsed.has_own_width:
+        about = "It has another width than its target, and embeddings of its own; the hidden states that it reads are"
+        return _Kind(title, block - 1, f"{kind} in z-lab's {sizes} {about}", [])
     return _Kind(
-        "DSpark" if kind == "DSpark" else "DFlash",
+        title,
         block - 1,
         f"{kind} in z-lab's {sizes} Embedding and head are",
         [
@@ -241,7 +246,9 @@ def _limits(raw: dict[str, Any], drafter: Path) -> list[str]:
             "It has biases in its attention (`attention_bias`), as its target: paceline and PyPI's `dflash` read them; "
             "vLLM and SGLang were not tried."
         )
-    if (drafter / "draft_ids.safetensors").is_file():
+    if raw.get("target_hidden_size") not in (None, raw.get("hidden_size")):
+        limits.append("paceline alone reads it: no other format has a place for embeddings of a drafter's own.")
+    elif (drafter / "draft_ids.safetensors").is_file():
         limits.append(
             "paceline drafts among the tokens of `draft_ids.safetensors` only; other engines read the same weights and "
             "use the whole head, unless they get what `paceline export --format speculators` writes."

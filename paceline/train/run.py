@@ -264,7 +264,7 @@ class _Stages:
         draft_ids = draft_ids_of(config, corpus, target, progress.say)
         trainer = self._trainer(corpus, ood, target, draft_ids)
         if config.loop.loss.vocab and trainer.vocabulary is None:
-            progress.say("note: the loss vocabulary has no effect: it is not smaller than the target's")
+            progress.say("note: the loss vocabulary has no effect: it is not smaller than the head's")
         if config.loop.parallel == "sharded" and self.ranks.world == 1:
             progress.say("note: --parallel sharded has no effect on one process: start several with torchrun")
         if trainer.state.step:

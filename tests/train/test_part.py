@@ -174,7 +174,9 @@ def test_the_plan_counts_what_is_learned(tmp_path: Path) -> None:
     one, other = partial(tmp_path, "low-rank"), partial(tmp_path, "last-layer")
     assert isinstance(one.network, DFlashNetwork) and isinstance(other.network, DFlashNetwork)
     count, shape = sum(weight.numel() for _, weight in factors(one.network)), one.network.config.shape
-    sizes = Sizes(2, 4, shape.intermediate_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, 2, 24, HIDDEN)
+    sizes = Sizes(
+        2, 4, shape.intermediate_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, 2, 24, HIDDEN, HIDDEN
+    )
     assert sizes.learned(one.config) == count
     last = [each.numel() for each in other.network.layers[1].parameters() if each.ndim == 2]
     assert sizes.learned(LoopConfig(learn="last-layer")) == sum(last) < sizes.learned(LoopConfig()) == sizes.parameters

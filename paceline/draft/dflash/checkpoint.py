@@ -82,8 +82,8 @@ def read_stored(folder: Path | str) -> StoredDrafter:
     for name, tensor in tensors.items():
         check_finite(name, tensor, folder)
     if separate := vocabulary.read_draft_ids(folder):
-        is_packed = file.name == PACKED and separate.head_VD is None
-        within = separate._replace(head_VD=within.head_VD) if is_packed else separate
+        is_within = config.has_own_width and separate.head_VD is None and within.head_VD is not None
+        within = vocabulary.with_head(separate, within.head_VD, file) if is_within else separate
     unread = unread_keys(raw, form) + tuple(
         sorted(each.name for pattern in ("*.pt", "*.pth", "*.bin") for each in folder.glob(pattern))
     )
@@ -159,8 +159,9 @@ def write_checkpoint(
             staging.mkdir()
             if head_VD is not None and draft_ids is None:
                 draft_ids = torch.arange(len(head_VD))
-            head = {} if head_VD is None else {HEAD if in_8_bits else "head": head_VD}
-            dense = _saved({**tensors, **(head if in_8_bits else {})})
+            head = {} if head_VD is None else {"head": head_VD}
+            is_within = in_8_bits and head_VD is not None and raw.get("target_hidden_size") is not None
+            dense = _saved({**tensors, HEAD: head_VD} if is_within and head_VD is not None else tensors)
             weights, file = (packed(dense, draft_ids), PACKED) if in_8_bits else (dense, DENSE)
             save_file(weights, staging / file, {"format": "pt"})
             if not in_8_bits:
@@ -168,7 +169,7 @@ def write_checkpoint(
                 index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(dense, DENSE)}
                 (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
             if draft_ids is not None:
-                save_file(_saved({"ids": draft_ids} | ({} if in_8_bits else head)), staging / DRAFT_IDS)
+                save_file(_saved({"ids": draft_ids} | ({} if is_within else head)), staging / DRAFT_IDS)
             (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
             _publish(staging, folder)
 

@@ -139,7 +139,7 @@ class DFlashConfig:
             output_multiplier=fraction(own, "output_multiplier", 1.0, path, above=-LARGEST),
             final_logit_softcapping=max(0.0, fraction(own, "final_logit_softcapping", 0.0, path, above=-LARGEST)),
             raw=raw,
-            target_hidden_size=whole(raw, "target_hidden_size", path, shape.hidden_size),
+            target_hidden_size=whole(own, "target_hidden_size", path, shape.hidden_size),
             from_anchor=_flag(own, ("sample_from_anchor", "shift_label"), path),
             second=_second(raw, own, shape, path),
             markov=_markov(raw, own, path),
@@ -222,7 +222,6 @@ def check_fit(
     rows = vocab_size if draft_ids is None else len(draft_ids)
     wide = config.shape.hidden_size
     head = [rows, wide] if head_VD is None else list(head_VD.shape)
-    has_mask = draft_ids is None or config.mask_token_id in draft_ids
     checks = (
         (config.target_hidden_size != target.hidden_size, "hidden size", config.target_hidden_size, target.hidden_size),
         (
@@ -231,7 +230,6 @@ def check_fit(
             wide,
             target.hidden_size,
         ),
-        (config.has_own_width and not has_mask, "mask token", "no row of its head", config.mask_token_id),
         (config.vocab_size not in (None, vocab_size), "vocabulary", config.vocab_size, vocab_size),
         (config.num_target_layers not in (None, num_layers), "target layers", config.num_target_layers, num_layers),
         (config.mask_token_id >= vocab_size, "mask token", config.mask_token_id, f"{vocab_size} tokens"),
@@ -240,6 +238,11 @@ def check_fit(
         (bool(wrong_layers), "tapped layers", wrong_layers, f"{num_layers} layers"),
     )
     refuse_mismatch(*checks)
+    if config.has_own_width and draft_ids is not None and config.mask_token_id not in draft_ids:
+        raise DrafterMismatchError(
+            f"the drafter's head has no row for its mask token {config.mask_token_id}, which it needs: fetch the "
+            "drafter again"
+        )
 
 
 def refuse_mismatch(*checks: tuple[bool, str, object, object]) -> None:

@@ -2,9 +2,9 @@
 
 The target's tapped hidden states become keys and values of all draft layers, once per verified position, in one matrix
 product (`observe`). A round embeds [anchor, MASK, MASK, ...] with the target's embedding, where the anchor is the last
-verified token. Every block position attends to the context and to the block, and the target's LM head yields all drafts
-at once (`propose`). Position k of the block predicts the token at its own position; position 0, the anchor, is
-discarded.
+verified token; a drafter of another width has a matrix of its own for that and for its logits. Every block position
+attends to the context and to the block, and the target's LM head yields all drafts at once (`propose`). Position k of
+the block predicts the token at its own position; position 0, the anchor, is discarded.
 
 `DFlashNetwork` holds the weights and is trained; `paths.py` has two decode paths with KV caches, in PyTorch and in
 native calls. `reading.py` turns logits into drafts. `tests/draft/test_dflash.py` compares them with the authors'
@@ -121,7 +121,7 @@ class DraftLayer(nn.Module):
 
 class DFlashNetwork(nn.Module):
     """The trainable DFlash network, with parameter names and dtypes of the checkpoint. It uses the target's embedding
-    and LM head."""
+    and LM head, or its own if it has another width."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()

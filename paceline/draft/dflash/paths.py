@@ -60,11 +60,11 @@ class TorchPath:
         self._target, self.dtype, self.device = target, dtype, device
         if head_VD is None and draft_ids is not None:
             head_VD = head_weight(target)[draft_ids.to(device)]
-        self._head = target.matrix_head if head_VD is None else PackedLinear(head_VD.to(device, dtype))
+        table_VD = None if head_VD is None else head_VD.to(device, dtype)
+        self._head = target.matrix_head if table_VD is None else PackedLinear(table_VD)
         self._embed = target.matrix_embed
-        if config.has_own_width and head_VD is not None:
+        if config.has_own_width and table_VD is not None:
             rows_V = rows_of_tokens(draft_ids, config.mask_token_id, target.vocab_size).to(device)
-            table_VD = head_VD.to(device, dtype)
             self._embed = lambda tokens_T: table_VD[rows_V[tokens_T]]
         self._residual_dtype = torch.float32 if device.type == "cpu" else dtype
         weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}
@@ -72,6 +72,8 @@ class TorchPath:
         """Bytes of the drafter's prepared weights, without the target's."""
         if isinstance(self._head, PackedLinear):
             self.weight_bytes += self._head.num_bytes
+        if config.has_own_width and table_VD is not None and device.type == "cpu":
+            self.weight_bytes += table_VD.nbytes  # a second copy, where the head's is repacked
         self._fc = PackedLinear(weights["fc.weight"])
         self._hidden_norm = RMSNorm(weights["hidden_norm.weight"], shape.rms_norm_eps)
         self._final_norm = RMSNorm(weights["norm.weight"], shape.rms_norm_eps)

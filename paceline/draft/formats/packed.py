@@ -5,6 +5,7 @@
         NAME of another tensor               unchanged
         candidate_selector.*_codebook        only the rows of tokens in codebook_ids, if that tensor exists
         candidate_selector.codebook_ids      int32, ascending
+        lm_head.weight                       head of a drafter of another width than its target: one row per draft token
 
 Codebooks of a DFlash 2 selector have a row per target token. Candidates come from the draft vocabulary and only a
 round's last verified token can be outside it, so the file stores the rows of the draft vocabulary alone. When read,

@@ -1,8 +1,9 @@
 """Trains the drafter to follow the policy: a few steps between two rollouts, on the latest samples.
 
 A policy update changes the drafter's inputs (hidden states) and its targets (tokens). The latest rollouts are read once
-by the new weights, and the drafter trains on these hidden states with the new policy's embedding and head. N-gram
-drafters need no training. Samples are exact in any case; a stale drafter only costs time.
+by the new weights, and the drafter trains on these hidden states with the new policy's embedding and head, or its own
+if it has another width. N-gram drafters need no training. Samples are exact in any case; a stale drafter only costs
+time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paceline.loop.rl.rollouts import Sample
 from paceline.train.config import LossConfig, OptimConfig
 from paceline.train.documents.dataset import Document, draw_anchors, num_valid_slots
 from paceline.train.features.hidden_states import OnlineFeatures, ScaledFeatures, measure_scale
-from paceline.train.learn.initial_weights import embedding_matrix, head_of
+from paceline.train.learn.initial_weights import OWN_HEAD, embedding_matrix, head_of
 from paceline.train.learn.losses import Head, SlotMetrics, head_loss
 from paceline.train.learn.optimisers import Optimisers
 from paceline.train.learn.packs import Chosen, PackBudget, Packer, split_into_packs
@@ -66,6 +67,8 @@ class DFlashFollower:
                 "nothing, leave the follower out"
             )
         self.drafter, self.config = drafter, config or FollowConfig()
+        if drafter.config.has_own_width and self.config.loss.needs_target_probs:
+            raise ConfigError(OWN_HEAD)
         self._dtypes = {name: tensor.dtype for name, tensor in drafter.network.state_dict().items()}
         weights = {name: tensor.float().clone() for name, tensor in drafter.network.state_dict().items()}
         self.network = network_of(drafter.config, weights)

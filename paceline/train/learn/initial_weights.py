@@ -18,7 +18,15 @@ from torch.nn.functional import cross_entropy
 
 from paceline.draft import shipped
 from paceline.draft.dflash.checkpoint import read_draft_ids, read_stored
-from paceline.draft.dflash.config import DFlashConfig, as_dflash2, as_dspark, check_fit, default_layer_ids, new_config
+from paceline.draft.dflash.config import (
+    DFlashConfig,
+    as_dflash2,
+    as_dspark,
+    check_fit,
+    default_layer_ids,
+    is_dflash,
+    new_config,
+)
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.draft.dflash2.drafter import DFlash2Network
 from paceline.draft.dspark.drafter import DSparkNetwork
@@ -26,7 +34,7 @@ from paceline.draft.formats.family import network_of
 from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary, rows_of_tokens
 from paceline.errors import ConfigError
 from paceline.hub import resolve
-from paceline.model.checkpoint import load_tensors
+from paceline.model.checkpoint import load_tensors, read_json
 from paceline.model.config.decoder import TABLES, DecoderConfig
 from paceline.model.target import Target, head_weight
 from paceline.train.config import DrafterShape
@@ -40,6 +48,11 @@ loss."""
 FIRST_LOSS_MARGIN = 0.5
 """Nats by which the first loss may exceed log(vocabulary)."""
 MEASURED_SLOTS, BISECTIONS = 256, 10
+OWN_HEAD = (
+    "this drafter has another width than its target and a head of its own, so no loss can compare the target's "
+    "probabilities: choose --loss d-pace"
+)
+"""Message of the ConfigError for a loss that such a drafter cannot learn from."""
 
 
 def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
@@ -190,12 +203,12 @@ def continued_vocabulary(init: Path | None, corpus: Corpus, target: Target) -> V
     """Returns the draft vocabulary of a drafter whose training continues from the folder `init`: the tokens that it
     drafts now and all tokens of the new answers, since the head's rows are the target's; all tokens if `init` drafts
     all. A drafter of another width than the target's keeps its tokens and head."""
-    known = None if init is None else read_draft_ids(init)
-    if init is None or known is None:
+    if init is None:
         return ALL_TOKENS
-    stored = read_stored(init)
-    if stored.config.has_own_width:
+    if is_dflash(read_json(init / "config.json")) and (stored := read_stored(init)).config.has_own_width:
         return stored.vocabulary
+    if (known := read_draft_ids(init)) is None:
+        return ALL_TOKENS
     new = torch.from_numpy(corpus.token_counts(target.vocab_size)).nonzero().flatten()
     return Vocabulary(torch.cat([known, new.to(known.dtype)]).unique())
 
@@ -216,7 +229,7 @@ def network_for(
     if init is not None:
         stored = read_stored(init)
         config, tensors = stored.config, stored.tensors
-        check_fit(config, target, *stored.vocabulary)
+        check_fit(config, target, *(stored.vocabulary if config.has_own_width else ALL_TOKENS))
         changed = {} if block_size is None else {"block_size": block_size}
         changed |= {} if window is None else window_keys(window, config.shape.num_layers)
         config = DFlashConfig.from_json(config.raw | changed)

@@ -20,6 +20,7 @@ from paceline.model.target import Target
 from paceline.train.config import TrainConfig
 from paceline.train.documents.dataset import Corpus
 from paceline.train.learn.initial_weights import (
+    OWN_HEAD,
     FirstNorm,
     embedding_matrix,
     head_of,
@@ -128,11 +129,13 @@ def _own_vocabulary(
     probabilities."""
     if not drafter.has_own_width or init is None:
         return Vocabulary(draft_ids)
-    remedy = f"--init {init} has another width than its target, and a head of its own"
     if draft_ids is not None:
-        raise ConfigError(f"{remedy}, for its own tokens alone: leave --draft-vocab out")
+        raise ConfigError(
+            f"--init {init} has another width than its target and a head of its own, whose tokens are fixed: leave "
+            "--draft-vocab out"
+        )
     if config.loop.loss.needs_target_probs:
-        raise ConfigError(f"{remedy}, so that no loss can compare the target's probabilities: choose --loss d-pace")
+        raise ConfigError(f"--init {init}: {OWN_HEAD}")
     return read_stored(init).vocabulary
 
 

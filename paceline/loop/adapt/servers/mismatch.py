@@ -194,7 +194,7 @@ def variations(
     change = "slot k says the token behind its place" if from_anchor else "slot k says the token at its place"
     change = f"sample_from_anchor {str(from_anchor).lower()}: {change}"
     yield _with(stored, "anchor slot", change, sample_from_anchor=from_anchor)
-    for scale in {1.0, target.hidden_size**0.5} - {stored.config.input_embedding_scale}:
+    for scale in {1.0, stored.config.shape.hidden_size**0.5} - {stored.config.input_embedding_scale}:
         yield _with(stored, "embedding scale", f"input_embedding_scale {scale:g}", input_embedding_scale=scale)
 
 
