@@ -35,7 +35,7 @@ paceline regenerate --target "$target" --prompts "$out/prompts.jsonl" --limit "$
 # 3. It learns from the target's own answers, in processes of one thread each, and 8 bits.
 OMP_NUM_THREADS=1 torchrun --nproc-per-node "${PROCESSES:-$(nproc)}" -m paceline train --target "$target" \
     --answers "$out/answers/answers" --init "$out/moved" --plan off --max-len 448 --max-tokens 160 --epochs 1000 \
-    --max-minutes "${MINUTES:-20}" --blocks-per-step 96 --anchors 48 --lr 5e-4 --loss d-pace --selector-from 0 \
-    --serve-share 0 --heldout-every 50 --shared-features "$out/features" --out "$out/run"
+    --max-minutes "${MINUTES:-25}" --blocks-per-step 192 --anchors 48 --lr 8e-4 --loss d-pace --selector-from 0 \
+    --serve-share 0 --heldout-every 50 --keep best --shared-features "$out/features" --out "$out/run"
 python recipes/pack_drafter.py "$out/run/drafter" --out "$out/shipped"
 echo "drafter: $out/shipped"

@@ -60,6 +60,17 @@ def test_the_coder_s_is_small_and_drafts_among_few() -> None:
     assert all(bool(book_VR[ids].any(dim=1).all()) and int(book_VR.any(dim=1).sum()) == len(ids) for book_VR in books)
 
 
+def test_the_larger_coder_s_is_that_of_the_smaller_with_its_head() -> None:
+    """Narrower than its target, among the same tokens, and the mask token has a row."""
+    folder = find("qwen2.5-coder-1.5b")
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 61e6 and weights_file(folder).name == PACKED
+    stored, known = read_stored(folder), read_draft_ids(find("qwen2.5-coder-0.5b"))
+    ids, head_VD = stored.vocabulary
+    assert (stored.config.shape.hidden_size, stored.config.target_hidden_size) == (896, 1536)
+    assert ids is not None and known is not None and head_VD is not None and head_VD.shape == (len(ids), 896)
+    assert set(ids.tolist()) == {*known.tolist(), stored.config.mask_token_id}
+
+
 def test_the_text_is_plain_decodings_in_fewer_passes(llm: LLM) -> None:
     prompt = llm.encode_chat([{"role": "user", "content": QUESTION}])
     (fast,) = llm.generate_ids([prompt], SamplingParams(max_tokens=MAX_TOKENS))
