@@ -55,7 +55,7 @@ from paceline.train.plan.stored_plan import apply_stored, stored_plan
 from paceline.train.plan.target_facts import MachineFacts
 from paceline.train.plan.training_plan import make_plan
 from paceline.train.processes.group import process_group
-from paceline.train.run_file import TRAINED, with_defaults, with_value, write_run_file
+from paceline.train.run_file import TRAINED, with_defaults, with_given, with_value, write_run_file
 from paceline.train.served import agreement, final_figures, finished_drafter, has_room, heldout_server, read_finished
 from paceline.train.tiny import TINY, write_tiny_target
 
@@ -106,6 +106,7 @@ def _planned(config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progre
             write_run_file(config)
         wait()  # the first process writes the target
         return config
+    config = with_given(config)
     before, length = stored_plan(config.out), stored_length(config.out)
     wait()
     if before is None and ranks.is_first:

@@ -103,6 +103,26 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
+def with_given(config: TrainConfig) -> TrainConfig:
+    """Returns the config with the field `given` filled in, so that a value which a plan sets later does not count as
+    the user's."""
+    return (
+        config
+        if config.given is not None
+        else dataclasses.replace(config, given=tuple(_changed(config, TrainConfig())))
+    )
+
+
+def _changed(config: Any, default: Any, prefix: str = "") -> Iterator[str]:
+    """Yields the full names of the fields that differ from `default`'s."""
+    for field in dataclasses.fields(config):
+        value, usual = getattr(config, field.name), getattr(default, field.name)
+        if dataclasses.is_dataclass(value) and type(value) is type(usual):
+            yield from _changed(value, usual, f"{prefix}{field.name}.")
+        elif value != usual:
+            yield prefix + field.name
+
+
 def with_value(config: Any, name: str, value: Any) -> Any:
     """Returns the config with one field, such as shape.num_layers, changed."""
     first, _, rest = name.partition(".")

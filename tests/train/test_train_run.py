@@ -236,6 +236,15 @@ def test_steps_get_the_minutes_that_are_left(
     assert trainer.config.max_minutes == stored["loop.max_minutes"] == minutes and stored["shape.num_layers"] == 2
 
 
+def test_minutes_of_a_plan_are_not_the_users(tmp_path: Path) -> None:
+    """Of a run that Python starts: its steps took all of the minutes, and hidden states came on top."""
+    RunFolder(tmp_path).write_json("plan.json", {"minutes": 60.0, "values": {"loop.max_minutes": 45.0}})
+    config = TrainConfig(tmp_path, loop=LoopConfig(anchors=7), minutes=60.0)
+    planned = train_run._planned(config, Ranks(), lambda: None, Progress())
+    assert planned.loop.max_minutes == 45.0 and not planned.is_given("loop.max_minutes")
+    assert planned.is_given("loop.anchors") and planned.is_given("minutes")
+
+
 def test_a_plan_whose_minutes_shrink_expects_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new expectation, of fewer blocks, stands in plan.json and is shown."""
     planned = expected_of("smollm2-135m", Learned(9e5, 30_000, 150.0))
