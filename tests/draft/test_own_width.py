@@ -148,7 +148,7 @@ def test_a_training_goes_on_with_its_own_matrix(tmp_path: Path) -> None:
 
 
 def test_a_head_among_the_weights_is_kept_without_a_list_of_tokens(tmp_path: Path) -> None:
-    """As a file of another program has it: one row for each of the target's tokens."""
+    """The head of such a file has one row for each of the target's tokens."""
     drafter = moved()[1]
     rows_VD = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(5))
     drafter_of(drafter.network).save(tmp_path)

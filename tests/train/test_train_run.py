@@ -237,7 +237,7 @@ def test_steps_get_the_minutes_that_are_left(
 
 
 def test_minutes_of_a_plan_are_not_the_users(tmp_path: Path) -> None:
-    """Of a run that Python starts: its steps took all of the minutes, and hidden states came on top."""
+    """Without it the steps of a run that Python starts take all of the minutes, and hidden states come on top."""
     RunFolder(tmp_path).write_json("plan.json", {"minutes": 60.0, "values": {"loop.max_minutes": 45.0}})
     config = TrainConfig(tmp_path, loop=LoopConfig(anchors=7), minutes=60.0)
     planned = train_run._planned(config, Ranks(), lambda: None, Progress())
