@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime
 INSTALLED := $(VENV)/.installed
 COMPILED := build/native/.compiled
 READY := $(INSTALLED) $(COMPILED)
@@ -19,12 +20,18 @@ SOURCES := paceline tests experiments deploy docs drafters notebooks setup.py
 .PHONY: setup demo own test test-quick test-machines test-arm lint check format bench docs site native sanitize wheel wheel-drafters clean
 
 # Bytecode is written when a module is first imported: most of what is installed never is.
-$(INSTALLED): requirements.lock pyproject.toml setup.py drafters/pyproject.toml
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps
+
+# What demo and own need, half of the lock's bytes: its lines that end in "# run".
+$(RUNTIME): requirements.lock pyproject.toml setup.py drafters/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements.lock
-	PACELINE_NATIVE_BUILD=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-	  --editable . --editable ./drafters
-	touch $(INSTALLED)
+	grep '# run$$' requirements.lock | $(PIP) -r /dev/stdin
+	PACELINE_NATIVE_BUILD=0 $(PIP) --no-build-isolation --editable . --editable ./drafters
+	touch $@
+
+$(INSTALLED): $(RUNTIME)
+	$(PIP) -r requirements.lock
+	touch $@
 
 # The library apart from pip, which would hide the one line that says there is no compiler, and beside it with --jobs=2.
 # Emulated instruction sets would double the time to compile it.
@@ -32,12 +39,17 @@ $(COMPILED): $(NATIVE_SOURCES)
 	$(PYTHON) $(NATIVE)/build.py --optional $(if $(PACELINE_NIGHTLY),--emulated)
 	mkdir -p $(@D) && touch $@
 
+# Both at the same time, also where make was given no --jobs.
+QUICK_SETUP := $(MAKE) --no-print-directory --jobs=2 $(RUNTIME) $(COMPILED)
+
 setup: $(READY)  ## the virtual environment with everything pinned
 
-demo: $(READY)  ## a small coding model changes a function, plainly, with drafts and in Transformers; what it wrote is run
+demo:  ## a small coding model changes a function, plainly, with drafts and in Transformers; what it wrote is run
+	@+$(QUICK_SETUP)
 	$(BIN)/python experiments/demo.py
 
-own: $(READY)  ## a drafter learns one workload in two minutes, with a live chart, then answers unseen requests beside the generic one
+own:  ## a drafter learns one workload in two minutes, with a live chart, then answers unseen requests beside the generic one
+	@+$(QUICK_SETUP)
 	$(BIN)/python experiments/own.py
 
 # A process for each core; tests of one file stay together, because they share what is slow to make. tests/conftest.py has
