@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 from javascript import run_js
-from scripts import module_at
 from typer.testing import CliRunner
 
 from paceline.cli import app
@@ -31,6 +30,7 @@ from paceline.simulate.costs.roofline import COLLECTIVE_LATENCY_S, Deployment, m
 from paceline.simulate.costs.rounds import DrafterCost, FractionDrafter, RooflineCosts, ShapeDrafter
 from paceline.simulate.costs.shapes import FORMATS, Attention, ModelShape, Precisions
 from paceline.simulate.flags import METHODS, Serving, server_flags
+from paceline.simulate.landmarks import COST, MOST, WAYS, walked
 from paceline.simulate.speedup import Load, predict
 
 pytestmark = pytest.mark.slow
@@ -198,38 +198,19 @@ def agree(ours: dict[str, Any], expected: dict[str, Any], inputs: dict[str, Any]
     )
 
 
-def landmarks() -> Any:
-    return module_at(Path(__file__).with_name("test_landmarks.py"), "landmarks")
-
-
 def test_the_landmarks_come_out_of_links() -> None:
-    """Both tables, through the very code that turns a link into a prediction."""
-    expected = [
-        (model, batch, chance, kind, *cell)
-        for (model, batch), cells in landmarks().TABLE.items()
-        for (chance, kind), cell in zip(((0.75, "autoregressive"), (0.89, "block")), cells, strict=True)
-    ]
+    """The walk-through's tables, through the very code that turns a link into a prediction."""
+    kinds = {"token by token": "autoregressive", "in blocks": "block"}
+    points = list(walked())
     links = [
-        f"#model={model}&hardware=B200&batch={batch}&context=4096&max_draft=16&acceptance=constant&chance={chance}"
-        f"&drafter={kind}&cost=share&fraction=0.1&block=16"
-        for model, batch, chance, kind, *_ in expected
+        f"#model={each.model}&hardware=B200&batch={each.batch}&context=4096&max_draft={MOST}&drafter={kinds[each.way]}"
+        f"&{kinds[each.way]}.chance={WAYS[each.way][0]}&{kinds[each.way]}.fraction={COST}"
+        for each in points
     ]
     results = run_js(FROM_LINK, {"data": data(), "links": links})
     assert len(results) == 36
-    for ours, (model, batch, _, kind, speedup, length) in zip(results, expected, strict=True):
-        assert abs(ours["speedup"] - speedup) < 0.0101, (model, batch, kind)
-        assert length is None or ours["best_draft_length"] == length
-    four = [
-        results[links.index(link)]
-        for link in links
-        if "Flash&hardware=B200&batch=8&" in link or "Pro&hardware=B200&batch=32&" in link
-    ]
-    assert [(each["best_draft_length"], round(each["speedup"], 2)) for each in four] == [
-        (0, 1.0),
-        (16, 1.64),
-        (6, 1.17),
-        (16, 2.98),
-    ]
+    for ours, each in zip(results, points, strict=True):
+        assert (ours["speedup"], ours["best_draft_length"]) == (close(each.predicted), each.best_draft_length), each
 
 
 def test_of_equal_lengths_the_shortest_is_best() -> None:
