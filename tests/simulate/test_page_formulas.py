@@ -214,7 +214,7 @@ def test_the_landmarks_come_out_of_links() -> None:
 
 
 def test_of_equal_lengths_the_shortest_is_best() -> None:
-    link = "#model=Qwen3-8B&hardware=B200&batch=1&context=1&chance=0&fraction=0"
+    link = "#model=Qwen3-8B&hardware=B200&batch=1&context=1&block.chance=0&block.fraction=0"
     (ours,) = run_js(FROM_LINK, {"data": data(), "links": [link]})
     assert set(ours["curve"]) == {1.0} and ours["best_draft_length"] == 0
 
@@ -244,14 +244,17 @@ def test_flags_are_pythons_to_the_letter() -> None:
 CONFIG = next(entry["config"] for entry in catalogue.entries().values() if "config" in entry)
 LINKS = [
     "",
-    "#model=Qwen3-8B&hardware=H100&batch=7&chance=0.81&drafter=autoregressive&fraction=0.05&max_draft=9",
-    "#hardware=RTX 4090&model=Qwen3.5-27B&weights=int4&kv=float8&per_layer=1&context=100000&cost=params&params=0.983&block=8",
-    "#model=DeepSeek-V4-Pro&gpus=8&experts=float8&locality=0.255&acceptance=curve&curve=0.9,0.8,0.85",
-    "#method=eagle3&drafter=autoregressive&acceptance=curve&curve=1&hardware=MI300X",
-    "#acceptance=recorded&recorded=survival: .7, .5, .3&drafter_name=my drafter&batch=128",
+    "#model=Qwen3-8B&hardware=H100&batch=7&drafter=autoregressive&autoregressive.chance=0.81"
+    "&autoregressive.fraction=0.05&max_draft=9",
+    "#hardware=RTX 4090&model=Qwen3.5-27B&weights=int4&kv=float8&per_layer=1&context=100000"
+    "&block.cost=params&block.params=0.983&block.block=8",
+    "#model=DeepSeek-V4-Pro&gpus=8&experts=float8&locality=0.255&block.acceptance=curve&block.curve=0.9,0.8,0.85",
+    "#method=eagle3&drafter=autoregressive&autoregressive.acceptance=curve&autoregressive.curve=1&hardware=MI300X",
+    "#block.acceptance=recorded&block.recorded=survival: .7, .5, .3&drafter_name=my drafter&batch=128",
     "#model=Qwen3.5-27B&overhead=rate&plain_rate=75&drafter=ideal&ideal.chance=1",
     "#overhead=ms&overhead_ms=6.9&drafter=yours&yours.recorded=10,5,20&yours.cost=params&yours.params=0.5&yours.block=1",
-    '#acceptance=recorded&recorded={"results": [{"accepted_histogram": [50]}, {"accepted_histogram": [10, 5, 20]}]}',
+    "#block.acceptance=recorded&block.recorded="
+    '{"results": [{"accepted_histogram": [50]}, {"accepted_histogram": [10, 5, 20]}]}',
     f"#model=pasted&config={json.dumps({**CONFIG, 'hidden_size': 1024})}&batch=3",
 ]
 
@@ -310,10 +313,10 @@ def test_limits_are_as_many_as_pythons() -> None:
 
 
 HOSTILE = [
-    "#batch=0&chance=1.1&context=1e99&max_draft=-3&fraction=NaN&params=Infinity&gpus=1.5",
-    "#model=constructor&hardware=__proto__&drafter=toString&weights=hasOwnProperty&cost=",
+    "#batch=0&block.chance=1.1&context=1e99&max_draft=-3&block.fraction=NaN&block.params=Infinity&gpus=1.5",
+    "#model=constructor&hardware=__proto__&drafter=toString&weights=hasOwnProperty&block.cost=",
     "#__proto__=x&constructor=y&unknown=1&batch=<script>alert(1)</script>",
-    "#curve=0.5,2&curve=,&per_layer=true&drafter_name=" + "x" * 500,
+    "#block.curve=0.5,2&block.curve=,&per_layer=true&drafter_name=" + "x" * 500,
     "#%E0%A4%A&===&&&#&batch=%00",
 ]
 
