@@ -49,15 +49,10 @@ class PromptSet:
     def noted(self) -> dict[str, Any]:
         """Number of the prompts ("num_prompts") and hash of their contents ("prompts_sha256"). A second run skips a
         measured set only if both are unchanged."""
-        content = json.dumps([_content(prompt) for prompt in self.prompts])
+        content = json.dumps(
+            [[each.messages, each.turns or each.token_ids, each.tools, each.variables] for each in self.prompts]
+        )
         return {"num_prompts": len(self.prompts), "prompts_sha256": hashlib.sha256(content.encode()).hexdigest()}
-
-
-def _content(prompt: Prompt) -> list[Any]:
-    """Return the hashed parts of a prompt. Tools and variables are included only if present, so that old hashes stay
-    valid."""
-    more = [prompt.tools, prompt.variables] if prompt.tools or prompt.variables else []
-    return [prompt.messages, prompt.turns or prompt.token_ids, *more]
 
 
 def read_sets(sources: tuple[str, ...], limit: int | None, tags: Sequence[str] = ()) -> list[PromptSet]:

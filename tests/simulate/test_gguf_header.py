@@ -10,9 +10,11 @@ import pytest
 from gguf import GGMLQuantizationType as Quant
 from gguf_files import write_gguf
 from model_folders import transformers_model
+from numpy import ones
 
-from paceline.errors import ModelNotFoundError, UnsupportedModelError
+from paceline.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
 from paceline.model.checkpoint import config_json
+from paceline.model.gguf.package import finish
 from paceline.simulate.answer import predict_all
 from paceline.simulate.config import CostsConfig, PredictConfig
 from paceline.simulate.costs.catalogue import find
@@ -44,7 +46,15 @@ def test_parts_are_one_model_and_other_files_none(tmp_path: Path, monkeypatch: p
     last = sorted(tmp_path.glob("x-*.gguf"))[-1]
     assert find(str(last)).dense == find(str(tmp_path / "whole.gguf")).dense
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(40))
-    with pytest.raises(UnsupportedModelError, match="no GGUF file that can be read"):
+    with pytest.raises(ModelFileError, match="no whole GGUF file"):
         find(str(tmp_path / "bad.gguf"))
     with pytest.raises(ModelNotFoundError, match="there is no file"):
         find(str(tmp_path / "none.gguf"))
+
+
+def test_a_file_without_an_embedding_is_no_model(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "part.gguf", "llama")
+    writer.add_tensor("output.weight", ones((4, 32), dtype="float32"))
+    finish(writer)
+    with pytest.raises(UnsupportedModelError, match=r"token_embd.weight.*: give the model's config.json"):
+        find(str(tmp_path / "part.gguf"))

@@ -11,6 +11,14 @@ from paceline.simulate import landmarks
 from paceline.simulate.landmarks import TOLD
 
 ROOT = Path(__file__).parents[2]
+BEST_LENGTHS = {
+    ("DeepSeek-V4-Flash", "token by token"): {1: 2, 4: 1, 8: 0, 32: 6, 128: 4, 256: 4},
+    ("DeepSeek-V4-Flash", "in blocks"): {1: 5, 4: 7, 8: 16, 32: 16, 128: 16, 256: 13},
+    ("DeepSeek-V4-Pro", "token by token"): {8: 0, 32: 6},
+    ("DeepSeek-V4-Pro", "in blocks"): {32: 16},
+    ("Qwen3.5-27B-FP8", "in blocks"): {1: 16, 32: 8},
+}
+"""(model, way to draft) of the walk-through -> batch -> published best draft length."""
 
 
 @pytest.mark.slow
@@ -52,8 +60,12 @@ def test_the_walkthrough_is_reproduced() -> None:
     points = list(landmarks.walked())
     assert len(points) == 36
     assert max(abs(each.error) for each in points) < 0.01
+    assert all(abs(each.predicted - each.published) < 0.0101 for each in points), "the tables have two places"
     by_statement = {each.said: each.predicted for each in points if each.said}
     assert by_statement == pytest.approx({"20%": 1.17, "3x": 2.98, "1.0x": 1.0, "1.6x": 1.64}, abs=0.005)
+    lengths = {(each.model, each.way, each.batch): each.best_draft_length for each in points}
+    for (model, way), published in BEST_LENGTHS.items():
+        assert {batch: lengths[model, way, batch] for batch in published} == published, (model, way)
 
 
 def test_best_lengths_and_experts() -> None:

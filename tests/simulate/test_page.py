@@ -73,7 +73,7 @@ def assert_each_chart_is_drawn_anew_and_emptied(tab: Any) -> None:
 
 
 MOE = "#model=DeepSeek-V4-Flash&hardware=B200&batch=8"
-CURVE = "#model=DeepSeek-V4-Flash&batch=64&acceptance=curve&curve=0.8,0.7,0.8"
+CURVE = "#model=DeepSeek-V4-Flash&batch=64&block.acceptance=curve&block.curve=0.8,0.7,0.8"
 CHANGES = [
     ("", "model", "Qwen3-8B"),
     ("", "hardware", "H200"),
@@ -84,21 +84,21 @@ CHANGES = [
     ("#batch=4096&context=1048576", "attention", "float8"),
     ("#context=1048576", "indexer", "bfloat16"),
     (MOE, "locality", "0.255"),
-    ("#model=Qwen3.5-27B&hardware=RTX 4090&batch=64&max_draft=63&chance=1", "per_layer", True),
+    ("#model=Qwen3.5-27B&hardware=RTX 4090&batch=64&max_draft=63&block.chance=1", "per_layer", True),
     ("", "batch", "9"),
     ("", "context", "100000"),
     ("", "max_draft", "9"),
     ("", "acceptance", "curve"),
     ("", "chance", "0.5"),
     (CURVE, "curve", "0.9, 0.6"),
-    ("#acceptance=recorded", "recorded", "20, 10, 5"),
+    ("#block.acceptance=recorded", "recorded", "20, 10, 5"),
     ("", "drafter", "autoregressive"),
     ("", "overhead", "ms"),
     ("#overhead=ms", "overhead_ms", "9"),
     ("#overhead=rate", "plain_rate", "11"),
     ("", "cost", "params"),
     ("", "fraction", "0.3"),
-    ("#cost=params", "params", "30"),
+    ("#block.cost=params", "params", "30"),
     ("", "block", "4"),
     ("#model=pasted", "config", LLAMA),
     ("#tab=tokens&batch=1", "measured", "published"),
@@ -168,8 +168,8 @@ SLIDES = """const [link, name] = given;
     return [Number(box.value) > Number(before), shown() !== stood,
         slider.getAttribute("aria-valuetext").replaceAll(",", "") === box.value];"""
 ELSEWHERE = {
-    "params": "#cost=params",
-    "block": "#block=4",
+    "params": "#block.cost=params",
+    "block": "#block.block=4",
     "overhead_ms": "#overhead=ms",
     "plain_rate": "#model=Qwen3.5-27B&overhead=rate",
 }
@@ -203,7 +203,10 @@ def test_method_and_drafter_reach_the_flags(visit: Any) -> None:
     assert "method=eagle3" in tab.link()
 
 
-MANY = "#acceptance=recorded&recorded=5,3,9&cost=params&params=0.7&block=5&gpus=2&kv=float8&locality=0.3&per_layer=1"
+MANY = (
+    "#block.acceptance=recorded&block.recorded=5,3,9&block.cost=params&block.params=0.7&block.block=5"
+    "&gpus=2&kv=float8&locality=0.3&per_layer=1"
+)
 VALUES = """() => [...document.querySelectorAll('input, select, textarea')]
     .map((each) => each.type === 'checkbox' ? each.checked : each.value)"""
 
@@ -219,7 +222,7 @@ def test_the_link_restores_everything(visit: Any) -> None:
         if is_opened:
             tab.page.reload()
         else:
-            tab.follow("#model=Qwen3-8B&batch=2&acceptance=curve&curve=0.5")
+            tab.follow("#model=Qwen3-8B&batch=2&block.acceptance=curve&block.curve=0.5")
             assert tab.shown() != shown
             tab.follow(written)
         assert tab.shown() == shown and tab.code("command") == command, link
@@ -229,7 +232,7 @@ def test_the_link_restores_everything(visit: Any) -> None:
 
 def test_a_link_typed_over_is_followed(visit: Any) -> None:
     tab = visit()
-    tab.page.evaluate("location.hash = '#batch=1&model=Qwen3-8B&chance=0.6'")
+    tab.page.evaluate("location.hash = '#batch=1&model=Qwen3-8B&block.chance=0.6'")
     expect(tab.page.locator("#batch")).to_have_value("1")
     assert "Qwen3-8B" in tab.code("command")
     tab.page.get_by_role("button", name="Reset").click()
@@ -285,7 +288,7 @@ UNPREDICTABLE = [
     ("#model=pasted&config={", "not JSON"),
     ('#model=pasted&config={"hidden_size":4096}', "no num_hidden_layers"),
     ("#hardware=laptop%20CPU&gpus=2", "talk to each other"),
-    ("#acceptance=recorded&recorded=nothing", "cannot be read"),
+    ("#block.acceptance=recorded&block.recorded=nothing", "cannot be read"),
     ("#model=Qwen3.5-27B&overhead=rate&plain_rate=900", "without any overhead"),
 ]
 

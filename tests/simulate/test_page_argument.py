@@ -62,7 +62,7 @@ SET = """const control = document.getElementById(given[0]);
 
 @pytest.mark.nightly
 def test_each_drafter_has_its_own_settings(visit: Any) -> None:
-    tab = visit()
+    tab = visit("#batch=32")
     before = {kind: best(tab, kind) for kind in ("ideal", "autoregressive", "block")}
     tab.set("drafter", "autoregressive")
     assert tab.page.locator("#chance").input_value() == "0.75" and tab.page.locator("#block").is_hidden()

@@ -99,30 +99,6 @@ def test_every_drafter_of_the_page_is_predicted_as_the_command_does() -> None:
             assert ours["drafters"][kind]["plain_tokens_per_s"] == close(expected.plain_tokens_per_s)
 
 
-OLD = [
-    (
-        "#acceptance=constant&chance=0.6&drafter=autoregressive&cost=share&fraction=0.05&block=16",
-        "autoregressive",
-        (0.6, 0.05, None),
-    ),
-    ("#acceptance=constant&chance=0.6&drafter=block&cost=share&fraction=0.2&block=8", "block", (0.6, 0.2, 8)),
-]
-
-
-@pytest.mark.parametrize(("link", "kind", "expected"), OLD)
-def test_links_of_the_first_page_keep_their_meaning(
-    link: str, kind: str, expected: tuple[float, float, int | None]
-) -> None:
-    """They had one acceptance and one cost for both drafters; the ideal one is another since."""
-    main = """({ data, link }) => {
-      const fields = fieldsOf(data), state = fromHash(fields, link), found = resolve(state, fields, data).drafters;
-      const told = ({ acceptance, drafter }) => [acceptance.conditional[0], drafter.fraction, drafter.block];
-      return { chosen: state.drafter, both: [told(found.autoregressive), told(found.block)] }; }"""
-    result = run_js(main, {"data": data(), "link": link})
-    assert result["chosen"] == kind and list(expected) in result["both"]
-    assert result["both"][0][:2] == result["both"][1][:2] and result["both"][0][2] is None
-
-
 RUNS = [
     {"results": [{"drafter": "none", "accepted_histogram": [50]},
                  {"drafter": "a", "tokens_per_round": 2.0, "accepted_histogram": [1, 2]},

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 from javascript import run_js
-from scripts import module_at
 from typer.testing import CliRunner
 
 from paceline.cli import app
@@ -31,6 +30,7 @@ from paceline.simulate.costs.roofline import COLLECTIVE_LATENCY_S, Deployment, m
 from paceline.simulate.costs.rounds import DrafterCost, FractionDrafter, RooflineCosts, ShapeDrafter
 from paceline.simulate.costs.shapes import FORMATS, Attention, ModelShape, Precisions
 from paceline.simulate.flags import METHODS, Serving, server_flags
+from paceline.simulate.landmarks import COST, MOST, WAYS, walked
 from paceline.simulate.speedup import Load, predict
 
 pytestmark = pytest.mark.slow
@@ -198,42 +198,23 @@ def agree(ours: dict[str, Any], expected: dict[str, Any], inputs: dict[str, Any]
     )
 
 
-def landmarks() -> Any:
-    return module_at(Path(__file__).with_name("test_landmarks.py"), "landmarks")
-
-
 def test_the_landmarks_come_out_of_links() -> None:
-    """Both tables, through the very code that turns a link into a prediction."""
-    expected = [
-        (model, batch, chance, kind, *cell)
-        for (model, batch), cells in landmarks().TABLE.items()
-        for (chance, kind), cell in zip(((0.75, "autoregressive"), (0.89, "block")), cells, strict=True)
-    ]
+    """The walk-through's tables, through the very code that turns a link into a prediction."""
+    kinds = {"token by token": "autoregressive", "in blocks": "block"}
+    points = list(walked())
     links = [
-        f"#model={model}&hardware=B200&batch={batch}&context=4096&max_draft=16&acceptance=constant&chance={chance}"
-        f"&drafter={kind}&cost=share&fraction=0.1&block=16"
-        for model, batch, chance, kind, *_ in expected
+        f"#model={each.model}&hardware=B200&batch={each.batch}&context=4096&max_draft={MOST}&drafter={kinds[each.way]}"
+        f"&{kinds[each.way]}.chance={WAYS[each.way][0]}&{kinds[each.way]}.fraction={COST}"
+        for each in points
     ]
     results = run_js(FROM_LINK, {"data": data(), "links": links})
     assert len(results) == 36
-    for ours, (model, batch, _, kind, speedup, length) in zip(results, expected, strict=True):
-        assert abs(ours["speedup"] - speedup) < 0.0101, (model, batch, kind)
-        assert length is None or ours["best_draft_length"] == length
-    four = [
-        results[links.index(link)]
-        for link in links
-        if "Flash&hardware=B200&batch=8&" in link or "Pro&hardware=B200&batch=32&" in link
-    ]
-    assert [(each["best_draft_length"], round(each["speedup"], 2)) for each in four] == [
-        (0, 1.0),
-        (16, 1.64),
-        (6, 1.17),
-        (16, 2.98),
-    ]
+    for ours, each in zip(results, points, strict=True):
+        assert (ours["speedup"], ours["best_draft_length"]) == (close(each.predicted), each.best_draft_length), each
 
 
 def test_of_equal_lengths_the_shortest_is_best() -> None:
-    link = "#model=Qwen3-8B&hardware=B200&batch=1&context=1&chance=0&fraction=0"
+    link = "#model=Qwen3-8B&hardware=B200&batch=1&context=1&block.chance=0&block.fraction=0"
     (ours,) = run_js(FROM_LINK, {"data": data(), "links": [link]})
     assert set(ours["curve"]) == {1.0} and ours["best_draft_length"] == 0
 
@@ -263,14 +244,17 @@ def test_flags_are_pythons_to_the_letter() -> None:
 CONFIG = next(entry["config"] for entry in catalogue.entries().values() if "config" in entry)
 LINKS = [
     "",
-    "#model=Qwen3-8B&hardware=H100&batch=7&chance=0.81&drafter=autoregressive&fraction=0.05&max_draft=9",
-    "#hardware=RTX 4090&model=Qwen3.5-27B&weights=int4&kv=float8&per_layer=1&context=100000&cost=params&params=0.983&block=8",
-    "#model=DeepSeek-V4-Pro&gpus=8&experts=float8&locality=0.255&acceptance=curve&curve=0.9,0.8,0.85",
-    "#method=eagle3&drafter=autoregressive&acceptance=curve&curve=1&hardware=MI300X",
-    "#acceptance=recorded&recorded=survival: .7, .5, .3&drafter_name=my drafter&batch=128",
+    "#model=Qwen3-8B&hardware=H100&batch=7&drafter=autoregressive&autoregressive.chance=0.81"
+    "&autoregressive.fraction=0.05&max_draft=9",
+    "#hardware=RTX 4090&model=Qwen3.5-27B&weights=int4&kv=float8&per_layer=1&context=100000"
+    "&block.cost=params&block.params=0.983&block.block=8",
+    "#model=DeepSeek-V4-Pro&gpus=8&experts=float8&locality=0.255&block.acceptance=curve&block.curve=0.9,0.8,0.85",
+    "#method=eagle3&drafter=autoregressive&autoregressive.acceptance=curve&autoregressive.curve=1&hardware=MI300X",
+    "#block.acceptance=recorded&block.recorded=survival: .7, .5, .3&drafter_name=my drafter&batch=128",
     "#model=Qwen3.5-27B&overhead=rate&plain_rate=75&drafter=ideal&ideal.chance=1",
     "#overhead=ms&overhead_ms=6.9&drafter=yours&yours.recorded=10,5,20&yours.cost=params&yours.params=0.5&yours.block=1",
-    '#acceptance=recorded&recorded={"results": [{"accepted_histogram": [50]}, {"accepted_histogram": [10, 5, 20]}]}',
+    "#block.acceptance=recorded&block.recorded="
+    '{"results": [{"accepted_histogram": [50]}, {"accepted_histogram": [10, 5, 20]}]}',
     f"#model=pasted&config={json.dumps({**CONFIG, 'hidden_size': 1024})}&batch=3",
 ]
 
@@ -329,10 +313,10 @@ def test_limits_are_as_many_as_pythons() -> None:
 
 
 HOSTILE = [
-    "#batch=0&chance=1.1&context=1e99&max_draft=-3&fraction=NaN&params=Infinity&gpus=1.5",
-    "#model=constructor&hardware=__proto__&drafter=toString&weights=hasOwnProperty&cost=",
+    "#batch=0&block.chance=1.1&context=1e99&max_draft=-3&block.fraction=NaN&block.params=Infinity&gpus=1.5",
+    "#model=constructor&hardware=__proto__&drafter=toString&weights=hasOwnProperty&block.cost=",
     "#__proto__=x&constructor=y&unknown=1&batch=<script>alert(1)</script>",
-    "#curve=0.5,2&curve=,&per_layer=true&drafter_name=" + "x" * 500,
+    "#block.curve=0.5,2&block.curve=,&per_layer=true&drafter_name=" + "x" * 500,
     "#%E0%A4%A&===&&&#&batch=%00",
 ]
 

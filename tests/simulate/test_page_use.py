@@ -32,7 +32,7 @@ SWATCHES = """(all) => all.map((canvas) => {
 WIDE, NARROW, TABLET = {"width": 1360, "height": 900}, {"width": 390, "height": 844}, {"width": 820, "height": 1100}
 NUM_REDRAWS = 4
 SHOTS = os.environ.get("PACELINE_SCREENSHOTS", "")
-CURVE = "#acceptance=curve&curve=0.8,0.7,0.8"
+CURVE = "#block.acceptance=curve&block.curve=0.8,0.7,0.8"
 FOCUSED = """() => { const at = document.activeElement;
     return [at.id || at.className.baseVal || at.className || at.tagName, getComputedStyle(at).outlineStyle !== 'none']; }"""
 ENDS = "(all) => all.map((each) => each.getBoundingClientRect().right)"
@@ -109,7 +109,7 @@ def test_points_move_by_keys_come_and_go(visit: Any) -> None:
         tab.page.get_by_role("button", name="Remove the last").click()
     assert curve(tab) == [0.8] and points(tab).count() == 1
     # what was recorded can be edited further
-    tab.follow("#acceptance=recorded&recorded=survival:.5,.4,.2&max_draft=3")
+    tab.follow("#block.acceptance=recorded&block.recorded=survival:.5,.4,.2&max_draft=3")
     shown = tab.shown()
     assert points(tab).first.get_attribute("tabindex") is None
     tab.page.get_by_role("button", name="Edit as a curve").click()
@@ -204,7 +204,8 @@ def test_nothing_moves_where_motion_is_unwelcome(visit: Any) -> None:
 
 SCENES = {
     "opens": "#batch=32",
-    "curve": "#model=Qwen3.5-27B&hardware=H100&acceptance=curve&drafter=autoregressive&cost=params&params=0.5&batch=4",
+    "curve": "#model=Qwen3.5-27B&hardware=H100&batch=4&drafter=autoregressive&autoregressive.acceptance=curve"
+    "&autoregressive.cost=params&autoregressive.params=0.5",
     "does-not-fit": "#model=DeepSeek-V4-Pro&hardware=H200&batch=256&context=65536&locality=0.255&gpus=4",
     "fault": "#model=pasted&config={}",
 }

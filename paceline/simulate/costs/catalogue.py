@@ -78,7 +78,8 @@ def find(model: str) -> ModelShape:
     """Returns a model's shape. `model`: a catalogue name (case and hub owner are ignored), a config.json or its folder,
     a JSON file of shape fields, or a GGUF file.
 
-    Raises ModelNotFoundError with the nearest names, UnsupportedModelError if the file cannot be read.
+    Raises ModelNotFoundError with the nearest names, UnsupportedModelError or, of a GGUF file, ModelFileError if the
+    file cannot be read.
     """
     path, is_folder = Path(model).expanduser(), os.path.isdir(Path(model).expanduser())
     if path.suffix == ".json" or is_folder:

@@ -55,7 +55,6 @@ const number = (label, standard, min, max, more) => ({ kind: "number", label, st
 const text = (label, standard, more) => ({ kind: "text", label, standard, ...more });
 
 export const OWN = ["acceptance", "chance", "curve", "recorded", "cost", "fraction", "params", "block"];
-const BOTH = ["autoregressive", "block"];
 export const TABS = ["lengths", "tokens", "watch"];
 /** What each drafter begins with; a drafter of one draft a pass has no block to set. */
 export const KINDS = {
@@ -244,20 +243,13 @@ export function suits(name, shape) {
   return name !== "indexer" || shape.attention.some((group) => group.indexer_heads);
 }
 
-/** The fields that a name in a link sets. Older links had one acceptance and one cost for both drafters. */
-function settingsOf(fields, name) {
-  const both = OWN.includes(name) ? BOTH.map((kind) => `${kind}.${name}`) : [name];
-  return both.filter((each) => Object.hasOwn(fields, each));
-}
-
 /** The state of a link; what is missing, unknown or impossible stays at its standard. */
 export function fromHash(fields, hash) {
   const state = standards(fields);
-  for (const [told, value] of new URLSearchParams(hash.replace(/^#/, ""))) {
-    for (const name of settingsOf(fields, told)) {
-      const found = parsed(fields[name], value);
-      if (!fault(fields[name], found)) state[name] = found;
-    }
+  for (const [name, value] of new URLSearchParams(hash.replace(/^#/, ""))) {
+    if (!Object.hasOwn(fields, name)) continue;
+    const found = parsed(fields[name], value);
+    if (!fault(fields[name], found)) state[name] = found;
   }
   return state;
 }

@@ -100,8 +100,8 @@ class Sources:
         assemble the next packs (batches) if features are stored on disk, or are streamed on a GPU."""
         with contextlib.ExitStack() as stack:
             if self.stream is not None:
-                self.stream.begin(upcoming(trainer))
                 stack.callback(self.stream.close)
+                self.stream.begin(upcoming(trainer))
             if self._is_cached or (self.stream is not None and trainer.device.type == "cuda"):
                 stack.enter_context(packs_ahead(trainer))
             yield
@@ -186,12 +186,9 @@ class Sources:
         if not isinstance(source, RemoteFeatures):
             yield source.of
             return
-        stream = self._streamed(source, PLAIN)
-        stream.begin(iter(numbers))
-        try:
+        with contextlib.closing(self._streamed(source, PLAIN)) as stream:
+            stream.begin(iter(numbers))
             yield stream.of
-        finally:
-            stream.close()
 
     def _cached(self, documents: Sequence[Document], source: MeasuredSource, form: Form) -> FeatureSource:
         cached = self._stored(documents, form)

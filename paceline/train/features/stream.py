@@ -13,6 +13,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from paceline.train.features.hidden_states import PLAIN, Features, FeatureSource, Form
@@ -20,10 +21,6 @@ from paceline.train.features.hidden_states import PLAIN, Features, FeatureSource
 if TYPE_CHECKING:
     from paceline.train.learn.loop import Trainer
     from paceline.train.learn.packs import Chosen
-
-
-Encoded = Callable[[], Features] | BaseException
-"""A document's encoded features, or the error of computing them."""
 
 
 class StreamedFeatures:
@@ -44,17 +41,12 @@ class StreamedFeatures:
         self._source, self._size_of, self._budget, self._form = source, size_of, budget_bytes, form
         self._num_threads = num_threads
         self._alone = threading.Lock() if num_threads == 1 else contextlib.nullcontext()
-        self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
+        self._executor: ThreadPoolExecutor | None = None
         self._numbers: Iterator[int] = iter(())
         self._pending: int | None = None
         """Next document to compute, which had no room in the buffer yet."""
-        self._order: deque[int] = deque()
-        """Documents in flight or ready, in the order of their requests."""
-        self._ready: dict[int, Encoded] = {}
-        """Place in the stream -> encoded features, or an error."""
-        self._first_place = self._next_place = 0
-        self._is_over = True
+        self._ahead: deque[tuple[int, Future[Callable[[], Features]]]] = deque()
+        """(document, encoded features) in flight or ready, in the order of their requests."""
         self._failure: Exception | None = None
         self._latest: tuple[int, Features] | None = None
         self.held_bytes = self.most_held_bytes = 0
@@ -66,23 +58,16 @@ class StreamedFeatures:
         """Starts computing the features of the documents `numbers`, in the order in which `of` will request them.
         `numbers` has no consecutive repetitions, since `of` returns the latest document again."""
         self.close()
-        self._numbers, self._is_over, self._latest, self._pending, self.num_out_of_order = numbers, False, None, None, 0
-        self._failure = None
-        self._threads = [threading.Thread(target=self._produce, daemon=True) for _ in range(self._num_threads)]
-        for thread in self._threads:
-            thread.start()
+        self._numbers, self._latest, self._failure, self.num_out_of_order = numbers, None, None, 0
+        self._executor = ThreadPoolExecutor(self._num_threads, "paceline-features")
+        self._submit(self._executor)
 
     def close(self) -> None:
         """Discards all features, after documents in flight are finished."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
-        self._order.clear()
-        self._ready.clear()
-        self._first_place = self._next_place = self.held_bytes = 0
+        if self._executor:
+            self._executor.shutdown(cancel_futures=True)
+        self._executor, self._pending, self.held_bytes = None, None, 0
+        self._ahead.clear()
 
     def of(self, number: int) -> Features:
         if self._latest is None or self._latest[0] != number:
@@ -90,75 +75,44 @@ class StreamedFeatures:
         return self._latest[1]
 
     def _take(self, number: int) -> Features:
-        encoded = self._next_encoded(number)
-        if encoded is None:
+        if not self._ahead and self._failure:
+            raise self._failure
+        if not self._executor or not self._ahead or self._ahead[0][0] != number:
             self.num_out_of_order += 1
-            return self._form.coder(self._compute(number))()
-        if isinstance(encoded, BaseException):
-            raise encoded
+            return self._encode(number)()
+        _, future = self._ahead.popleft()
+        try:
+            encoded = future.result()
+        finally:
+            self.held_bytes -= self._size_of(number)
+            self._submit(self._executor)
         return encoded()
 
-    def _next_encoded(self, number: int) -> Encoded | None:
-        """Waits for the next document of the stream; returns None if it is not this one."""
-        with self._changed:
-            while not self._order and not self._is_over:
-                self._changed.wait()
-            if not self._order and self._failure:
-                return self._failure
-            if not self._order or self._order[0] != number:
-                return None
-            while self._first_place not in self._ready:
-                self._changed.wait()
-            self._order.popleft()
-            self._first_place += 1
-            self.held_bytes -= self._size_of(number)
-            self._changed.notify_all()
-            return self._ready.pop(self._first_place - 1)
-
-    def _compute(self, number: int) -> Features:
+    def _encode(self, number: int) -> Callable[[], Features]:
         with self._alone:
-            return self._source.of(number)
+            features = self._source.of(number)
+        return self._form.coder(features)
 
-    def _produce(self) -> None:
-        while (claimed := self._claim()) is not None:
-            number, place = claimed
-            try:
-                encoded: Encoded = self._form.coder(self._compute(number))
-            except BaseException as error:  # noqa: BLE001  (raised by `of`)
-                encoded = error
-            with self._changed:
-                self._ready[place] = encoded
-                self._changed.notify_all()
+    def _submit(self, executor: ThreadPoolExecutor) -> None:
+        """Submits the next documents for which the buffer has room."""
+        while (number := self._next_number()) is not None:
+            size = self._size_of(number)
+            if self.held_bytes and self.held_bytes + size > self._budget:
+                return
+            self.held_bytes += size
+            self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
+            self._ahead.append((number, executor.submit(self._encode, number)))
+            self._pending = None
 
     def _next_number(self) -> int | None:
-        """Returns None at the end, or if planning the documents failed; then the next request raises the error."""
-        try:
-            return next(self._numbers, None)
-        except Exception as error:  # noqa: BLE001
-            self._failure = error
-            return None
-
-    def _claim(self) -> tuple[int, int] | None:
-        """Waits for room in the buffer; returns (document, place in the stream), or None at the end of the stream."""
-        with self._changed:
-            while not self._is_over:
-                if self._pending is None:
-                    self._pending = self._next_number()
-                if self._pending is None:
-                    self._is_over = True
-                    self._changed.notify_all()
-                    return None
-                size = self._size_of(self._pending)
-                if not self.held_bytes or self.held_bytes + size <= self._budget:
-                    self.held_bytes += size
-                    self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
-                    number, place, self._pending = self._pending, self._next_place, None
-                    self._next_place += 1
-                    self._order.append(number)
-                    self._changed.notify_all()
-                    return number, place
-                self._changed.wait()
-        return None
+        """Returns the next document to compute; None at the end, or if planning the documents failed: then the request
+        after the last document raises the error."""
+        if self._pending is None and not self._failure:
+            try:
+                self._pending = next(self._numbers, None)
+            except Exception as error:  # noqa: BLE001
+                self._failure = error
+        return self._pending
 
 
 def upcoming_pieces(trainer: Trainer) -> Iterator[list[Chosen]]:
