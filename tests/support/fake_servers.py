@@ -111,7 +111,7 @@ def serving(fake: FakeServer, port: int = 0) -> Iterator[FakeServer]:
 
 
 class Vllm(FakeServer):
-    """One whose counters begin anew when it is restarted; RESTART is its restart command."""
+    """One whose counters begin anew when it is restarted; `restarting` is its restart command."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +133,13 @@ import json, os, urllib.request
 told = json.dumps({"drafter": os.environ["PACELINE_DRAFTER"]}).encode()
 urllib.request.urlopen(urllib.request.Request(os.environ["PACELINE_SERVER"] + "/restart", told))
 """
+
+
+def restarting(folder: Path) -> str:
+    """A command that restarts a `Vllm`."""
+    script = folder / "restart.py"
+    script.write_text(RESTART)
+    return f"{sys.executable} {script}"
 
 
 def restart_command(folder: Path, status: int = 0) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapt_requests import HOUR
-from fake_servers import RESTART, Vllm, counted
+from fake_servers import Vllm, counted, restarting
 from fake_servers import serving as fake_serving
 from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
 
@@ -42,10 +41,8 @@ def drafters(three: list[Vllm]) -> list[list[str]]:
 
 
 def opened(folder: Path, three: list[Vllm], **changes: Any) -> Deployment:
-    (folder / "restart.py").write_text(RESTART)
     (folder / "old").mkdir(exist_ok=True)
-    command = f"{sys.executable} {folder / 'restart.py'}"
-    config = DeployConfig("vllm", tuple(server.url for server in three), restart=command, **changes)
+    config = DeployConfig("vllm", tuple(server.url for server in three), restart=restarting(folder), **changes)
     return open_deployment(config, folder / "old")
 
 
@@ -191,10 +188,9 @@ class TestEvidence:
 
 
 def beside(folder: Path, three: list[Vllm], *ends: tuple[int, Any]) -> Watcher:
-    (folder / "restart.py").write_text(RESTART)
     (folder / "old").mkdir(exist_ok=True)
     servers = tuple(server.url for server in three)
-    deploy = {"engine": "vllm", "restart": f"{sys.executable} {folder / 'restart.py'}", "servers": servers}
+    deploy = {"engine": "vllm", "restart": restarting(folder), "servers": servers}
     policy = Deciding(Decision("retrain", (ALL,), why="it fell"))
     incumbent = CandidateConfig(str(folder / "old"))
     one = watcher(folder, three[0], Played(*ends), policy=policy, candidate=incumbent, deploy=deploy)
