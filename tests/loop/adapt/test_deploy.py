@@ -14,7 +14,8 @@ from fake_servers import FakeServer, restart_command
 from paceline.errors import ConfigError, DeployError, DownloadError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.decide import members
-from paceline.loop.adapt.servers.deploy import Deployment, open_deployment
+from paceline.loop.adapt.servers.deploy import open_deployment
+from paceline.loop.adapt.servers.deployment import Deployment
 
 ENGINES = ["paceline", "vllm", "vllm-weights", "sglang", "sglang-weights"]
 

@@ -20,7 +20,8 @@ from paceline.loop.adapt.decide.decide import Decision
 from paceline.loop.adapt.rollout.stage import Stage
 from paceline.loop.adapt.servers.counted_hours import ALL
 from paceline.loop.adapt.servers.counters import Counts
-from paceline.loop.adapt.servers.deploy import Deployment, open_deployment
+from paceline.loop.adapt.servers.deploy import open_deployment
+from paceline.loop.adapt.servers.deployment import Deployment
 from paceline.loop.adapt.watch import Watcher
 
 pytestmark = pytest.mark.usefixtures("often")
