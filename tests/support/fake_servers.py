@@ -118,6 +118,8 @@ class Vllm(FakeServer):
         self.drafters: list[str] = []
         self.is_empty_at_first = False
         """Has no counters after a restart."""
+        self.folder = ""
+        """Folder that it was given last, if it has the route of `paceline.interop.draft_weights`."""
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
         if path == "/restart":
@@ -125,6 +127,9 @@ class Vllm(FakeServer):
             self.count(0, 0, 0, 0, 0)
             self.metrics = "# nothing yet\n" if self.is_empty_at_first else self.metrics
             return 200, "{}"
+        if path == "/paceline/draft-weights" and self.folder:
+            self.folder = body.get("folder", self.folder)
+            return 200, json.dumps({"folder": self.folder, "problem": None})
         return super().answer(method, path, body)
 
 

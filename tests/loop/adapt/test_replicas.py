@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapt_requests import HOUR
 from fake_servers import Vllm, counted, restarting
-from fake_servers import serving as fake_serving
 from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
 
 from paceline.errors import CacheError, DeployError, UnreachableError
@@ -25,15 +22,6 @@ from paceline.loop.adapt.servers.deployment import Deployment
 from paceline.loop.adapt.watch import Watcher
 
 pytestmark = pytest.mark.usefixtures("often")
-
-
-@pytest.fixture
-def three() -> Iterator[list[Vllm]]:
-    with contextlib.ExitStack() as stack:
-        servers: Any = [stack.enter_context(fake_serving(Vllm())) for _ in range(3)]
-        for server in servers:
-            server.count(rounds=40_000, accepted=80_000, tokens=120_000, ended=9400)
-        yield servers
 
 
 def drafters(three: list[Vllm]) -> list[list[str]]:
