@@ -350,7 +350,7 @@ def _tone(answer: ServerAnswer) -> Tone:
 
 
 def _write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
-    """Write report.md and report.html; returns a notice if the page could not be written."""
+    """Write report.md and report.html; returns a notice if the plots could not be drawn."""
     from paceline.report.pages import LOAD_PLOTS, LoadPlot, load_plots, render, write_load_report
 
     plots = (*LOAD_PLOTS, LoadPlot("Requests without a row", "mean", lambda each: each.mean_queue))

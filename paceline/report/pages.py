@@ -114,19 +114,23 @@ def write_report(
     sections: dict[str, list[Block]],
     **values: Any,
 ) -> str | None:
-    """Write report.md and report.html into the run folder. Returns a notice if report.html could not be written.
+    """Write report.md and report.html into the run folder. Returns a notice if the plots could not be drawn; the page
+    is written without them.
 
     `draw`: returns the plots. `verdict`: text below the title. `sections`: heading -> blocks. `values`, for the page
-    only: `tone`, the verdict's colour; `explained`, glossary keys in `words.html.j2`; `settings`, (name, value) pairs.
+    only: `tone`, the verdict's colour; `explained`, glossary keys in `words.html.j2`; `settings`, (name, value) pairs;
+    optionally `texts`, (summary, text) of each answer with a low score.
     """
+    drawn, notice = [], None
     blocks = [part for heading, parts in sections.items() if parts for part in (f"## {heading}", *parts)]
     run.write("report.md", markdown(title, verdict, *blocks))
     try:
-        page = render("report.html", drawn=draw(), title=title, verdict=verdict, sections=sections, **values)
-        run.write("report.html", page)
+        drawn = draw()
     except ConfigError as error:
-        return f"no report.html: {error}"
-    return None
+        notice = f"no plots in report.html: {error}"
+    page = render("report.html", drawn=drawn, title=title, verdict=verdict, sections=sections, **values)
+    run.write("report.html", page)
+    return notice
 
 
 def write_load_report(
@@ -139,7 +143,7 @@ def write_load_report(
     listed: dict[str, list[str]],
     **values: Any,
 ) -> str | None:
-    """Write the report of a server under load, measured or simulated. Returns a notice if report.html failed. `draw`:
+    """Write the report of a server under load, measured or simulated. Returns a notice if the plots failed. `draw`:
     returns the plots. `about`: first paragraph. `note`: explains the columns of `figures`. `listed`: heading ->
     sentences. `values`: further arguments of `write_report` (title, verdict, tone, settings)."""
     sections: dict[str, list[Block]] = {"Under load": [about] if about else [], "Figures": [note, figures]}

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CacheError, reraised
+from paceline.errors import CacheError, ConfigError, reraised
 from paceline.hardware import processor
 
 PACKAGES = ("paceline", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python", "vllm")
@@ -116,6 +116,19 @@ def _ends_whole(file: Path) -> bool:
             return True
         opened.seek(-1, os.SEEK_END)
         return opened.read(1) == b"\n"
+
+
+def checked_lines(file: Path, keys: dict[str, type]) -> list[dict[str, Any]]:
+    """Returns the objects of a JSON Lines file; none if it does not exist. A truncated last line is left out. Raises
+    ConfigError on a damaged line, or one without `keys` of these types."""
+    remedy = "restore it from a copy, or delete the line that is damaged"
+    with reraised(ConfigError, f"{file} is damaged", remedy, OSError, ValueError, RecursionError):
+        whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+        lines = [json.loads(line) for line in whole if line.strip()]
+        for line in lines:
+            if not isinstance(line, dict) or not all(type(line.get(key)) is kind for key, kind in keys.items()):
+                raise ValueError(f"{str(line)[:80]} is no line of it")
+        return lines
 
 
 def append_lines(file: Path, lines: Iterable[Any], *, is_synced: bool = False) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import random
 import statistics
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from paceline.report.pages import markdown, render
+from paceline.errors import ConfigError
+from paceline.report.pages import Block, Plot, markdown, render, write_report
 from paceline.report.statistics import Rounds, Spread, add_histograms, quantile, shares, survival
 from paceline.report.tables import Column, Table, block
+from paceline.runs.folder import RunFolder
 
 COLUMNS = (
     Column("drafter", lambda each: each["name"]),
@@ -41,6 +44,20 @@ def test_a_page_escapes_every_cell() -> None:
     assert "<td>a|&lt;b&gt;[/x]</td>" in page and "<h3>&lt;t&gt;</h3>" in page
     assert '<p class="note">&lt;n&gt;\ufffd\ufffd</p>' in page
     assert '<td class="number">1.50 [1.40, 1.60]</td>' in page
+
+
+def test_without_plots_the_page_is_written_and_answers_are_escaped_on_it_alone(tmp_path: Path) -> None:
+    def draw() -> list[Plot]:
+        raise ConfigError("drawing needs matplotlib")
+
+    sections: dict[str, list[Block]] = {"Figures": [Table(COLUMNS, ROWS)], "None": []}
+    texts = [("<i>: 0.00 wrong", "</pre><script>")]
+    notice = write_report(RunFolder(tmp_path), draw, "T", "V", sections, explained=["evals"], settings=[], texts=texts)
+    assert notice == "no plots in report.html: drawing needs matplotlib"
+    page, text = ((tmp_path / name).read_text() for name in ("report.html", "report.md"))
+    assert "<summary>&lt;i&gt;: 0.00 wrong</summary>\n<pre>&lt;/pre&gt;&lt;script&gt;</pre>" in page
+    assert "Answers that score lowest" in page and "script" not in text and "## Figures" in text
+    assert "None</h2>" not in page and "## None" not in text
 
 
 def test_a_narrow_terminal_leaves_intervals_out_and_reads_no_markup_in_cells() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from fake_servers import FakeServer
 
 from paceline.loop.adapt.config import DeployConfig
-from paceline.loop.adapt.servers.deploy import Deployment, open_deployment
+from paceline.loop.adapt.servers.deploy import open_deployment
+from paceline.loop.adapt.servers.deployment import Deployment
 
 
 def opened(server: FakeServer, incumbent: Path | None = None, **changes: Any) -> Deployment:

@@ -111,13 +111,15 @@ def serving(fake: FakeServer, port: int = 0) -> Iterator[FakeServer]:
 
 
 class Vllm(FakeServer):
-    """One whose counters begin anew when it is restarted; RESTART is its restart command."""
+    """One whose counters begin anew when it is restarted; `restarting` is its restart command."""
 
     def __init__(self) -> None:
         super().__init__()
         self.drafters: list[str] = []
         self.is_empty_at_first = False
         """Has no counters after a restart."""
+        self.folder = ""
+        """Folder that it was given last, if it has the route of `paceline.interop.draft_weights`."""
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
         if path == "/restart":
@@ -125,6 +127,9 @@ class Vllm(FakeServer):
             self.count(0, 0, 0, 0, 0)
             self.metrics = "# nothing yet\n" if self.is_empty_at_first else self.metrics
             return 200, "{}"
+        if path == "/paceline/draft-weights" and self.folder:
+            self.folder = body.get("folder", self.folder)
+            return 200, json.dumps({"folder": self.folder, "problem": None})
         return super().answer(method, path, body)
 
 
@@ -133,6 +138,13 @@ import json, os, urllib.request
 told = json.dumps({"drafter": os.environ["PACELINE_DRAFTER"]}).encode()
 urllib.request.urlopen(urllib.request.Request(os.environ["PACELINE_SERVER"] + "/restart", told))
 """
+
+
+def restarting(folder: Path) -> str:
+    """A command that restarts a `Vllm`."""
+    script = folder / "restart.py"
+    script.write_text(RESTART)
+    return f"{sys.executable} {script}"
 
 
 def restart_command(folder: Path, status: int = 0) -> str:

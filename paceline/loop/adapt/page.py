@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.loop.adapt.decide.decide import IDLE
 from paceline.loop.adapt.traffic.hours import DAY
-from paceline.report.pages import Mark, Plot, Series, curves, render
+from paceline.report.pages import Block, Mark, Plot, Series, curves, render
 from paceline.report.tables import Column, Table
 
 MARKED = ("swapped", "routed", "rolled back", "training", "kept", "refused", "failed", "told", "waiting")
@@ -34,15 +34,21 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
         if hours
         else {"seen": {}, "mix": {}, "decision": {"why": "nothing has been seen yet", "declined": {}}}
     )
+    sections: dict[str, list[Block]] = {
+        "Acceptance by cluster": [],
+        "Decisions": [Table(COLUMNS, done[::-1])] if done else [],
+        "Now": [[f"{name}: {_state(seen)}" for name, seen in last["seen"].items()]],
+        "Why not the other things": [[f"no {action}: {why}" for action, why in last["decision"]["declined"].items()]],
+    }
     return render(
-        "adapt.html",
+        "report.html",
         title="Acceptance over time",
         verdict=_verdict(last, done),
         tone="cost" if any(seen["state"] in ("held", "raised") for seen in last["seen"].values()) else "",
+        explained=["adapting"],
         drawn=[_timeline(name, hours, done) for name in dict.fromkeys(name for line in hours for name in line["seen"])],
-        done=Table(COLUMNS, done[::-1]),
-        now=[(name, _state(seen)) for name, seen in last["seen"].items()],
-        declined=[(f"no {action}", why) for action, why in last["decision"]["declined"].items()],
+        sections=sections,
+        settings=[],
     )
 
 

@@ -21,7 +21,8 @@ from paceline.loop.adapt.config import (
     WatchConfig,
 )
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
-from paceline.loop.adapt.servers.deploy import Deployment, open_deployment
+from paceline.loop.adapt.servers.deploy import open_deployment
+from paceline.loop.adapt.servers.deployment import Deployment
 from paceline.loop.adapt.servers.vllm_sglang.engine_folders import EngineFolders
 from paceline.loop.adapt.servers.vllm_sglang.restart import NO_INCUMBENT
 from paceline.loop.adapt.watch import Watcher

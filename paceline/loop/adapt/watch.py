@@ -240,12 +240,12 @@ class Watcher(Steps):
                 type(scored["hour"]) is int and _has_gains(scored["members"]) for scored in self._scored.values()
             ):
                 raise ValueError("impossible scored")
-            stages = (state["stage"], state.get("by_hand"))
+            stages = (state["stage"], state["by_hand"])
             self.stage, self.by_hand = (None if stage is None else read_stage(stage) for stage in stages)
-            known = state.get("known")
+            known = state["known"]
             if self._canary is not None and self._canary.deployment.traces_rounds and known is not None:
                 self._canary.known = dict(known)  # other servers do not list what they draft with
-            self._meters().restore(state.get("meters", {}))
+            self._meters().restore(state["meters"])
         stage = self.by_hand or self.stage
         if self.deployment is not None and stage is not None:
             self.deployment.undo = stage.undo

@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
+from paceline.errors import ConfigError, DownloadError
 from paceline.loop.audit.answers import AnswerReader, ServerAnswer
+from paceline.net.served_model import check_key
 from paceline.net.streaming import Client, Stream
 
 OFF = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -157,38 +158,6 @@ class Endpoint:
         if self.kind == "chat":
             return None if prompt.messages is None else body | {"messages": prompt.messages}
         return body | {"prompt": list(prompt.ids) if self.kind == "ids" else prompt.text}
-
-
-def served_name(client: Client, wanted: str | None) -> str:
-    """Returns the model's name on the server: `wanted`, or the first that it lists. Raises DownloadError if the server
-    does not answer, ModelNotFoundError if it does not list `wanted`, ConfigError on a wrong key or if no model is
-    listed."""
-    try:
-        reply = client.get("/v1/models")
-    except OSError as error:
-        raise DownloadError(f"there is no server at {client.url} ({error}): start it, or check the address") from error
-    check_key(client.url, reply.status, client.has_key)
-    try:
-        names = [str(model["id"]) for model in json.loads(reply.body)["data"]]
-    except (ValueError, KeyError, TypeError):
-        names = []
-    if wanted is None and not names:
-        raise ConfigError(
-            f"{client.url}/v1/models answered with status {reply.status} and no model: is it an OpenAI-compatible "
-            "server? If so, name its model with --served-name"
-        )
-    if wanted is not None and names and wanted not in names:
-        raise ModelNotFoundError(
-            f"{client.url} does not serve {wanted!r}: choose --served-name from {', '.join(names)}"
-        )
-    return wanted or names[0]
-
-
-def check_key(url: str, status: int, has_key: bool) -> None:
-    """Raises ConfigError if the HTTP status means that the server requires a key, or rejects the one that was sent."""
-    if status in (401, 403):
-        had = "does not take this API key" if has_key else "wants an API key"
-        raise ConfigError(f"{url} {had}: give the right one with --api-key or --api-key-file, or set PACELINE_API_KEY")
 
 
 def sendable(prompts: Iterable[AuditPrompt], longest: int) -> list[AuditPrompt]:

@@ -7,10 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError
 from paceline.loop.audit.checks import Finding, Verdict
 from paceline.loop.audit.evidence import Group, Trial
-from paceline.report.pages import Plot, ranges, render
+from paceline.report import pages
 from paceline.report.statistics import Tone
 from paceline.report.tables import Column, Progress, Table, flat
 from paceline.runs.folder import RunFolder
@@ -67,22 +66,26 @@ def write_report(
         "results.json", {"verdict": verdict, "findings": findings, "asked": groups_json, "tests": tests_json}
     )
     sentence, table = SENTENCES[verdict].format(**settings), Table(FINDINGS, list(findings))
-    values: dict[str, Any] = {"title": "Audit", "verdict": sentence, "tone": TONES[verdict], "found": table}
-    values["tests"] = Table(TESTS, list(tests))
-    run.write("report.md", render("audit.md", **values))
+    listed: list[pages.Block] = [Table(TESTS, list(tests))] if tests else []
+    notice = pages.write_report(
+        run,
+        lambda: [_plot(group, tests) for group in groups],
+        "Audit",
+        sentence,
+        {"What was found": [table], "Every test of the sampled answers": listed},
+        tone=TONES[verdict],
+        explained=["auditing"],
+        settings=flat(settings),
+    )
     progress.table(table)
-    progress.say(sentence)
-    try:
-        drawn = [_plot(group, tests) for group in groups]
-    except ConfigError as error:
-        progress.say(f"no plots in report.html: {error}")
-        drawn = []
-    run.write("report.html", render("audit.html", drawn=drawn, settings=flat(settings), **values))
+    for text in (sentence, notice):
+        if text:
+            progress.say(text)
     progress.say(f"report: {run.path / 'report.html'}")
     return run
 
 
-def _plot(group: Group, tests: Sequence[Trial]) -> Plot:
+def _plot(group: Group, tests: Sequence[Trial]) -> pages.Plot:
     own = [test for test in tests if test.group == group.name and test.statistic == "surprisal"]
     rows = [(test.positions, test.difference, (test.low, test.high), int(test.is_fault)) for test in own]
-    return ranges(f"{group.name}: surprisal minus entropy, by position", rows, "nats", mark=0.0)
+    return pages.ranges(f"{group.name}: surprisal minus entropy, by position", rows, "nats", mark=0.0)

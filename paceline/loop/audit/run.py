@@ -23,11 +23,12 @@ from paceline.loop.audit import checks
 from paceline.loop.audit.answers import AnswerReader, ServerAnswer
 from paceline.loop.audit.checks import Finding, Stop, Usage, Verdict
 from paceline.loop.audit.config import AuditConfig
-from paceline.loop.audit.endpoint import AuditPrompt, Endpoint, Request, sendable, served_name
+from paceline.loop.audit.endpoint import AuditPrompt, Endpoint, Request, sendable
 from paceline.loop.audit.evidence import Draw, Group, Trial, judged
 from paceline.loop.audit.report import write_report
 from paceline.loop.audit.scores import Reader, scores_of
 from paceline.model.text.tokenizer import Tokenizer
+from paceline.net.served_model import served_name
 from paceline.net.streaming import Client
 from paceline.report.tables import SILENT, Progress
 from paceline.runs.folder import RunFolder

@@ -35,7 +35,7 @@ from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
 from paceline.runs.stopping import Stop, stopped_by_signal
 from paceline.train.answers.on_ray import run as regenerate
-from paceline.train.answers.run_identity import check_same_run
+from paceline.train.answers.run_identity import opened_run
 from paceline.train.config import RegenerateConfig
 from paceline.train.documents.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
 
@@ -113,17 +113,12 @@ class _Stages:
         return result
 
     def _open(self) -> RunFolder:
-        """Creates or reopens the run folder. Raises ConfigError if it was started with other settings."""
         settings = plain(asdict(self.config))
         for name in LENGTH:
             settings["teaching"].pop(name)
         for part in ("out", "gate"):
             settings.pop(part)
-        if (self.config.out / "config.json").is_file():
-            check_same_run(self.config.out, "distill", settings)
-        else:
-            RunFolder.create("distill", {"distill": settings}, self.config.out)
-        return RunFolder.open(self.config.out)
+        return opened_run(self.config.out, "distill", settings)
 
     def _answers(self) -> list[Path]:
         config = self.config

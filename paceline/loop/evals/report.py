@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError
 from paceline.loop.evals.compare import Comparison
-from paceline.loop.evals.scores import Scored, Scores
-from paceline.report.pages import Plot, ranges, render, short
+from paceline.loop.evals.scores import Scores
+from paceline.report import pages
 from paceline.report.statistics import Tone
 from paceline.report.tables import Column, Progress, Table, flat, with_interval
 from paceline.runs.folder import RunFolder
@@ -76,35 +75,37 @@ def write_report(
     run.results({**lines, "refusals": list(refusals), "passed": not refusals})
     verdict = sentence(last, comparisons, refusals)
     figures, pairs = Table(FIGURES, list(scores)), Table(PAIRS, list(comparisons))
-    values: dict[str, Any] = {
-        "title": f"Evals: {last.suite}",
-        "verdict": verdict,
-        "tone": _tone(comparisons, refusals),
-        "figures": figures,
-        "beside": pairs,
-    }
-    run.write("report.md", render("evals.md", **values))
+    compared: list[pages.Block] = [pairs] if comparisons else []
+    worst = sorted((case for case in last.cases if case.score < 1), key=lambda case: case.score)[:SHOWN]
+    notice = pages.write_report(
+        run,
+        lambda: _plots(scores, comparisons),
+        f"Evals: {last.suite}",
+        verdict,
+        {"Scores and costs": [figures], "Compared with another run": compared},
+        tone=_tone(comparisons, refusals),
+        explained=["evals"],
+        texts=[(f"{case.id}: {case.score:.2f} {case.why[0]}", case.texts[0][:LONGEST]) for case in worst],
+        settings=flat(settings),
+    )
     for table in (figures, pairs) if comparisons else (figures,):
         progress.table(table)
     progress.say(verdict)
-    try:
-        drawn = _plots(scores, comparisons)
-    except ConfigError as error:
-        progress.say(f"no plots in report.html: {error}")
-        drawn = []
-    worst: list[Scored] = sorted((case for case in last.cases if case.score < 1), key=lambda case: case.score)[:SHOWN]
-    texts = [(case, case.texts[0][:LONGEST], case.why[0]) for case in worst]
-    run.write("report.html", render("evals.html", drawn=drawn, texts=texts, settings=flat(settings), **values))
+    if notice:
+        progress.say(notice)
     progress.say(f"report: {run.path / 'report.html'}")
     return run
 
 
-def _plots(scores: Sequence[Scores], comparisons: Sequence[Comparison]) -> list[Plot]:
-    rows = [(short(each.name), each.mean, each.interval, number) for number, each in enumerate(scores)]
-    plots = [ranges("Score, with 95% intervals over cases", rows, "score")]
+def _plots(scores: Sequence[Scores], comparisons: Sequence[Comparison]) -> list[pages.Plot]:
+    rows = [(pages.short(each.name), each.mean, each.interval, number) for number, each in enumerate(scores)]
+    plots = [pages.ranges("Score, with 95% intervals over cases", rows, "score")]
     if comparisons:
         pairs = [
-            (short(f"over {each.before}"), each.difference, each.interval, n) for n, each in enumerate(comparisons)
+            (pages.short(f"over {each.before}"), each.difference, each.interval, n)
+            for n, each in enumerate(comparisons)
         ]
-        plots.append(ranges("Difference, case by case, with 95% intervals", pairs, "difference of scores", mark=0.0))
+        plots.append(
+            pages.ranges("Difference, case by case, with 95% intervals", pairs, "difference of scores", mark=0.0)
+        )
     return plots

@@ -18,7 +18,6 @@ from paceline.bench.config import BASELINE
 from paceline.config import EngineConfig, read_api_keys
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, refuse
-from paceline.loop.audit.endpoint import served_name
 from paceline.loop.evals.answerers import EndpointAnswerer, LLMAnswerer, named
 from paceline.loop.evals.compare import Comparison, Gate, compare
 from paceline.loop.evals.config import EndpointConfig, EvalSampling, JudgeConfig, PricesConfig
@@ -27,6 +26,7 @@ from paceline.loop.evals.report import write_report
 from paceline.loop.evals.sandbox.run import Limits, Sandbox
 from paceline.loop.evals.scores import Answerer, Scores, read_scores, run_suite
 from paceline.loop.evals.suite import read_suite
+from paceline.net.served_model import served_name
 from paceline.net.streaming import Client
 from paceline.report.tables import SILENT, Progress
 from paceline.runs.folder import RunFolder, plain

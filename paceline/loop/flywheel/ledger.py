@@ -8,15 +8,14 @@ The figures are those of `evals run` on the suite of the iteration (turn) of the
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CacheError, ConfigError, reraised
+from paceline.errors import CacheError, reraised
 from paceline.report.tables import Column, Table, with_interval
-from paceline.runs.folder import append_lines, plain
+from paceline.runs.folder import append_lines, checked_lines, plain
 
 LEDGER = "ledger.jsonl"
 Line = dict[str, Any]
@@ -39,14 +38,9 @@ def read(out: Path) -> list[Line]:
     A stage that was killed after writing a line writes it again. Therefore only the last of the lines with the same
     iteration (turn), model name and state is returned, for the states "measured" and "kept". All refusals are returned.
     """
-    file, lines = out / LEDGER, dict[Any, Line]()
-    remedy = "restore it from a copy, or delete the line that is damaged"
-    with reraised(ConfigError, f"{file} is damaged", remedy, OSError, ValueError, RecursionError):
-        for number, text in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []):
-            line = json.loads(text)
-            if not isinstance(line, dict) or not all(type(line.get(key)) is kind for key, kind in KEYS.items()):
-                raise ValueError(f"{text[:80]} is no line of it")
-            lines[tuple(line[key] for key in KEYS) if line["state"] in ("measured", "kept") else number] = line
+    lines = dict[Any, Line]()
+    for number, line in enumerate(checked_lines(out / LEDGER, KEYS)):
+        lines[tuple(line[key] for key in KEYS) if line["state"] in ("measured", "kept") else number] = line
     return list(lines.values())
 
 

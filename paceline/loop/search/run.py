@@ -29,7 +29,7 @@ from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
 from paceline.runs.stopping import stopped_by_signal
 from paceline.train.answers.on_ray import run as regenerate
-from paceline.train.answers.run_identity import check_same_run
+from paceline.train.answers.run_identity import opened_run
 from paceline.train.config import RegenerateConfig, TrainConfig
 from paceline.train.documents.dataset import Document, answers_of, heldout_prompts, prompt_of, read_corpus
 from paceline.train.plan.target_facts import read_target
@@ -181,15 +181,10 @@ class _Search:
 
 
 def _opened(config: SearchConfig) -> RunFolder:
-    """Creates or reopens the run folder. Raises ConfigError if it was begun with other settings."""
     settings = plain(asdict(replace(config, trial_minutes=config.rung_minutes[-1])))
     for name in ("out", *LENGTH):
         settings.pop(name)
-    if (config.out / "config.json").is_file():
-        check_same_run(config.out, "search", settings)
-    else:
-        RunFolder.create("search", {"search": settings}, config.out)
-    return RunFolder.open(config.out)
+    return opened_run(config.out, "search", settings)
 
 
 def write(result: SearchResult, config: SearchConfig, run: RunFolder, progress: Progress) -> None:

@@ -37,7 +37,7 @@ from paceline.loop.store.incoming import STORED, Incoming, Row, pa, parquet, rea
 from paceline.loop.store.split import BETWEEN, SIDES, sides
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.report.tables import SILENT, Progress
-from paceline.runs.folder import append_lines, plain, whole_file, write_whole
+from paceline.runs.folder import append_lines, checked_lines, plain, whole_file, write_whole
 from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
 
@@ -318,7 +318,8 @@ class Store:
 
     def _version_lines(self) -> dict[int, dict[str, Any]]:
         """Returns {version: line}. Raises ConfigError as `versions` does."""
-        lines = self._lines("versions.jsonl", {"version": int, "what": str, "rows": dict, "files": dict})
+        keys = {"version": int, "what": str, "rows": dict, "files": dict}
+        lines = checked_lines(self.path / "versions.jsonl", keys)
         by_version = {line["version"]: line for line in lines}
         if self.version and self.version not in by_version:
             raise self._mismatch(max(by_version, default=0))
@@ -351,20 +352,7 @@ class Store:
 
     def labels(self) -> list[dict[str, Any]]:
         """Returns the scores of answers in labels.jsonl. Raises ConfigError on a damaged line."""
-        return self._lines("labels.jsonl")
-
-    def _lines(self, name: str, keys: dict[str, type] | None = None) -> list[dict[str, Any]]:
-        """Objects of a JSON Lines file, checked for keys of these types; a truncated last line is left out."""
-        file, remedy = self.path / name, "restore it from a copy, or delete the line that is damaged"
-        with reraised(ConfigError, f"{file} is damaged", remedy, OSError, ValueError, RecursionError):
-            whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-            lines = [json.loads(line) for line in whole if line.strip()]
-            for line in lines:
-                if not isinstance(line, dict) or not all(
-                    type(line.get(key)) is kind for key, kind in (keys or {}).items()
-                ):
-                    raise ValueError(f"{str(line)[:80]} is no line of it")
-            return lines
+        return checked_lines(self.path / "labels.jsonl", {})
 
 
 def _version_of(shard: Path) -> int:

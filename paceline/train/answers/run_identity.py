@@ -71,6 +71,16 @@ def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
     return bool(grown)
 
 
+def opened_run(out: Path, kind: str, settings: dict[str, Any]) -> RunFolder:
+    """Creates or reopens the run folder `out` of type `kind`. Raises ConfigError if it was begun with other
+    settings."""
+    if (out / "config.json").is_file():
+        check_same_run(out, kind, settings)
+    else:
+        RunFolder.create(kind, {kind: settings}, out)
+    return RunFolder.open(out)
+
+
 def extend(folder: RunFolder, kind: str, settings: dict[str, Any]) -> None:
     """Writes the extended settings into the run's config.json, under its type `kind`."""
     config = json.loads((folder.path / "config.json").read_text(encoding="utf-8"))

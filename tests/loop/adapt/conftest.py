@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from fake_servers import FakeServer, serving
+from fake_servers import FakeServer, Vllm, serving
 
 from paceline.loop.adapt.servers.vllm_sglang import restart
 
@@ -16,6 +18,16 @@ def server() -> Iterator[FakeServer]:
     with serving(FakeServer()) as fake:
         fake.count(rounds=1000, accepted=1000, tokens=2000)
         yield fake
+
+
+@pytest.fixture
+def three() -> Iterator[list[Vllm]]:
+    """vLLM servers that have answered as many requests."""
+    with contextlib.ExitStack() as stack:
+        servers: Any = [stack.enter_context(serving(Vllm())) for _ in range(3)]
+        for one in servers:
+            one.count(rounds=40_000, accepted=80_000, tokens=120_000, ended=9400)
+        yield servers
 
 
 @pytest.fixture

@@ -44,7 +44,10 @@ class TestSilence:
         one = begun(tmp_path, server, 3)
         server.refuses["/admin/drafters/general"] = 400, {"error": "of another model"}
         one.tick(NOW + 180)
+        server.refuses.clear()
+        one.tick(NOW + 240)
         assert events(one) == ["training", "refused"] and is_condemned(one) and one.stage is None
+        assert server.members == {"general": "default"}
 
     @pytest.mark.slow
     def test_a_lost_answer_is_undone_all_the_same(self, tmp_path: Path, server: FakeServer) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from adapt_requests import HOUR
 from fake_servers import FakeServer
-from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
+from played import NOW, PASSED, Deciding, Played, events, ticked, traffic, watcher
 
 from paceline.data.answers import AnswerShards
 from paceline.loop.adapt.config import CandidateConfig
@@ -45,8 +45,7 @@ def test_a_server_of_another_engine_is_watched_by_its_counters(tmp_path: Path, s
         server.count(rounds=1000 + 100 * minute, accepted=1000 + 200 * minute, tokens=0)
         one.tick(NOW + 60 * minute)
     assert one.log.lines()[-1]["hour"] == HOUR and not one.log.lines()[-1]["seen"]
-    for minute in range(5):
-        one.tick(NOW + 3600 + 60 * minute)
+    ticked(one, 1, 5)
     line = next(line for line in one.log.lines() if line["hour"] == HOUR + 1)
     assert line["seen"][ALL]["tokens_per_round"] == 3.0
     assert events(one) == ["training", "swapped"]

@@ -178,15 +178,6 @@ class TestMeter:
         server = FixedPage("http://one", sglang(3010, 1000, 10))
         assert tokens_per_round(Counts(), Meters({server.url: {}}).read(cast(Any, [server]), None)) == 3.0
 
-    def test_rounds_that_an_earlier_version_did_not_read_are_not_counted_twice(self) -> None:
-        """Its meters of SGLang hold 0 rounds; the gauge is read once more, then the counter."""
-        earlier = "".join(line for line in sglang(1010, 0, 10).splitlines(True) if "verify_calls" not in line)
-        first = gained(earlier, sglang(1960, 5000, 10))
-        assert (first.tokens, first.rounds, first.accepted) == pytest.approx((950, 500, 450))
-        both = gained(earlier, sglang(1960, 5000, 10), sglang(4960, 6000, 10))
-        assert (both.tokens, both.rounds, both.accepted) == pytest.approx((3950, 1500, 2450))
-        assert gained(earlier, sglang(301, 100, 1)) == Counts(301, 100, 200, requests=1), "a restart"
-
     def test_the_gauge_of_an_idle_server_changes_nothing(self) -> None:
         """Three servers of SGLang without its counter of rounds; one of them has drafted at 9.0 long ago."""
         text = "sglang:generation_tokens_total {}\nsglang:spec_accept_length {}\n"

@@ -12,7 +12,8 @@ from fake_servers import FakeServer, serving
 from paceline.errors import DeployError, DownloadError
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.servers.counters import Counts, tokens_per_round
-from paceline.loop.adapt.servers.deploy import Deployment, open_deployment
+from paceline.loop.adapt.servers.deploy import open_deployment
+from paceline.loop.adapt.servers.deployment import Deployment
 
 
 def test_acceptance_is_read_by_vllm_s_names(server: FakeServer) -> None:

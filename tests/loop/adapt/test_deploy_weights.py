@@ -12,7 +12,8 @@ from fake_servers import FakeServer, recorded_environments, restart_command, ser
 
 from paceline.errors import ConfigError, DeployError, DownloadError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
-from paceline.loop.adapt.servers.deploy import Deployment, open_deployment
+from paceline.loop.adapt.servers.deploy import open_deployment
+from paceline.loop.adapt.servers.deployment import Deployment
 from paceline.loop.adapt.servers.vllm_sglang import restart as restarted
 
 

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_servers import Vllm, counted
-from fake_servers import serving as fake_serving
+from fake_servers import counted
 from played import NOW, Deciding, Played, events, watcher
 
 from paceline.loop.adapt.config import CandidateConfig
-from paceline.loop.adapt.servers.vllm_sglang import restart as restarted
 from paceline.loop.adapt.watch import Watcher
-
-
-class Swapped(Vllm):
-    """One with the route of `paceline.interop.draft_weights`: it reports the folder that it was given last."""
-
-    folder = ""
-
-    def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
-        if path == restarted.WEIGHTS_PATH:
-            self.folder = body.get("folder", self.folder)
-            return 200, json.dumps({"folder": self.folder, "problem": None})
-        return super().answer(method, path, body)
 
 
 @pytest.mark.slow
 class TestByHand:
     """Somebody loads weights into a running vLLM, past the daemon."""
-
-    @pytest.fixture
-    def three(self, tmp_path: Path) -> Iterator[list[Any]]:
-        with contextlib.ExitStack() as stack:
-            servers: Any = [stack.enter_context(fake_serving(Swapped())) for _ in range(3)]
-            for server in servers:
-                server.folder = str(tmp_path / "old")
-            yield servers
 
     def watching(self, folder: Path, three: list[Any]) -> Watcher:
         """A daemon that has seen three minutes of these servers, with 3 tokens a round."""
@@ -48,6 +23,8 @@ class TestByHand:
         deploy = {"engine": "vllm", "hot_swap": True, "servers": tuple(server.url for server in three)}
         incumbent = CandidateConfig(str(folder / "old"))
         (folder / "traces").mkdir()
+        for server in three:
+            server.folder = server.folder or str(folder / "old")
         one = watcher(folder, three[0], Played(), policy=Deciding(), candidate=incumbent, deploy=deploy)
         for minute in range(3):
             counted(three, minute, 2, 2, 2)

@@ -72,7 +72,7 @@ STAGE = {
     "candidates": ["a"],
     "window": {"since": 3},
 }
-STATE = {"incumbent": "default", "stage": STAGE, "by_hand": None, "scored": {}, "known": None}
+STATE = {"incumbent": "default", "stage": STAGE, "by_hand": None, "scored": {}, "known": None, "meters": {}}
 ODD: list[dict[str, Any]] = [
     {"candidates": []},
     {"at": 5},

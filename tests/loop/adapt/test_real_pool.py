@@ -19,7 +19,8 @@ from paceline.errors import DownloadError
 from paceline.loop.adapt.config import CandidateConfig, DeployConfig
 from paceline.loop.adapt.decide.decide import Decision
 from paceline.loop.adapt.gate.retrain import Job
-from paceline.loop.adapt.servers.deploy import Deployment, open_deployment
+from paceline.loop.adapt.servers.deploy import open_deployment
+from paceline.loop.adapt.servers.deployment import Deployment
 from paceline.plan.clusters import SEEN, label
 from paceline.plan.routes import Router
 

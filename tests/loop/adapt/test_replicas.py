@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapt_requests import HOUR
-from fake_servers import RESTART, Vllm, counted
-from fake_servers import serving as fake_serving
+from fake_servers import Vllm, counted, restarting
 from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
 
 from paceline.errors import CacheError, DeployError, UnreachableError
@@ -21,19 +17,11 @@ from paceline.loop.adapt.decide.decide import Decision
 from paceline.loop.adapt.rollout.stage import Stage
 from paceline.loop.adapt.servers.counted_hours import ALL
 from paceline.loop.adapt.servers.counters import Counts
-from paceline.loop.adapt.servers.deploy import Deployment, open_deployment
+from paceline.loop.adapt.servers.deploy import open_deployment
+from paceline.loop.adapt.servers.deployment import Deployment
 from paceline.loop.adapt.watch import Watcher
 
 pytestmark = pytest.mark.usefixtures("often")
-
-
-@pytest.fixture
-def three() -> Iterator[list[Vllm]]:
-    with contextlib.ExitStack() as stack:
-        servers: Any = [stack.enter_context(fake_serving(Vllm())) for _ in range(3)]
-        for server in servers:
-            server.count(rounds=40_000, accepted=80_000, tokens=120_000, ended=9400)
-        yield servers
 
 
 def drafters(three: list[Vllm]) -> list[list[str]]:
@@ -42,10 +30,8 @@ def drafters(three: list[Vllm]) -> list[list[str]]:
 
 
 def opened(folder: Path, three: list[Vllm], **changes: Any) -> Deployment:
-    (folder / "restart.py").write_text(RESTART)
     (folder / "old").mkdir(exist_ok=True)
-    command = f"{sys.executable} {folder / 'restart.py'}"
-    config = DeployConfig("vllm", tuple(server.url for server in three), restart=command, **changes)
+    config = DeployConfig("vllm", tuple(server.url for server in three), restart=restarting(folder), **changes)
     return open_deployment(config, folder / "old")
 
 
@@ -191,10 +177,9 @@ class TestEvidence:
 
 
 def beside(folder: Path, three: list[Vllm], *ends: tuple[int, Any]) -> Watcher:
-    (folder / "restart.py").write_text(RESTART)
     (folder / "old").mkdir(exist_ok=True)
     servers = tuple(server.url for server in three)
-    deploy = {"engine": "vllm", "restart": f"{sys.executable} {folder / 'restart.py'}", "servers": servers}
+    deploy = {"engine": "vllm", "restart": restarting(folder), "servers": servers}
     policy = Deciding(Decision("retrain", (ALL,), why="it fell"))
     incumbent = CandidateConfig(str(folder / "old"))
     one = watcher(folder, three[0], Played(*ends), policy=policy, candidate=incumbent, deploy=deploy)

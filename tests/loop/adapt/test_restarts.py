@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapt_requests import HOUR
-from fake_servers import RESTART, FakeServer, Vllm
+from fake_servers import FakeServer, Vllm, restarting
 from fake_servers import serving as fake_serving
-from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
+from played import NOW, PASSED, Deciding, Played, events, ticked, traffic, watcher
 
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
@@ -49,8 +48,7 @@ def vllm() -> Iterator[Vllm]:
 
 
 def beside_vllm(folder: Path, vllm: Vllm, incumbent: str, *ends: tuple[int, Any]) -> Watcher:
-    (folder / "restart.py").write_text(RESTART)
-    deploy = {"engine": "vllm", "restart": f"{sys.executable} {folder / 'restart.py'}"}
+    deploy = {"engine": "vllm", "restart": restarting(folder)}
     policy = Deciding(Decision("retrain", (ALL,), why="it fell"))
     one = watcher(folder, vllm, Played(*ends), policy=policy, candidate=CandidateConfig(incumbent), deploy=deploy)
     one._next = HOUR
@@ -167,8 +165,7 @@ class TestNothingToGoBackTo:
         """By a library's caller, who may leave the incumbent out."""
         traffic(tmp_path, drafted=None, accepted=None, temperature=None, seed=None)
         one = beside_vllm(tmp_path, vllm, "default", (0, ""), (0, PASSED))
-        for minute in range(5):
-            one.tick(NOW + 60 * minute)
+        ticked(one, 0, 5)
         assert events(one) == ["training", "failed"] and vllm.drafters == []
         assert "nothing is known to go back to" in one.log.lines()[-1]["why"]
 
@@ -183,8 +180,7 @@ class TestNothingToGoBackTo:
         Path(kept).mkdir(parents=True)
         again = beside_vllm(tmp_path, vllm, str(tmp_path / "old"), (0, ""), (0, PASSED))
         again._next = HOUR + 1
-        for minute in range(4):
-            again.tick(NOW + 3600 + 60 * minute)
+        ticked(again, 1, 4)
         assert again.stage is not None and again.stage.undo == [["server", vllm.url, kept]]
 
 
@@ -197,8 +193,7 @@ def test_a_daemon_killed_while_the_server_loads_gives_the_old_drafter_back(tmp_p
 
     traffic(tmp_path)
     one = watcher(tmp_path, server, Played((0, ""), (0, PASSED)))
-    for minute in range(3):
-        one.tick(NOW + 60 * minute)
+    ticked(one, 0, 3)
     assert one.deployment is not None
     load: Callable[..., None] = one.deployment.load
 
@@ -224,8 +219,7 @@ def test_a_full_disk_loads_nothing_that_could_not_be_taken_back(
 ) -> None:
     traffic(tmp_path)
     one = watcher(tmp_path, server, Played((0, ""), (0, PASSED)))
-    for minute in range(3):
-        one.tick(NOW + 60 * minute)
+    ticked(one, 0, 3)
     state = tmp_path / "state"
     os.rename(state / "state.json", state / "kept.json")
     (state / "state.json").mkdir()

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from fake_servers import FakeServer
-from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
+from played import NOW, PASSED, Deciding, Played, events, ticked, traffic, watcher
 from stored_drafters import raw_2, written
 
 from paceline.config import EngineConfig
@@ -45,8 +45,7 @@ def test_the_command_trains_from_the_window_into_the_folder(tmp_path: Path, serv
         train_command=command, learning_rates=(3e-4,), minutes=12.0, general=(tmp_path / "general",)
     )
     one = watcher(tmp_path, server, Trained((0, PASSED)), retrain=retrain)
-    for minute in range(5):
-        one.tick(NOW + 60 * minute)
+    ticked(one, 0, 5)
     assert events(one) == ["training", "swapped"]
     seen = dict(
         line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines() if line.startswith("PACELINE")
@@ -70,8 +69,7 @@ def test_the_command_trains_from_the_window_into_the_folder(tmp_path: Path, serv
 def test_a_command_that_fails_is_a_line_of_the_log(tmp_path: Path, server: FakeServer, command: str, why: str) -> None:
     traffic(tmp_path)
     one = watcher(tmp_path, server, Trained(), retrain=RetrainConfig(train_command=command))
-    for minute in range(5):
-        one.tick(NOW + 60 * minute)
+    ticked(one, 0, 5)
     assert events(one) == ["training", "refused"] and server.members == {"general": "default"}
     [entry] = one.lineage.entries()
     assert entry["state"] == "not judged" and entry["reason"].startswith(why)

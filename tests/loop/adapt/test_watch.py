@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import pytest
 from adapt_requests import HOUR, keyed, store
+from canaries import swapped
 from fake_servers import FakeServer
-from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
+from played import NOW, PASSED, Deciding, Played, events, ticked, traffic, watcher
 
 from paceline.data.answers import AnswerShards
 from paceline.errors import ConfigError
@@ -19,7 +20,6 @@ from paceline.loop.adapt.decide.decide import Decision
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
 from paceline.loop.adapt.gate.examine import is_held_out
 from paceline.loop.adapt.gate.retrain import Job
-from paceline.loop.adapt.watch import Watcher
 
 
 @pytest.mark.slow
@@ -27,8 +27,7 @@ def test_train_gate_swap_keep(tmp_path: Path, server: FakeServer) -> None:
     traffic(tmp_path)
     jobs = Played((0, ""), (0, PASSED))
     one = watcher(tmp_path, server, jobs)
-    for minute in range(5):
-        one.tick(NOW + 60 * minute)
+    ticked(one, 0, 5)
     assert events(one) == ["training", "swapped"]
     assert jobs.commands[0][-1] == "--json" and "train" in jobs.commands[0] and "--keep" in jobs.commands[0]
     assert "gate" in jobs.commands[1] and "--held-out-only" in jobs.commands[1]
@@ -55,8 +54,7 @@ def test_a_refused_candidate_never_reaches_the_server(tmp_path: Path, server: Fa
     traffic(tmp_path)
     verdict = {"passed": False, "reason": "it loses 4% on 'chat'", "gains": {}}
     one = watcher(tmp_path, server, Played((0, ""), (3, verdict)))
-    for minute in range(6):
-        one.tick(NOW + 60 * minute)
+    ticked(one, 0, 6)
     assert events(one) == ["training", "refused"] and server.members == {"general": "default"}
     assert one.lineage.entries()[0]["reason"] == verdict["reason"]
     assert one.policy.trained_at is not None and not one.policy.is_training
@@ -80,8 +78,7 @@ def test_weights_that_were_turned_away_are_not_swapped_in_again(
     (earlier / "model.safetensors").write_bytes(b"weights")
     one = watcher(tmp_path, server, cast(Any, start))
     one.lineage.add(str(earlier), parents=["default"], state=state, reason="slower by 20%")
-    for minute in range(5):
-        one.tick(NOW + 60 * minute)
+    ticked(one, 0, 5)
     assert events(one) == ["training", "refused" if is_known else "swapped"]
     assert (server.members == {"general": "default"}) is is_known
     assert (
@@ -96,8 +93,7 @@ def test_what_the_gate_let_through_is_swapped_in(tmp_path: Path, server: FakeSer
     between = str(tmp_path / "drafter-75")
     jobs = Played((0, ""), (0, {**PASSED, "drafter": between, "share": 0.75}))
     one = watcher(tmp_path, server, jobs, candidate=CandidateConfig(shares=(1.0, 0.75)))
-    for minute in range(5):
-        one.tick(NOW + 60 * minute)
+    ticked(one, 0, 5)
     assert jobs.commands[1][jobs.commands[1].index("--shares") + 1] == "1,0.75"
     assert events(one) == ["training", "swapped"] and server.members == {"general": between}
     [entry] = one.lineage.entries()
@@ -139,25 +135,14 @@ def test_a_dead_training_or_gate_is_a_line_in_the_log(
         folder.mkdir()
         traffic(folder)
         one = watcher(folder, server, Played(*ends))
-        for minute in range(6):
-            one.tick(NOW + 60 * minute)
+        ticked(one, 0, 6)
         assert events(one) == ["training", "refused"] and server.members == {"general": "default"}
 
 
 @pytest.mark.slow
 class TestProbation:
-    def swapped(self, folder: Path, server: FakeServer) -> Watcher:
-        traffic(folder)
-        one = watcher(folder, server, Played((0, ""), (0, PASSED)))
-        for minute in range(4):
-            server.count(rounds=1000 + 500 * minute, accepted=1000 + 500 * minute, tokens=2000 + 1000 * minute)
-            one.tick(NOW + 60 * minute)
-        one.tick(NOW + 240)
-        assert events(one)[-1] == "swapped"
-        return one
-
     def test_fewer_tokens_a_round_are_rolled_back(self, tmp_path: Path, server: FakeServer) -> None:
-        one = self.swapped(tmp_path, server)
+        one = swapped(tmp_path, server)
         server.count(rounds=3500, accepted=2900, tokens=7000)  # 1.40 a round, 2.00 before
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back" and server.members == {"general": "default"}
@@ -174,7 +159,7 @@ class TestProbation:
         rows = [keyed(1000 + each, ended=before, **(rich if each % 2 else poor)) for each in range(60)]
         rows += [keyed(2000 + each, ended=after, **(rich if each % 5 == 0 else poor)) for each in range(60)]
         store(tmp_path / "traces", rows, "traces-2.parquet")
-        one = self.swapped(tmp_path, server)
+        one = swapped(tmp_path, server)
         assert one.stage is not None and one.stage.before["rich"] == 4.0 and one.stage.before["poor"] == 1.0
         server.count(rounds=3500, accepted=2900, tokens=7000)
         one.tick(NOW + 300)
@@ -182,7 +167,7 @@ class TestProbation:
 
     def test_slower_rounds_are_rolled_back(self, tmp_path: Path, server: FakeServer) -> None:
         """As many rows, the same acceptance, and each round takes half as long again."""
-        one = self.swapped(tmp_path, server)
+        one = swapped(tmp_path, server)
         assert one.stage is not None and one.stage.pace == []  # this server's counters did not tell
         one.stage.pace = [1.0, 0.02]
         one.stage.counted[1], one.stage.counted[4:] = 2400.0, [1000.0, 20.0]
@@ -192,14 +177,8 @@ class TestProbation:
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back" and "30.0 ms, 20.0 before" in one.log.lines()[-1]["why"]
 
-    def test_failed_requests_are_rolled_back(self, tmp_path: Path, server: FakeServer) -> None:
-        one = self.swapped(tmp_path, server)
-        server.count(rounds=2600, accepted=2600, tokens=5200, errors=30)
-        one.tick(NOW + 300)
-        assert events(one)[-1] == "rolled back"
-
     def test_a_server_that_is_not_well_is_given_the_old_one_back(self, tmp_path: Path, server: FakeServer) -> None:
-        one = self.swapped(tmp_path, server)
+        one = swapped(tmp_path, server)
         server.is_well = False
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back"
@@ -221,26 +200,12 @@ class TestProbation:
         assert server.members == {"general": "default"}
 
     def test_a_daemon_that_was_stopped_goes_on(self, tmp_path: Path, server: FakeServer) -> None:
-        self.swapped(tmp_path, server)
+        swapped(tmp_path, server)
         again = watcher(tmp_path, server, Played())
         assert again.stage is not None and again.stage.name == "probation"
         server.count(rounds=3500, accepted=2900, tokens=7000)
         again.tick(NOW + 300)
         assert events(again)[-1] == "rolled back" and server.members == {"general": "default"}
-
-
-@pytest.mark.slow
-def test_a_server_that_refuses_keeps_its_drafter(tmp_path: Path, server: FakeServer) -> None:
-    traffic(tmp_path)
-    one = watcher(tmp_path, server, Played((0, ""), (0, PASSED)))
-    one.tick(NOW)
-    one.tick(NOW + 60)
-    one.tick(NOW + 120)
-    server.refuses["/admin/drafters/general"] = 422, {"error": "memory"}
-    one.tick(NOW + 180)
-    server.refuses.clear()
-    one.tick(NOW + 240)
-    assert events(one) == ["training", "refused"] and server.members == {"general": "default"} and one.stage is None
 
 
 def test_a_dry_run_and_no_server_only_say(tmp_path: Path, server: FakeServer) -> None:

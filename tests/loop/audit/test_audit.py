@@ -97,9 +97,7 @@ def test_planted_faults(
     name: str,
     check: str,
 ) -> None:
-    monkeypatch.setattr(
-        "paceline.loop.audit.report.ranges", lambda title, *_, **__: (title, "")
-    )  # drawing takes longest
+    monkeypatch.setattr("paceline.report.pages.ranges", lambda title, *_, **__: (title, ""))  # drawing takes longest
     monkeypatch.setattr(planted_servers, "HEAT", 1.5)  # at its own 1.15, 48 answers miss it once in four runs
     wrong = serving(lambda: LLM(str(other), drafter="none", **ENGINE))
     with wrong as live, contextlib.closing(Client(url)) as ours, contextlib.closing(Client(live.url)) as theirs:

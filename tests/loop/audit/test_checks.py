@@ -18,11 +18,11 @@ from paceline.loop.audit import checks
 from paceline.loop.audit.answers import AnswerReader
 from paceline.loop.audit.checks import Finding, Stop, Usage
 from paceline.loop.audit.config import TOLERANCES, AuditConfig
-from paceline.loop.audit.endpoint import served_name
 from paceline.loop.audit.evidence import SLOPES, Draw, Group, buckets, detectable, judged
 from paceline.loop.audit.run import audit, stop_in
 from paceline.loop.audit.scores import scores_of
 from paceline.model.text.tokenizer import Tokenizer
+from paceline.net.served_model import served_name
 from paceline.net.streaming import Client
 
 LOGITS_TV = 2.0 * torch.randn(3, 20, generator=torch.Generator().manual_seed(0))

@@ -33,7 +33,7 @@ def live() -> Iterator[Live]:
 def _our_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The very model of the server; and no plots, which take longest."""
     monkeypatch.setattr("paceline.loop.audit.run.LLM.of", lambda _: fake_llm(Talker(num_rows=1, max_len=256)))
-    monkeypatch.setattr("paceline.loop.audit.report.ranges", lambda title, *_, **__: (title, ""))
+    monkeypatch.setattr("paceline.report.pages.ranges", lambda title, *_, **__: (title, ""))
 
 
 def examined(live: Live, change: Change, out: Path) -> Audited:

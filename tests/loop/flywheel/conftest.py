@@ -16,7 +16,7 @@ __all__ = ["known_machine"]
 def undrawn() -> Iterator[None]:
     """Drawing takes as long as all else in a report (evals/test_evals_command.py has it)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.loop.evals.report.ranges", lambda title, *_, **__: (title, ""))
+        patch.setattr("paceline.report.pages.ranges", lambda title, *_, **__: (title, ""))
         yield
 
 

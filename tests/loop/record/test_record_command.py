@@ -60,15 +60,9 @@ def test_the_proxy_is_ended_by_a_signal(tmp_path: Path) -> None:
     assert all(KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_what_cannot_be_asked(tmp_path: Path) -> None:
-    """That each is one line, with status 2, is every command's (tests/test_cli.py)."""
-    model = tiny_model(tmp_path / "tiny")
-    (tmp_path / "diary.txt").write_text("nothing")
-    for words, text in (
-        ((), "give either --upstream URL"),
-        (("--upstream", "http://a/v1"), "ends in /v1"),
-        (("--import", str(tmp_path / "diary.txt"), "--out", str(tmp_path / "x")), "holds no requests"),
-        (("--import", str(tmp_path / "diary.txt")), "--out STORE"),
-    ):
-        with pytest.raises(PacelineError, match=text):
-            app(["record", "--model", str(model), *words], prog_name="paceline", standalone_mode=False)
+def test_a_file_to_import_without_requests(tmp_path: Path) -> None:
+    diary = tmp_path / "diary.txt"
+    diary.write_text("nothing")
+    words = ["record", "--model", str(tiny_model(tmp_path / "tiny")), "--import", str(diary), "--out", str(tmp_path)]
+    with pytest.raises(PacelineError, match="holds no requests"):
+        app(words, prog_name="paceline", standalone_mode=False)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import DownloadError, UnreachableError
-from paceline.loop.adapt.servers.deploy import Deployment
+from paceline.loop.adapt.servers.deployment import Deployment
 
 
 def route_of(deployment: Deployment, cluster: str) -> str | None:

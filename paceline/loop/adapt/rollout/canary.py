@@ -17,7 +17,7 @@ from paceline.loop.adapt.decide.members import route_of
 from paceline.loop.adapt.rollout.stage import LEAST_ROUNDS, Stage
 from paceline.loop.adapt.servers.counted_hours import CountedHours
 from paceline.loop.adapt.servers.counters import Counts
-from paceline.loop.adapt.servers.deploy import Deployment
+from paceline.loop.adapt.servers.deployment import Deployment
 from paceline.loop.adapt.traffic.hours import HOUR_S
 
 MOST_READINGS = 120

@@ -24,7 +24,7 @@ from paceline.loop.adapt.rollout.canary import Canary
 from paceline.loop.adapt.rollout.stage import AWAY_S, LONGEST_WAIT_S, ON_SERVER, Stage
 from paceline.loop.adapt.servers.counted_hours import CountedHours
 from paceline.loop.adapt.servers.counters import Counts
-from paceline.loop.adapt.servers.deploy import Deployment
+from paceline.loop.adapt.servers.deployment import Deployment
 from paceline.loop.adapt.traffic.hours import HOUR_S
 
 Start = Callable[[list[str], Path], Job]

@@ -109,10 +109,6 @@ class Meter:
         before = self.total
         if is_restarted(self.last, raw):
             self.earlier += self.last
-        elif not reading.counts_accepted and self.last.rounds == 0 and raw.rounds > raw.tokens - self.last.tokens:
-            # More rounds than new tokens: rounds from before the last reading, which had none, as in meters that
-            # earlier versions saved. Those rounds are in `earlier`, computed from the gauge.
-            self.earlier += Counts(rounds=-raw.rounds)
         self.last = raw
         if not reading.counts_accepted:
             self.earlier += _accepted(before, self.total, reading.length)

@@ -1,4 +1,4 @@
-"""Deploys drafters on paceline's own server, vLLM or SGLang through one protocol.
+"""Deploys drafters on paceline's own server, vLLM or SGLang through one interface.
 
     deployment = open_deployment(DeployConfig(servers=("http://127.0.0.1:8000",), admin_key="..."))
     before = deployment.counts()
@@ -26,104 +26,21 @@ PACELINE_SPECULATIVE_CONFIG (JSON for vLLM's --speculative-config).
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 from paceline.errors import DeployError, DownloadError, PacelineError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
-from paceline.loop.adapt.servers.counters import Counts, Meters, ask, drafts_of, is_well
+from paceline.loop.adapt.servers.counters import ask, drafts_of
+from paceline.loop.adapt.servers.deployment import Deployment
 from paceline.loop.adapt.servers.vllm_sglang.engine_folders import EngineFolders
 from paceline.loop.adapt.servers.vllm_sglang.restart import SglangServers, VllmServers
-from paceline.net.streaming import Client
 from paceline.report.tables import ignore
 from paceline.types import NONE
 
 log = logging.getLogger("paceline.loop.adapt")
-
-
-class Deployment(Protocol):
-    """Interface to the servers that get a drafter, implemented for each engine. Every method raises DownloadError if a
-    server does not answer or refuses."""
-
-    traces_rounds: bool
-    """True if the traces written for these servers contain the number of accepted drafts of each round."""
-    needs_same_shapes: bool
-    """True if the running servers load only drafters with the tensor shapes of the one that they have."""
-    undo: list[list[str | None]]
-    """Changes that `roll_back` will undo, as JSON lists; a restarted daemon sets it from its saved state."""
-    meters: Meters
-    """Counter sums by server address; a restarted daemon restores them from its saved state."""
-
-    def serves(self, drafter: str) -> None:
-        """Set the drafter that serves now (folder or name), for servers that do not report it."""
-
-    def members(self) -> dict[str, str]:
-        """Returns {name on the server: drafter (folder or name)} for all drafters on the server. Servers with one
-        drafter each have the name "drafter"; one that reports another drafter, loaded by hand, is added under its
-        address."""
-        ...
-
-    def place_of(self, drafter: str) -> str:
-        """Returns the name under which this drafter (folder or name) is loaded on the server. Raises DownloadError if a
-        paceline server does not have it."""
-        ...
-
-    def pinned(self, cluster: str) -> str | None:
-        """Returns the name of the drafter that a cluster (group of similar requests) is routed to; None without a
-        route. Raises DownloadError if the server cannot route it."""
-
-    def load(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
-        """Load the drafter in `folder` under a name, in place of any drafter with this name. Of several servers only
-        the first one, the canary, gets it.
-
-        The data that `roll_back` needs are first put into the field `undo`; then `save_undo` is called, and only then
-        does a server get the request. An exception of `save_undo` stops the load. On an error the servers are
-        unchanged. After an UnreachableError they may have changed; `roll_back` undoes that, too."""
-
-    def load_others(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
-        """Load the drafter on all other servers, one after the other, after `load` has loaded it on the first. Like
-        `load`, but an error leaves the servers before the failed one changed, as recorded in `undo`."""
-
-    def route(self, cluster: str, name: str, save_undo: Callable[[], None] = ignore) -> None:
-        """Route requests of a cluster to the drafter `name`. The data that `roll_back` needs are first put into the
-        field `undo`; then `save_undo` is called, and only then does the server get the request."""
-
-    def loaded_by_hand(self, name: str, before: str | None) -> None:
-        """Record that a user has loaded a drafter under `name` in place of the drafter `before`, which `roll_back` will
-        restore."""
-
-    def keep(self) -> None:
-        """Accept the changes so far: `roll_back` no longer undoes them."""
-
-    def roll_back(self) -> None:
-        """Undo the changes since `keep`, the latest first."""
-
-    def counts(self) -> Counts: ...
-
-    def counts_apart(self) -> tuple[Counts, Counts] | None:
-        """Returns (counts of the server with the drafter on trial, by default the first one; counts of the others) at
-        the latest reading; None without others."""
-
-    def drafts(self, name: str) -> float | None:
-        """Returns the number of rounds drafted by the drafter `name`; None if the server does not count by drafter."""
-
-    def holds(self, name: str, drafter: str) -> bool:
-        """True unless the server reports another drafter, or no drafter, under this name."""
-        ...
-
-    def is_well(self) -> bool:
-        """True if all servers report that they are healthy."""
-        ...
-
-    def check_start(self) -> None:
-        """Raise ConfigError if a server that is up lacks what the configured way of loading a drafter needs. Servers
-        that do not answer are skipped."""
-
-    def close(self) -> None:
-        """Close the connections."""
 
 
 def open_deployment(
@@ -136,24 +53,16 @@ def open_deployment(
     return (VllmServers if config.engine == "vllm" else SglangServers)(config, incumbent, folders)
 
 
-class PacelineServer:
+class PacelineServer(Deployment):
     """Deploys to a paceline server through its admin API: loads drafters into its pool (set of loaded drafters), and
     routes clusters of requests to them."""
 
     traces_rounds = True
-    needs_same_shapes = False
 
     def __init__(self, config: DeployConfig) -> None:
-        self._client = Client(
-            config.servers[0], config.admin_key or os.environ.get("PACELINE_ADMIN_KEY"), config.patience_s
-        )
-        self._served_name = config.served_name
-        self.undo = list[list[str | None]]()
-        """["drafter", name, drafter before or None] and ["cluster", name, drafter it was routed to before or None]."""
-        self.meters, self._leaving = Meters({self._client.url: {}}), set[str]()
-
-    def serves(self, drafter: str) -> None:
-        pass  # the server reports it
+        """`undo`: ["drafter", name, drafter before or None], ["cluster", name, drafter it was routed to or None]."""
+        super().__init__(config)
+        self._client, self._leaving = self._clients[0], set[str]()
 
     def members(self) -> dict[str, str]:
         rows = self._listed("drafters")
@@ -185,9 +94,6 @@ class PacelineServer:
     def load(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
         self._change("drafter", name, self.members().get(name), str(folder.absolute()), save_undo)
 
-    def load_others(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
-        pass  # there is one server
-
     def route(self, cluster: str, name: str, save_undo: Callable[[], None] = ignore) -> None:
         self._change("cluster", cluster, self.pinned(cluster), name, save_undo)
 
@@ -208,9 +114,6 @@ class PacelineServer:
 
     def loaded_by_hand(self, name: str, before: str | None) -> None:
         self.undo.append(["drafter", name, before])
-
-    def keep(self) -> None:
-        self.undo = []
 
     def roll_back(self) -> None:
         while self.undo:
@@ -258,23 +161,8 @@ class PacelineServer:
     def _ask(self, method: str, kind: str, name: str, body: dict[str, Any] | None = None) -> None:
         ask(self._client, method, f"/admin/{kind}/{quote(name)}", body)
 
-    def counts(self) -> Counts:
-        return self.meters.read([self._client], self._served_name)
-
-    def counts_apart(self) -> None:
-        return None
-
     def drafts(self, name: str) -> float | None:
         return drafts_of(self._client, name)
 
     def holds(self, name: str, drafter: str) -> bool:
         return self.members().get(name) == drafter
-
-    def is_well(self) -> bool:
-        return is_well(self._client)
-
-    def check_start(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._client.close()

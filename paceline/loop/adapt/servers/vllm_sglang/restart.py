@@ -1,7 +1,7 @@
 """Deploys drafters to vLLM or SGLang servers. Each has one drafter and does not report it; it is replaced on one server
 (the canary), and later on the others, one after the other.
 
-Implements `deploy.Deployment`. Weights are replaced in the running server if possible, else by a restart command.
+Weights are replaced in the running server if possible, else by a restart command.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from paceline.draft.eagle3.checkpoint import is_eagle3
 from paceline.errors import ConfigError, DeployError, DownloadError, ModelFileError, PacelineError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
-from paceline.loop.adapt.servers.counters import Counts, Meters, answer_of, ask, is_up, is_well
+from paceline.loop.adapt.servers.counters import Counts, answer_of, ask, is_up, is_well
+from paceline.loop.adapt.servers.deployment import Deployment
 from paceline.loop.adapt.servers.vllm_sglang.engine_folders import EngineFolders, check_length
 from paceline.model.checkpoint import read_json
 from paceline.net.streaming import Client
@@ -37,21 +38,15 @@ ONLY = "drafter"
 """Name used for the drafter of a server that has only one."""
 
 
-class _Restarted:
+class _Restarted(Deployment):
     """Servers with one drafter each; replaces it server by server, on the first one before the others."""
 
-    traces_rounds = False
-
     def __init__(self, config: DeployConfig, incumbent: Path | None, folders: EngineFolders | None = None) -> None:
-        self.config, self._incumbent, self._folders = config, incumbent, folders
+        """`undo`: ["server", address, folder that this server read before]."""
+        super().__init__(config)
+        self._incumbent, self._folders = incumbent, folders
         self._loaded: Path | None = None
         """Drafter that was loaded after the incumbent and is not accepted yet."""
-        self.undo = list[list[str | None]]()
-        """["server", address, folder that this server read before]."""
-        self.needs_same_shapes = config.hot_swap
-        key = config.admin_key or os.environ.get("PACELINE_ADMIN_KEY")
-        self._clients = [Client(url, key, config.patience_s) for url in config.servers]
-        self.meters = Meters({client.url: {} for client in self._clients})
 
     def serves(self, drafter: str) -> None:
         self._incumbent = Path(drafter) if Path(drafter).is_dir() else self._incumbent
@@ -112,12 +107,9 @@ class _Restarted:
                 raise
         self._loaded = folder
 
-    def loaded_by_hand(self, name: str, before: str | None) -> None:
-        pass  # these servers do not report their drafter
-
     def keep(self) -> None:
+        super().keep()
         self._incumbent, self._loaded = self._loaded or self._incumbent, None
-        self.undo = []
 
     def roll_back(self) -> None:
         clients = {client.url: client for client in self._clients}
@@ -130,9 +122,6 @@ class _Restarted:
             self.undo.pop()
         self._loaded = None
 
-    def counts(self) -> Counts:
-        return self.meters.read(self._clients, self.config.served_name, {client.url for client in self._needed()})
-
     def counts_apart(self) -> tuple[Counts, Counts] | None:
         on_trial = {str(url) for _, url, _ in self.undo} or {self._clients[0].url}
         others = {client.url for client in self._clients} - on_trial
@@ -141,27 +130,11 @@ class _Restarted:
         first, second = (sum(map(self.meters.total, sorted(urls)), Counts()) for urls in (on_trial, others))
         return first, second
 
-    def drafts(self, name: str) -> float | None:
-        return None
-
-    def holds(self, name: str, drafter: str) -> bool:
-        return True  # these servers do not report their drafter
-
-    def is_well(self) -> bool:
-        return all(is_well(client) for client in self._needed())
-
     def _needed(self) -> list[Client]:
         """Servers that must answer: the only one with the drafter on trial, which another server's failure says nothing
         about; else all."""
         on_trial = [client for client in self._clients if client.url in [url for _, url, _ in self.undo]]
         return on_trial if len(on_trial) == 1 else self._clients
-
-    def check_start(self) -> None:
-        pass
-
-    def close(self) -> None:
-        for client in self._clients:
-            client.close()
 
     def _replace(self, client: Client, folder: Path) -> None:
         """Deploy the drafter to one server, and wait until it is healthy."""
