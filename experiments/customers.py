@@ -31,9 +31,10 @@ from typing import Any
 
 from customers_traffic import LARGE, Customer, as_token_ids, customers
 from regional import stage
-from server_process import post, server, stop
+from server_process import post
 
-from paceline.report.tables import Column, Table
+from paceline.bench.serving.servers import started
+from paceline.report.tables import SILENT, Column, Table
 from paceline.runs.folder import write_results, write_whole
 
 SMALL = ("last-layer", "low-rank")
@@ -61,12 +62,6 @@ def sent(port: int, requests: Iterable[tuple[list[Any], dict[str, str]]], max_to
     return [text for text, _ in done], sum(count for _, count in done) / (time.perf_counter() - began)
 
 
-def serving(args: argparse.Namespace, *words: object) -> list[str]:
-    threads = ["--threads", args.threads] if args.threads else []
-    common = ("-m", "paceline", "serve", "--model", args.model, "--port", 0, "--max-batch", 8, *threads)
-    return [sys.executable, *map(str, (*common, *words))]
-
-
 def record_traffic(args: argparse.Namespace) -> Path:
     """Let a server answer the traffic of all customers, in random order, and record it."""
     folder, mark = args.out / TRACES, args.out / "traffic.json"
@@ -79,9 +74,10 @@ def record_traffic(args: argparse.Namespace) -> Path:
         for chat in customer.chats(args.large if customer.number in LARGE else args.small)
     ]
     random.Random("order").shuffle(requests)
-    with server(serving(args, "--traces", folder)) as (process, port, _):
-        _, rate = sent(port, requests, args.max_tokens)
-        stop(process)
+    words = ["--model", args.model, "--traces", str(folder)]
+    words += ["--threads", str(args.threads)] if args.threads else []
+    with started([("traffic", words)], args.out, SILENT) as [url]:
+        _, rate = sent(int(url.rpartition(":")[2]), requests, args.max_tokens)
     write_whole(mark, json.dumps({"requests": len(requests), "tokens_per_s": rate}))
     return folder
 
