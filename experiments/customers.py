@@ -84,20 +84,9 @@ def record_traffic(args: argparse.Namespace) -> Path:
 
 def advice(args: argparse.Namespace, traces: Path) -> dict[str, Any]:
     """Returns the JSON of `paceline advise --by tag` about the traffic."""
-    command = [
-        sys.executable,
-        "-m",
-        "paceline",
-        "advise",
-        str(traces),
-        "--by",
-        "tag",
-        "--model",
-        args.model,
-        "--run",
-        "none",
-    ]
-    output = subprocess.run([*command, "--json"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    words = ["advise", str(traces), "--by", "tag", "--model", args.model, "--run", "none", "--json"]
+    command = [sys.executable, "-m", "paceline", *words]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
 
