@@ -1,4 +1,4 @@
-# Read by decode_vs_peers.sh and others, from the repository's root: builds the peers once, into $venv.
+# Read by decode_vs_peers.sh and vllm_serves_export.sh, from the repository's root: builds the peers once, into $venv.
 
 venv=${PEERS_VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/paceline-peers/decode}
 release=0.3.36 commit=0c1e57098
