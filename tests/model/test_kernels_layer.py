@@ -166,10 +166,12 @@ def decoder_cases(kind: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
     make_norm = RMSNorm.__init__
 
-    def make_norm_of_a_gpu(norm: RMSNorm, weight: Tensor, eps: float, offset: float = 0.0) -> None:
+    def make_norm_of_a_gpu(
+        norm: RMSNorm, weight: Tensor, eps: float, offset: float = 0.0, is_wide: bool = False
+    ) -> None:
         make_norm(norm, weight, eps, offset)
-        norm._is_cpu, norm._is_wide = False, bool(offset)
-        norm._weight = weight.float() + offset if offset else weight
+        norm._is_cpu, norm._is_wide = False, bool(offset) or is_wide
+        norm._weight = weight.float() + offset if norm._is_wide else weight
 
     for name in WIRINGS:
         with tempfile.TemporaryDirectory() as folder:
