@@ -302,18 +302,8 @@ def check_built(name: str, tag: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         words = mocked(Path(scratch) / "tiny")
         os.chmod(scratch, 0o755)
-        run = [
-            name,
-            "run",
-            "--rm",
-            "--name",
-            container,
-            "--read-only",
-            "--tmpfs",
-            "/tmp",
-            "--publish",
-            f"127.0.0.1:{port}:8000",
-        ]
+        run = [name, "run", "--rm", "--name", container, "--read-only", "--tmpfs", "/tmp"]
+        run += ["--publish", f"127.0.0.1:{port}:8000"]
         with started([*run, "--volume", f"{scratch}:/shapes:ro", tag, *words, "/shapes/tiny"], SOURCE) as process:
             health = [name, "exec", container, "python", "-c"]
             check_server(

@@ -31,11 +31,13 @@ from typing import Any
 
 from adapt_clients import QUESTIONS, TICKETS, UNSEEN, Done, Known, Traffic
 from adapt_story import LATE_S, Missed, Story, add_arguments, finish, new_folder, noised, watch_options
-from server_process import post, server, stop
+from server_process import post
 
 from paceline import LLM, SamplingParams
+from paceline.bench.serving.servers import started
 from paceline.data.prompts import read_prompts
 from paceline.loop.adapt.gate.lineage import Lineage
+from paceline.report.tables import SILENT
 
 __all__ = ["Done", "Run", "Traffic", "verdicts"]
 MEMBER, OURS = "general", "adapt-live"
@@ -118,13 +120,13 @@ class Run(Story):
         ood = self.answers("ood", options.ood, options.num_ood)
         words = ["--model", options.model, "--dtype", options.dtype, "--drafter", f"{MEMBER}=default", "--route", "tag"]
         words += ["--max-batch", options.clients, "--max-len", options.max_len, "--traces", self.out / "traces"]
-        serving = self.command("serve", "--port", 0, *words, "--speculate", "full", *shlex.split(options.serve_options))
-        with server(serving) as (process, port, _):
+        words += ["--speculate", "full", *shlex.split(options.serve_options)]
+        with started([("live", [*map(str, words)])], self.out, SILENT) as [url]:
+            port = int(url.rpartition(":")[2])
             traffic = Traffic(port, prompts, options.max_tokens, options.clients, options.think_s, {QUESTIONS: 1.0})
             self.results["traffic"] = traffic
             with self.watching(self.watch_command(port, general, ood)) as daemon, traffic.running():
                 self.poisoned(traffic, daemon, self.adapted(traffic, daemon))
-            stop(process)
 
 
 def verdicts(run: Run, missed: str | None) -> dict[str, bool]:

@@ -1,4 +1,4 @@
-"""Twenty customers on one base model: who deserves a drafter, what small drafters bring, and one server for all.
+"""Twenty customers on one base model: who deserves a drafter, and what small drafters bring.
 
     python experiments/customers.py --minutes 1 --out runs/customers
 
@@ -6,13 +6,10 @@ A server answers the requests of twenty invented customers (customers_traffic.py
 traces. Then, each stage a mark in `--out` (killed, the same command goes on):
 
 - `paceline advise --by tag` ranks the customers before anything is trained;
-- a body is trained on the traffic of all, and the hidden states are kept for all later trainings (`--shared-features`):
-  how long that took, and how long it takes if each customer's training computes its own again;
+- a body is trained on the traffic of all, and the hidden states are kept for all later trainings (`--shared-features`);
 - from this body, each customer's own drafter, `--minutes` of steps; for the large customers also a last layer alone
   and low-rank differences, in equal minutes;
-- held-out requests of each customer are answered with each of its drafters, in turns: the true ranking;
-- one server has all twenty drafters, at most `--loaded` of them in memory: requests with a tag, against the same
-  requests with the drafter named by hand, and with the default drafter.
+- held-out requests of each customer are answered with each of its drafters, in turns: the true ranking.
 
 Exit status 1 if an answer with drafts differs from plain decoding's. Writes results.json.
 """
@@ -34,9 +31,10 @@ from typing import Any
 
 from customers_traffic import LARGE, Customer, as_token_ids, customers
 from regional import stage
-from server_process import post, server, stop
+from server_process import post
 
-from paceline.report.tables import Column, Table
+from paceline.bench.serving.servers import started
+from paceline.report.tables import SILENT, Column, Table
 from paceline.runs.folder import write_results, write_whole
 
 SMALL = ("last-layer", "low-rank")
@@ -64,12 +62,6 @@ def sent(port: int, requests: Iterable[tuple[list[Any], dict[str, str]]], max_to
     return [text for text, _ in done], sum(count for _, count in done) / (time.perf_counter() - began)
 
 
-def serving(args: argparse.Namespace, *words: object) -> list[str]:
-    threads = ["--threads", args.threads] if args.threads else []
-    common = ("-m", "paceline", "serve", "--model", args.model, "--port", 0, "--max-batch", 8, *threads)
-    return [sys.executable, *map(str, (*common, *words))]
-
-
 def record_traffic(args: argparse.Namespace) -> Path:
     """Let a server answer the traffic of all customers, in random order, and record it."""
     folder, mark = args.out / TRACES, args.out / "traffic.json"
@@ -82,29 +74,19 @@ def record_traffic(args: argparse.Namespace) -> Path:
         for chat in customer.chats(args.large if customer.number in LARGE else args.small)
     ]
     random.Random("order").shuffle(requests)
-    with server(serving(args, "--traces", folder)) as (process, port, _):
-        _, rate = sent(port, requests, args.max_tokens)
-        stop(process)
+    words = ["--model", args.model, "--traces", str(folder)]
+    words += ["--threads", str(args.threads)] if args.threads else []
+    with started([("traffic", words)], args.out, SILENT) as [url]:
+        _, rate = sent(int(url.rpartition(":")[2]), requests, args.max_tokens)
     write_whole(mark, json.dumps({"requests": len(requests), "tokens_per_s": rate}))
     return folder
 
 
 def advice(args: argparse.Namespace, traces: Path) -> dict[str, Any]:
     """Returns the JSON of `paceline advise --by tag` about the traffic."""
-    command = [
-        sys.executable,
-        "-m",
-        "paceline",
-        "advise",
-        str(traces),
-        "--by",
-        "tag",
-        "--model",
-        args.model,
-        "--run",
-        "none",
-    ]
-    output = subprocess.run([*command, "--json"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    words = ["advise", str(traces), "--by", "tag", "--model", args.model, "--run", "none", "--json"]
+    command = [sys.executable, "-m", "paceline", *words]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
 
@@ -116,25 +98,6 @@ def trained(args: argparse.Namespace, name: str, init: object, minutes: float, *
     settings += ("--threads", args.threads) if args.threads else ()
     answers = ("--target", args.model, "--answers", args.out / TRACES, "--init", init)
     return stage(args.out, name, "train", *answers, *settings, *words) / "drafter"
-
-
-def computing_seconds(folder: Path) -> float:
-    """Seconds in which the hidden states in a folder were computed, from their files' times."""
-    times = sorted(file.stat().st_mtime for file in folder.rglob("*.safetensors"))
-    return (times[-1] - times[0]) * len(times) / max(len(times) - 1, 1)
-
-
-def feature_seconds(args: argparse.Namespace, body: Path) -> dict[str, float]:
-    """Seconds of hidden states: "once" for the traffic of all, which every later training reads, and "again" if each
-    customer's training computes its own."""
-    again = 0.0
-    for customer in customers():
-        name = f"{customer.tag}-features"
-        words = ("--tag", customer.tag, "--lr", RATES["all"], "--max-steps", 1)
-        folder = args.out / name / "features"
-        trained(args, name, body, args.minutes, *words, "--shared-features", folder)
-        again += computing_seconds(folder)
-    return {"once": computing_seconds(args.out / "features"), "again": again}
 
 
 def own_drafters(args: argparse.Namespace, body: Path) -> dict[str, dict[str, Path]]:
@@ -168,30 +131,6 @@ def measured(args: argparse.Namespace, customer: Customer, drafters: dict[str, P
             figure["full_tokens_per_round"] = row["tokens_per_round"]
             figure["identical"] = min(figure["identical"], row["identical"])
     return figures
-
-
-def pool(args: argparse.Namespace, drafters: dict[str, dict[str, Path]]) -> dict[str, Any]:
-    """All drafters in one server: tokens/s by tag, with the drafter named by hand, and with the default drafter."""
-    requests = [(chat, customer.tag) for customer in customers() for chat in customer.chats(args.live, is_heldout=True)]
-    random.Random("live").shuffle(requests)
-    named = [word for tag, own in drafters.items() for word in ("--drafter", f"{tag}={own['all']}")]
-    words = ("--drafter", "general=default", *named, "--route", "tag", "--loaded-drafters", args.loaded)
-    headers = {
-        "by tag": lambda tag: {"x-paceline-tag": tag},
-        "by hand": lambda tag: {"x-paceline-drafter": tag},
-        "default": lambda _: {"x-paceline-drafter": "general"},
-        "plain": lambda _: {"x-paceline-drafter": "none"},
-    }
-    rates, texts = {name: list[float]() for name in headers}, dict[str, list[str]]()
-    with server(serving(args, *words)) as (_, port, started_s):
-        for _ in range(args.turns):
-            for name, header in headers.items():
-                headed = [(chat, header(tag)) for chat, tag in requests]
-                texts[name], rate = sent(port, headed, args.max_tokens)
-                rates[name].append(rate)
-                print(f"pool, {name}: {rate:.0f} tokens/s", file=sys.stderr)
-    different = sum(text != plain for each in texts.values() for text, plain in zip(each, texts["plain"], strict=True))
-    return {"tokens_per_s": rates, "started_s": started_s, "requests": len(requests), "different_texts": different}
 
 
 def ranking(rows: dict[str, dict[str, dict[str, Any]]], advised: dict[str, Any]) -> dict[str, Any]:
@@ -229,9 +168,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1.0, help="minutes of steps of a customer's drafter")
     parser.add_argument("--heldout", type=int, default=8, help="measured requests of a customer")
     parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--live", type=int, default=6, help="requests of a customer to the server of all")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--loaded", type=int, default=8, help="drafters of that server in memory")
     parser.add_argument("--threads", type=int, help="CPU threads [default: PyTorch's choice]")
     parser.add_argument("--out", type=Path, default=Path("runs/customers"))
     return parser.parse_args()
@@ -243,19 +179,13 @@ def main() -> int:
     traces = record_traffic(args)
     advised = advice(args, traces)
     body = trained(args, "body", "default", args.body_minutes, "--lr", RATES["all"])
-    features = feature_seconds(args, body)
     drafters = own_drafters(args, body)
     rows = {customer.tag: measured(args, customer, drafters[customer.tag]) for customer in customers()}
-    live = pool(args, drafters)
     table(rows).show(stderr=False)
     ranks = ranking(rows, advised)
-    results = {"ranking": ranks, "features_s": features, "pool": live}
-    print(json.dumps(results, indent=1))
-    write_results(args.out / "results.json", {"advice": advised, "customers": rows} | results)
-    is_same = (
-        all(row["identical"] == 1.0 for of in rows.values() for row in of.values()) and not live["different_texts"]
-    )
-    return 0 if is_same else 1
+    print(json.dumps(ranks, indent=1))
+    write_results(args.out / "results.json", {"advice": advised, "customers": rows, "ranking": ranks})
+    return 0 if all(row["identical"] == 1.0 for of in rows.values() for row in of.values()) else 1
 
 
 if __name__ == "__main__":

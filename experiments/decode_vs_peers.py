@@ -207,17 +207,8 @@ class Block:
             environment = vllm_environment(args.peers_home, environment)
         elif script != "paceline":
             model, draft = (name and str(resolve(name)) for name in (model, draft))
-        options = [
-            "--model",
-            str(model),
-            "--threads",
-            str(args.threads),
-            "--streams",
-            str(self._streams),
-            "--ways",
-            *ways,
-        ]
-        options += ["--max-len", str(self._max_len), "--form", form, "--isa", args.isa]
+        options = ["--model", str(model), "--threads", str(args.threads), "--streams", str(self._streams)]
+        options += ["--ways", *ways, "--max-len", str(self._max_len), "--form", form, "--isa", args.isa]
         options += ["--draft", draft] if draft else []
         options += (
             ["--dflash", str(plain_drafter(self._shipped, args.peers_home / "models"))] if "dflash" in ways else []

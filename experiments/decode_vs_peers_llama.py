@@ -21,17 +21,11 @@ from typing import Any
 
 from decode_vs_peers_pipe import Prompts, arguments, own_output, serve
 
+SHORT = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8")
 WAYS: dict[str, tuple[str, ...]] = {
     "none": (),
     "ngram-simple": ("--spec-type", "ngram-simple", "--spec-draft-n-max", "64"),  # as its documentation has it
-    "ngram-short": (
-        "--spec-type",
-        "ngram-simple",
-        "--spec-ngram-simple-size-n",
-        "3",
-        "--spec-ngram-simple-size-m",
-        "8",
-    ),
+    "ngram-short": SHORT,
     "ngram-cache": ("--spec-type", "ngram-cache"),
     "ngram-mod": ("--spec-default",),
     "draft": ("--spec-type", "draft-simple", "--spec-draft-model", "{draft}"),
@@ -46,21 +40,9 @@ class Llama:
         self._args = args
         (way,) = args.ways
         self._port, rows, threads = free_port(), str(args.streams), str(args.threads)
-        common = [
-            "--host",
-            HOST,
-            "--port",
-            str(self._port),
-            "-m",
-            args.model,
-            "-t",
-            threads,
-            "-tb",
-            threads,
-            "-np",
-            rows,
-        ]
-        common += ["-c", str(-(-args.max_len // 256) * 256 * args.streams), "--cache-ram", "0", "--offline"]
+        common = ["--host", HOST, "--port", str(self._port), "-m", args.model, "-t", threads, "-tb", threads]
+        common += ["-np", rows, "-c", str(-(-args.max_len // 256) * 256 * args.streams)]
+        common += ["--cache-ram", "0", "--offline"]
         self._flags = [*common, *(word.format(draft=args.draft) for word in WAYS[way])]
         self._server = subprocess.Popen([args.form, *self._flags], stdin=subprocess.DEVNULL, stdout=sys.stderr)
         self.pid = self._server.pid

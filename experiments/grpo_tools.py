@@ -5,13 +5,12 @@ sooner.
     .venv/bin/python experiments/grpo_tools.py --out runs/grpo --arm plain --steps 40
     .venv/bin/python experiments/grpo_tools.py --out runs/grpo --report
 
-Arms: `plain` decodes without drafts; `follow` has the shipped drafter, trained on each step's rollouts; `still` has the
-shipped
-drafter as it is. All have the same seeds: their samples, and so their curves, must be the same, token for token
-(`--report` says so, from the digest of each step's tokens). Every `--compare-every` steps an arm with drafts makes that
-step's attempts again, plainly and with drafts in turns, for the speed-up; and with whole blocks of the drafter that
-followed and of the one that did not, for what its tokens a round fall to. `--speed` measures both by the number of rows
-of the engine. A run that was stopped goes on from its last checkpoint with the same command.
+Arms: `plain` decodes without drafts; `follow` has the shipped drafter, trained on each step's rollouts. Both have the
+same seeds: their samples, and so their curves, must be the same, token for token (`--report` says so, from the digest
+of each step's tokens). Every `--compare-every` steps the arm with drafts makes that step's attempts again, plainly and
+with drafts in turns, for the speed-up; and with whole blocks of the drafter that followed and of the one that did not,
+for what its tokens a round fall to. `--speed` measures both by the number of rows of the engine. A run that was stopped
+goes on from its last checkpoint with the same command.
 
 The model is SmolLM2-135M-Instruct, whose 4-bit file is expanded to float32 once (`OUT/model`). `--tiny` goes through
 all of it with a random model in seconds. Needs pip install 'paceline[rl,serve,hf]'.
@@ -166,7 +165,7 @@ def speed(args: argparse.Namespace) -> None:
     """Tokens a second of the first batch, plainly and with drafts, by how many attempts the engine has at once: the
     best plain number is what drafts must be held against."""
     folder, tasks = model_folder(args), [(task, args.attempts) for task in problems(args.tasks, args.seed)]
-    args.arm = "still"
+    args.arm = "still"  # drafts without following: no arm of a training
     for rows in (1, 2, 4, 8, 16):
         args.rows = rows
         rollouts = policy(args, folder)
@@ -238,7 +237,7 @@ def read_log(out: Path, arm: str) -> list[dict[str, Any]]:
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
     """Results of the variants so far: means of the first and of the last `--ends` steps."""
-    arms = {arm: lines for arm in ("plain", "follow", "still") if (lines := read_log(args.out, arm))}
+    arms = {arm: lines for arm in ("plain", "follow") if (lines := read_log(args.out, arm))}
     if not arms:
         raise SystemExit(f"there is no arm in {args.out}: run one with --arm")
     ends, result = max(1, args.ends), dict[str, Any]()
@@ -270,7 +269,7 @@ def compared(again: list[dict[str, Any]]) -> dict[str, Any]:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/grpo"))
-    parser.add_argument("--arm", choices=("plain", "follow", "still"), default="follow")
+    parser.add_argument("--arm", choices=("plain", "follow"), default="follow")
     parser.add_argument("--agent", choices=tuple(AGENTS), default="plain")
     parser.add_argument("--report", action="store_true", help="only say what the arms came to")
     parser.add_argument("--speed", action="store_true", help="only measure rollouts, by rows of the engine")

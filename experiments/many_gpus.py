@@ -85,14 +85,8 @@ class Bench:
 
     def target(self) -> list[str]:
         model = str(write_tiny_target(self.out / "target")) if self.options.tiny else self.options.target
-        return [
-            "--target",
-            model,
-            "--device",
-            self.options.device,
-            "--dtype",
-            "float32" if self.options.tiny else "bfloat16",
-        ]
+        dtype = "float32" if self.options.tiny else "bfloat16"
+        return ["--target", model, "--device", self.options.device, "--dtype", dtype]
 
     def answer(self) -> Path:
         """Folder of the target's answers."""

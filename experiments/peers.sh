@@ -1,4 +1,4 @@
-# Read by decode_vs_peers.sh and serving_vs_peers.sh, from the repository's root: builds the peers once, into $venv.
+# Read by decode_vs_peers.sh and vllm_serves_export.sh, from the repository's root: builds the peers once, into $venv.
 
 venv=${PEERS_VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/paceline-peers/decode}
 release=0.3.36 commit=0c1e57098
@@ -46,13 +46,6 @@ llama_cpp() {
     "$venv/bin/cmake" --build "$venv/llama.cpp" --parallel "${JOBS:-2}" --target llama-server llama-bench >&2
 }
 
-# llama-cpp-python's server, over the same library.
-llama_server() {
-    CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $pip install --no-deps --no-build-isolation \
-        "$venv/src/llama_cpp_python-$release"
-    $pip install --no-deps -r experiments/serving_vs_peers_requirements.txt
-}
-
 vllm() {
     python3 -m venv "$venv/vllm"
     "$venv/vllm/bin/python" -m pip --quiet --disable-pip-version-check install --no-deps \
@@ -64,7 +57,7 @@ sglang() {
     "$venv/vllm/bin/python" -m pip --quiet --disable-pip-version-check install --no-deps -r experiments/sglang_requirements.txt
 }
 
-# install_peers NAME...: any of llama.cpp, llama-server, vllm, sglang. Ours come first, anew when the lock file has changed.
+# install_peers NAME...: any of llama.cpp, vllm, sglang. Ours come first, anew when the lock file has changed.
 install_peers() {
     if ! cmp -s requirements.lock "$venv/requirements.lock"; then rm -f "$venv/paceline.ready"; fi
     once paceline ours
@@ -74,14 +67,13 @@ install_peers() {
                 once llama.cpp-src llama_sources
                 once llama.cpp llama_cpp
                 ;;
-            llama-server) once llama-server llama_server ;;
             vllm) once vllm vllm ;;
             sglang)
                 once vllm vllm
                 once sglang sglang
                 ;;
             none) ;;
-            *) echo "error: there is no peer $peer: choose from llama.cpp, llama-server, vllm, sglang, none" >&2 && exit 2 ;;
+            *) echo "error: there is no peer $peer: choose from llama.cpp, vllm, sglang, none" >&2 && exit 2 ;;
         esac
     done
     native_library

@@ -2,11 +2,11 @@
 
     python experiments/predicted_outputs.py --turns 5 --out experiments/results/predicted_outputs_cpu_2026-11-28.json
 
-Each prompt is answered without a prediction, and then with four: the plain answer ("exact"), that answer with a tenth
-of its lines or clauses replaced ("nine tenths"), with every tenth word replaced ("scattered"), and another prompt's
-answer ("wrong"). The variants alternate in every turn, each with an engine and planner of its own; the first turn only
-warms up. All answers must be the same, or the script fails. Prints the acceptance length, the ratio of the decode time
-without a prediction to that with it (median and range over turns), and the tokens drafted from predictions.
+Each prompt is answered without a prediction, and then with two: the plain answer with a tenth of its lines or clauses
+replaced ("nine tenths"), and another prompt's answer ("wrong"). The variants alternate in every turn, each with an
+engine and planner of its own; the first turn only warms up. All answers must be the same, or the script fails. Prints
+the acceptance length, the ratio of the decode time without a prediction to that with it (median and range over turns),
+and the tokens drafted from predictions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.runs.folder import write_results
 from paceline.types import PREDICTION, Round
 
 OTHERS = ("some", "other", "words", "are", "written", "here", "instead", "of", "those")
-NONE, VARIANTS = "none", "none,exact,nine tenths,scattered,wrong"
+NONE, VARIANTS = "none", "none,nine tenths,wrong"
 
 
 def parts_of(text: str) -> list[str]:
@@ -52,9 +52,7 @@ def predictions_of(answers: list[str]) -> dict[str, list[str]]:
     """Variant -> the prediction for each prompt, made from the plain answers."""
     return {
         NONE: [""] * len(answers),
-        "exact": answers,
         "nine tenths": [replaced(parts_of(text), seed) for seed, text in enumerate(answers)],
-        "scattered": [replaced(re.findall(r"\S+\s*", text), seed) for seed, text in enumerate(answers)],
         "wrong": [*answers[1:], answers[0]],
     }
 

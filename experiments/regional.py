@@ -10,16 +10,17 @@ Four policies over traffic of both domains, with trainings of the same total tim
 - large: one of twice the layers on both, 2 x `--minutes`.
 
 Stages are child processes with a mark in `--out` when they have ended: killed, the same command goes on, and a training
-goes on from its checkpoint. Measured are held-out prompts, one stream, greedy, all drafters in turns; tokens/s for a
-share of either domain, and the price of a million tokens at `--price-per-hour`, the trainings spread over
-`--days`. Writes results.json and regional.svg. Two cores and smollm2-135m: 6 x `--minutes` of training, and
-about ten minutes for answers, hidden states and the measurement of 24 prompts of each, twice.
+goes on from its checkpoint. Measured are held-out prompts, one stream, greedy, all drafters in turns; tokens/s at
+equal shares of both domains, and the price of a million tokens at `--price-per-hour`, the trainings spread over
+`--days`. Writes results.json. Two cores and smollm2-135m: 6 x `--minutes` of training, and about ten minutes for
+answers, hidden states and the measurement of 24 prompts of each, twice.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -28,12 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.hardware import this_machine
-from paceline.report.pages import Series, curves
 from paceline.report.tables import Column, Table
 from paceline.runs.folder import write_results, write_whole
-
-SHARES = [each / 20 for each in range(21)]
-"""Shares of the first domain's tokens in the traffic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +102,6 @@ def measured(args: argparse.Namespace, domain: Domain, drafters: dict[str, Path]
     return figures
 
 
-def rate(first: float, second: float, share: float) -> float:
-    """Tokens/s of traffic of which this share of tokens is the first domain's."""
-    return 1 / (share / first + (1 - share) / second)
-
-
 def policies(one: str, two: str) -> dict[str, tuple[str, str]]:
     """Drafter of either domain, by policy."""
     return {
@@ -131,7 +123,7 @@ def figures(args: argparse.Namespace, by_domain: list[dict[str, dict[str, float]
     rows = []
     for policy, (first, second) in policies(one, two).items():
         rates = [by_domain[0][first]["tokens_per_s"], by_domain[1][second]["tokens_per_s"]]
-        tokens_per_s = rate(*rates, 0.5)
+        tokens_per_s = statistics.harmonic_mean(rates)
         training_s = seconds_of(args, *{first, second} - {"plain"})
         serving = 1e6 / tokens_per_s / 3600 * args.price_per_hour
         learning = training_s / 3600 * args.price_per_hour / (tokens_per_s * args.days * 86400) * 1e6
@@ -145,14 +137,13 @@ def figures(args: argparse.Namespace, by_domain: list[dict[str, dict[str, float]
                 },
                 "training_s": training_s,
                 "dollars_per_million": {"serving": serving, "with_training": serving + learning},
-                "by_share": [rate(*rates, share) for share in SHARES],
             }
         )
     return rows
 
 
 def show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Print the table, and draw tokens/s over the share of the first domain."""
+    """Print the table."""
     one, two = (domain.name for domain in args.domain)
     columns = (
         Column("policy", lambda row: row["policy"]),
@@ -169,10 +160,6 @@ def show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         Column("with training", lambda row: row["dollars_per_million"]["with_training"], "{:.3f}", "right"),
     )
     Table(columns, rows, width=160).show()
-    lines = [Series(row["policy"], SHARES, row["by_share"], at) for at, row in enumerate(rows)]
-    label = f"share of {one} in the traffic, the rest is {two}"
-    _, drawn = curves(f"{args.target}, two domains", lines, xlabel=label, ylabel="tokens/s", ylim=(0, None))
-    write_whole(args.out / "regional.svg", drawn + "\n")
 
 
 def main() -> None:
@@ -186,9 +173,8 @@ def main() -> None:
     show(args, rows)
     settings = {name: getattr(args, name) for name in ("minutes", "layers", "limit", "heldout", "max_tokens", "repeat")}
     record = {"model": args.target, "domains": [each.name for each in args.domain], "settings": settings}
-    record |= {"prices": {"per_hour": args.price_per_hour, "days": args.days}, "shares": SHARES, "policies": rows}
+    record |= {"prices": {"per_hour": args.price_per_hour, "days": args.days}, "policies": rows}
     write_results(args.save_results or args.out / "results.json", record | {"machine": this_machine("cpu")})
-    print(f"figure: {args.out / 'regional.svg'}")
 
 
 def arguments() -> argparse.Namespace:

@@ -3,8 +3,7 @@ prefilled.
 
     python experiments/serving_stall.py --dtype bfloat16 --streams 7
 
-Prints one JSON line; exits with 1 when a stream waited for more than three rounds' time. `--fixed` prefills in chunks
-of 256 whatever runs beside it, for comparison.
+Prints one JSON line; exits with 1 when a stream waited for more than three rounds' time.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import sys
 import time
 
 from paceline import LLM, SamplingParams
-from paceline.plan.planner import FixedPlanner
 from paceline.runs.folder import record_of
 
 PROMPT_TOKENS = 1000
@@ -72,14 +70,11 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--streams", type=int, default=7)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--fixed", action="store_true")
     options = parser.parse_args()
     llm = LLM(options.model, drafter=options.drafter, dtype=options.dtype, max_batch=options.streams + 1, max_len=2048)
-    if options.fixed:
-        llm.engine.planner = FixedPlanner()
     runs = [measure(llm, options.streams, run) for run in range(options.repeat + 1)][1:]
     figures = {name: round(statistics.median(run[name] for run in runs), 2) for name in runs[0]}
-    settings = {"streams": options.streams, "fixed": options.fixed, "dtype": llm.config.dtype}
+    settings = {"streams": options.streams, "dtype": llm.config.dtype}
     print(json.dumps(record_of({**settings, **figures})))
     return int(figures["longest_gap_rounds"] > MOST_ROUNDS)
 

@@ -10,11 +10,11 @@ their contents, learns from some answers and names the prompts of others. Prints
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from server_process import CHAT, HOST, server
+from server_process import CHAT
 
+from paceline.bench.serving.servers import started
 from paceline.net.streaming import Client, Stream
 from paceline.report.statistics import bootstrap
+from paceline.report.tables import SILENT
 from paceline.runs.folder import record_of, write_whole
 
 PROMPTS = (
@@ -169,10 +171,10 @@ def text_of(stream: Stream) -> str:
     return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
 
 
-def measure(ports: dict[str, int], options: argparse.Namespace) -> tuple[dict[str, dict[tuple[int, int], Seen]], int]:
+def measure(urls: dict[str, str], options: argparse.Namespace) -> tuple[dict[str, dict[tuple[int, int], Seen]], int]:
     """Ask all servers for the same answers, in turns. Returns the chunks by setting, and the number of answers whose
     texts differ between settings."""
-    clients = {name: Client(f"http://{HOST}:{port}") for name, port in ports.items()}
+    clients = {name: Client(url) for name, url in urls.items()}
     seen: dict[str, dict[tuple[int, int], Seen]] = {name: {} for name in clients}
     num_different = 0
     for prompt in range(NUM_WARM_UP + len(PROMPTS)):  # the rate of even chunks is measured from the eighth on
@@ -217,23 +219,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.answers < FOLDS:
         parser.error(f"--answers must be {FOLDS} or more, for the cross-validation")
-    with contextlib.ExitStack() as stack:
-        ports = {}
-        for name, (drafter, more) in SETTINGS.items():
-            command = [
-                sys.executable,
-                "-m",
-                "paceline",
-                "serve",
-                "--port",
-                "0",
-                "--model",
-                options.model,
-                "--max-batch",
-            ]
-            command += ["1", "--stream-interval-ms", "0", "--drafter", drafter or options.drafter, *more]
-            ports[name] = stack.enter_context(server(command))[1]
-        seen, num_different = measure(ports, options)
+    common = ("--model", options.model, "--max-batch", "1", "--stream-interval-ms", "0")
+    servers = [
+        (name, (*common, "--drafter", drafter or options.drafter, *more)) for name, (drafter, more) in SETTINGS.items()
+    ]
+    with tempfile.TemporaryDirectory() as logs, started(servers, Path(logs), SILENT) as urls:
+        seen, num_different = measure(dict(zip(SETTINGS, urls, strict=True)), options)
     results = {name: {"attack": attacked(each), "price": price(each, seen["plain"])} for name, each in seen.items()}
     settings = {key: value for key, value in vars(options).items() if key != "out"}
     record = record_of({**settings, "num_different": num_different, "prompts": PROMPTS, "results": results})

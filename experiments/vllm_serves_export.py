@@ -61,19 +61,8 @@ def ours(model: str, drafter: str, prompts: Path, args: argparse.Namespace) -> t
 def theirs(
     model: str, export: Path, prompt_ids: Prompts, lengths: list[int], args: argparse.Namespace
 ) -> dict[str, Any]:
-    options = [
-        "--model",
-        model,
-        "--dflash",
-        str(export),
-        "--form",
-        "float32-eager",
-        "--ways",
-        "dflash",
-        "--streams",
-        "1",
-    ]
-    options += ["--max-len", str(args.max_len), "--threads", str(args.threads)]
+    options = ["--model", model, "--dflash", str(export), "--form", "float32-eager", "--ways", "dflash"]
+    options += ["--streams", "1", "--max-len", str(args.max_len), "--threads", str(args.threads)]
     python = installed(args.peers_home / "vllm/bin/python", "vllm")
     hub_is_off = {**os.environ, "HF_HUB_OFFLINE": "1"}
     worker = Worker(python, HERE / "decode_vs_peers_vllm.py", options, vllm_environment(args.peers_home, hub_is_off))
@@ -99,20 +88,8 @@ def figures(token_ids: Prompts, rounds: list[int], counter: float) -> dict[str, 
 
 def exported(drafter: str, form: str, model: str, out: Path) -> list[str]:
     """Texts on what the export left out."""
-    command = [
-        sys.executable,
-        "-m",
-        "paceline",
-        "export",
-        drafter,
-        "--format",
-        form,
-        "--model",
-        model,
-        "--out",
-        str(out),
-    ]
-    done = subprocess.run([*command, "--json"], check=True, stdout=subprocess.PIPE, text=True)
+    words = ["export", drafter, "--format", form, "--model", model, "--out", str(out), "--json"]
+    done = subprocess.run([sys.executable, "-m", "paceline", *words], check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)["left_out"]
 
 

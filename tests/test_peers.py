@@ -94,19 +94,9 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.setattr(script, "this_machine", lambda device: MACHINE)
     monkeypatch.setattr(FakeWorker, "played", [], raising=False)
     monkeypatch.chdir(tmp_path)
-    words = [
-        "--models",
-        "a-model",
-        "--prompts",
-        str(prompts),
-        "--turns",
-        "2",
-        "--streams",
-        "1",
-        "--save-results",
-        "out.json",
-    ]
-    words += ["--peers-home", "nowhere", "--contenders", "paceline/ngram", "transformers/*", "vllm/none"]
+    words = ["--models", "a-model", "--prompts", str(prompts), "--turns", "2", "--streams", "1"]
+    words += ["--save-results", "out.json", "--peers-home", "nowhere"]
+    words += ["--contenders", "paceline/ngram", "transformers/*", "vllm/none"]
     monkeypatch.setattr(sys, "argv", ["decode_vs_peers.py", *words])
     return script
 

@@ -1,17 +1,10 @@
-"""Passes for the attention kernel against its twin, for the stage `kernels` and for tests without a GPU.
-
-    TRITON_INTERPRET=1 PYTHONPATH=.:experiments python experiments/gpu_day_stages/attention_cases.py
-
-runs all of them under Triton's interpreter, and prints of each its name, the largest difference and the one allowed, a
-line of JSON each.
-"""
+"""Passes for the attention kernel against its twin, for the stage `kernels` and for tests without a GPU, which run all
+of them under Triton's interpreter (`tests/model/test_kernels_attend.py`)."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.model.torch.attention import Scores, ancestors
-from paceline.model.torch.kernels.attend import Sight, run_kernels, twin
+from paceline.model.torch.kernels.attend import Sight
 
 
 @dataclass(frozen=True)
@@ -185,15 +178,3 @@ def mend_interpreter() -> None:
 
     interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_dot = product
-
-
-def main() -> None:
-    mend_interpreter()
-    names = sys.argv[1:] or [*CASES]
-    for seed, name in enumerate(names):
-        error = difference(CASES[name], run_kernels, twin, seed)
-        print(json.dumps([name, error, CASES[name].tolerance]), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from command_lines import parse
 from delaying_proxy import delaying
 from doubles import ScriptedDrafter
 from live_server import serving, talker
@@ -252,6 +254,12 @@ def test_every_part_and_segment_has_its_words() -> None:
         "server, not told apart",
         "unattributed",
     }
+
+
+def test_remedies_name_options_of_the_server() -> None:
+    named = {option for each in TEXTS["remedies"].values() for option in re.findall(r"--([a-z-]+)", each)}
+    assert "speculate" in named
+    assert {option.replace("-", "_") for option in named} <= set(parse(["serve"]))
 
 
 def test_tools_and_template_variables_of_a_row_are_sent(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from family_models import target_of
+from loopback import free_port
 from mtp_models import Folder, mtp_folders, shaken
-from real_vllm import free_port
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 

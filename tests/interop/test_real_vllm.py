@@ -18,13 +18,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from real_vllm import IS_MISSING, MISSING, ROOT, is_up, serving
+from real_vllm import IS_MISSING, MISSING, ROOT, serving
 
 from paceline.config import EngineConfig
 from paceline.hub import resolve
+from paceline.loop.adapt.servers.counters import is_up
 from paceline.model.backends import load_target, settle
 from paceline.model.gguf.to_folder import write_folder
 from paceline.model.text.tokenizer import Tokenizer
+from paceline.net.streaming import Client
 from paceline.train.config import RemoteConfig
 from paceline.train.documents.dataset import Document
 from paceline.train.features.hidden_states import OnlineFeatures
@@ -82,7 +84,8 @@ def test_hidden_states_are_ours(model: Path, tmp_path: Path, dtype: str, most: f
             for place, tap in enumerate(TAPS):
                 differences[tap].append(relative(two[:, place], one[:, place]))
         assert [*states.iterdir()] == [], "what was read is deleted, and nothing else is left"
-        assert is_up(url)
+        with contextlib.closing(Client(url)) as client:
+            assert is_up(client)
     every = {tap: torch.cat(parts) for tap, parts in differences.items()}
     largest = {tap: float(values.max()) for tap, values in every.items()}
     median = {tap: float(values.median()) for tap, values in every.items()}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import POINTERS, compiled, in_a_process, usage
 
-from paceline.model.torch.kernels.attend import MOST_POSITIONS, PROGRAMS, Tiles, twin
+from paceline.model.torch.kernels.attend import CHUNK, MOST_POSITIONS, PROGRAMS, Tiles, run_kernels, twin
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: extra gpu-dev")
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -42,15 +39,58 @@ def test_no_program_walks_a_long_row_alone(rows: int, positions: int) -> None:
     assert rows > 1 or splits * 8 >= 0.9 * PROGRAMS, "one row fills the card"
 
 
+def interpreted() -> list[tuple[str, float, float]]:
+    """Each case with its error and tolerance, in a process of its own under the interpreter."""
+    from gpu_day_stages import attention_cases as cases
+
+    cases.mend_interpreter()
+    return [
+        (name, cases.difference(case, run_kernels, twin, seed), case.tolerance)
+        for seed, (name, case) in enumerate(cases.CASES.items())
+    ]
+
+
 @needs_triton
 @pytest.mark.slow
 def test_the_kernel_computes_what_its_twin_does() -> None:
-    """In a process of its own: Triton chooses its interpreter when it is imported."""
-    program = EXPERIMENTS / "gpu_day_stages" / "attention_cases.py"
-    done = in_a_process([str(program)], TRITON_INTERPRET="1")
-    cases = [json.loads(line) for line in done.splitlines()]
+    cases = in_a_process(__file__, "interpreted()", TRITON_INTERPRET="1")
     assert len(cases) > 25
     assert not [each for each in cases if not each[1] < each[2]]
+
+
+def resources(group: int, head_dim: int, dtype: str, count: int, has_all: bool, arch: int, limit: int) -> list[Any]:
+    """Name, limit, and bytes of stack and of shared memory of the split kernel and of the combining one. `group`: query
+    heads of a key head; `count`: tokens of a row; `has_all`: scores have window and cap; `limit`: bytes of shared
+    memory for a program on cards of sm_`arch`."""
+    from paceline.model.torch.kernels.triton.attend import attend_split, combine_splits
+
+    kind = getattr(torch, dtype)
+    tiles, pointer = Tiles.of(group, count, head_dim, kind, limit), POINTERS[kind]
+    shape = {"GROUP": group, "HEAD": head_dim, "BLOCK_D": tiles.channels, "OVERLAPS": arch >= 90}
+    parts = dict.fromkeys(("sums", "weights", "maxima"), "*fp32")
+    pointers = parts | dict.fromkeys(("query", "keys", "values"), pointer)
+    pointers |= dict.fromkeys(("starts_B", "counts_B", "depths_BJ", "bits_BJ"), "*i64")
+    split = {
+        **shape, "BLOCK_M": tiles.members, "BLOCK_N": tiles.keys, "HAS_BITS": True, "IS_CAUSAL": True,
+        "HAS_WINDOW": has_all, "HAS_CAP": has_all, "PRECISION": "ieee", "STAGES": tiles.stages,
+    }  # fmt: skip
+    combined = {**shape, "CHUNK": CHUNK, "HAS_SINKS": True}
+    name = f"{group} heads of {head_dim}, {count} tokens in {dtype} on sm_{arch}"
+    kernels: list[tuple[str, Any, dict[str, str], dict[str, Any], int]] = [
+        ("split", attend_split, pointers, split, tiles.warps),
+        ("combined", combine_splits, parts | {"sinks_H": "*fp32", "out": pointer}, combined, 4),
+    ]
+    results = list[Any]()
+    for what, kernel, typed, constants, num_warps in kernels:
+        numbers = {each: "fp32" if each in ("scale", "cap") else "i32" for each in kernel.arg_names}
+        kinds = {each: typed.get(each, number) for each, number in numbers.items() if each not in constants}
+        aligned = [
+            at
+            for at, each in enumerate(kernel.arg_names)
+            if each.endswith("_stride") or kinds.get(each) in ("*fp32", pointer)
+        ]
+        results.append((f"{what}, {name}", limit, usage(compiled(kernel, kinds, constants, num_warps, aligned, arch))))
+    return results
 
 
 @needs_triton
@@ -63,19 +103,10 @@ def test_the_kernels_fit_their_cards(tmp_path: Path) -> None:
         (*SHAPES["8B"], dtype, 16, has_all, *h100) for dtype, has_all in (("bfloat16", True), ("float32", False))
     ]
     kernels += [(*SHAPES[name], "bfloat16", 16, False, *card) for name in ("27B", "hybrid 27B") for card in others]
-    program = Path(__file__).with_name("compiled_attend.py")
-    usages = json.loads(in_a_process([str(program), json.dumps(kernels)], TRITON_CACHE_DIR=str(tmp_path)))
-    assert len(usages) == 2 * len(kernels)
-    for name, limit, shared, usage in usages:
-        assert shared <= limit, f"{name}: {shared} bytes of shared memory"
+    call = f"[each for kernel in {kernels} for each in resources(*kernel)]"
+    used = in_a_process(__file__, call, TRITON_CACHE_DIR=str(tmp_path))
+    assert len(used) == 2 * len(kernels)
+    for name, limit, sizes in used:
+        assert sizes["shared"] <= limit, f"{name}: {sizes['shared']} bytes of shared memory"
         is_checked = "float32" not in name and "sm_90" in name  # float32 serves checks and small models
-        assert not is_checked or re.findall(r"(?:STACK|LOCAL):(\d+)", usage) == ["0", "0"], f"{name} spills: {usage}"
-
-
-def in_a_process(words: list[str], **variables: str) -> str:
-    """Output of a Python program run with these environment variables."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= variables | {"PYTHONPATH": os.pathsep.join([*sys.path, str(EXPERIMENTS)])}
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+        assert not is_checked or sizes["stack"] == 0, f"{name} spills {sizes['stack']} bytes"

@@ -6,17 +6,15 @@ As in `test_kernels_layer.py`, in processes of their own; without Triton only th
 from __future__ import annotations
 
 import importlib.util
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from model import test_kernels_layer as layer_tests
-from model.test_kernels_layer import DTYPES, MOST_SHARED, error, poisoned_empties, round_to_nearest, stack_of
+from compiled_kernels import MOST_SHARED, compiling, in_a_process
+from model.test_kernels_layer import DTYPES, error, poisoned_empties, round_to_nearest
 from torch import Tensor
 
 from paceline.model.checkpoint import expected_shapes
@@ -27,7 +25,6 @@ from paceline.model.torch.delta_net import DeltaNet
 from paceline.model.torch.kernels import available, delta
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 CONFIG = DecoderConfig(
     "qwen3_5_text", 50, 40, 24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, max_position=512, qk_norm=True,
     norm_offset=1.0, output_gate=True, rotary_dim=4, delta=DeltaShape(2, 4, 16, 40, 4), linear_layers=(0,),
@@ -111,8 +108,8 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
                 yield f"{what}, {part}", error(actual, expected)
 
 
-def interpreted(dtype: str) -> None:
-    """Runs in a process of its own, under the interpreter; prints the error of each case."""
+def interpreted(dtype: str) -> dict[str, float]:
+    """The error of each case, in a process of its own under the interpreter."""
     from gpu_day_stages.attention_cases import mend_interpreter
 
     def poisoned(*size: Any, **options: Any) -> Tensor:
@@ -123,50 +120,24 @@ def interpreted(dtype: str) -> None:
     poisoned_empties()
     torch.manual_seed(1)
     delta.torch.empty = poisoned
-    print(json.dumps(dict(cases(DTYPES[dtype][0]))))
-
-
-def in_a_process(call: str, **environment: str) -> Any:
-    code = f"import sys; sys.path.insert(0, {str(EXPERIMENTS)!r}); from {Path(__file__).stem} import *; {call}"
-    return layer_tests.in_a_process(code, **environment)
+    return dict(cases(DTYPES[dtype][0]))
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernels_equal_their_twin(dtype: str) -> None:
-    errors = in_a_process(f"interpreted({dtype!r})", TRITON_INTERPRET="1")
+    errors = in_a_process(__file__, f"interpreted({dtype!r})", TRITON_INTERPRET="1")
     assert len(errors) > 150
     assert {name: size for name, size in errors.items() if not size <= DTYPES[dtype][1]} == {}
 
 
 def resources() -> dict[str, dict[str, int]]:
     """Bytes of stack and of shared memory of each kernel, compiled for an H100, for 1 and 16 tokens a row."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from paceline.model.torch.kernels.triton import delta as delta_triton
 
     used: dict[str, dict[str, int]] = {}
-    kinds = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}
-
-    def compiled(kernel: str, grid: tuple[int, ...], args: list[Any], num_warps: int, **constants: Any) -> None:
-        function = getattr(delta_triton, kernel)
-        names = function.arg_names
-        signature = {
-            name: kinds[value.dtype] if isinstance(value, Tensor) else "fp32" if isinstance(value, float) else "i32"
-            for name, value in zip(names, args, strict=False)
-        }
-        aligned = {(at,): [["tt.divisibility", 16]] for at, value in enumerate(args) if isinstance(value, Tensor)}
-        signature |= dict.fromkeys(constants, "constexpr")
-        source = ASTSource(
-            function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned
-        )
-        binary: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-        used[f"{kernel} {constants}"] = {"stack": stack_of(binary.asm["cubin"]), "shared": binary.metadata.shared}
-
-    delta._launch = compiled  # pyright: ignore[reportAttributeAccessIssue]
+    delta._launch = compiling(delta_triton, used)
     shape = DeltaShape(16, 48, 128, 128, 4)
     kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     config = replace(CONFIG, delta=shape)
@@ -194,7 +165,7 @@ def resources() -> dict[str, dict[str, int]]:
 @needs_triton
 @pytest.mark.slow
 def test_the_kernels_compile_for_an_h100() -> None:
-    used = in_a_process("print(json.dumps(resources()))")
+    used = in_a_process(__file__, "resources()")
     assert len(used) == 2 + 2 * 2
     assert {
         name: each for name, each in used.items() if each["stack"] > MOST_STACK or each["shared"] >= MOST_SHARED

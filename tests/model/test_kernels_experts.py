@@ -6,16 +6,14 @@ As in `test_kernels_layer.py`, in processes of their own; without Triton only th
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from model import test_kernels_layer as layer_tests
-from model.test_kernels_layer import DTYPES, MOST_SHARED, error, poisoned_empties, round_to_nearest, stack_of
+from compiled_kernels import MOST_SHARED, compiling, in_a_process
+from model.test_kernels_layer import DTYPES, error, poisoned_empties, round_to_nearest
 from torch import Tensor
 
 from paceline.model.config.decoder import DecoderConfig
@@ -25,7 +23,6 @@ from paceline.model.torch.kernels.experts import ExpertStack
 from paceline.model.torch.parts import GatedMLP, PackedLinear, make_experts
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 TINY = DecoderConfig(
     "qwen3_moe", 50, 40, 24, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_position=64,
     num_experts=9, experts_per_token=3, expert_size=24,
@@ -95,8 +92,8 @@ def mix_cases(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
         yield f"{num_tokens} tokens, {activation}, biases {has_biases}, {num_idle} idle", error(ours, expected)
 
 
-def interpreted(dtype: str) -> None:
-    """Runs in a process of its own, under the interpreter; prints the error of each case."""
+def interpreted(dtype: str) -> dict[str, float]:
+    """The error of each case, in a process of its own under the interpreter."""
     from gpu_day_stages.attention_cases import mend_interpreter
 
     def poisoned(*size: Any, **options: Any) -> Tensor:
@@ -107,51 +104,24 @@ def interpreted(dtype: str) -> None:
     mend_interpreter()
     round_to_nearest()
     torch.manual_seed(1)
-    cases = (*route_cases(DTYPES[dtype][0]), *mix_cases(DTYPES[dtype][0]))
-    print(json.dumps(dict(cases)))
-
-
-def in_a_process(call: str, **environment: str) -> Any:
-    code = f"import sys; sys.path.insert(0, {str(EXPERIMENTS)!r}); from {Path(__file__).stem} import *; {call}"
-    return layer_tests.in_a_process(code, **environment)
+    return dict([*route_cases(DTYPES[dtype][0]), *mix_cases(DTYPES[dtype][0])])
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_kernel_equals_its_twin(dtype: str) -> None:
-    errors = in_a_process(f"interpreted({dtype!r})", TRITON_INTERPRET="1")
+    errors = in_a_process(__file__, f"interpreted({dtype!r})", TRITON_INTERPRET="1")
     assert len(errors) == 32 + 6
     assert {name: size for name, size in errors.items() if not size <= DTYPES[dtype][1]} == {}
 
 
 def resources(model: str) -> dict[str, dict[str, int]]:
     """Bytes of stack and of shared memory of each kernel, compiled for an H100, for passes of 1, 16 and 256 tokens."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from paceline.model.torch.kernels.triton import experts as experts_triton
 
     used: dict[str, dict[str, int]] = {}
-    kinds = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.bool: "*i1"}
-
-    def compiled(kernel: str, grid: tuple[int, ...], args: list[Any], num_warps: int = 4, **constants: Any) -> None:
-        function = getattr(experts_triton, kernel)
-        names = function.arg_names
-        signature = {
-            name: kinds[value.dtype] if isinstance(value, Tensor) else "fp32" if isinstance(value, float) else "i32"
-            for name, value in zip(names, args, strict=False)
-        }
-        aligned = {(at,): [["tt.divisibility", 16]] for at, value in enumerate(args) if isinstance(value, Tensor)}
-        signature |= dict.fromkeys(constants, "constexpr")
-        source = ASTSource(
-            function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned
-        )
-        binary: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-        used[f"{kernel} {constants}"] = {"stack": stack_of(binary.asm["cubin"]), "shared": binary.metadata.shared}
-
-    experts._launch = compiled  # pyright: ignore[reportAttributeAccessIssue]
+    experts._launch = compiling(experts_triton, used)
     hidden, inner, num_experts, per_token, activation = WIDTHS[model]
     kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     has_biases = activation == "clamped_swiglu"
@@ -169,7 +139,7 @@ def resources(model: str) -> dict[str, dict[str, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", WIDTHS)
 def test_a_kernel_compiles_for_an_h100(model: str) -> None:
-    used = in_a_process(f"print(json.dumps(resources({model!r})))")
+    used = in_a_process(__file__, f"resources({model!r})")
     assert len(used) >= 8
     assert {name: each for name, each in used.items() if each["stack"] or each["shared"] >= MOST_SHARED} == {}
 

@@ -6,10 +6,6 @@ Both need Triton, not a GPU; they run in processes of their own, as the interpre
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import MOST_SHARED, compiling, in_a_process
 from torch import Tensor
 
 from paceline.model.checkpoint import random_tensors
@@ -42,7 +39,6 @@ SIZES = {
 """Widths of hidden states, numbers of query and key heads of 128, and inner widths of MLPs."""
 WIRINGS = ("qwen3", "smollm3", "granite", "olmo2", "phi4-mini", "gemma2", "gemma3", "qwen3.5", "gpt-oss")
 """Families whose layers differ in norms, scales, rotation, windows or gates."""
-MOST_SHARED = 227 * 1024
 
 
 def error(ours: Tensor, expected: Tensor) -> float:
@@ -170,10 +166,12 @@ def decoder_cases(kind: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
     make_norm = RMSNorm.__init__
 
-    def make_norm_of_a_gpu(norm: RMSNorm, weight: Tensor, eps: float, offset: float = 0.0) -> None:
+    def make_norm_of_a_gpu(
+        norm: RMSNorm, weight: Tensor, eps: float, offset: float = 0.0, is_wide: bool = False
+    ) -> None:
         make_norm(norm, weight, eps, offset)
-        norm._is_cpu, norm._is_wide = False, bool(offset)
-        norm._weight = weight.float() + offset if offset else weight
+        norm._is_cpu, norm._is_wide = False, bool(offset) or is_wide
+        norm._weight = weight.float() + offset if norm._is_wide else weight
 
     for name in WIRINGS:
         with tempfile.TemporaryDirectory() as folder:
@@ -197,22 +195,12 @@ def decoder_cases(kind: dict[str, Any]) -> Iterator[tuple[str, float]]:
 CASES = {"norms": norm_cases, "heads": head_cases, "gated": gated_cases, "decoders": decoder_cases}
 
 
-def interpreted(cases: str, dtype: str) -> None:
-    """Runs in a process of its own, under the interpreter; prints the error of each case."""
+def interpreted(cases: str, dtype: str) -> dict[str, float]:
+    """The error of each case, in a process of its own under the interpreter."""
     poisoned_empties()
     round_to_nearest()
     torch.manual_seed(1)
-    print(json.dumps(dict(CASES[cases]({"dtype": DTYPES[dtype][0]}))))
-
-
-def in_a_process(call: str, **environment: str) -> Any:
-    here = Path(__file__)
-    paths = [here.parents[2], here.parent, here.parents[1], *sys.path]
-    code = f"import json; from {here.stem} import *; {call}"
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | environment
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return dict(CASES[cases]({"dtype": DTYPES[dtype][0]}))
 
 
 @pytest.mark.parametrize(
@@ -220,32 +208,17 @@ def in_a_process(call: str, **environment: str) -> Any:
     [(cases, dtype) for cases in CASES for dtype in DTYPES if (cases, dtype) != ("decoders", "bfloat16")],
 )
 def test_a_kernel_equals_its_twin(cases: str, dtype: str) -> None:
-    errors = in_a_process(f"interpreted({cases!r}, {dtype!r})", TRITON_INTERPRET="1")
+    errors = in_a_process(__file__, f"interpreted({cases!r}, {dtype!r})", TRITON_INTERPRET="1")
     assert len(errors) >= 6
     assert {name: size for name, size in errors.items() if not size <= DTYPES[dtype][1]} == {}
 
 
 def resources(model: str) -> dict[str, dict[str, int]]:
     """Bytes of stack, which spilled registers go to, and of shared memory, of each kernel compiled for an H100."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from paceline.model.torch.kernels.triton import layer as layer_triton
 
     used: dict[str, dict[str, int]] = {}
-
-    def compiled(kernel: str, grid: tuple[int, ...], args: list[Any], num_warps: int, **constants: int) -> None:
-        function = getattr(layer_triton, kernel)
-        names = function.arg_names
-        signature = {name: kind_of(value) for name, value in zip(names, args, strict=False)}
-        constants["OVERLAPS"] = True
-        signature |= dict.fromkeys(constants, "constexpr")
-        source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()})
-        binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-        used[f"{kernel} {constants}"] = {"stack": stack_of(binary.asm["cubin"]), "shared": binary.metadata.shared}
-
-    layer._launch = compiled  # pyright: ignore[reportAttributeAccessIssue]
+    layer._launch = compiling(layer_triton, used, aligns=False, OVERLAPS=True)
     hidden, num_heads, num_kv_heads, inner = SIZES[model]
     kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     weight = NormWeight(torch.empty(hidden, **kind), 1e-6)
@@ -265,28 +238,8 @@ def resources(model: str) -> dict[str, dict[str, int]]:
     return used
 
 
-def kind_of(value: object) -> str:
-    """Type of a kernel's argument in Triton's notation."""
-    if isinstance(value, Tensor):
-        return {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
-
-
-def stack_of(cubin: bytes) -> int:
-    """Bytes of stack of each thread, by the tool that comes with Triton."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    words = dict(word.split(":")[:2] for word in done.stdout.split() if word.startswith(("STACK:", "LOCAL:")))
-    return int(words["STACK"]) + int(words["LOCAL"])
-
-
 @pytest.mark.parametrize("model", SIZES)
 def test_a_kernel_compiles_for_an_h100(model: str) -> None:
-    used = in_a_process(f"print(json.dumps(resources({model!r})))")
+    used = in_a_process(__file__, f"resources({model!r})")
     assert len(used) == 8
     assert {name: each for name, each in used.items() if each["stack"] or each["shared"] >= MOST_SHARED} == {}

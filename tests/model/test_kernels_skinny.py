@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import MOST_SHARED, compiled, in_a_process, usage
 
 from paceline.model.torch.kernels import available, skinny
 from paceline.model.torch.kernels.layer import GATED
 from paceline.model.torch.parts import PackedLinear
 
-HERE, EXPERIMENTS = Path(__file__).parent, Path(__file__).parents[2] / "experiments"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 WIDTHS = {"1.5B": (1536, 8960), "8B": (4096, 12288), "27B": (5120, 17408)}
 """Hidden and inner widths."""
@@ -76,47 +72,28 @@ def errors() -> dict[str, list[float]]:
     return figures
 
 
-def resources() -> dict[str, list[int]]:
+def resources() -> dict[str, dict[str, int]]:
     """Bytes of stack and of shared memory of the kernel for an H100, at each tile."""
-    import triton
-    from test_kernels_layer import stack_of
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from paceline.model.torch.kernels.triton import skinny as skinny_triton
 
-    kernel, used = skinny_triton.skinny, dict[str, list[int]]()
+    used: dict[str, dict[str, int]] = {}
     kinds = {"inputs_ptr": "*bf16", "weight_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
     kinds |= {"num_tokens": "i32", "size": "i32"}
-    aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 1, 2, 3, 5)}
     for (is_one, is_gated), tile in skinny.TILES.items():
         constants: dict[str, Any] = {
             "INNER": 4096, "TOKENS": 1 if is_one else skinny.MOST_TOKENS, "ROWS": tile.rows, "COLUMNS": tile.columns,
             "HAS_BIAS": True, "GATE": int(is_gated), "PRECISION": "ieee", "STAGES": tile.stages, "OVERLAPS": True,
         }  # fmt: skip
-        values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        source = ASTSource(kernel, kinds | dict.fromkeys(constants, "constexpr"), values, aligned)
-        binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.warps})
+        binary = compiled(skinny_triton.skinny, kinds, constants, tile.warps, (0, 1, 2, 3, 5))
         assert binary.asm["ptx"].count("griddepcontrol") == 2
-        used[f"{is_one} {is_gated}"] = [stack_of(binary.asm["cubin"]), binary.metadata.shared]
+        used[f"{is_one} {is_gated}"] = usage(binary)
     return used
-
-
-def in_a_process(call: str, **variables: str) -> Any:
-    """What a function of this file returns in a process of its own: Triton chooses its interpreter when it is
-    imported."""
-    paths = [HERE.parents[1], HERE, HERE.parent, EXPERIMENTS, *sys.path]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | variables
-    code = f"import json, test_kernels_skinny; print(json.dumps(test_kernels_skinny.{call}()))"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @needs_triton
 @pytest.mark.slow
 def test_the_kernel_equals_pytorchs_product() -> None:
-    figures = in_a_process("errors", TRITON_INTERPRET="1")
+    figures = in_a_process(__file__, "errors()", TRITON_INTERPRET="1")
     assert len(figures) == 30
     assert {name: size for name, (size, bound) in figures.items() if not size <= bound} == {}
 
@@ -124,6 +101,6 @@ def test_the_kernel_equals_pytorchs_product() -> None:
 @needs_triton
 @pytest.mark.slow
 def test_the_kernel_compiles_for_an_h100(tmp_path: Path) -> None:
-    used = in_a_process("resources", TRITON_CACHE_DIR=str(tmp_path))
+    used = in_a_process(__file__, "resources()", TRITON_CACHE_DIR=str(tmp_path))
     assert len(used) == len(skinny.TILES)
-    assert all(stack == 0 and shared < 227 * 1024 for stack, shared in used.values()), used
+    assert all(each["stack"] == 0 and each["shared"] < MOST_SHARED for each in used.values()), used

@@ -42,14 +42,9 @@ def main(kind: str, words: list[str]) -> None:
         low(int(named(words, "--port")))
     config = json.loads(named(words, "--speculative-config"))
     ours = ["serve", "--model", words[0] if "--model" not in words else named(words, "--model"), "--dtype", "float32"]
-    ours += [
-        "--port",
-        named(words, "--port"),
-        "--drafter",
-        "mtp" if config["method"] == "mtp" else config["model"],
-        "--speculate",
-        str(config["num_speculative_tokens"]),
-    ]
+    drafter = "mtp" if config["method"] == "mtp" else config["model"]
+    ours += ["--port", named(words, "--port"), "--drafter", drafter]
+    ours += ["--speculate", str(config["num_speculative_tokens"])]
     os.execv(sys.executable, [sys.executable, "-m", "paceline", *ours])
 
 
