@@ -393,6 +393,8 @@ struct Model {
         config.final_norm = vector(sizes.hidden, 0.3f, 1.0f);
         config.cos = vector(kMaxLen * sizes.head_dim, 0.5f, 0.0f),
         config.sin = vector(kMaxLen * sizes.head_dim, 0.5f, 0.0f);
+        config.rotary_dim = sizes.head_dim, config.attention_scale = 1.0f / sqrtf(float(sizes.head_dim));
+        config.residual_scale = config.logit_scale = 1.0f;
         config.fc = matrix({sizes.hidden}, kFeatures), config.hidden_norm = vector(sizes.hidden, 0.3f, 1.0f);
         config.context_kv = matrix({2 * kLayers * kv}, sizes.hidden);
         if (sizes.has_biases) config.context_bias = vector(2 * kLayers * kv, 0.3f, 0.0f);
@@ -401,7 +403,8 @@ struct Model {
         const size_t head = size_t(kMaxLen) * size_t(pn_padded_head_dim(sizes.head_dim)),
                      row = head * size_t(sizes.kv_heads);
         keys.resize(row * kRows * kLayers * (dtype == PN_F32 ? 4 : 2)), values.resize(keys.size());
-        cache = {keys.data(), values.data(), int64_t(row * kRows), int64_t(row), int64_t(head), kMaxLen, kRows};
+        cache = {
+            keys.data(), values.data(), int64_t(row * kRows), int64_t(row), int64_t(head), kMaxLen, kRows, nullptr, 0};
     }
     ~Model() { pn_model_free(own); }
     Model(const Model&) = delete;
