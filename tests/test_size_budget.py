@@ -14,7 +14,7 @@ LONGER = {
     "hub.py": 418,
     "loop/evals/sandbox/jail.py": 415,
     "model/config/decoder.py": 415,
-    "model/native/library.py": 439,
+    "model/native/library.py": 428,
     "plan/planner.py": 410,
     "serve/worker/worker.py": 403,
     "train/config.py": 408,
