@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from paceline.draft.dflash.config import DFlashConfig, check_fit, new_config
 from paceline.draft.dflash.paths import Drafts, NativePath, TorchPath
 from paceline.draft.dflash.reading import Reading, num_finite
 from paceline.draft.tapped import TappedDrafter, cache_shape_of, features_of
+from paceline.draft.vocabulary import Vocabulary
 from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import random_weights
 from paceline.model.config.decoder import DecoderConfig
@@ -214,6 +215,9 @@ class DFlashDrafter(TappedDrafter):
     name = "dflash"
     has_native_path = True
     """True if the drafter can run in native (C++) calls, with a target that does."""
+    torch_path: ClassVar[type[TorchPath]] = TorchPath
+    native_path: ClassVar[type[NativePath]] = NativePath
+    """Classes of the drafter's decode paths."""
 
     def __init__(
         self,
@@ -276,10 +280,10 @@ class DFlashDrafter(TappedDrafter):
         self._vocab_size, self.has_own_threads = target.vocab_size, isinstance(self._path, NativePath)
 
     def _make_path(self, target: Target) -> TorchPath | NativePath:
-        made_of = self.config, self.network.state_dict()
+        tensors, own = self.network.state_dict(), Vocabulary(self.draft_ids, self.head_VD)
         if self.has_native_path and isinstance(target, NativeDecoder):
-            return NativePath(*made_of, target, self.draft_ids, self.head_VD)
-        return TorchPath(*made_of, target, self.draft_ids, self.head_VD)
+            return self.native_path(self.config, tensors, target, own)
+        return self.torch_path(self.config, tensors, target, own)
 
     def record(self) -> None:
         """Capture the drafter's passes as CUDA graphs, if the device uses them."""
