@@ -54,12 +54,8 @@ class Given(Uniforms):
 
     seed: int = 0
     anchor_position: int = 0
-    own: float = 0.0
     coin: float = 0.0
     again: float = 0.0
-
-    def sample(self, slot: int) -> float:
-        return self.own
 
     def accept(self, slot: int) -> float:
         return self.coin

@@ -41,7 +41,7 @@ def test_the_budget_is_never_exceeded(kind: str, max_tv: float, num_tokens: int)
             prices = [distance(said_drawn(rule, rows[a], rows[b]), rows[a]), 0.0]
         else:
             children = [b % 5, (b + 1) % 5] if kind == "tree" else [b % 5]
-            best, draws = rows[a].index(max(rows[a])), uniforms.sample(0)
+            best, draws = rows[a].index(max(rows[a])), uniforms.noise(0).uniform
             own = best if kind == "greedy" else next(x for x in VOCAB if sum(rows[a][: x + 1]) > draws or x == 4)
             token = behind(rule, children, own, rows[a], uniforms.accept(0), ledger, kind == "greedy")
             prices = [
