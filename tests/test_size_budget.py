@@ -16,7 +16,6 @@ LONGER = {
     "model/config/decoder.py": 415,
     "model/native/library.py": 428,
     "plan/planner.py": 410,
-    "serve/worker/worker.py": 403,
     "train/config.py": 408,
     "train/learn/loop.py": 418,
     "train/run.py": 408,
