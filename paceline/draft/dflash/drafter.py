@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.draft.base import Observed
-from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint
+from paceline.draft.dflash.checkpoint import write_checkpoint
 from paceline.draft.dflash.config import DFlashConfig, check_fit, new_config
 from paceline.draft.dflash.paths import Drafts, NativePath, TorchPath
 from paceline.draft.dflash.reading import Reading, num_finite
 from paceline.draft.tapped import TappedDrafter, cache_shape_of, features_of
 from paceline.draft.vocabulary import Vocabulary
-from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError
+from paceline.errors import ConfigError, ModelFileError
 from paceline.model.checkpoint import random_weights
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.native.decoder import NativeDecoder
@@ -238,19 +238,6 @@ class DFlashDrafter(TappedDrafter):
             raise ConfigError(f"this drafter's block of {self.block_size} drafts 0 to {most}, not {num_drafted}")
         self.draft_ids, self.head_VD = draft_ids, head_VD
         self.tap_layers = self.config.target_layer_ids
-
-    @classmethod
-    def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-        """Reads a DFlash v1 drafter from its folder. `num_drafted`: maximum drafts per round; None: those of a full
-        block. Raises UnsupportedModelError for a DFlash 2 drafter, and the errors of `checkpoint.read_stored`."""
-        stored = read_stored(folder)
-        if stored.config.second or stored.config.markov:
-            raise UnsupportedModelError(
-                f"{folder} holds a DFlash 2 or DSpark drafter: read it with formats.family.read_drafter"
-            )
-        network = DFlashNetwork.of(stored.config, stored.tensors, folder)
-        ids, head_VD = stored.vocabulary
-        return cls(network, num_drafted=num_drafted, draft_ids=ids, head_VD=head_VD)
 
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> Self:
