@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy
 from paceline import LLM
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.formats.family import network_of
+from paceline.draft.registry import read_trained
 from paceline.draft.vocabulary import Vocabulary
 from paceline.errors import ConfigError
 from paceline.model.target import Target
@@ -35,7 +36,6 @@ from paceline.train.features.hidden_states import OnlineFeatures
 from paceline.train.learn.initial_weights import embedding_matrix, head_of
 from paceline.train.learn.packs import Packer, heldout_anchors
 from paceline.train.methods.selector import trainable_of
-from paceline.train.served import read_finished
 
 ANCHORS = 16
 """Most blocks of each answer."""
@@ -116,7 +116,7 @@ def main() -> int:
     trained, heldout = texts(options)
     target, results = LLM(options.model, drafter="none", max_len=options.max_len).target, {}
     for folder in options.drafter:
-        drafter = read_finished(folder)
+        drafter = read_trained(folder)
         if not isinstance(drafter, DFlashDrafter):
             raise ConfigError(f"{folder} is no DFlash drafter: give one of paceline train")
         results[str(folder)] = compared(*(scores(target, drafter, group) for group in (trained, heldout)))

@@ -69,14 +69,15 @@ def export(
     """
     from paceline.draft.dflash.checkpoint import read_stored
     from paceline.draft.formats.export import export as write
-    from paceline.draft.registry import folder_of, holds_eagle3, holds_mtp
+    from paceline.draft.registry import folder_of, kind_of
     from paceline.hub import resolve as resolve_model
     from paceline.model.gguf.container import is_gguf
 
     folder = folder_of(drafter, model)
-    if holds_mtp(folder) or form == "target":
+    kind = kind_of(folder)
+    if kind == "mtp" or form == "target":
         return _into_target(folder, form, model, out)
-    if holds_eagle3(folder):
+    if kind == "eagle3":
         return _eagle3(folder, form, model, out)
     stored = read_stored(folder)
     ids, head_VD = stored.vocabulary
@@ -114,10 +115,10 @@ def _into_target(folder: Path, form: str, model: str | None, out: Path) -> dict[
     """Write a copy of the target that contains the MTP layer."""
     from paceline.draft.mtp.checkpoint import read_mtp
     from paceline.draft.mtp.stitch import stitch
-    from paceline.draft.registry import holds_mtp
+    from paceline.draft.registry import kind_of
     from paceline.hub import resolve as resolve_model
 
-    if form != "target" or not holds_mtp(folder) or model is None:
+    if form != "target" or kind_of(folder) != "mtp" or model is None:
         raise ConfigError(
             "format target, the only one for a trained MTP layer, puts it into a copy of its target: give the folder "
             "that paceline train --drafter-kind mtp wrote, and the target as --model"
@@ -180,15 +181,15 @@ def inspect(
     from paceline.draft.formats.described import described, described_eagle3, described_mtp
     from paceline.draft.formats.family import drafter_from
     from paceline.draft.mtp.drafter import MtpDrafter
-    from paceline.draft.registry import folder_of, holds_eagle3, holds_mtp
+    from paceline.draft.registry import folder_of, kind_of
 
     folder = folder_of(drafter, model)
     stored: StoredDrafter | Eagle3Checkpoint | None = None
-    kind = "mtp" if holds_mtp(folder) else "eagle3" if holds_eagle3(folder) else "dflash"
-    if holds_mtp(folder):
+    kind = kind_of(folder)
+    if kind == "mtp":
         module: Drafter = MtpDrafter.from_folder(folder)
         facts = described_mtp(module.layer, folder)
-    elif holds_eagle3(folder):
+    elif kind == "eagle3":
         stored = read_eagle3(folder)
         module, facts = Eagle3Drafter.from_folder(folder), described_eagle3(stored, folder)
     else:

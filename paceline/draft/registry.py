@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from paceline import hub
 from paceline.config import EngineConfig
@@ -44,6 +44,14 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "random-dspark": lambda target, target_name, **options: DSparkDrafter.random(target, **options),
     "random-eagle3": lambda target, target_name, **options: Eagle3Drafter.random(target, **options),
 }
+Trained = DFlashDrafter | Eagle3Drafter | MtpDrafter
+"""A drafter that training writes."""
+Kind = Literal["dflash", "mtp", "eagle3", ""]
+READERS: dict[Kind, Callable[..., Trained]] = {
+    "dflash": read_drafter,
+    "mtp": MtpDrafter.from_folder,
+    "eagle3": Eagle3Drafter.from_folder,
+}
 
 
 def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str = "", **options: Any) -> Drafter:
@@ -76,13 +84,15 @@ def origin_of(name: str) -> tuple[str, Stamp]:
     return str(local.resolve()) if local.exists() else name, stamp
 
 
+def read_trained(path: Path, **options: Any) -> Trained:
+    """Reads the DFlash or EAGLE-3 drafter or the MTP layer in a folder or GGUF file; `options` go to the drafter's
+    constructor. Raises ModelFileError if it holds none of these, and the errors of reading a checkpoint."""
+    return READERS[_trained_kind(path)](path, **options)
+
+
 def _read(path: Path, target: Target, options: dict[str, Any]) -> Drafter:
-    if holds_dflash(path):
-        return read_drafter(path, **options)
-    if holds_mtp(path):
-        return MtpDrafter.from_folder(path, **options)
-    if holds_eagle3(path):
-        return Eagle3Drafter.from_folder(path, **options)
+    if kind_of(path):
+        return read_trained(path, **options)
     # Anything else is a language model that drafts.
     cache, dtype, device = target.cache, str(target.dtype).removeprefix("torch."), str(target.device)
     settings = EngineConfig(str(path), dtype=dtype, device=device, max_batch=cache.num_rows, max_len=cache.max_len)
@@ -104,32 +114,32 @@ def folder_of(name: str, target_name: str | None = None) -> Path:
             )
         name = target_name
     folder = shipped_or_checkpoint(name)
-    if not (holds_dflash(folder) or holds_eagle3(folder) or holds_mtp(folder)):
-        raise ModelFileError(
-            f"{folder} holds no DFlash or EAGLE-3 drafter: give a folder with the config.json of one, or a GGUF file"
-        )
+    _trained_kind(folder)
     return folder
+
+
+def kind_of(path: Path) -> Kind:
+    """Returns the type of the drafter in a folder or GGUF file: "dflash" (DFlash, DFlash 2 or DSpark), "mtp" (only an
+    MTP layer, which is how training stores it) or "eagle3" (in the format of SpecForge or of `speculators`); "" for
+    anything else."""
+    if not path.is_dir():
+        return "dflash" if is_gguf_drafter(path) else ""
+    raw = read_json(path / "config.json")
+    return "dflash" if is_dflash(raw) else "mtp" if is_mtp(raw) else "eagle3" if is_eagle3(raw) else ""
+
+
+def _trained_kind(path: Path) -> Kind:
+    if kind := kind_of(path):
+        return kind
+    raise ModelFileError(
+        f"{path} holds no DFlash or EAGLE-3 drafter: give a folder with the config.json of one, or a GGUF file"
+    )
 
 
 def shipped_or_checkpoint(name: str) -> Path:
     """Returns the path of the drafter that ships for the built-in model `name`, or else of the checkpoint with this
     name."""
     return shipped.find(name) if name in shipped.SHIPPED else checkpoint_of(name)
-
-
-def holds_dflash(path: Path) -> bool:
-    """True if a folder or GGUF file holds a DFlash drafter."""
-    return is_dflash(read_json(path / "config.json")) if path.is_dir() else is_gguf_drafter(path)
-
-
-def holds_mtp(path: Path) -> bool:
-    """True if a folder holds only an MTP layer, which is how training stores it."""
-    return path.is_dir() and is_mtp(read_json(path / "config.json"))
-
-
-def holds_eagle3(path: Path) -> bool:
-    """True if a folder holds an EAGLE-3 drafter, in the format of SpecForge or of `speculators`."""
-    return path.is_dir() and is_eagle3(read_json(path / "config.json"))
 
 
 def checkpoint_of(name: str) -> Path:

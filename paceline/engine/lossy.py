@@ -15,7 +15,7 @@ from paceline.model.sampling.race import race
 from paceline.model.target import ForwardOutput
 from paceline.plan.trees import Tree
 from paceline.types import Sequence
-from paceline.verify.lossy import follow, lossy_rule
+from paceline.verify.lossy import drawn, follow
 from paceline.verify.rules import CheckedRow, RowVerdict, Uniforms
 
 NO_TOKEN = -1
@@ -70,7 +70,7 @@ def judge_lossy(
 
     try:
         if draft_probs_KV is not None and not params.is_greedy and tree is None:
-            verdict = lossy_rule(lossy, seq.ledger).verify(checked_row(seq, tokens, draft_probs_KV, logits_JV))
+            verdict = drawn(lossy, checked_row(seq, tokens, draft_probs_KV, logits_JV), seq.ledger)
             return verdict, list(range(verdict.num_accepted))
         parents = range(-1, len(tokens) - 1) if tree is None else tree.parents
         accepted, token = follow(lossy, tokens, parents, own, probs, uniforms.accept, seq.ledger, params.is_greedy)

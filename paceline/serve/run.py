@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import h11
 import uvicorn
@@ -27,7 +27,10 @@ from paceline.errors import ConfigError, reraised
 from paceline.serve.http.app import create_app
 from paceline.serve.http.failures import ApiError, RequestRefused, dump
 from paceline.serve.settings import ServeConfig
-from paceline.serve.worker.worker import EngineWorker, M
+from paceline.serve.worker.worker import EngineWorker
+
+if TYPE_CHECKING:
+    from paceline.engine.llm import LLM
 
 SWITCH_SECONDS = 0.0005
 """Switch interval of Python's threads: the default of 5 ms would delay the engine's rounds when the event loop is
@@ -224,7 +227,7 @@ def make_server(worker: EngineWorker) -> Server:
     return Server(settings_of(create_app(worker), worker.config), worker)
 
 
-def run(worker: EngineWorker[M], *, say: Callable[[str], None], introduce: Callable[[M], str]) -> None:
+def run(worker: EngineWorker, *, say: Callable[[str], None], introduce: Callable[[LLM], str]) -> None:
     """Serve until a signal arrives. `say` prints a line, `introduce` describes the loaded model. Raises the error that
     prevented loading the model or restarting the engine."""
 
@@ -250,7 +253,7 @@ def run(worker: EngineWorker[M], *, say: Callable[[str], None], introduce: Calla
 
 
 async def _greet(
-    worker: EngineWorker[M], bound: socket.socket, say: Callable[[str], None], introduce: Callable[[M], str]
+    worker: EngineWorker, bound: socket.socket, say: Callable[[str], None], introduce: Callable[[LLM], str]
 ) -> None:
     """Print the address and, once the model is loaded, its description and an example request."""
     host, port = bound.getsockname()[:2]

@@ -56,7 +56,7 @@ from paceline.train.plan.target_facts import MachineFacts
 from paceline.train.plan.training_plan import make_plan
 from paceline.train.processes.group import process_group
 from paceline.train.run_file import TRAINED, with_defaults, with_given, with_value, write_run_file
-from paceline.train.served import agreement, final_figures, finished_drafter, has_room, heldout_server, read_finished
+from paceline.train.served import agreement, final_figures, finished_drafter, has_room, heldout_server
 from paceline.train.tiny import TINY, write_tiny_target
 
 SERVED_PROMPTS, SERVED_WHILE_TRAINING = 16, 8
@@ -397,7 +397,7 @@ class _Stages:
             progress.say("note: held-out prompts are not served: the target is elsewhere; give its server the drafter")
             return {}
         progress.say(f"serving {len(documents)} held-out prompts")
-        figures = final_figures(self.config.target, read_finished(drafter), documents, self.config.answering.max_tokens)
+        figures = final_figures(self.config.target, drafter, documents, self.config.answering.max_tokens)
         run.write_json("heldout.json", figures)
         progress.say(
             f"held-out prompts, served: {figures['tokens_per_round']:.2f} tokens per round over "

@@ -31,10 +31,10 @@ from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
 from paceline.draft.formats.family import drafter_of, network_of, read_drafter
 from paceline.draft.mtp.checkpoint import is_mtp, layer_of
 from paceline.draft.mtp.drafter import MtpDrafter
+from paceline.draft.registry import Trained, read_trained
 from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.llm import LLM
 from paceline.hardware import free_bytes
-from paceline.model.checkpoint import read_json
 from paceline.model.target import Target
 from paceline.plan.planner import FixedPlanner
 from paceline.report.statistics import Rounds, doubt
@@ -46,7 +46,6 @@ from paceline.train.learn.packs import DFlashTrainable, Packer
 from paceline.train.methods.selector import trainable_of
 from paceline.types import SamplingParams
 
-Finished = DFlashDrafter | Eagle3Drafter | MtpDrafter
 AGREE = 0.03
 """Largest relative difference between served and teacher-forced acceptance length."""
 SERVED_BATCH, SHOWN = 8, 3
@@ -93,7 +92,7 @@ def serve_heldout(
     return figures, answered
 
 
-def finished_drafter(raw: dict[str, Any], weights: dict[str, Tensor], own: Vocabulary) -> Finished:
+def finished_drafter(raw: dict[str, Any], weights: dict[str, Tensor], own: Vocabulary) -> Trained:
     """Returns a drafter with the trained weights, rounded to bfloat16. `raw`: its config.json; `own`: its draft
     vocabulary."""
     halved = {name: tensor.bfloat16() for name, tensor in weights.items()}
@@ -102,14 +101,6 @@ def finished_drafter(raw: dict[str, Any], weights: dict[str, Tensor], own: Vocab
     if is_eagle3(raw):
         return Eagle3Drafter(Eagle3Network.of(Eagle3Config.from_json(raw), halved), ids=own.ids)
     return drafter_of(network_of(DFlashConfig.from_json(raw), halved), draft_ids=own.ids, head_VD=own.head_VD)
-
-
-def read_finished(folder: Path) -> Finished:
-    """Reads a drafter that a training has written. Raises the errors of reading a drafter."""
-    raw = read_json(folder / "config.json")
-    if is_mtp(raw):
-        return MtpDrafter.from_folder(folder)
-    return Eagle3Drafter.from_folder(folder) if is_eagle3(raw) else read_drafter(folder)
 
 
 def heldout_server(
@@ -183,20 +174,20 @@ def starts_of(accepted_P: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.array(starts, dtype=np.int64)
 
 
-def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Document], max_tokens: int) -> dict[str, Any]:
-    """Returns the contents of heldout.json: all figures measured at the end of a run, with answers of up to
-    `max_tokens` tokens to the prompts of `documents`. "tokens_per_round": acceptance length in the engine, with the
-    counts and sample texts behind it. "served_of_walked": acceptance length in the engine on the first `WALKED` (8)
-    prompts alone; "teacher_forced", for DFlash: what teacher forcing gives on the same answers. "plain_tokens_per_s",
-    "drafted_tokens_per_s": tokens/s of one stream without and with the drafter. "default_drafter": figures of the
-    drafter that ships for the target, if it is on this machine."""
-    llm = _loaded(target, documents, max_tokens)
+def final_figures(target: EngineConfig, folder: Path, documents: list[Document], max_tokens: int) -> dict[str, Any]:
+    """Returns the contents of heldout.json: all figures measured at the end of a run, of the drafter in `folder`, with
+    answers of up to `max_tokens` tokens to the prompts of `documents`. "tokens_per_round": acceptance length in the
+    engine, with the counts and sample texts behind it. "served_of_walked": acceptance length in the engine on the first
+    `WALKED` (8) prompts alone; "teacher_forced", for DFlash: what teacher forcing gives on the same answers.
+    "plain_tokens_per_s", "drafted_tokens_per_s": tokens/s of one stream without and with the drafter.
+    "default_drafter": figures of the drafter that ships for the target, if it is on this machine."""
+    drafter, llm = read_trained(folder), _loaded(target, documents, max_tokens)
     figures, answers = serve_heldout(llm, drafter, documents, max_tokens)
     report = {"tokens_per_round": figures.tokens_per_round, **asdict(figures)}
     report["served_of_walked"] = serve_heldout(llm, drafter, documents[:WALKED], max_tokens)[0].tokens_per_round
     report |= _speedup(_timed(llm, "none", documents, max_tokens), _timed(llm, drafter, documents, max_tokens))
-    if folder := shipped.local(target.model):
-        default = read_drafter(folder)
+    if shipped_folder := shipped.local(target.model):
+        default = read_drafter(shipped_folder)
         report["default_drafter"] = {
             "tokens_per_round": serve_heldout(llm, default, documents, max_tokens)[0].tokens_per_round,
             "tokens_per_s": _timed(llm, default, documents, max_tokens).tokens_per_s,

@@ -134,30 +134,6 @@ def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
     return Tilt(tv, kl)
 
 
-def lossy_rule(lossy: Lossy, ledger: Ledger) -> rules.Rule:
-    """Returns a lossy rule (which accepts some drafts that lossless rules reject) as a `rules.Rule`, for sampled (not
-    greedy) requests whose drafts are chains. It judges certain (deterministic) drafts by `follow`, sampled ones by
-    `drawn`, and adds each decision's distance from the target's distribution to `ledger`."""
-
-    def verify(row: CheckedRow) -> RowVerdict:
-        if row.draft_probs_KV is not None:
-            return drawn(lossy, row, ledger)
-        known = list[Tensor]()
-
-        def probs(path: list[int]) -> Tensor:
-            if not known:
-                known.append(row.target_probs())
-            return known[0][len(path)]
-
-        chain = range(-1, len(row.draft_tokens) - 1)
-        accepted, token = follow(
-            lossy, row.draft_tokens, chain, lambda path: row.draw(len(path)), probs, row.uniforms.accept, ledger, False
-        )
-        return RowVerdict(len(accepted), token)
-
-    return rules.Rule(str(lossy), verify, lossless=False, needs_probs=True)
-
-
 def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
     """Judges one row's chain of sampled drafts by the request's lossy settings `lossy`; returns the number of accepted
     drafts and the token after them. Adds to `ledger` each decision's distance from the target's distribution.

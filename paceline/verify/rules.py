@@ -39,7 +39,7 @@ from paceline.errors import ConfigError
 from paceline.model.sampling.logits import sample
 from paceline.plan.marginals import Marginals, path_that_stands
 from paceline.plan.trees import Tree
-from paceline.rng import ACCEPT, RESIDUAL, SAMPLE, Noise, uniform
+from paceline.rng import ACCEPT, RESIDUAL, Noise, uniform
 from paceline.types import Sequence as Request
 
 
@@ -62,10 +62,6 @@ class Uniforms:
     @classmethod
     def of(cls, seq: Request) -> Uniforms:
         return cls(seq.seed, len(seq.tokens) - 1)
-
-    def sample(self, slot: int) -> float:
-        """Returns the random number for sampling a token at this slot (draft position, from 0)."""
-        return uniform(self.seed, SAMPLE, self.anchor_position + slot + 1)
 
     def noise(self, slot: int) -> Noise:
         """Returns the noise with which the target samples its own token at this slot (draft position); plain decoding

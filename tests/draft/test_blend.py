@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.draft.dflash.checkpoint import read_checkpoint, read_draft_ids, write_checkpoint
+from paceline.draft.dflash.checkpoint import read_draft_ids, read_stored, write_checkpoint
 from paceline.draft.dflash.config import new_config
 from paceline.draft.formats.blend import blended
 from paceline.errors import DrafterMismatchError
@@ -27,8 +27,8 @@ def test_a_share_of_the_way(tmp_path: Path) -> None:
     old, new, out = drafter(tmp_path / "old", 1.0), drafter(tmp_path / "new", 3.0), tmp_path / "out"
     for share, value in ((0.75, 2.5), (0.5, 2.0), (1.0, 3.0)):  # into a folder that exists, too
         blended(old, new, share, out)
-        config, tensors = read_checkpoint(out)
-        assert config == read_checkpoint(new)[0]
+        tensors = read_stored(out).tensors
+        assert read_stored(out).config == read_stored(new).config
         assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.bfloat16", "torch.float32"}
         assert bool((tensors["layers.0.weight"] == value).all()) and bool((tensors["norm.weight"] == -value).all())
         assert (ids := read_draft_ids(out)) is not None and ids.tolist() == [1, 4]

@@ -13,6 +13,7 @@ from tiny_dflash import HIDDEN, VOCAB, network, raw_config, tiny_target
 from paceline.draft.dflash.checkpoint import weights_file
 from paceline.draft.dflash.config import DFlashConfig, default_layer_ids, new_config
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
+from paceline.draft.formats.family import read_drafter
 from paceline.draft.formats.packed import PACKED
 from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
 from paceline.loop.adapt.gate.lineage import weights_hash
@@ -23,7 +24,7 @@ def test_checkpoint_goes_round_unchanged(tmp_path: Path) -> None:
     state = {name: tensor.bfloat16() for name, tensor in network(raw).state_dict().items()}
     drafter = DFlashDrafter(DFlashNetwork.of(DFlashConfig.from_json(raw), state))
     drafter.save(tmp_path / "first")
-    again = DFlashDrafter.from_folder(tmp_path / "first", num_drafted=2)
+    again = read_drafter(tmp_path / "first", num_drafted=2)
     again.save(tmp_path / "second")
     again.save(tmp_path / "first")  # over itself, while its weights are mapped
     for name in ("config.json", "model.safetensors"):
@@ -48,7 +49,7 @@ def test_checkpoint_in_8_bits(tmp_path: Path) -> None:
     ]
     sizes = [weights_file(tmp_path / name).stat().st_size for name in ("dense", "small")]
     assert sizes[1] < 0.7 * sizes[0]  # of such a tiny network names take much
-    again = DFlashDrafter.from_folder(tmp_path / "small")
+    again = read_drafter(tmp_path / "small")
     assert again.draft_ids is not None and torch.equal(again.draft_ids, torch.arange(0, VOCAB, 2))
     num_rounded = 0
     for name, tensor in again.network.state_dict().items():
@@ -64,7 +65,7 @@ def test_checkpoint_in_8_bits(tmp_path: Path) -> None:
     assert weights_file(tmp_path / "small").name == "model.safetensors" and not (tmp_path / "small" / PACKED).exists()
     assert all(
         torch.equal(tensor, again.network.state_dict()[name])
-        for name, tensor in DFlashDrafter.from_folder(tmp_path / "small").network.state_dict().items()
+        for name, tensor in read_drafter(tmp_path / "small").network.state_dict().items()
     )
 
 
@@ -74,7 +75,7 @@ def test_dense_weights_are_read_where_both_are_there(tmp_path: Path) -> None:
         drafter.save(tmp_path / folder, in_8_bits=in_8_bits)
     assert (small := weights_hash(tmp_path / "both")) not in (None, weights_hash(tmp_path / "dense"))
     (tmp_path / "both" / "model.safetensors").write_bytes((tmp_path / "dense" / "model.safetensors").read_bytes())
-    loaded = DFlashDrafter.from_folder(tmp_path / "both").network.state_dict()
+    loaded = read_drafter(tmp_path / "both").network.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in drafter.network.state_dict().items())
     assert weights_hash(tmp_path / "both") == weights_hash(tmp_path / "dense") != small
 
@@ -98,7 +99,7 @@ def test_damaged_weights_in_8_bits_are_refused(tmp_path: Path, fault: str) -> No
             stored["fc.weight"], message = data[:, :-1].contiguous(), "holds no whole blocks"
         save_file(stored, file)
     with pytest.raises(ModelFileError, match=message):
-        DFlashDrafter.from_folder(tmp_path / "small")
+        read_drafter(tmp_path / "small")
 
 
 def test_sharded_checkpoint(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
         weight_map |= dict.fromkeys(part, file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    loaded = DFlashDrafter.from_folder(tmp_path).network.state_dict()
+    loaded = read_drafter(tmp_path).network.state_dict()
     assert all(torch.equal(loaded[name], state[name]) for name in names)
 
 
@@ -189,10 +190,10 @@ def test_num_drafted_beyond_the_block_is_refused() -> None:
 def test_a_draft_vocabulary_is_kept_beside_the_checkpoint(tmp_path: Path) -> None:
     ids, folder = torch.tensor([1, 4, 5, 9]), tmp_path / "drafter"
     DFlashDrafter(network(raw_config()), draft_ids=ids).save(folder)
-    again = DFlashDrafter.from_folder(folder)
+    again = read_drafter(folder)
     assert again.draft_ids is not None and again.draft_ids.tolist() == ids.tolist()
     DFlashDrafter(network(raw_config())).save(folder)
-    assert DFlashDrafter.from_folder(folder).draft_ids is None, "another drafter's tokens must not stay"
+    assert read_drafter(folder).draft_ids is None, "another drafter's tokens must not stay"
     (folder / "draft_ids.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ModelFileError, match="delete it"):
-        DFlashDrafter.from_folder(folder)
+        read_drafter(folder)

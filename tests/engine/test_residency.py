@@ -18,6 +18,7 @@ from small_llm import tiny_model
 
 from paceline import LLM
 from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.formats.family import read_drafter
 from paceline.draft.pool import bind, memory_of
 from paceline.engine.residency import RECENT_PER_DRAFTER, ReleasedDrafter
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
@@ -307,7 +308,7 @@ def test_memory_is_that_of_distinct_tensors(model: Path, folders: dict[str, str]
 def test_own_heads_count_once(model: Path, folders: dict[str, str], tmp_path: Path, backend: str) -> None:
     llm = LLM(str(model), drafter="none", **(SIZES | {"backend": backend}))
     head_VD = torch.randn(llm.target.vocab_size, llm.target.hidden_size)
-    DFlashDrafter(DFlashDrafter.from_folder(folders["c0"]).network, head_VD=head_VD).save(tmp_path / "own")
+    DFlashDrafter(read_drafter(folders["c0"]).network, head_VD=head_VD).save(tmp_path / "own")
     drafters = [llm.make_drafter(str(tmp_path / "own")) for _ in range(2)]
     for drafter in drafters:
         bind(drafter, llm.target, keeps=True)
@@ -317,7 +318,7 @@ def test_own_heads_count_once(model: Path, folders: dict[str, str], tmp_path: Pa
 
 def test_new_weights_of_the_target_reach_shared_heads(model: Path, folders: dict[str, str], tmp_path: Path) -> None:
     ids = torch.arange(0, 200, 2)
-    DFlashDrafter(DFlashDrafter.from_folder(folders["c0"]).network, draft_ids=ids).save(tmp_path / "a")
+    DFlashDrafter(read_drafter(folders["c0"]).network, draft_ids=ids).save(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     named = {name: str(tmp_path / name) for name in "ab"}
     llm = LLM(str(model), drafters=named, **(SIZES | {"backend": "native"}))

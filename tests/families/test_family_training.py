@@ -19,6 +19,7 @@ from small_training import config, trainer
 from paceline.config import EngineConfig
 from paceline.draft.dflash.checkpoint import read_stored
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
+from paceline.draft.formats.family import read_drafter
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.model.checkpoint import load_config
@@ -100,7 +101,7 @@ def test_the_drafter_has_the_factors_of_both_ends(name: str, family_model: tuple
     assert scales == (target.ends.embedding, shape.logit_scale, shape.logit_cap)
     params, prompts = SamplingParams(max_tokens=12, ignore_eos=True), [list(range(1, 9))]
     texts = []
-    for drafter in (None, DFlashDrafter(network), DFlashDrafter.from_folder(tmp_path / "drafter")):
+    for drafter in (None, DFlashDrafter(network), read_drafter(tmp_path / "drafter")):
         engine = Engine(target, ByteTokenizer(), drafter, planner=FixedPlanner(0 if drafter is None else None))
         texts.append([seq.output_ids for seq in run(engine, prompts, params)])
     assert texts[0] == texts[1] == texts[2]

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from tiny_builtin import raising
 
 from paceline.draft import vocabulary
-from paceline.draft.dflash.checkpoint import read_checkpoint
+from paceline.draft.dflash.checkpoint import read_stored
 from paceline.draft.dflash.config import is_dflash, new_config
 from paceline.draft.formats import packed
 from paceline.draft.mtp import stitch
@@ -112,7 +112,7 @@ def test_fuzzed_configs(tmp_path: Path) -> None:
     save_file({f"layers.{layer}.norm.weight": torch.ones(32) for layer in range(2)}, tmp_path / "model.safetensors")
     outcomes: Counter[tuple[str, bool]] = Counter()
     for _ in range(300):
-        for raw, read in ((base, _read_all), (drafter, read_checkpoint)):
+        for raw, read in ((base, _read_all), (drafter, read_stored)):
             changed = json.loads(json.dumps(raw))
             for _ in range(rng.randint(1, 2)):
                 part = rng.choice([changed] + [value for value in changed.values() if isinstance(value, dict)])
@@ -274,7 +274,7 @@ def test_weights_that_are_no_numbers(value: float, dtype: torch.dtype, tmp_path:
         list(check_tensors(load_config(tmp_path), load_tensors(tmp_path), tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(new_config(32, 96, 8, num_layers=2, head_dim=16)))
     with pytest.raises(ModelFileError, match=f"{name}.*NaN or an infinity"):
-        read_checkpoint(tmp_path)
+        read_stored(tmp_path)
 
 
 def test_which_weights_are_numbers() -> None:

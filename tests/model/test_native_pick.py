@@ -52,14 +52,17 @@ def awkward(size: int) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 16, 257, 4095, 4096, 12288])
-def test_the_likeliest_and_of_equals_the_lowest(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "inverse"), [(1, 1.0), (16, 0.25), (257, 1.0), (4095, 0.25), (4096, 1.0), (12288, 0.25)]
+)
+def test_the_likeliest_and_of_equals_the_lowest(size: int, inverse: float) -> None:
+    """At temperature 1 and at 4."""
     logits_KV = awkward(size)
-    expected = [first(logits_V, 40) for logits_V in logits_KV]
-    exact_KV = logits_KV.double().log_softmax(-1)
+    expected = [first(logits_V * inverse, 40) for logits_V in logits_KV]
+    exact_KV = (logits_KV * inverse).double().log_softmax(-1)
     for isa, count in product(ISAS, {1, min(16, size), min(40, size)}):
         use(isa)
-        ids_KM, logs_KM = native_lib.top_logprobs(logits_KV, count, 1.0)
+        ids_KM, logs_KM = native_lib.top_logprobs(logits_KV, count, inverse)
         assert ids_KM == [ids[:count] for ids in expected], isa
         actual = torch.tensor(logs_KM, dtype=torch.float64)
         torch.testing.assert_close(actual, exact_KV.gather(1, torch.tensor(ids_KM)), atol=1e-4, rtol=1e-6)

@@ -242,33 +242,6 @@ void matrices() {
 
 // ---- sampling ----
 
-void draws() {
-    struct Setting {
-        float temperature, min_p;
-        int top_k;
-        float top_p;
-    };
-    const Setting settings[] = {
-        {1, 0, 0, 1},     {0.3f, 0, 0, 1},   {1e-30f, 0, 0, 1}, {2, 0.2f, 0, 1},         {0.8f, 0, 0, 0.9f},
-        {1, 0, 0, 1e-9f}, {4, 0, 0, 0.999f}, {1, 0, 1, 1},      {1.5f, 0.01f, 40, 0.8f}, {3, 0, 1000, 1}};
-    for (const int size : {1, 3, 17, 255, 256, 257, 5000}) {
-        Random random = {uint64_t(size)};
-        Hash hash;
-        for (const float sharpness : {0.5f, 4.0f}) {
-            const std::vector<float> logits = random.numbers(size_t(size), sharpness);
-            for (const Setting& each : settings)
-                for (int turn = 0; turn < 40; ++turn) {
-                    const double uniform = double(random.bits()) * 0x1p-32;
-                    const int32_t token =
-                        pn_draw(logits.data(), size, each.temperature, each.min_p, each.top_k, each.top_p, uniform);
-                    if (token < 0) stop("pn_draw");
-                    hash.word(uint32_t(token));
-                }
-        }
-        hash.print("blocks or dense: draws of " + std::to_string(size));
-    }
-}
-
 void likeliest() {
     for (const int size : {1, 17, 257, 4096, 5000}) {
         Random random = {uint64_t(size)};
@@ -393,6 +366,8 @@ struct Model {
         config.final_norm = vector(sizes.hidden, 0.3f, 1.0f);
         config.cos = vector(kMaxLen * sizes.head_dim, 0.5f, 0.0f),
         config.sin = vector(kMaxLen * sizes.head_dim, 0.5f, 0.0f);
+        config.rotary_dim = sizes.head_dim, config.attention_scale = 1.0f / sqrtf(float(sizes.head_dim));
+        config.residual_scale = config.logit_scale = 1.0f;
         config.fc = matrix({sizes.hidden}, kFeatures), config.hidden_norm = vector(sizes.hidden, 0.3f, 1.0f);
         config.context_kv = matrix({2 * kLayers * kv}, sizes.hidden);
         if (sizes.has_biases) config.context_bias = vector(2 * kLayers * kv, 0.3f, 0.0f);
@@ -401,7 +376,8 @@ struct Model {
         const size_t head = size_t(kMaxLen) * size_t(pn_padded_head_dim(sizes.head_dim)),
                      row = head * size_t(sizes.kv_heads);
         keys.resize(row * kRows * kLayers * (dtype == PN_F32 ? 4 : 2)), values.resize(keys.size());
-        cache = {keys.data(), values.data(), int64_t(row * kRows), int64_t(row), int64_t(head), kMaxLen, kRows};
+        cache = {
+            keys.data(), values.data(), int64_t(row * kRows), int64_t(row), int64_t(head), kMaxLen, kRows, nullptr, 0};
     }
     ~Model() { pn_model_free(own); }
     Model(const Model&) = delete;
@@ -490,7 +466,6 @@ int main(int count, char** arguments) {
     check(pn_use(arguments[1]), "pn_use");
     setvbuf(stdout, nullptr, _IOLBF, 0);
     matrices();
-    draws();
     likeliest();
     for (const int dtype : {PN_F32, PN_BF16}) picks(dtype);
     models();

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, cast
 
 import openai
@@ -26,6 +29,7 @@ from live_server import (
     wait_until,
 )
 from small_llm import fake_llm
+from torch import Tensor
 
 from paceline import SamplingParams
 from paceline.engine.engine import Engine
@@ -155,6 +159,31 @@ def test_an_unforeseen_error_of_one_request_harms_no_other(monkeypatch: pytest.M
         text = read_to_end(other)
         assert b'"finish_reason":"length"' in text
         assert len(live.llms) == 1
+
+
+class Damaged(SlowTalker):
+    """Has no finite logits after a text with "!" of 20 tokens."""
+
+    def logits_after(self, tokens: Sequence[int]) -> Tensor:
+        is_damaged = ord("!") in tokens and len(tokens) == 20
+        return super().logits_after(tokens) * (math.nan if is_damaged else 1.0)
+
+
+def test_a_request_that_fails_alone_is_told_and_its_neighbours_are_not() -> None:
+    with serving(lambda: fake_llm(Damaged(0.001, num_rows=3, max_len=256)), max_n=2) as live:
+        body = {"max_tokens": 60, "temperature": 0}
+        for broken in ("a" * 10 + "!", ["aaaa", "aa!a"]):
+            stream = live.open_stream({"prompt": "b", **body}, "/v1/completions")
+            status, answer, _ = live.post("/v1/completions", {"prompt": broken, **body})
+            assert status == 500 and answer["error"]["code"] == "request_failed"
+            assert "not finite at position 20" in answer["error"]["message"]
+            text = read_to_end(stream)
+            assert b'"finish_reason":"length"' in text and b"error" not in text
+        text = read_to_end(live.open_stream({"prompt": "ccc!", **body}, "/v1/completions"))
+        assert text.count(b'"text":"') > 1 and b'"code":"request_failed"' in text
+        wait_until(live.is_idle)
+        assert live.seen.num_crashes == 0 and len(live.llms) == 1
+        assert Counter(live.seen.outcomes) == {"error": 3, "length": 2, "abort": 1}, "the other answer of two is ended"
 
 
 def test_deadlines_end_what_takes_too_long() -> None:

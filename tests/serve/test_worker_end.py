@@ -30,7 +30,7 @@ def idle() -> Iterator[None]:
         yield
 
 
-def worker_of(factory: Callable[[], Any] | None = None, **settings: Any) -> EngineWorker[Any]:
+def worker_of(factory: Callable[[], Any] | None = None, **settings: Any) -> EngineWorker:
     return EngineWorker(factory or talker(), ServeConfig(**settings), Metrics("test"))
 
 
@@ -100,7 +100,10 @@ def test_a_drain_while_the_model_loads_answers_everybody() -> None:
     async def run() -> None:
         worker = worker_of(slowly)
         worker.start()
-        call, loaded = asyncio.create_task(worker.call(len)), asyncio.create_task(worker.loaded())
+        call, loaded = (
+            asyncio.create_task(worker.call(lambda llm: llm.config.model)),
+            asyncio.create_task(worker.loaded()),
+        )
         drain = asyncio.create_task(worker.drain(1.0))
         for _ in range(5):
             await asyncio.sleep(0)

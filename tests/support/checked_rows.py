@@ -19,7 +19,7 @@ def checked(
         drafts,
         draft_probs_KV,
         uniforms,
-        draw=lambda slot: sample(target_probs_JV[slot], uniforms.sample(slot)),
+        draw=lambda slot: sample(target_probs_JV[slot], uniforms.noise(slot).uniform),
         target_probs=lambda: target_probs_JV,
     )
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from checked_rows import judged
+from checked_rows import checked
 from torch import Tensor
 
 from paceline.lossy import Ledger, Lossy
-from paceline.verify.lossy import follow, lossy_rule
+from paceline.verify.lossy import drawn, follow
 from paceline.verify.rules import Uniforms
 
 SETTINGS = (
@@ -54,12 +54,8 @@ class Given(Uniforms):
 
     seed: int = 0
     anchor_position: int = 0
-    own: float = 0.0
     coin: float = 0.0
     again: float = 0.0
-
-    def sample(self, slot: int) -> float:
-        return self.own
 
     def accept(self, slot: int) -> float:
         return self.coin
@@ -137,7 +133,7 @@ def one_draft(
 
     def outcome(coin: float) -> tuple[bool, bool]:
         ledger.keep(0)
-        stands = judged(lossy_rule(rule, ledger).verify, [x], row_KV, rows_JV, Given(coin=coin)).num_accepted == 1
+        stands = drawn(rule, checked([x], row_KV, rows_JV, Given(coin=coin)), ledger).num_accepted == 1
         return stands, bool(ledger.sums[0].num_changed)
 
     return outcome
@@ -148,7 +144,7 @@ def replaced(rule: Lossy, x: int, rows_JV: Tensor, row_KV: Tensor) -> Callable[[
 
     def outcome(again: float) -> int:
         uniforms = Given(coin=1 - 1e-12, again=again)
-        return judged(lossy_rule(rule, Ledger()).verify, [x], row_KV, rows_JV, uniforms).next_token
+        return drawn(rule, checked([x], row_KV, rows_JV, uniforms), Ledger()).next_token
 
     return outcome
 

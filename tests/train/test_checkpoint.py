@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from small_training import Killed, config, tiny_decoder, trainer
 
-from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.formats.family import read_drafter
 from paceline.errors import CacheError, ConfigError, TrainingError
 from paceline.train.config import LossConfig, OptimConfig
 from paceline.train.learn import checkpoint as module
@@ -86,7 +86,7 @@ def test_a_resumed_run_follows_the_uninterrupted_one(tmp_path: Path, changes: di
 def test_every_checkpoint_is_a_drafter(tmp_path: Path) -> None:
     one = trainer(tmp_path, config(max_steps=2))
     run(one)
-    drafter = DFlashDrafter.from_folder(tmp_path / "step-000002")
+    drafter = read_drafter(tmp_path / "step-000002")
     for name, tensor in drafter.network.state_dict().items():
         assert torch.equal(tensor, one.network.state_dict()[name]) and tensor.dtype is torch.float32
     drafter.bind(tiny_decoder())

@@ -15,8 +15,7 @@ from small_training import SMALL, VOCAB, a_pack, config, documents, tiny_decoder
 from tiny_runs import TINY, paceline
 from torch import nn
 
-from paceline.draft.dflash.checkpoint import read_checkpoint, write_checkpoint
-from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint
 from paceline.draft.dflash2.codebooks import materialised
 from paceline.draft.dflash2.drafter import DFlash2Network
 from paceline.draft.dspark.drafter import DSparkNetwork
@@ -279,7 +278,8 @@ def test_the_command_continues_a_v1_drafter(tmp_path: Path) -> None:
     paceline(*TINY, "--max-steps", 3, "--out", run, "--draft-vocab", 200, "--limit", 16, "--serve-share", "0")
     words = ("--answers", run / "regenerate" / "answers", "--init", run / "drafter", "--out", second)
     paceline(*TINY, "--max-steps", 6, *words, "--drafter-kind", "dflash2", "--selector-rank", 8, "--selector-from", 0.2)
-    settings, tensors = read_checkpoint(second / "drafter")
+    stored = read_stored(second / "drafter")
+    settings, tensors = stored.config, stored.tensors
     assert settings.second is not None and settings.second.selector_rank == 8
     assert tensors["candidate_selector.successor_codebook"].shape == (settings.vocab_size, 8)
     assert tensors["candidate_selector.successor_codebook"].abs().max() > 0
@@ -289,5 +289,5 @@ def test_the_command_continues_a_v1_drafter(tmp_path: Path) -> None:
     assert served["served_of_walked"] == pytest.approx(served["teacher_forced"], rel=0.1)
     last = list(RunFolder(second).metrics())[-1]["heldout"]
     assert {"selector_lift", "base_eal", "recall16", "selector_loss"} <= last.keys()
-    assert DFlashDrafter.from_folder(run / "drafter").name == "dflash"
+    assert read_drafter(run / "drafter").name == "dflash"
     assert load_file(second / "drafter" / "model.safetensors").keys() == tensors.keys()

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from small_training import embedding, head_of
 
 from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.formats.family import read_drafter
 from paceline.engine.llm import LLM
 from paceline.model.checkpoint import load_config, random_tensors
 from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
@@ -63,7 +64,7 @@ def learned(llm: LLM, document: Document, folder: Path, steps: int) -> DFlashDra
     )
     scale_first_logits(FirstNorm(network.norm.weight), head, *trainer.first_slots())
     trainer.run()
-    return DFlashDrafter.from_folder(folder / f"step-{steps:06d}")
+    return read_drafter(folder / f"step-{steps:06d}")
 
 
 @pytest.mark.slow

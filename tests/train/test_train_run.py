@@ -27,6 +27,7 @@ from paceline.cli import app
 from paceline.config import EngineConfig
 from paceline.draft.dflash.config import new_config
 from paceline.draft.dflash.drafter import DFlashConfig, DFlashDrafter, DFlashNetwork
+from paceline.draft.formats.family import read_drafter
 from paceline.draft.vocabulary import ALL_TOKENS
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.hardware import Machine
@@ -101,7 +102,7 @@ def test_prompts_in_drafter_out(finished: Finished) -> None:
     assert served["tokens_per_round"] == line["heldout"]["heldout"] and served["texts"]
     weights = load_file(run / "drafter" / "model.safetensors")
     assert {str(tensor.dtype) for tensor in weights.values()} == {"torch.bfloat16"}
-    assert DFlashDrafter.from_folder(run / "drafter").block_size == 8
+    assert read_drafter(run / "drafter").block_size == 8
 
 
 def test_killed_and_run_again_it_follows_the_same_losses(finished: Finished, tmp_path: Path, capsys: Any) -> None:
@@ -279,7 +280,7 @@ def test_training_is_a_library_call(finished: Finished, tmp_path: Path, capsys: 
     result = train(TrainConfig(tmp_path, target, answers=answers, scale="tiny", features="online", loop=loop))
     assert tuple(capsys.readouterr()) == ("", ""), "it shows nothing by itself"
     assert (result.steps, result.run, len(figures(tmp_path))) == (2, tmp_path, 2)
-    assert DFlashDrafter.from_folder(result.drafter).block_size == 8 and 1.0 <= result.heldout["heldout"] <= 8.0
+    assert read_drafter(result.drafter).block_size == 8 and 1.0 <= result.heldout["heldout"] <= 8.0
 
 
 def test_importing_it_is_quick() -> None:

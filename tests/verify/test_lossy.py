@@ -12,7 +12,7 @@ import math
 
 import pytest
 import torch
-from checked_rows import judged
+from checked_rows import checked, judged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lossy_outcomes import (
@@ -35,7 +35,7 @@ from lossy_outcomes import (
 
 from paceline.lossy import Ledger, Lossy
 from paceline.verify import rules
-from paceline.verify.lossy import lossy_rule
+from paceline.verify.lossy import drawn, follow
 from paceline.verify.rules import Uniforms
 
 DRAWN = [
@@ -127,11 +127,19 @@ def test_lossless_values_have_the_bits_of_the_lossless_rules(
     target_JV = torch.nn.functional.normalize(torch.tensor(target_weights, dtype=torch.float32), p=1, dim=-1)
     draft_KV = torch.nn.functional.normalize(torch.tensor(draft_weights[:3], dtype=torch.float32), p=1, dim=-1)
     uniforms, ledger = Uniforms(seed, 7), Ledger()
-    verify = lossy_rule(Lossy.of(name), ledger).verify
-    assert judged(verify, drafts, draft_KV, target_JV, uniforms) == judged(
-        rules.rejection, drafts, draft_KV, target_JV, uniforms
+    rule, row = Lossy.of(name), checked(drafts, draft_KV, target_JV, uniforms)
+    assert drawn(rule, row, ledger) == rules.rejection(row)
+    accepted, token = follow(
+        rule,
+        drafts,
+        range(-1, len(drafts) - 1),
+        lambda path: row.draw(len(path)),
+        lambda path: target_JV[len(path)],
+        uniforms.accept,
+        ledger,
+        False,
     )
-    assert judged(verify, drafts, None, target_JV, uniforms) == judged(rules.match, drafts, None, target_JV, uniforms)
+    assert (len(accepted), token) == judged(rules.match, drafts, None, target_JV, uniforms)
     assert ledger.spent == (0.0, 0.0, 0)
 
 

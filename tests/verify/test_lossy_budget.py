@@ -11,7 +11,7 @@ from lossy_outcomes import DRAFTS, TARGETS, VOCAB, behind, distance, said_beside
 
 from paceline.errors import NumericsError
 from paceline.lossy import Ledger, Lossy
-from paceline.verify.lossy import lossy_rule
+from paceline.verify.lossy import drawn
 from paceline.verify.rules import Uniforms
 
 
@@ -37,11 +37,11 @@ def test_the_budget_is_never_exceeded(kind: str, max_tv: float, num_tokens: int)
         uniforms, before = Uniforms(number, 3), len(ledger.sums)
         if kind == "drawn":
             row = checked([b % 5], tensor(rows[b]).unsqueeze(0), tensor(rows[a]).repeat(2, 1), uniforms)
-            lossy_rule(rule, ledger).verify(row)
+            drawn(rule, row, ledger)
             prices = [distance(said_drawn(rule, rows[a], rows[b]), rows[a]), 0.0]
         else:
             children = [b % 5, (b + 1) % 5] if kind == "tree" else [b % 5]
-            best, draws = rows[a].index(max(rows[a])), uniforms.sample(0)
+            best, draws = rows[a].index(max(rows[a])), uniforms.noise(0).uniform
             own = best if kind == "greedy" else next(x for x in VOCAB if sum(rows[a][: x + 1]) > draws or x == 4)
             token = behind(rule, children, own, rows[a], uniforms.accept(0), ledger, kind == "greedy")
             prices = [
@@ -70,11 +70,11 @@ def test_without_a_budget_it_would_be_exceeded() -> None:
         row = checked(
             [4], tensor([DRAFTS["far"]][0]).unsqueeze(0), tensor(TARGETS["spread"]).repeat(2, 1), Uniforms(number, 1)
         )
-        lossy_rule(rule, ledger).verify(row)
+        drawn(rule, row, ledger)
     assert ledger.mean_tv > 0.05
 
 
 def test_damaged_numbers_refuse_drafts() -> None:
     row = checked([1], tensor(DRAFTS["near"]).unsqueeze(0), tensor([math.nan] * 5).repeat(2, 1), Uniforms(1, 1))
     with pytest.raises(NumericsError, match="no distribution"):
-        lossy_rule(Lossy.of("lenience:0.5"), Ledger()).verify(row)
+        drawn(Lossy.of("lenience:0.5"), row, Ledger())

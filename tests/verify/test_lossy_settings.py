@@ -1,15 +1,11 @@
-"""Settings of a lossy rule, as text or as an object, and its description in records."""
+"""Settings of a lossy rule, as text or as an object."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from checked_rows import judged
 
 from paceline.errors import SamplingError
-from paceline.lossy import Ledger, Lossy
-from paceline.verify.lossy import lossy_rule
-from paceline.verify.rules import RowVerdict, Uniforms
+from paceline.lossy import Lossy
 
 
 @pytest.mark.parametrize(
@@ -55,11 +51,3 @@ def test_what_cannot_be_is_refused(value: str | dict[str, float | str], message:
         return
     with pytest.raises(SamplingError, match=message):
         Lossy.of(value)
-
-
-def test_a_record_of_a_lossy_rule_says_so() -> None:
-    rule = lossy_rule(Lossy.of("lenience:0.5"), Ledger())
-    assert not rule.lossless and rule.needs_probs and rule.name == "lenience:l=0.5"
-    assert judged(
-        rule.verify, [], None, torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0]], dtype=torch.float64), Uniforms(0, 0)
-    ) == RowVerdict(0, 2)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.model.sampling.logits import sample
+from paceline.rng import Noise
 from paceline.verify import rules
 from paceline.verify.rules import RowVerdict, Uniforms
 
@@ -24,7 +25,7 @@ def table(context: tuple[int, ...]) -> Tensor:
 def plain(seed: int, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(sample(table(tuple(tokens)), Uniforms(seed, len(tokens) - 1).sample(0)))
+        tokens.append(sample(table(tuple(tokens)), Noise(seed, len(tokens)).uniform))
     return tokens
 
 
@@ -50,9 +51,9 @@ def test_stops_drawing_at_the_first_mismatch() -> None:
     drawn = []
 
     class Counting(Uniforms):
-        def sample(self, slot: int) -> float:
+        def noise(self, slot: int) -> Noise:
             drawn.append(slot)
-            return 0.5
+            return super().noise(slot)
 
     certain_JV = torch.eye(4)
     assert judged(rules.match, [0, 3, 2], None, certain_JV, Counting(0, 0)) == RowVerdict(1, 1)

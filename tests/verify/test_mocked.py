@@ -106,5 +106,5 @@ def test_the_rules_are_those_that_can_be_asked_for() -> None:
 def test_uniforms_of_a_sequence_start_at_its_anchor() -> None:
     seq = Sequence(request_id=0, tokens=[1, 2, 3], prompt_len=2, params=SamplingParams(seed=9))
     assert Uniforms.of(seq) == Uniforms(9, 2)
-    assert Uniforms(9, 2).sample(3) == Uniforms(9, 5).sample(0)  # by absolute position
+    assert Uniforms(9, 2).noise(3) == Uniforms(9, 5).noise(0)  # by absolute position
     assert Uniforms(9, 2).accept(3) != Uniforms(9, 5).accept(0)  # by round

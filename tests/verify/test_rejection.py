@@ -9,6 +9,8 @@ import pytest
 import torch
 from checked_rows import checked, judged
 
+from paceline.model.sampling.logits import sample
+from paceline.rng import Noise
 from paceline.verify import rules
 from paceline.verify.rules import RowVerdict, Uniforms
 
@@ -21,10 +23,10 @@ class Fixed(Uniforms):
 
     draw = 0.5
 
-    def sample(self, slot: int) -> float:
+    def accept(self, slot: int) -> float:
         return self.draw
 
-    accept = residual = sample
+    residual = accept
 
 
 class Highest(Fixed):
@@ -78,5 +80,6 @@ def test_impossible_drafts_never_stand_and_never_divide_by_zero() -> None:
 
 def test_no_drafts_is_plain_decoding() -> None:
     row_1V = torch.tensor([[0.2, 0.2, 0.6]])
+    own = sample(row_1V[0], Noise(0, 1).uniform)
     for draft_probs in (None, torch.zeros(0, 3)):
-        assert judged(rules.rejection, [], draft_probs, row_1V, Fixed(0, 0)) == RowVerdict(0, 2)
+        assert judged(rules.rejection, [], draft_probs, row_1V, Uniforms(0, 0)) == RowVerdict(0, own)

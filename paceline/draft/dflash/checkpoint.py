@@ -107,12 +107,6 @@ def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:
     )
 
 
-def read_checkpoint(folder: Path | str) -> tuple[DFlashConfig, dict[str, Tensor]]:
-    """Reads a drafter's folder; returns (config, network tensors). Raises the errors of `read_stored`."""
-    stored = read_stored(folder)
-    return stored.config, stored.tensors
-
-
 def weights_file(folder: Path) -> Path:
     """Returns the path of the weights file that paceline writes into this folder. The file may not exist."""
     dense, small = folder / DENSE, folder / PACKED

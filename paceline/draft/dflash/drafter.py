@@ -15,18 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from paceline.draft.base import Observed
-from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint
+from paceline.draft.dflash.checkpoint import write_checkpoint
 from paceline.draft.dflash.config import DFlashConfig, check_fit, new_config
 from paceline.draft.dflash.paths import Drafts, NativePath, TorchPath
 from paceline.draft.dflash.reading import Reading, num_finite
 from paceline.draft.tapped import TappedDrafter, cache_shape_of, features_of
-from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError
+from paceline.draft.vocabulary import Vocabulary
+from paceline.errors import ConfigError, ModelFileError
 from paceline.model.checkpoint import random_weights
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.native.decoder import NativeDecoder
@@ -214,6 +215,9 @@ class DFlashDrafter(TappedDrafter):
     name = "dflash"
     has_native_path = True
     """True if the drafter can run in native (C++) calls, with a target that does."""
+    torch_path: ClassVar[type[TorchPath]] = TorchPath
+    native_path: ClassVar[type[NativePath]] = NativePath
+    """Classes of the drafter's decode paths."""
 
     def __init__(
         self,
@@ -234,19 +238,6 @@ class DFlashDrafter(TappedDrafter):
             raise ConfigError(f"this drafter's block of {self.block_size} drafts 0 to {most}, not {num_drafted}")
         self.draft_ids, self.head_VD = draft_ids, head_VD
         self.tap_layers = self.config.target_layer_ids
-
-    @classmethod
-    def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-        """Reads a DFlash v1 drafter from its folder. `num_drafted`: maximum drafts per round; None: those of a full
-        block. Raises UnsupportedModelError for a DFlash 2 drafter, and the errors of `checkpoint.read_stored`."""
-        stored = read_stored(folder)
-        if stored.config.second or stored.config.markov:
-            raise UnsupportedModelError(
-                f"{folder} holds a DFlash 2 or DSpark drafter: read it with formats.family.read_drafter"
-            )
-        network = DFlashNetwork.of(stored.config, stored.tensors, folder)
-        ids, head_VD = stored.vocabulary
-        return cls(network, num_drafted=num_drafted, draft_ids=ids, head_VD=head_VD)
 
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> Self:
@@ -276,10 +267,10 @@ class DFlashDrafter(TappedDrafter):
         self._vocab_size, self.has_own_threads = target.vocab_size, isinstance(self._path, NativePath)
 
     def _make_path(self, target: Target) -> TorchPath | NativePath:
-        made_of = self.config, self.network.state_dict()
+        tensors, own = self.network.state_dict(), Vocabulary(self.draft_ids, self.head_VD)
         if self.has_native_path and isinstance(target, NativeDecoder):
-            return NativePath(*made_of, target, self.draft_ids, self.head_VD)
-        return TorchPath(*made_of, target, self.draft_ids, self.head_VD)
+            return self.native_path(self.config, tensors, target, own)
+        return self.torch_path(self.config, tensors, target, own)
 
     def record(self) -> None:
         """Capture the drafter's passes as CUDA graphs, if the device uses them."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.reading import scale_logits, top_logprob
 from paceline.draft.dflash.static import Kind, StaticForms
-from paceline.draft.vocabulary import rows_of_tokens
+from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary, rows_of_tokens
 from paceline.model import sharing
 from paceline.model.gguf.blocks import Weight
 from paceline.model.kv_cache import StaticKVCache
@@ -50,12 +50,10 @@ class TorchPath:
         config: DFlashConfig,
         network: Mapping[str, Tensor],
         target: Target,
-        draft_ids: Tensor | None = None,
-        head_VD: Tensor | None = None,
+        own: Vocabulary = ALL_TOKENS,
     ) -> None:
-        """`network`: tensors of the network. `head_VD`: the drafter's own LM head. Without it, the target's head is
-        used, or its rows `draft_ids`."""
-        self.config, shape = config, config.shape
+        """`network`: tensors of the network. `own`: the drafter's draft vocabulary and LM head."""
+        self.config, shape, (draft_ids, head_VD) = config, config.shape, own
         dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
         self._target, self.dtype, self.device = target, dtype, device
         if head_VD is None and draft_ids is not None:
@@ -261,17 +259,17 @@ class NativePath:
         config: DFlashConfig,
         network: Mapping[str, Tensor],
         target: NativeDecoder,
-        draft_ids: Tensor | None = None,
-        head_VD: Tensor | None = None,
+        own: Vocabulary = ALL_TOKENS,
         more: Callable[[int], dict[str, Any]] | None = None,
     ) -> None:
-        """`more`: function from a layer's index to further fields of its CLayer (the native description of a layer)."""
-        self.config, shape, dtype = config, config.shape, target.dtype
+        """`own`: the drafter's draft vocabulary and LM head. `more`: function from a layer's index to further fields of
+        its CLayer (the native description of a layer)."""
+        self.config, shape, dtype, (draft_ids, head_VD) = config, config.shape, target.dtype, own
         rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in network.items()}
         weights = {name: target.as_weight(tensor) for name, tensor in rounded.items()}
 
-        def make_layer(index: int, own: dict[str, Weight]) -> dict[str, Any]:
-            fields = {**layer_parts(shape, index, own, dtype), "is_causal": int(config.is_causal[index])}
+        def make_layer(index: int, parts: dict[str, Weight]) -> dict[str, Any]:
+            fields = {**layer_parts(shape, index, parts, dtype), "is_causal": int(config.is_causal[index])}
             return fields | (more(index) if more else {})
 
         layers, _ = build_layers(shape, weights.items(), make_layer, make_other=lambda name, weight: None)

@@ -30,9 +30,6 @@ from paceline.draft.dflash.drafter import Attend, DFlashDrafter, DFlashNetwork, 
 from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.draft.dflash2.paths import SELECTOR, DFlash2NativePath, DFlash2Path, can_mix, convolve
 from paceline.draft.dflash2.selector import Selector, WalkedReading
-from paceline.draft.vocabulary import Vocabulary
-from paceline.model.native.decoder import NativeDecoder
-from paceline.model.target import Target
 from paceline.types import Sequence
 
 DEVIATION = 0.02
@@ -177,6 +174,7 @@ class DFlash2Drafter(WalkingDrafter):
     """A DFlash 2 drafter: its candidate selector picks each draft given the draft before it."""
 
     name = "dflash2"
+    torch_path, native_path = DFlash2Path, DFlash2NativePath
     network: DFlash2Network
 
     @property
@@ -186,9 +184,3 @@ class DFlash2Drafter(WalkingDrafter):
     @staticmethod
     def _random_network(raw: dict[str, Any], *options: Any) -> DFlashNetwork:
         return DFlash2Network.random(DFlashConfig.from_json(as_dflash2(raw, rank=64)), *options)
-
-    def _make_path(self, target: Target) -> DFlash2Path | DFlash2NativePath:
-        own = Vocabulary(self.draft_ids, self.head_VD)
-        if isinstance(target, NativeDecoder) and self.has_native_path:
-            return DFlash2NativePath(self.config, self.network.state_dict(), target, own)
-        return DFlash2Path(self.config, self.network.state_dict(), target, own)

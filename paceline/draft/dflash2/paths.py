@@ -81,7 +81,7 @@ class DFlash2Path(CandidatePath):
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, own: Vocabulary = ALL_TOKENS
     ) -> None:
-        super().__init__(config, body_of(tensors), target, *own)
+        super().__init__(config, body_of(tensors), target, own)
         self._convs = [
             [self._conv(tensors, f"layers.{index}.{conv}") for conv in CONVS]
             for index in range(config.shape.num_layers)
@@ -115,7 +115,7 @@ class DFlash2NativePath(NativePath):
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, own: Vocabulary = ALL_TOKENS
     ) -> None:
-        super().__init__(config, body_of(tensors), target, *own, more=partial(_mixes, config, tensors, target))
+        super().__init__(config, body_of(tensors), target, own, partial(_mixes, config, tensors, target))
         ids_V = None if own.ids is None else own.ids.to(torch.int32).contiguous()
         self.selector = selector_of(config, tensors, torch.device("cpu"))
         before, after = (self.selector.get_parameter(book).detach().contiguous() for book in BOOKS)

@@ -73,7 +73,7 @@ class DSparkPath(CandidatePath):
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, own: Vocabulary = ALL_TOKENS
     ) -> None:
-        super().__init__(config, _body(tensors), target, *own)
+        super().__init__(config, _body(tensors), target, own)
         self._heads = Heads(config, tensors, target, own.ids)
         self.weight_bytes += self._heads.weight_bytes
 
@@ -87,7 +87,7 @@ class DSparkNativePath(NativePath):
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, own: Vocabulary = ALL_TOKENS
     ) -> None:
-        super().__init__(config, _body(tensors), target, *own)
+        super().__init__(config, _body(tensors), target, own)
         self._heads = Heads(config, tensors, target, own.ids)
         self.weight_bytes += self._heads.weight_bytes
 
@@ -101,14 +101,9 @@ class DSparkDrafter(WalkingDrafter):
     """A DSpark drafter: its Markov head corrects each position's logits for the draft before it."""
 
     name = "dspark"
+    torch_path, native_path = DSparkPath, DSparkNativePath
     network: DSparkNetwork
 
     @staticmethod
     def _random_network(raw: dict[str, Any], *options: Any) -> DFlashNetwork:
         return DSparkNetwork.random(DFlashConfig.from_json(as_dspark(raw, rank=64)), *options)
-
-    def _make_path(self, target: Target) -> DSparkPath | DSparkNativePath:
-        own, tensors = Vocabulary(self.draft_ids, self.head_VD), self.network.state_dict()
-        if isinstance(target, NativeDecoder):
-            return DSparkNativePath(self.config, tensors, target, own)
-        return DSparkPath(self.config, tensors, target, own)

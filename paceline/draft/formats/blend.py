@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.draft.dflash.checkpoint import read_checkpoint, read_stored, write_checkpoint
+from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint
 from paceline.errors import DrafterMismatchError
 
 
@@ -23,15 +23,15 @@ def blended(before: Path, trained: Path, share: float, out: Path) -> None:
     Raises DrafterMismatchError if the drafters differ in config or tensor shapes, CacheError if `out` cannot be
     written, and the errors of reading a checkpoint.
     """
-    stored = read_stored(trained)
-    (config_of_old, old), (config, new) = read_checkpoint(before), (stored.config, stored.tensors)
-    shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (old, new)]
-    if config_of_old != config or shapes[0] != shapes[1]:
+    old, new = read_stored(before), read_stored(trained)
+    shapes = [{name: tensor.shape for name, tensor in each.tensors.items()} for each in (old, new)]
+    if old.config != new.config or shapes[0] != shapes[1]:
         raise DrafterMismatchError(
             f"{before} and {trained} differ in more than their weights: there is nothing between them"
         )
     tensors = {
-        name: torch.lerp(old[name].float(), tensor.float(), share).to(tensor.dtype) for name, tensor in new.items()
+        name: torch.lerp(old.tensors[name].float(), tensor.float(), share).to(tensor.dtype)
+        for name, tensor in new.tensors.items()
     }
-    ids, head_VD = stored.vocabulary
-    write_checkpoint(out, config.raw, tensors, ids, head_VD=head_VD)
+    ids, head_VD = new.vocabulary
+    write_checkpoint(out, new.config.raw, tensors, ids, head_VD=head_VD)

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from paceline.engine.engine import Chunk
+from paceline.engine.engine import Chunk, Engine
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, RolloutError, needing
 from paceline.loop.rl.rollouts import RolloutConfig, Rollouts, Sample, seed_of
@@ -185,7 +185,7 @@ class Endpoint:
         asyncio.run(serve())
 
 
-class _Worker(EngineWorker[LLM]):
+class _Worker(EngineWorker):
     """Engine worker that samples every answer with the rollouts' settings and records it."""
 
     def __init__(self, endpoint: Endpoint, settings: ServeConfig) -> None:
@@ -201,7 +201,7 @@ class _Worker(EngineWorker[LLM]):
         self._has_begun = True
         return llm
 
-    def _step(self, engine: Any) -> list[Chunk]:
+    def _step(self, engine: Engine) -> list[Chunk]:
         """Runs a step with full prefill chunks: agents wait for whole answers, so streaming latency does not matter."""
         with engine.whole_chunks():
             return engine.step()

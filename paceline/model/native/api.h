@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 #define PN_API extern "C" __attribute__((visibility("default")))
-#define PN_ABI_VERSION 7
+#define PN_ABI_VERSION 8
 
 enum PnFormat {
     PN_F32,
@@ -246,12 +246,6 @@ PN_API PnMatrix* pn_matrix_select(const PnMatrix* matrix, const int32_t* ids, in
 // out [num_tokens, rows] = x [num_tokens, cols] W^T, x rounded to dtype first.
 PN_API int32_t pn_matrix_multiply(const PnMatrix* matrix, int32_t dtype, const float* x, int32_t num_tokens,
                                   float* out);
-
-// A token of the distribution softmax(logits / temperature), cut to what is at least min_p times as likely as the most likely
-// token, then to the top_k most likely (0: all), then to the fewest of these that reach top_p; of equals the lowest ids. `draw`
-// in [0, 1) chooses: the running sum in the order of ids that passes it. -1 when the largest logit is not finite.
-PN_API int32_t pn_draw(const float* logits, int32_t size, float temperature, float min_p, int32_t top_k, float top_p,
-                       double draw);
 
 // Of each of `rows` rows of logits the `count` (at most `size`) likeliest tokens, best first, of equals the lowest ids, and their
 // log-probabilities in softmax(logits * inverse): ids and logs [rows, count]. Of a row that holds NaN or whose largest is not

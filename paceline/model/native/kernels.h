@@ -168,9 +168,8 @@ struct Kernels {
     void (*value)(const float* x, int head_dim, int padded, void* values, int position, bool clear_next);
     // The largest of x[0..size), NaN where any of them is, goes to `best`; its first index, or -1 where it is not above `least`
     int (*argmax)(const float* x, int size, float least, float* best);
-    // out[i] = e^((x[i] - most) * inverse), 0 below `least`; of every kSummed of them the sum and the largest
-    void (*exponentials)(const float* x, int size, float most, float inverse, float least, float* out, float* sums,
-                         float* largest);
+    // out[i] = e^((x[i] - most) * inverse); of every kSummed of them the sum and the largest
+    void (*exponentials)(const float* x, int size, float most, float inverse, float* out, float* sums, float* largest);
     // out[row][i] = logs[i] + the sum of before[row][at] * behind[at][i] in the order of `at`, products rounded before they are added
     void (*score)(const Scoring& scoring);
     // One position of one head becomes another's, in the layout of `keys` and `values` of Attention

@@ -628,8 +628,7 @@ inline int argmax(const float* x, int size, float least, float* best) {
     return 0;  // NaN
 }
 
-inline void exponentials(const float* x, int size, float most, float inverse, float least, float* out, float* sums,
-                         float* largest) {
+inline void exponentials(const float* x, int size, float most, float inverse, float* out, float* sums, float* largest) {
     for (int begin = 0; begin < size; begin += kSummed) {
         const int end = begin + kSummed < size ? begin + kSummed : size;
         LaneSum sum;
@@ -639,7 +638,6 @@ inline void exponentials(const float* x, int size, float most, float inverse, fl
             // What is behind the end reads as 0, which may be more likely than anything.
             const vf value = left >= kWidth ? load(x + at) : get_part(x + at, left);
             vf weight = exp_of((value - splat(most)) * splat(inverse));
-            weight = weight < splat(least) ? splat(0.0f) : weight;
             put_upto(out + at, weight, left);
             if (left < kWidth) weight = get_part(out + at, left);
             sum.at(at) += weight;

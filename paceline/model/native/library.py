@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import NativeError
-from paceline.types import SamplingParams
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 FORMAT_NAMES: list[str] = [
     "float32",
     "bfloat16",
@@ -163,7 +162,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pn_matrix_rows": (c_int32, (c_void_p, c_void_p, c_int32, c_int32, c_void_p)),
     "pn_matrix_select": (c_void_p, (c_void_p, c_void_p, c_int32)),
     "pn_matrix_multiply": (c_int32, (c_void_p, c_int32, c_void_p, c_int32, c_void_p)),
-    "pn_draw": (c_int32, (c_void_p, c_int32, c_float, c_float, c_int32, c_float, c_double)),
     "pn_likeliest": (c_int32, (c_void_p, c_int32, c_int32, c_int32, c_float, c_void_p, c_void_p)),
     "pn_pick": (c_int32, (POINTER(CPick),)),
     "pn_walk": (c_int32, (c_void_p, c_int32, c_int32, c_double, c_void_p, c_void_p)),
@@ -354,14 +352,6 @@ class Buffers:
         if parents is not None:
             self.fill(parents=parents)
             self.work.parents = ctypes.addressof(self._arrays["parents"])
-
-
-def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
-    """Sample a token with a request's parameters by `uniform` in [0, 1). Logits: float32, contiguous, on CPU."""
-    given = (params.temperature, params.min_p, params.top_k, params.top_p, uniform)
-    token = require().pn_draw(pointer(logits_V), len(logits_V), *given)
-    check(min(token, 0))
-    return token
 
 
 def top_logprobs(

@@ -1,5 +1,5 @@
-// One token of a distribution. The logits are read twice (the largest, then exponentials with sums of 256); only where a filter
-// cuts are the likeliest gathered and sorted.
+// The most probable tokens of a row of logits. The logits are read twice: for the largest, and for exponentials with sums of 256;
+// only what may be among the most probable tokens is gathered and sorted.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -17,61 +17,6 @@ namespace pn {
 namespace {
 
 bool likelier(const Choice& a, const Choice& b) { return a.weight != b.weight ? a.weight > b.weight : a.id < b.id; }
-
-// Where the running sum passes `wanted`; where rounding keeps it from that, the last that weighs anything.
-template <class WeightAt>
-int passes(int begin, int end, double wanted, WeightAt weight_at) {
-    double sum = 0;
-    int last = begin;
-    for (int index = begin; index < end; ++index) {
-        const double weight = weight_at(index);
-        sum += weight;
-        if (sum > wanted) return index;
-        if (weight > 0) last = index;
-    }
-    return last;
-}
-
-int draw_of_all(const Weights& weights, double draw) {
-    double wanted = draw * weights.total();
-    const int num_sums = (weights.size + kSummed - 1) / kSummed;
-    const int part = passes(0, num_sums, wanted, [&](int index) { return double(weights.sums[size_t(index)]); });
-    for (int index = 0; index < part; ++index) wanted -= double(weights.sums[size_t(index)]);
-    const int begin = part * kSummed, end = std::min(begin + kSummed, weights.size);
-    return passes(begin, end, wanted, [&](int id) { return double(weights.each[size_t(id)]); });
-}
-
-double mass_of(const std::vector<Choice>& choices) {
-    double sum = 0;
-    for (const Choice& choice : choices) sum += double(choice.weight);
-    return sum;
-}
-
-// The fewest of sorted choices that reach `mass`.
-void keep(std::vector<Choice>& sorted, double mass) {
-    double sum = 0;
-    for (size_t count = 0; count < sorted.size(); ++count) {
-        sum += double(sorted[count].weight);
-        if (sum >= mass) return sorted.resize(count + 1);
-    }
-}
-
-void keep_likeliest(Weights& weights, int top_k, float top_p, std::vector<Choice>& choices) {
-    if (top_k > 0 && top_k < weights.size) {
-        weights.gather_most(top_k, choices);
-        if (size_t(top_k) < choices.size()) {
-            std::nth_element(choices.begin(), choices.begin() + (top_k - 1), choices.end(), likelier);
-            choices.resize(size_t(top_k));
-        }
-        std::sort(choices.begin(), choices.end(), likelier);
-        if (top_p < 1) keep(choices, double(top_p) * mass_of(choices));
-        return;
-    }
-    const double wanted = double(top_p) * weights.total();
-    weights.gather_until(choices, [&] { return mass_of(choices) >= wanted; });
-    std::sort(choices.begin(), choices.end(), likelier);
-    keep(choices, wanted);
-}
 
 // Whether one of sixteen is not below `least`; in vectors that every processor has, since most have none.
 bool has_any(const float* from, float least) {
@@ -115,14 +60,18 @@ void Weights::gather(float least, std::vector<Choice>& into) const {
     }
 }
 
-// So many parts have something as large as the count-th largest of their largest.
+// So many parts have something as large as the count-th largest of their largest; without that many parts, a guessed bound is
+// lowered until enough tokens reach it.
 void Weights::gather_most(int count, std::vector<Choice>& into) {
     if (size_t(count) <= largest.size()) {
         std::copy(largest.begin(), largest.end(), ranked.begin());
         std::nth_element(ranked.begin(), ranked.begin() + (count - 1), ranked.end(), std::greater<float>());
         if (const float least = ranked[size_t(count - 1)]; least > 0) return gather(least, into);
     }
-    gather_until(into, [&] { return into.size() >= size_t(count); });
+    for (const float least : {0.0625f, 0.00390625f, 0.000244140625f, 0.0000152587890625f, 0.0f}) {
+        gather(least, into);
+        if (into.size() >= size_t(count)) return;
+    }
 }
 
 void Ranking::reserve(int size) {
@@ -139,7 +88,7 @@ void Ranking::row(const float* logits, int count, float inverse, int32_t* ids, f
         std::fill(logs, logs + count, NAN);
         return;
     }
-    kernels.exponentials(logits, weights_.size, most, inverse, 0.0f, weights_.each.data(), weights_.sums.data(),
+    kernels.exponentials(logits, weights_.size, most, inverse, weights_.each.data(), weights_.sums.data(),
                          weights_.largest.data());
     weights_.gather_most(count, choices_);
     for (int id = 0; choices_.size() < size_t(count); ++id)  // what weighs nothing comes last
@@ -167,31 +116,6 @@ int32_t pn_likeliest(const float* logits, int32_t rows, int32_t size, int32_t co
             ranking.row(logits + int64_t(row) * size, count, inverse, ids + int64_t(row) * count,
                         logs + int64_t(row) * count);
         return 0;
-    } catch (const std::bad_alloc&) {
-        return fail("out of memory");
-    }
-}
-
-int32_t pn_draw(const float* logits, int32_t size, float temperature, float min_p, int32_t top_k, float top_p,
-                double draw) {
-    const Kernels& kernels = *kernels_for(PN_F32);
-    float most = 0;
-    if (size < 1) return fail("a distribution needs a token");
-    kernels.argmax(logits, size, INFINITY, &most);  // its place does not matter
-    if (!std::isfinite(most) || !(temperature > 0))
-        return fail("the largest logit is not a finite number, or the temperature not above 0");
-    try {
-        thread_local Weights weights;
-        thread_local std::vector<Choice> choices;
-        weights.resize(size);
-        kernels.exponentials(logits, size, most, 1.0f / std::max(temperature, 1e-10f), min_p, weights.each.data(),
-                             weights.sums.data(), weights.largest.data());
-        if ((top_k < 1 || top_k >= size) && top_p >= 1) return draw_of_all(weights, draw);
-        keep_likeliest(weights, top_k, top_p, choices);
-        std::sort(choices.begin(), choices.end(), [](const Choice& a, const Choice& b) { return a.id < b.id; });
-        const int index = passes(0, int(choices.size()), draw * mass_of(choices),
-                                 [&](int at) { return double(choices[size_t(at)].weight); });
-        return choices[size_t(index)].id;
     } catch (const std::bad_alloc&) {
         return fail("out of memory");
     }

@@ -22,14 +22,6 @@ struct Weights {
     void gather(float least, std::vector<Choice>& into) const;
     // The `count` likeliest and perhaps more, or all that weigh something.
     void gather_most(int count, std::vector<Choice>& into);
-    // A guess of what is the least wanted, lowered until `is_enough`.
-    template <class Enough>
-    void gather_until(std::vector<Choice>& into, Enough is_enough) const {
-        for (const float least : {0.0625f, 0.00390625f, 0.000244140625f, 0.0000152587890625f, 0.0f}) {
-            gather(least, into);
-            if (is_enough() || least == 0) return;
-        }
-    }
 };
 
 // The likeliest of rows of logits, one row after another; its memory is kept.

@@ -2,8 +2,8 @@
 
 The order is vLLM's: logit bias, penalties (`penalise`), then temperature, min-p, top-k, top-p (`target_probs`). Each
 filter uses the result of the previous one: top-p counts only the probability of tokens kept by min-p and top-k.
-(Hugging Face applies top-k and top-p before min-p.) `sample` samples from the result, `draw` does both; `logprobs_of`
-uses unmodified logits.
+(Hugging Face applies top-k and top-p before min-p.) `sample` samples from the result; `logprobs_of` uses unmodified
+logits.
 
 Penalties depend on the preceding tokens, so row j of the J = K+1 checked positions assumes that draft[:j] is already in
 the answer: speculation stays exact.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.errors import NativeError, NumericsError
+from paceline.errors import NumericsError
 from paceline.model.native import library as native_lib
 from paceline.types import SamplingParams, TokenLogprob
 
@@ -178,21 +178,6 @@ def top_logprobs(
     logprobs_KM = values_KM - scaled_KV.logsumexp(-1, keepdim=True)
     logprobs_KM = logprobs_KM.masked_fill(~values_KM[:, :1].isfinite(), math.nan)
     return ids_KM.tolist(), logprobs_KM.tolist()
-
-
-def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
-    """Sample a token from logits [V] with the request's parameters. `uniform`, a number in [0, 1), decides which token;
-    the result equals `sample` of `target_probs`, except for rounding.
-
-    One native call if the library is available, which reads the logits twice and allocates nothing of vocabulary size.
-    Raises NumericsError if the largest logit is not finite or any is NaN.
-    """
-    if logits_V.device.type == "cpu" and logits_V.dtype == torch.float32 and native_lib.load() is not None:
-        try:
-            return native_lib.draw(logits_V.contiguous(), params, uniform)
-        except NativeError as error:
-            raise error if torch.isfinite(logits_V.max()) else NumericsError(_NOT_FINITE) from error
-    return sample(target_probs(logits_V.unsqueeze(0), params)[0], uniform)
 
 
 def sample(weights_V: Tensor, draw: float) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -16,6 +16,9 @@ from paceline.draft.pool import memory_alone, memory_of
 from paceline.lossy import LOSSY
 from paceline.plan.clusters import OTHER, label
 from paceline.types import CANDIDATE, RoundStats, Sequence
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
 
 MOST_NAMES, MOST_PAIRS = 128, 1024
 """Most drafters, and most pairs (drafter, request class), that are counted separately; all others count as OTHER."""
@@ -66,7 +69,7 @@ class DrafterCounts:
         num_accepted = sum(accepted * count for (_, accepted), count in rounds.items())
         return num_rounds, num_rounds + num_accepted, self.seconds.get(name, 0.0)
 
-    def collect(self, model: str, engine: Any) -> Iterator[Metric]:
+    def collect(self, model: str, engine: Engine | None) -> Iterator[Metric]:
         """Yield the Prometheus metrics of all drafters. `model`: value of the label model_name. `engine`: the engine
         that stepped last, for current values: each drafter's running requests, bytes of memory, and the router's gains
         (estimated tokens/s relative to plain decoding); None leaves them out."""
@@ -93,13 +96,12 @@ class DrafterCounts:
         ]
         for name, doc, labels, values in counters:
             yield _family(CounterMetricFamily, model, name, doc, labels, values)
-        pool, router = getattr(engine, "pool", None), getattr(engine, "router", None)
-        if pool is not None:
-            members = list(pool.members.values())
-            rows = {(member.name,): pool.num_rows(member) for member in members}
+        if engine is not None:
+            members = list(engine.pool.members.values())
+            rows = {(member.name,): engine.pool.num_rows(member) for member in members}
             yield _family(GaugeMetricFamily, model, "rows", "Running requests of the drafter", (), rows)
-            yield from _memory(model, pool)
-        clusters = router.clusters.copy() if router is not None else {}
+            yield from _memory(model, engine.pool)
+        clusters = engine.router.clusters.copy() if engine is not None and engine.router else {}
         gains = {(name, label(key)): arm.gain for key, one in clusters.items() for name, arm in one.arms.copy().items()}
         doc = "Tokens/s relative to plain decoding, estimated by the router"
         yield _family(GaugeMetricFamily, model, "gain", doc, ("cluster",), gains)

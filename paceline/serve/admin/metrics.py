@@ -25,11 +25,11 @@ from prometheus_client.registry import Collector
 
 from paceline.lossy import LOSSY
 from paceline.serve.admin.drafter_counts import DrafterCounts
-from paceline.serve.worker.engine import Engine
 from paceline.types import COPYING, NONE, FinishReason, RoundStats, Sequence
 
-if TYPE_CHECKING:  # pyarrow is only needed where traces are
-    from paceline.serve.admin.traces import TraceWriter
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+    from paceline.serve.admin.traces import TraceWriter  # pyarrow is only needed where traces are
 
 TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """Names, descriptions and bucket bounds of the metrics."""

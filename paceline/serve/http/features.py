@@ -39,7 +39,7 @@ class FeaturesRequest(Closed):
     final: bool = Field(False, description="Also return the hidden states after the final norm.")
 
 
-def add_features(app: FastAPI, worker: EngineWorker[Any]) -> None:
+def add_features(app: FastAPI, worker: EngineWorker) -> None:
     """Add the endpoint /v1/features, which returns a document's hidden states, if the server was started with
     --features."""
     config = worker.config

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.draft.pool import Memory, bind, memory_alone, memory_of
 from paceline.draft.probation import Probation
@@ -27,6 +27,9 @@ from paceline.serve.worker.engine import ModelInfo
 from paceline.serve.worker.inbox import complete
 from paceline.serve.worker.worker import EngineWorker
 from paceline.types import CANDIDATE, NONE, SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.engine.llm import LLM
 
 TRY_SECONDS = 60.0
 """Time limit of a drafter's trial request, including its wait for a row."""
@@ -45,7 +48,7 @@ class Drafters:
     """Lists, loads, drains and unloads drafters of the running server, and pins request classes to a drafter. The
     admin API calls it in the event loop."""
 
-    def __init__(self, worker: EngineWorker[Any]) -> None:
+    def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
         self._busy: dict[str, str] = {}
         """Name -> state of drafters that are being loaded."""
@@ -105,7 +108,7 @@ class Drafters:
     async def unload(self, name: str) -> list[dict[str, Any]]:
         """Unload a drafter; returns the `table` of the others. Raises ApiError if running requests use it."""
 
-        def remove(model: Any) -> int:
+        def remove(model: LLM) -> int:
             pool = model.engine.pool
             if num_rows := pool.num_rows(pool.member(name)):
                 return num_rows
@@ -124,7 +127,7 @@ class Drafters:
         """Pin a request class (`cluster`) to drafter `name`, so that all its requests use it; None unpins it. Returns
         the class's object of `clusters`. Raises ApiError."""
 
-        def pin(model: Any) -> None:
+        def pin(model: LLM) -> None:
             if name not in (None, NONE):
                 model.engine.pool.member(name)
             if model.engine.router is None:
@@ -139,17 +142,10 @@ class Drafters:
         self._worker.info = await self._worker.call(ModelInfo.of)
         return next(row for row in await self.table() if row["name"] == name)
 
-    async def _call(self, function: Any) -> Any:
-        """Call `function` in the engine's thread. Raises ApiError if the server is not ready or has no pool of
-        drafters."""
+    async def _call(self, function: Callable[[LLM], Any]) -> Any:
+        """Call `function` in the engine's thread. Raises ApiError if the server is not ready."""
         self._worker.serving()
-
-        def checked(model: Any) -> Any:
-            if getattr(model.engine, "pool", None) is None:
-                raise ApiError.known("no_pool")
-            return function(model)
-
-        return await self._worker.call(checked)
+        return await self._worker.call(function)
 
     async def _try(self, drafter: Any, vocab_size: int) -> None:
         """Run a trial request with the drafter among the running requests. Raises the drafter's error.
@@ -157,11 +153,11 @@ class Drafters:
         Holds only a weak reference to the engine, so that a crashed one can be freed."""
         trial = Probation(drafter, vocab_size)
 
-        def begin(model: Any) -> tuple[weakref.ref[Any], int]:
+        def begin(model: LLM) -> tuple[weakref.ref[Any], int]:
             prompt = model.tokenizer.encode(TRY_TEXT) or [0]
             return weakref.ref(model.engine), model.engine.add(prompt, TRY_PARAMS, trial_drafter=trial)
 
-        def end(model: Any) -> None:
+        def end(model: LLM) -> None:
             if engine() is model.engine:  # a new engine may reuse request ids
                 model.engine.abort(request_id)
 
@@ -183,7 +179,7 @@ class Drafters:
         }
 
 
-def _read(model: Any, name: str) -> Any:
+def _read(model: LLM, name: str) -> Any:
     """Load a drafter and bind it to the target. Raises PacelineError, MemoryBudgetError if there is too little
     memory."""
     try:
@@ -209,11 +205,11 @@ def _read(model: Any, name: str) -> Any:
     return drafter
 
 
-def _rows(model: Any) -> list[dict[str, Any]]:
-    pool = model.engine.pool
-    if pool.residency:
-        pool.residency.take_in(pool)
-    states = pool.residency.state_of if pool.residency else lambda member: "ready" if member.is_open else "draining"
+def _rows(model: LLM) -> list[dict[str, Any]]:
+    pool, residency = model.engine.pool, model.residency
+    if residency:
+        residency.take_in(pool)
+    states = residency.state_of if residency else lambda member: "ready" if member.is_open else "draining"
     named = [(states(member), member) for member in pool.members.values()]
     named += [("leaving", member) for member in pool.older if member.name != CANDIDATE]
     shown = [
@@ -238,7 +234,7 @@ def _sizes(memory: Memory) -> dict[str, int]:
 NO_MEMORY = _sizes(Memory(0, 0))
 
 
-def _clusters(model: Any) -> list[dict[str, Any]]:
+def _clusters(model: LLM) -> list[dict[str, Any]]:
     router = model.engine.router
     return [
         {

@@ -18,21 +18,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.errors import PacelineError
 from paceline.serve.admin.metrics import Metrics
 from paceline.serve.http.failures import ApiError, RequestRefused
 from paceline.serve.settings import ServeConfig
-from paceline.serve.worker.engine import Engine, Model, ModelInfo, marks_of
+from paceline.serve.worker.engine import ModelInfo, marks_of
 from paceline.serve.worker.inbox import Inbox
 from paceline.serve.worker.ticket import Addressed, Event, Job, Outbox, Ticket
 from paceline.types import Route
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Chunk
-
-M = TypeVar("M", bound=Model)
+    from paceline.engine.engine import Chunk, Engine
+    from paceline.engine.llm import LLM
 
 State = Literal["loading", "ready", "restarting", "draining", "stopped", "failed"]
 COMPILERS = 2
@@ -57,16 +56,16 @@ class _Live:
     """Tokens delivered so far."""
 
 
-class EngineWorker(Generic[M]):
+class EngineWorker:
     """Runs the engine in a thread of its own, with queues for requests. Call public methods from the event loop."""
 
     def __init__(
         self,
-        factory: Callable[[], M],
+        factory: Callable[[], LLM],
         config: ServeConfig,
         metrics: Metrics,
         *,
-        warm_up: Callable[[M], None] | None = None,
+        warm_up: Callable[[LLM], None] | None = None,
     ) -> None:
         """`factory` loads the model in the engine's thread, at the start and after an early crash; `warm_up` is called
         with each new engine before its first request."""
@@ -81,7 +80,7 @@ class EngineWorker(Generic[M]):
         self._has_started = asyncio.Event()
         """Set when the model is loaded, or failed to load."""
         self._mean_s = 1.0
-        self._model: M | None = None
+        self._model: LLM | None = None
         """For the engine's thread only, like all attributes below."""
         self._own_members: Any = None
         """Marks of the drafters that the model was loaded with; holds weak references only."""
@@ -149,7 +148,7 @@ class EngineWorker(Generic[M]):
         """Abort the unfinished answers of a ticket."""
         self._inbox.post(partial(self._drop, ticket, ApiError.known("aborted")))
 
-    async def call(self, function: Callable[[M], Any]) -> Any:
+    async def call(self, function: Callable[[LLM], Any]) -> Any:
         """Run `function(model)` in the engine's thread between two steps; returns its result. Raises the function's
         error, or ApiError if the thread ends first."""
 
@@ -229,7 +228,7 @@ class EngineWorker(Generic[M]):
     def _serve_on(self) -> Exception | None:
         """Load the model and serve, again after each crash, until the inbox is stopped; returns the error that ended
         it."""
-        steady: M | None = None
+        steady: LLM | None = None
         swapped: Any = None
         failures = 0
         while not self._inbox.is_stopping:
@@ -260,7 +259,7 @@ class EngineWorker(Generic[M]):
             gc.collect()
         return None
 
-    def _load(self, steady: M | None, swapped: Any) -> M:
+    def _load(self, steady: LLM | None, swapped: Any) -> LLM:
         """Return a warm model: `steady` with a new engine, or a newly loaded one with the drafters `swapped`."""
         if steady:
             steady.renew()
@@ -276,7 +275,7 @@ class EngineWorker(Generic[M]):
         gc.freeze()  # so that no full collection traverses all imported objects during a step
         return model
 
-    def _serve(self, model: M) -> None:
+    def _serve(self, model: LLM) -> None:
         """Run commands and engine steps until the inbox is stopped."""
         engine, resumed = model.engine, time.perf_counter()
         while True:
@@ -367,7 +366,7 @@ class EngineWorker(Generic[M]):
         for ticket, error in failed:
             self._drop(ticket, error)
 
-    def _crash(self, model: M) -> None:
+    def _crash(self, model: LLM) -> None:
         """Fail all requests that have started; queue those that have not for the next engine, in order."""
         requests = model.engine.scheduler
         waiting = {seq.request_id for seq in requests.waiting}

@@ -138,9 +138,9 @@ def test_a_turn_is_recorded_before_its_client_gets_the_answer(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the next turn, which comes at once, would not find the tokens that it goes on from."""
-    hand_over, recorded = EngineWorker[LLM]._hand_over, list[int]()
+    hand_over, recorded = EngineWorker._hand_over, list[int]()
 
-    def watched(worker: EngineWorker[LLM], chunks: list[Chunk], *args: Any, **flags: Any) -> None:
+    def watched(worker: EngineWorker, chunks: list[Chunk], *args: Any, **flags: Any) -> None:
         if any(chunk.finish_reason for chunk in chunks):
             recorded.append(sum(len(attempt.turns) for attempt in endpoint.attempts.values()))
         hand_over(worker, chunks, *args, **flags)

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from paceline.config import EngineConfig
-from paceline.draft.registry import holds_mtp
+from paceline.draft.registry import kind_of
 from paceline.errors import (
     CacheError,
     DeployError,
@@ -94,7 +94,7 @@ class EngineFolders:
         """Writes the drafter and its record to `scratch`. The folder in the result, and in the record, is relative to
         `scratch` if the drafter was converted, else absolute."""
         with _says_nothing_of_the_drafter(f"{drafter} cannot be given to {self.config.engine}"):
-            if holds_mtp(drafter):
+            if kind_of(drafter) == "mtp":
                 raise UnsupportedModelError(
                     "an MTP layer lies in the files of its target, which are not replaced: train a dflash drafter"
                 )
