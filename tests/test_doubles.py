@@ -3,6 +3,7 @@
 import pytest
 import torch
 from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
+from round_loop import generate
 
 from paceline.draft.base import Observed
 from paceline.model.target import ForwardBatch
@@ -23,40 +24,6 @@ def running(target: FakeTarget, tokens: list[int], request_id: int = 0, max_toke
     return seq
 
 
-def speculative_greedy(
-    target: FakeTarget, drafter: ScriptedDrafter, seqs: list[Sequence], num_rounds: int
-) -> list[int]:
-    """A minimal engine; returns how many drafts each round of each row accepted."""
-    accepted = []
-    for seq in seqs:
-        drafter.start(seq)
-        taps = target.taps_of(seq.tokens[:-1], 0, drafter.tap_layers) if drafter.tap_layers else None
-        drafter.observe([Observed(seq, 0, seq.cached_len, taps)])
-    target.set_taps(drafter.tap_layers)
-    for _ in range(num_rounds):
-        batch = Batch(seqs)
-        block = drafter.propose(batch)
-        packed = [[seq.tokens[-1], *draft] for seq, draft in zip(seqs, block.tokens_B, strict=True)]
-        counts = [len(tokens) for tokens in packed]
-        out = target.forward(
-            ForwardBatch(batch.rows, batch.cached_len_B, counts, [token for row in packed for token in row])
-        )
-        assert out.logits_TV is not None
-        begin = 0
-        for seq, draft, count in zip(seqs, block.tokens_B, counts, strict=True):
-            best = out.logits_TV[begin : begin + count].argmax(-1).tolist()
-            num = next((i for i, token in enumerate(draft) if token != best[i]), len(draft))
-            first, seq.tokens = seq.cached_len, [*seq.tokens, *draft[:num], best[num]]
-            seq.cached_len = len(seq.tokens) - 1
-            target.cache.rollback([seq.row], [seq.cached_len])
-            target.fake_cache.check(seq)
-            taps = None if out.taps_TF is None else out.taps_TF[begin : begin + num + 1]
-            drafter.observe([Observed(seq, first, num + 1, taps)])
-            accepted.append(num)
-            begin += count
-    return accepted
-
-
 @pytest.mark.parametrize(
     ("options", "least", "most"),
     [
@@ -69,14 +36,13 @@ def speculative_greedy(
     ],
 )
 def test_drafter_is_right_as_often_as_told_and_greedy_is_unchanged(options, least, most):
-    target = FakeTarget(vocab_size=20)
+    """Answers of 151 tokens: the first, and thirty rounds of five if all drafts are accepted."""
+    target, prompts = FakeTarget(vocab_size=20), [PROMPT, [7, 7, 2]]
     drafter = ScriptedDrafter(target, 4, **options)
-    seqs = [running(target, PROMPT, 1, 400), running(target, [7, 7, 2], 2, 400)]
-    prompts = [list(seq.tokens) for seq in seqs]
-    accepted = speculative_greedy(target, drafter, seqs, 30)
+    answers, rounds = generate(target, drafter, prompts, 151, check=target.fake_cache.check)
+    assert answers == [target.greedy(prompt, 151) for prompt in prompts]
+    accepted = [num for stats in rounds for num in stats.num_accepted_B]
     assert least <= sum(accepted) / len(accepted) <= most
-    for seq, prompt in zip(seqs, prompts, strict=True):
-        assert seq.output_ids == target.greedy(prompt, seq.num_output)
 
 
 def test_target_is_a_function_of_its_last_tokens_and_seed():

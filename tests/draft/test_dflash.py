@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from round_loop import GreedyJudge, admit, generate, ready
+from round_loop import admit, generate, ready
 from tiny_dflash import (
     HIDDEN,
     KINDS,
@@ -23,13 +23,13 @@ from tiny_dflash import (
     targets,
     tiny_target,
 )
+from tiny_dflash2 import Recording2, network_2, raw_2
 
 from paceline.draft import tapped
 from paceline.draft.base import Observed
 from paceline.draft.dflash.config import new_config
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash.reading import scale_logits
-from paceline.engine.round import decode_round
 from paceline.errors import DrafterMismatchError
 from paceline.model.target import ForwardBatch
 from paceline.model.torch.decoder import Decoder
@@ -95,65 +95,40 @@ def test_medium_shape_as_the_reference(kind: Any) -> None:
     assert_same_rounds(raw, model, target, max_tokens=28, min_rounds=6)
 
 
+RECORDED: dict[int, Any] = {
+    1: lambda keys: Recording(network(raw_config(**keys))),
+    2: lambda keys: Recording2(network_2(raw_2(**keys))),
+}
+"""A drafter of each version of DFlash that keeps its logits."""
+
+
 @pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS.keys())
 @pytest.mark.parametrize("chosen", [None, 2])
-def test_decode_path_equals_the_trainable_network(keys: dict[str, Any], kind: Any, chosen: int | None) -> None:
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [*((1, name) for name in VARIANTS), *((2, name) for name in ("full", "sliding", "biased", "yarn"))],
+)
+def test_decode_path_equals_the_trainable_network(version: int, name: str, kind: Any, chosen: int | None) -> None:
     """A block of chosen length has as many slots as are read."""
-    target = tiny_target(kind=kind)
-    drafter = Recording(network(raw_config(**keys)))
+    target, drafter = tiny_target(kind=kind), RECORDED[version](VARIANTS[name])
     ready(target, drafter)
     seq = admit(target, drafter, PROMPT, SamplingParams(max_tokens=40))
-    takes = None if chosen is None else [Take("dflash", chosen)]
+    takes = None if chosen is None else [Take(drafter.name, chosen)]
     drafter.propose(Batch([seq], takes, whole_blocks=chosen is None))
 
     config, context = drafter.config, len(PROMPT)
     size = config.block_size if chosen is None else 1 + chosen
     twin = tiny_target()
     twin.set_taps(drafter.tap_layers)
-    taps = twin.forward(_whole(twin, PROMPT)).taps_TF
-    assert taps is not None
+    taps = twin.forward(ForwardBatch([twin.cache.allocate()], [0], [context], PROMPT, "none")).taps_TF
     block = torch.tensor([seq.tokens[-1]] + [config.mask_token_id] * (size - 1))
-    layout = Layout((context,), (torch.tensor([context]),), size)
+    attend = make_attention("split", config, Layout((context,), (torch.tensor([context]),), size), torch.float32)
     embedded = target.embed(block) * config.input_embedding_scale
-    hidden = drafter.network(embedded, taps, make_attention("split", config, layout, torch.float32))
+    hidden = drafter.network(embedded, taps, attend, *([size] if version == 2 else []))
     expected = scale_logits(target.head(hidden[1:]), config)
     torch.testing.assert_close(drafter.logits[0], expected, atol=1e-4, rtol=1e-4)
-
-
-def _whole(target: Decoder, tokens: list[int]) -> ForwardBatch:
-    row = target.cache.allocate()
-    assert row is not None
-    return ForwardBatch([row], [0], [len(tokens)], tokens, "none")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keys", [VARIANTS["full"], VARIANTS["sliding-both-ways"]], ids=["full", "sliding"])
-def test_batched_rounds_equal_row_by_row(keys: dict[str, Any]) -> None:
-    target = tiny_target()
-    prompts = [PROMPT, PROMPT[:3], PROMPT[4:11]]
-    drafter = Recording(network(raw_config(**keys)))
-    alone: list[torch.Tensor] = []
-    answers = []
-    for prompt in prompts:
-        drafter.logits = []
-        answers += generate(target, drafter, [prompt], 16)[0]
-        alone.append(drafter.logits[0])
-    drafter.logits = []
-    assert generate(target, drafter, prompts, 16, chunk=4)[0] == answers
-    for single, batched in zip(alone, drafter.logits, strict=False):
-        torch.testing.assert_close(batched, single, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_row_is_clean_after_reuse() -> None:
-    target = tiny_target(num_rows=1)
-    drafter = DFlashDrafter(network(raw_config()))
-    first = generate(target, drafter, [PROMPT], 20)
-    generate(target, drafter, [PROMPT[::-1]], 30)
-    assert generate(target, drafter, [PROMPT], 20)[0] == first[0]
 
 
 def test_a_row_that_never_drafts_keeps_few_features(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,30 +193,6 @@ def test_greedy_and_sampled_rows_in_one_batch() -> None:
     assert drafter.propose(Batch(sequences[1:])).tokens_B == block.tokens_B[1:], "draws depend on seed and place only"
     sequences[1].params = replace(rows[1], seed=5)
     assert drafter.propose(Batch(sequences[1:])) == block.certain([block.tokens_B[0]]), "a seed's drafts are certain"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_drafted_from_logits_that_are_not_finite(kind: Any) -> None:
-    target = tiny_target(kind=kind)
-    broken = network(raw_config())
-    with torch.no_grad():
-        broken.norm.weight[0] = float("nan")
-    drafter = DFlashDrafter(broken)
-    ready(target, drafter)
-    rows = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, seed=5)]
-    block = drafter.propose(Batch([admit(target, drafter, PROMPT, params) for params in rows]))
-    assert block.tokens_B[1] == [] and block.probs_B[1] is None
-    assert all(0 <= token < VOCAB for token in block.tokens_B[0])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_cache_bytes_are_those_allocated(kind: Any) -> None:
-    target = tiny_target(kind=kind)
-    drafter = DFlashDrafter.random(target, head_dim=8, block_size=6)
-    target.set_taps(drafter.tap_layers)
-    drafter.bind(target)
-    assert drafter.cache_bytes(target) == drafter._path.cache.num_bytes
-    decode_round(Batch([admit(target, drafter, PROMPT, SamplingParams(max_tokens=9))]), target, drafter, GreedyJudge())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,6 +12,7 @@ from doubles import ByteTokenizer
 from engine_runs import run
 from tiny_dflash import HIDDEN, PROMPT, VARIANTS, VOCAB, network, raw_config, tiny_target
 from tiny_dflash2 import network_2, raw_2
+from tiny_drafters import DRAFTERS
 from tiny_dspark import network_3, raw_3
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,7 +20,6 @@ from torch.nn import functional as F
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash2.drafter import DFlash2Drafter
 from paceline.draft.dspark.drafter import DSparkDrafter
-from paceline.draft.small_model import SmallModelDrafter
 from paceline.engine.engine import Engine
 from paceline.model.torch import parts
 from paceline.model.torch.attention import Scores
@@ -158,12 +158,6 @@ def test_idle_rows_and_padding_write_behind_everything() -> None:
         assert not torch.equal(tensor[:, 2, :, 3:9], held[:, 2, :, 3:9])
 
 
-DRAFTERS: dict[str, Any] = {
-    "dflash": lambda: DFlashDrafter(network(raw_config())),
-    "dflash2": lambda: DFlash2Drafter(network_2(raw_2())),
-    "dspark": lambda: DSparkDrafter(network_3(raw_3())),
-    "small_model": lambda: SmallModelDrafter(tiny_target(num_rows=NUM_ROWS, kind=GraphDecoder), num_drafted=3),
-}
 PROMPTS = [PROMPT, PROMPT[:3], PROMPT[4:11], PROMPT[::-1]]
 KINDS = [("dflash", 6), ("dflash2", 0), ("dflash2", 6), ("dspark", 0), ("dspark", 6)]
 
@@ -173,7 +167,8 @@ def test_rounds_of_recorded_passes_alone_say_what_plain_ones_do(name: str, num_n
     """Engine, target and drafter as on CUDA: everything is recorded beforehand, and nothing in traffic."""
     params = [SamplingParams(max_tokens=10 + 3 * place) for place in range(4)]
     expected = run(Engine(tiny_target(num_rows=NUM_ROWS), ByteTokenizer(), planner=FixedPlanner(0)), PROMPTS, params)
-    target, drafter = tiny_target(num_rows=NUM_ROWS, kind=GraphDecoder), DRAFTERS[name]()
+    target = tiny_target(num_rows=NUM_ROWS, kind=GraphDecoder)
+    drafter = DRAFTERS[name](**({"kind": GraphDecoder} if name == "small_model" else {}))
     engine = Engine(target, ByteTokenizer(), drafter, planner=FixedPlanner(num_nodes=num_nodes))
     recorders = [target.recorder, drafter.model.recorder] if name == "small_model" else [target.recorder]
     for recorder in recorders:

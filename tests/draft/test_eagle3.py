@@ -173,21 +173,6 @@ def test_the_network_is_the_formulas(name: str) -> None:
     torch.testing.assert_close(told_TD.double(), normed if config.norm_output else expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_batched_rows_of_different_lengths_draft_what_they_draft_alone() -> None:
-    target, prompts = tiny_target(), [PROMPT, PROMPT[:3], PROMPT[4:11]]
-    drafter = recording(raw_eagle3(), num_drafted=4)
-    alone = [generate(target, drafter, [prompt], 10)[0][0] for prompt in prompts]
-    apart, drafter.rounds = sorted(drafter.rounds, key=lambda each: each[0]), []
-    together, rounds = generate(target, drafter, prompts, 10, chunk=4)
-    assert together == alone and any(len(set(stats.num_drafted_B)) > 1 for stats in rounds), (
-        "rows that end at different places"
-    )
-    for mine, other in zip(sorted(drafter.rounds, key=lambda each: each[0]), apart, strict=True):
-        assert mine[:2] == other[:2]
-        torch.testing.assert_close(torch.stack(mine[2]), torch.stack(other[2]), atol=1e-4, rtol=1e-3)
-
-
 def test_drawn_drafts_do_not_say_how_sure_they_are() -> None:
     """Each depends on those drawn before it: to check fewer where one is unlikely would change what is said."""
     drafter, target = drafter_of(loud_network(raw_eagle3())), tiny_target(num_rows=2)
@@ -223,17 +208,6 @@ def test_tokens_outside_the_draft_vocabulary_are_not_proposed() -> None:
     for token, probs_V, logits in zip(block.tokens_B[1], probs_KV, drafter.now[drawn.row], strict=True):
         assert float(probs_V[token]) > 0
         torch.testing.assert_close(probs_V[IDS], torch.softmax(logits / 0.9, -1))
-
-
-@pytest.mark.slow
-def test_a_row_is_clean_after_reuse() -> None:
-    target, drafter = tiny_target(num_rows=1), recording(raw_eagle3())
-    first = generate(target, drafter, [PROMPT], 10)
-    drafts, drafter.rounds = drafter.rounds, []
-    generate(target, drafter, [PROMPT[::-1]], 15)
-    drafter.rounds = []
-    assert generate(target, drafter, [PROMPT], 10)[0] == first[0]
-    assert [each[1] for each in drafter.rounds] == [each[1] for each in drafts]
 
 
 @pytest.mark.parametrize("source", ["another row", "its own"])
@@ -291,17 +265,6 @@ def test_a_row_that_waits_long_drafts_as_one_that_does_not(monkeypatch: pytest.M
     assert drafts[0] == drafts[1]
 
 
-def test_nothing_is_drafted_from_logits_that_are_not_finite() -> None:
-    broken = loud_network(raw_eagle3())
-    with torch.no_grad():
-        broken.norm.weight[0] = float("nan")
-    target, drafter = tiny_target(), drafter_of(broken)
-    ready(target, drafter)
-    rows = [admit(target, drafter, PROMPT, SamplingParams(max_tokens=9, temperature=heat)) for heat in (0.0, 0.8)]
-    block = drafter.propose(Batch(rows))
-    assert block.tokens_B == [[], []] and block.probs_B == [None, None]
-
-
 def test_taps_that_a_config_leaves_out_are_those_of_the_engines() -> None:
     raw = {key: value for key, value in raw_eagle3().items() if "eagle" not in key or key == "architectures"}
     assert Eagle3Config.from_json(raw).tap_layers == ()
@@ -329,7 +292,6 @@ def test_random_ones_and_their_sizes() -> None:
     drafter = make_drafter("random-eagle3", target, num_drafted=2, head_dim=8)
     assert isinstance(drafter, Eagle3Drafter) and drafter.num_drafted == 2
     drafter.bind(target)
-    assert drafter.cache_bytes(target) == drafter._path.cache.num_bytes
     own = sum(tensor.nbytes for tensor in drafter.network.state_dict().values())
     assert drafter.weight_bytes == 2 * own
     drafter.keep_weights()

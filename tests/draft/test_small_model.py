@@ -68,13 +68,6 @@ def test_sampled_rows_bring_their_distribution() -> None:
     assert repeated.tokens_B[0] == block.tokens_B[1]
 
 
-def test_cache_bytes_follow_the_target() -> None:
-    target, drafter = decoder(num_rows=3), SmallModelDrafter(decoder(num_rows=1))
-    expected = drafter.cache_bytes(target)
-    ready(target, drafter)
-    assert drafter.cache_bytes(target) == drafter.model.cache.num_bytes == expected
-
-
 def test_mismatches() -> None:
     target = decoder()
     with pytest.raises(DrafterMismatchError, match="the drafter has 18 tokens, the target 17"):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from model.test_decoder import decoder_for, text
+from native_models import SHAPES, random_weights, tokens_of
 
 from paceline.model.checkpoint import expected_shapes
 from paceline.model.config.decoder import DecoderConfig, DeltaShape
@@ -24,22 +25,25 @@ HYBRID = replace(MIXTURE, num_experts=0, shared_expert_size=0, delta=DeltaShape(
 MODELS = {"mixture": MIXTURE, "hybrid": HYBRID, "both": replace(MIXTURE, delta=HYBRID.delta, linear_layers=(0, 2))}
 
 
+def decoder_for(name: str, kind: Callable[..., Decoder], device: str = "cpu") -> Decoder:
+    config = SHAPES[name]
+    return kind(config, random_weights(config).items(), num_rows=4, max_len=128, device=device)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3-norms"])
-def test_static_passes_equal_ordinary_ones(family: str) -> None:
-    ordinary = decoder_for(family)[1]
-    static = GraphDecoder(ordinary.config, list(_tensors(family)), num_rows=4, max_len=128)
-    assert_same_passes(ordinary, static)
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-norms"])
+def test_static_passes_equal_ordinary_ones(name: str) -> None:
+    assert_same_passes(decoder_for(name, Decoder), decoder_for(name, GraphDecoder))
 
 
 @pytest.mark.slow
 def test_what_dead_positions_hold_does_not_spread() -> None:
     """Positions behind a row's length may hold what an earlier request left: NaN, if its logits were not finite."""
-    ordinary = decoder_for("llama")[1]
-    static = GraphDecoder(ordinary.config, list(_tensors("llama")), num_rows=4, max_len=128)
+    static = decoder_for("llama", GraphDecoder)
+    assert isinstance(static, GraphDecoder)
     for cache in (static.kv.keys, static.kv.values):
         cache.fill_(float("nan"))
-    assert_same_passes(ordinary, static)
+    assert_same_passes(decoder_for("llama", Decoder), static)
 
 
 @pytest.mark.slow
@@ -71,20 +75,14 @@ def test_replayed_graphs_of_experts_and_states_equal_ordinary_passes(name: str) 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_replayed_graphs_equal_ordinary_passes() -> None:
-    _, ordinary = decoder_for("llama")
-    _, source = decoder_for("llama")
-    graphed = GraphDecoder(source.config, list(_tensors("llama")), num_rows=4, max_len=128, device="cuda")
+    graphed = decoder_for("llama", GraphDecoder, "cuda")
+    assert isinstance(graphed, GraphDecoder)
     graphed.set_taps((1,))
     graphed.record(8)
     recorded = graphed.recorder.num_recorded
-    assert_same_passes(ordinary, graphed)
+    assert_same_passes(decoder_for("llama", Decoder), graphed)
     assert graphed.recorder.replayed["target"] == 12 and not graphed.recorder.eager
     assert graphed.recorder.num_recorded == recorded == len(pass_grid(4, 8).shapes)
-
-
-def _tensors(family: str):
-    model, _ = decoder_for(family)
-    return ((name, tensor.detach()) for name, tensor in model.state_dict().items())
 
 
 def loud(config: DecoderConfig) -> list[tuple[str, torch.Tensor]]:
@@ -101,7 +99,7 @@ def assert_same_passes(ordinary: Decoder, static: Decoder, rounds: int = 12) -> 
         decoder.set_taps((1,))
         for row in range(4):
             assert decoder.cache.allocate() == row
-            prompt = text(30 + 20 * row, seed=row)
+            prompt = tokens_of(ordinary.config, 30 + 20 * row, seed=row)
             decoder.forward(ForwardBatch([row], [0], [len(prompt)], prompt, "none"))
     for _ in range(rounds):
         rows = sorted(rng.sample(range(4), rng.randint(1, 4)))

@@ -65,14 +65,6 @@ def test_without_the_owners_leave_it_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lossy", ["lenient:1", {"rule": "lenience", "l": 7}, {"eps": 0.1}, "typical:eps=x"])
-def test_what_is_no_rule_is_refused(live: Live, lossy: Any) -> None:
-    status, answer = ask(live, lossy=lossy)
-    message = answer["error"]["message"]
-    assert status == 400 and ("lossy" in message or "l must be" in message)
-
-
-@pytest.mark.slow
 def test_every_answer_says_that_it_is_not_lossless_and_what_it_cost(live: Live) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):
         rule = EVERYTHING if "chat" in path else {"rule": "relaxed", "n": 258, "delta": 1}

@@ -7,12 +7,12 @@ After every test: no error in the page's console, no request to another origin.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from browser_tabs import Tabs, running_browser
+from loopback import running
 from page_server import PageServer
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
@@ -30,12 +30,8 @@ def tabs() -> Iterator[Tabs]:
 
 @pytest.fixture
 def server() -> Iterator[PageServer]:
-    with PageServer() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with running(PageServer()) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 class Visit:

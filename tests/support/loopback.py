@@ -8,7 +8,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
+
+AnyServer = TypeVar("AnyServer", bound=ThreadingHTTPServer)
 
 
 def free_port() -> int:
@@ -37,15 +39,22 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def answering(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[str]:
-    """The URL where it answers."""
-    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-    server.daemon_threads = True
+def running(server: AnyServer) -> Iterator[AnyServer]:
+    """The server, which answers in a thread of its own; closed at the end."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield server
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def answering(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[str]:
+    """The URL where it answers."""
+    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+    server.daemon_threads = True
+    with running(server):
+        yield f"http://127.0.0.1:{server.server_port}"

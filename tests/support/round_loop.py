@@ -1,29 +1,20 @@
-"""Greedy generation for drafter tests: the engine's own round with the plainest judge, chunked prefill in front."""
+"""Greedy generation for drafter tests: the engine's own round and judge, chunked prefill in front."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from paceline.draft.base import Drafter, Observed
 from paceline.engine.round import RuleJudge, decode_round
-from paceline.model.target import ForwardBatch, ForwardOutput, Target
-from paceline.types import Batch, DraftBlock, RoundStats, SamplingParams, Sequence, Verdict
+from paceline.model.target import ForwardBatch, Target
+from paceline.types import Batch, RoundStats, SamplingParams, Sequence
 
 
 class GreedyJudge(RuleJudge):
-    """The longest match with the largest logits, which it always asks for."""
+    """The engine's judge, with all logits in every round."""
 
     def only_argmax(self, batch: Batch) -> bool:
         return False
-
-    def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
-        assert out.logits_TV is not None
-        best, accepted, bonus, begin = out.logits_TV.argmax(-1).tolist(), [], [], 0
-        for tokens in draft.tokens_B:
-            own = best[begin : begin + len(tokens) + 1]
-            count = next((index for index, token in enumerate(tokens) if token != own[index]), len(tokens))
-            accepted.append(count)
-            bonus.append(own[count])
-            begin += len(tokens) + 1
-        return Verdict(accepted, bonus, lossless=True)
 
 
 def admit(
@@ -52,15 +43,24 @@ def ready(target: Target, drafter: Drafter) -> None:
 
 
 def generate(
-    target: Target, drafter: Drafter, prompts: list[list[int]], max_tokens: int, *, chunk: int = 1 << 20
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    max_tokens: int,
+    *,
+    chunk: int = 1 << 20,
+    check: Callable[[Sequence], None] = lambda seq: None,
 ) -> tuple[list[list[int]], list[RoundStats]]:
-    """Answers of all prompts as one batch, and the rounds; rows leave the batch as they end."""
+    """Answers of all prompts as one batch, and the rounds; rows leave the batch as they end. `check`: called after
+    every round for each of its rows."""
     ready(target, drafter)
-    params = SamplingParams(max_tokens=max_tokens)
-    sequences = [admit(target, drafter, prompt, params, chunk) for prompt in prompts]
+    params = [SamplingParams(max_tokens=max_tokens, seed=number) for number in range(len(prompts))]
+    sequences = [admit(target, drafter, prompt, each, chunk) for prompt, each in zip(prompts, params, strict=True)]
     rounds = []
     while running := [seq for seq in sequences if seq.finish_reason is None]:
         rounds.append(decode_round(Batch(running), target, drafter, GreedyJudge()))
+        for seq in running:
+            check(seq)
     for seq in sequences:
         drafter.drop(seq)
         target.cache.free(seq.row)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any
 
-from doubles import ByteTokenizer
+from small_llm import fake_llm
 from tiny_dflash import network, raw_config, tiny_target
 
-from paceline.config import EngineConfig
-from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.base import Drafter
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.engine.llm import LLM
 from paceline.model.native import library as native_lib
@@ -25,14 +23,7 @@ FASTEST: Any = Decoder if native_lib.load() is None else NativeDecoder
 
 def tiny_llm(kind: Any, **settings: Any) -> LLM:
     """A real LLM object around a tiny target of eleven tokens."""
-    llm = LLM.__new__(LLM)
-    llm.config = EngineConfig(model="tiny", drafter="none", device="cpu", dtype="float32", speculate="full", **settings)
-    llm.tokenizer = cast(Any, ByteTokenizer())
-    llm.target, llm.drafter, llm.router = tiny_target(kind=kind), NoDrafter(), None
-    llm.pass_costs, llm._planners, llm._inboxes = None, WeakKeyDictionary(), {}
-    llm.allow_lossy, llm.max_tv = False, None
-    llm.engine = llm.new_engine(llm.drafter)
-    return llm
+    return fake_llm(tiny_target(kind=kind), speculate="full", model="tiny", **settings)
 
 
 def dflash(seed: int) -> DFlashDrafter:

@@ -56,11 +56,11 @@ class Parrot(FakeTarget):
         return 100.0 * torch.nn.functional.one_hot(torch.tensor(self.said[len(tokens) - begin]), 258).float()
 
 
-def fake_llm(target: Target | None = None, *, tokenizer: Any = None, speculate: str = "auto") -> LLM:
-    """A real LLM object around a fake target."""
+def fake_llm(target: Target | None = None, *, tokenizer: Any = None, model: str = "fake", **settings: Any) -> LLM:
+    """A real LLM object around a fake target, or a tiny one. `settings`: further fields of its EngineConfig."""
     llm = LLM.__new__(LLM)
-    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "prefill_chunk": 16, "speculate": speculate}
-    llm.config = EngineConfig(model="fake", drafter="none", **settings)
+    usual: dict[str, Any] = {"drafter": "none", "device": "cpu", "dtype": "float32", "prefill_chunk": 16}
+    llm.config = EngineConfig(model, **{**usual, "speculate": "auto", **settings})
     llm.tokenizer = cast(Any, tokenizer or ByteTokenizer())
     llm.target, llm.drafter = target or Talker(), NoDrafter()
     llm.router, llm.allow_lossy, llm.max_tv = None, False, None

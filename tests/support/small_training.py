@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from paceline.draft.dflash.drafter import DFlashNetwork
@@ -114,6 +115,38 @@ def killed_in(step: int) -> Callable[[dict[str, Any]], None]:
             raise Killed
 
     return kill
+
+
+def steps_of(one: Trainer) -> list[dict[str, Any]]:
+    """Figures of every step of a run to its end."""
+    steps: list[dict[str, Any]] = []
+    one.run(steps.append)
+    assert [figures["step"] for figures in steps] == list(range(one.state.step - len(steps) + 1, one.state.step + 1))
+    return steps
+
+
+def losses(one: Trainer, name: str = "loss") -> dict[int, float]:
+    """This figure of every step of a run to its end, by the step's number."""
+    return {figures["step"]: figures[name] for figures in steps_of(one)}
+
+
+def resumed(make: Callable[[], Trainer], step: int) -> Trainer:
+    """A trainer that continues where another one of the same folder stopped, after this step."""
+    stopped = make()
+    assert not stopped.run(should_stop=lambda: stopped.state.step == step)
+    again = make()
+    assert again.resume() and again.state.step == step
+    return again
+
+
+def assert_resumes(make: Callable[[Path], Trainer], folder: Path, step: int = 3, name: str = "loss") -> None:
+    """Checks that a run that stopped after this step has the same losses and weights in the end as an uninterrupted
+    one."""
+    whole, again = make(folder / "whole"), resumed(lambda: make(folder / "parts"), step)
+    expected = {number: loss for number, loss in losses(whole, name).items() if number > step}
+    assert expected and losses(again, name) == pytest.approx(expected, rel=1e-6)
+    for key, tensor in again.parallel.weights(again.network).items():
+        torch.testing.assert_close(tensor, whole.parallel.weights(whole.network)[key], atol=1e-6, rtol=1e-5)
 
 
 def a_pack(one: Trainer) -> Pack:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import tiny_dflash2
 import torch
 from round_loop import generate
-from tiny_dflash import MIXED, PROMPT, SLIDING, loud_, network, raw_config
+from tiny_dflash import MIXED, PROMPT, SLIDING, loud_, network
 
 from paceline.draft.base import Drafter
 from paceline.draft.dflash.checkpoint import write_checkpoint
-from paceline.draft.dflash.config import DFlashConfig, as_dflash2
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash2.drafter import DFlash2Network
 from paceline.types import Batch, DraftBlock
 
@@ -21,9 +22,7 @@ CAUSAL = {**SLIDING, "layer_types": MIXED}
 
 
 def raw_2(**keys: Any) -> dict[str, Any]:
-    raw = as_dflash2(raw_config(**keys), rank=5, top_k=6)
-    raw["dflash_config"]["conv_group_size"] = 4
-    return raw
+    return tiny_dflash2.raw_2(group=4, **keys)
 
 
 def written(folder: Path, raw: dict[str, Any], ids: torch.Tensor | None = None) -> Path:

@@ -12,13 +12,11 @@ from paceline.draft.dflash.config import DFlashConfig, as_dflash2
 from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
 from paceline.types import Batch
 
-GROUP = 16
 
-
-def raw_2(top_k: int = 6, **keys: Any) -> dict[str, Any]:
-    """VOCAB is 11, so that 6 candidates leave some out."""
+def raw_2(top_k: int = 6, group: int = 16, **keys: Any) -> dict[str, Any]:
+    """VOCAB is 11, so that 6 candidates leave some out. Native calls need groups of 16 channels."""
     raw = as_dflash2(raw_config(**keys), rank=5, top_k=top_k)
-    raw["dflash_config"]["conv_group_size"] = GROUP
+    raw["dflash_config"]["conv_group_size"] = group
     return raw
 
 

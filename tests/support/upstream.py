@@ -15,6 +15,7 @@ from typing import Any
 
 import openai
 from live_server import wait_until
+from loopback import running
 
 from paceline.loop.record.reader import Reader
 from paceline.loop.record.run import Recorder, Server
@@ -174,17 +175,8 @@ class Recording:
             return answer.status, answer.read()
 
 
-@contextlib.contextmanager
-def answering(answer: Answer) -> Iterator[Upstream]:
-    upstream = Upstream(answer)
-    thread = threading.Thread(target=upstream.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield upstream
-    finally:
-        upstream.shutdown()
-        thread.join(30)
-        upstream.server_close()
+def answering(answer: Answer) -> contextlib.AbstractContextManager[Upstream]:
+    return running(Upstream(answer))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from round_loop import admit, generate, ready
+from small_training import assert_resumes
 from tiny_dflash import VOCAB, tiny_target
 from tiny_eagle3 import IDS, Formulas, loud_network, raw_eagle3
 
@@ -183,15 +184,7 @@ def test_teacher_forced_drafts_are_those_of_the_engine(tmp_path: Path) -> None:
 
 def test_a_resumed_run_follows_the_uninterrupted_one(tmp_path: Path) -> None:
     texts = documents(20)
-    whole, _ = trained(tmp_path / "whole", texts, 6)
-    whole.run()
-    part, _ = trained(tmp_path / "part", texts, 6, checkpoint_minutes=1e-9)
-    assert not part.run(should_stop=lambda: part.state.step >= 3)
-    again, _ = trained(tmp_path / "part", texts, 6)
-    assert again.resume() and again.state.step == 3
-    again.run()
-    for name, tensor in again.parallel.weights(again.network).items():
-        torch.testing.assert_close(tensor, whole.parallel.weights(whole.network)[name], atol=1e-6, rtol=1e-5)
+    assert_resumes(lambda folder: trained(folder, texts, 6)[0], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_training import HIDDEN, VOCAB, config, documents, embedding, tiny_decoder, trainer
+from small_training import HIDDEN, VOCAB, config, documents, embedding, steps_of, tiny_decoder, trainer
 from torch.nn import functional as F
 
 from paceline.errors import ConfigError
@@ -29,13 +29,6 @@ def test_entropy_of_words() -> None:
     half = unigram_entropy(np.array([4, 4, 4, 4]), np.array([0, 2]))
     assert half == pytest.approx(0.5 * math.log(2)), "half of the places count, each with one bit"
     assert unigram_entropy(np.array([0, 0, 4]), np.array([0])) == 0.0
-
-
-def steps_of(one: Trainer) -> list[dict[str, Any]]:
-    steps: list[dict[str, Any]] = []
-    one.run(steps.append)
-    assert [figures["step"] for figures in steps] == list(range(one.state.step - len(steps) + 1, one.state.step + 1))
-    return steps
 
 
 def objectives(folder: Path, **changes: Any) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from family_models import target_of, text, write_model
 from gguf_files import write_gguf
 from mtp_models import Folder, mtp_folders, shaken
 from round_loop import generate, ready
+from small_training import assert_resumes
 from torch import Tensor
 
 from paceline.config import EngineConfig
@@ -201,21 +201,7 @@ def test_the_loss_is_the_formula(name: str, folder_of: Folder, tmp_path: Path) -
 def test_a_resumed_run_follows_the_uninterrupted_one(folder_of: Folder, tmp_path: Path) -> None:
     model = folder_of("qwen3.5+")
     texts = documents(target_of(model), 12)
-    losses: dict[str, list[float]] = {"whole": [], "part": []}
-
-    def note(run: str) -> Callable[[dict[str, Any]], None]:
-        return lambda figures: losses[run].append(figures["loss"])
-
-    whole = trained(tmp_path / "whole", model, texts, max_steps=6)
-    whole.run(note("whole"))
-    part = trained(tmp_path / "part", model, texts, max_steps=6, checkpoint_minutes=1e-9)
-    assert not part.run(note("part"), should_stop=lambda: part.state.step >= 3)
-    again = trained(tmp_path / "part", model, texts, max_steps=6)
-    assert again.resume() and again.state.step == 3
-    again.run(note("part"))
-    assert losses["part"] == pytest.approx(losses["whole"], rel=1e-6)
-    for name, tensor in again.parallel.weights(again.network).items():
-        torch.testing.assert_close(tensor, whole.parallel.weights(whole.network)[name], atol=1e-6, rtol=1e-5)
+    assert_resumes(lambda folder: trained(folder, model, texts, max_steps=6), tmp_path)
 
 
 def asks(model: Path, **shape: Any) -> TrainConfig:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_training import HIDDEN, a_pack, config, tiny_decoder, trainer
+from small_training import HIDDEN, a_pack, config, losses, resumed, tiny_decoder, trainer
 from torch import Tensor
 
 from paceline.config import EngineConfig
@@ -41,17 +41,11 @@ def weights(one: Trainer) -> dict[str, Tensor]:
     return one.parallel.weights(one.network)
 
 
-def run(one: Trainer) -> list[float]:
-    steps: list[dict[str, Any]] = []
-    one.run(steps.append)
-    return [step["loss"] for step in steps]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_last_layer_and_final_norm_alone_change(tmp_path: Path, kind: str) -> None:
     one = partial(tmp_path, "last-layer", kind, selector_from=0.0)
     before = weights(one)
-    run(one)
+    one.run()
     changed = {name for name, tensor in weights(one).items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if name.startswith(("layers.1.", "norm."))}
 
@@ -63,7 +57,7 @@ def test_low_rank_changes_projections_alone_by_their_rank(tmp_path: Path, kind: 
     plain = trainer(tmp_path / "plain", shape={"num_layers": 2, "kind": kind})
     assert before.keys() == weights(plain).keys(), "the tensors of an ordinary drafter"
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(plain).items()), "B is zero at first"
-    run(one)
+    one.run()
     after = weights(one)
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if name.endswith("_proj.weight") and name.startswith("layers.")}
@@ -73,7 +67,7 @@ def test_low_rank_changes_projections_alone_by_their_rank(tmp_path: Path, kind: 
 
 def test_merged_weights_compute_what_the_factors_compute(tmp_path: Path) -> None:
     one = partial(tmp_path / "one", "low-rank", optim=OptimConfig(lr=0.05))
-    run(one)
+    one.run()
     plain = trainer(tmp_path / "plain", shape={"num_layers": 2})
     pack = a_pack(plain)
     before = plain.drafter.hidden(pack, plain.embedding_VD, False)
@@ -87,19 +81,16 @@ def test_merged_weights_compute_what_the_factors_compute(tmp_path: Path) -> None
 def test_a_resumed_run_is_exact(tmp_path: Path, learn: str, optimiser: str) -> None:
     optim = OptimConfig(optimiser, lr=3e-3)
     whole = partial(tmp_path / "whole", learn, optim=optim)
-    expected = run(whole)
-    first = partial(tmp_path / "resumed", learn, optim=optim)
-    first.run(should_stop=lambda: first.state.step == 4)
-    again = partial(tmp_path / "resumed", learn, optim=optim)
-    assert again.resume() and again.state.step == 4
-    assert run(again) == expected[4:]
+    expected = losses(whole)
+    again = resumed(lambda: partial(tmp_path / "resumed", learn, optim=optim), 4)
+    assert losses(again) == {step: loss for step, loss in expected.items() if step > 4}
     assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(whole).items())
     held, restored = ({**dict(factors(one.network)), **dict(one.optimisers.states())} for one in (whole, again))
     assert held.keys() == restored.keys() and all(torch.equal(tensor, restored[name]) for name, tensor in held.items())
 
 
 def test_a_resumed_run_has_the_same_part_rank_and_drafter(tmp_path: Path) -> None:
-    run(partial(tmp_path, "low-rank", max_steps=2))
+    partial(tmp_path, "low-rank", max_steps=2).run()
     for other in (partial(tmp_path, "last-layer"), partial(tmp_path, "all")):
         with pytest.raises(ConfigError, match="learn: 'low-rank' there"):
             other.resume()
@@ -112,8 +103,8 @@ def test_a_resumed_run_has_the_same_part_rank_and_drafter(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("learn", PARTS)
 def test_the_loss_falls(tmp_path: Path, learn: str) -> None:
-    losses = run(partial(tmp_path, learn, max_steps=40, optim=OptimConfig(lr=1e-2)))
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    each = [*losses(partial(tmp_path, learn, max_steps=40, optim=OptimConfig(lr=1e-2))).values()]
+    assert sum(each[-5:]) < 0.9 * sum(each[:5])
 
 
 @pytest.mark.slow

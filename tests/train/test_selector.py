@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_training import SMALL, VOCAB, a_pack, config, documents, tiny_decoder, trainer
+from small_training import SMALL, VOCAB, a_pack, assert_resumes, config, documents, tiny_decoder, trainer
 from tiny_runs import TINY, paceline
 from torch import nn
 
@@ -243,20 +243,8 @@ def test_the_body_learns_as_without_a_selector(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_is_resumed_with_its_factors(tmp_path: Path) -> None:
-    def losses(one: Trainer) -> dict[int, float]:
-        steps: list[dict[str, Any]] = []
-        one.run(steps.append)
-        return {line["step"]: line["objective"] for line in steps}
-
-    settings: dict[str, Any] = {"max_steps": 6, "selector_from": 0.5}
-    whole = losses(trainer_2(tmp_path / "whole", config(**settings)))
-    part = trainer_2(tmp_path / "part", config(**settings, checkpoint_minutes=-1.0))
-    for _ in range(4):
-        part._step()
-    part.save()
-    again = trainer_2(tmp_path / "part", config(**settings))
-    assert again.resume()
-    assert list(losses(again).values()) == pytest.approx([whole[5], whole[6]], rel=1e-5)
+    settings = config(max_steps=6, selector_from=0.5)
+    assert_resumes(lambda folder: trainer_2(folder, settings), tmp_path, step=4, name="objective")
 
 
 def test_codebooks_written_out_score_as_their_factors(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_training import Killed, config, killed_in, trainer
+from small_training import Killed, config, killed_in, steps_of, trainer
 
 from paceline.errors import CacheError
 from paceline.train.config import LoopConfig
@@ -53,10 +53,9 @@ def streaming(one: Trainer, budget: int = 20_000) -> StreamedFeatures:
 
 
 def curve(one: Trainer, streamed: StreamedFeatures | None = None) -> list[tuple[float, float]]:
-    steps: list[dict[str, Any]] = []
     if streamed:
         streamed.begin(upcoming(one))
-    one.run(steps.append)
+    steps = steps_of(one)
     if streamed:
         streamed.close()
     return [(step["loss"], step["grad_norm"]) for step in steps]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_training import HIDDEN, config, documents, embedding, tiny_decoder
+from small_training import HIDDEN, assert_resumes, config, documents, embedding, losses, tiny_decoder
 from torch import Tensor, nn
 
 from paceline.model.target import head_weight
@@ -65,12 +65,6 @@ def trainer(folder: Path, **changes: Any) -> Trainer:
     )
 
 
-def losses(one: Trainer) -> dict[int, float]:
-    steps: list[dict[str, Any]] = []
-    one.run(steps.append)
-    return {figures["step"]: figures["loss"] for figures in steps}
-
-
 @pytest.mark.parametrize("changes", [{}, {"autocast": True}, {"gradient_checkpointing": True}], ids=str)
 def test_another_network_learns(tmp_path: Path, changes: dict[str, Any]) -> None:
     one = trainer(tmp_path, max_steps=20, optim=OptimConfig(lr=1e-2), **changes)
@@ -88,13 +82,4 @@ def test_another_network_learns(tmp_path: Path, changes: dict[str, Any]) -> None
 
 
 def test_its_run_is_resumed(tmp_path: Path) -> None:
-    whole = losses(trainer(tmp_path / "whole", max_steps=6))
-    part = trainer(tmp_path / "part", max_steps=6, checkpoint_minutes=-1.0)
-    for _ in range(3):
-        part._step()
-    part.save()
-    again = trainer(tmp_path / "part", max_steps=6)
-    assert again.resume()
-    rest = losses(again)
-    assert list(rest) == [4, 5, 6]
-    assert list(rest.values()) == pytest.approx([whole[step] for step in rest], rel=1e-5)
+    assert_resumes(lambda folder: trainer(folder, max_steps=6), tmp_path)
