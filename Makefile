@@ -22,7 +22,7 @@ SOURCES := paceline tests experiments deploy docs drafters notebooks setup.py
 # Bytecode is written when a module is first imported: most of what is installed never is.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps
 
-# What demo and own need, half of the lock's bytes: its lines that end in "# run".
+# What demo, own and a server after them need, half of the lock's bytes: its lines that end in "# run".
 $(RUNTIME): requirements.lock pyproject.toml setup.py drafters/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	grep '# run$$' requirements.lock | $(PIP) -r /dev/stdin
@@ -40,7 +40,7 @@ $(COMPILED): $(NATIVE_SOURCES)
 	mkdir -p $(@D) && touch $@
 
 # Both at the same time, also where make was given no --jobs.
-QUICK_SETUP := $(MAKE) --no-print-directory --jobs=2 $(RUNTIME) $(COMPILED)
+QUICK_SETUP = $(MAKE) --no-print-directory $(if $(filter -j%,$(MAKEFLAGS)),,--jobs=2) $(RUNTIME) $(COMPILED)
 
 setup: $(READY)  ## the virtual environment with everything pinned
 
@@ -114,7 +114,8 @@ sanitize: $(READY)  ## the tests of the native library, with address and undefin
 # What a wheel needs: pip, setuptools and a compiler, not the whole lock.
 $(BUILDER)/.ready: requirements.lock
 	$(PYTHON) -m venv $(BUILDER)
-	$(BUILDER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep '^setuptools==' requirements.lock)
+	grep '^setuptools==' requirements.lock | \
+	  $(BUILDER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r /dev/stdin
 	touch $@
 
 WHEEL := $(BUILDER)/bin/python -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist

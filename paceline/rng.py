@@ -6,8 +6,8 @@ use has its own stream. The key of a stream matters for exactness:
 - `RACE` is keyed by the token's absolute position and the token itself: noise of the exponential race that samples the
   target's token (`model/sampling/race.py`). Drafters may use it if their drafts are deterministic
   (`draft/foresight.py`), because the sampled token does not depend on drafts.
-- `SAMPLE` is keyed by the token's absolute position. It samples where one number suffices, and among the tokens that
-  share one noise value (`OTHERS`). After a rollback the same number is used again: no kept token depended on it.
+- `SAMPLE` is keyed by the token's absolute position. It selects among the tokens that share one noise value (`OTHERS`).
+  After a rollback the same number is used again: no kept token depended on it.
 - `DRAFT`, `ACCEPT` and `RESIDUAL` are keyed by (anchor position, draft position), which no two rounds share: block
   verification uses the number of every draft position, so a reused one would be biased by its earlier decision.
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from round_loop import GreedyJudge, admit, generate, ready
+from round_loop import LogitsJudge, admit, generate, ready
 from tiny_dflash import KINDS, PROMPT, VARIANTS, VOCAB, network, raw_config, tiny_target
 from tiny_dflash2 import network_2, raw_2
 from tiny_drafters import DRAFTERS
@@ -121,4 +121,4 @@ def test_cache_bytes_are_those_allocated(name: str, kind: Any) -> None:
     ready(target, drafter)
     cache = drafter._path.cache if isinstance(drafter, TappedDrafter) else drafter.model.cache
     assert drafter.cache_bytes(target) == cache.num_bytes == expected
-    decode_round(Batch([admit(target, drafter, PROMPT, SamplingParams(max_tokens=9))]), target, drafter, GreedyJudge())
+    decode_round(Batch([admit(target, drafter, PROMPT, SamplingParams(max_tokens=9))]), target, drafter, LogitsJudge())

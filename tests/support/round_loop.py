@@ -10,7 +10,7 @@ from paceline.model.target import ForwardBatch, Target
 from paceline.types import Batch, RoundStats, SamplingParams, Sequence
 
 
-class GreedyJudge(RuleJudge):
+class LogitsJudge(RuleJudge):
     """The engine's judge, with all logits in every round."""
 
     def only_argmax(self, batch: Batch) -> bool:
@@ -58,7 +58,7 @@ def generate(
     sequences = [admit(target, drafter, prompt, each, chunk) for prompt, each in zip(prompts, params, strict=True)]
     rounds = []
     while running := [seq for seq in sequences if seq.finish_reason is None]:
-        rounds.append(decode_round(Batch(running), target, drafter, GreedyJudge()))
+        rounds.append(decode_round(Batch(running), target, drafter, LogitsJudge()))
         for seq in running:
             check(seq)
     for seq in sequences:
