@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Any, Literal
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -210,6 +209,8 @@ def quantised(tensor: Tensor, kind: BlockKind) -> Blocks:
         blocks = quantise(tensor, kind)
         assert isinstance(blocks, Blocks)
         return blocks
+    import gguf
+
     size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng, count = np.random.default_rng(tensor.numel()), tensor.numel() // size
     data = rng.integers(0, 256 if tensor.std() else 1, (count, num_bytes), dtype=np.uint8)
