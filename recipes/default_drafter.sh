@@ -4,8 +4,8 @@
 #   DATA=path/to/prompt/sets bash recipes/default_drafter.sh
 #
 # Killed, the same command goes on. DATA holds gsm8k_train.jsonl, mbpp_train.jsonl, t0_tasks.jsonl, user_instructions.jsonl and
-# seed_tasks.jsonl. Nothing of a test set is read. Environment: OUT (run folder), MINUTES, MORE_MINUTES, SECOND_MINUTES and
-# THIRD_MINUTES (of training), PROCESSES.
+# seed_tasks.jsonl. Nothing of a test set is read. Environment: OUT (run folder), MINUTES, MORE_MINUTES,
+# SECOND_MINUTES, THIRD_MINUTES and FOURTH_MINUTES (of training), FORTUNES, PROCESSES.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -71,5 +71,31 @@ python recipes/draft_vocabulary.py "${answers[@]}" --drafter "$out/second/drafte
     --max-tokens 128 --epochs 30 --max-minutes "${THIRD_MINUTES:-43}" --blocks-per-step 192 --anchors 48 --lr 1.3e-3 --loss d-pace \
     --loss-vocab 8192 --features cached --heldout-every 500 --keep best --selector-from 0 --ood paceline/bench/prompts.jsonl \
     --sliding-window 256
-python recipes/pack_drafter.py "$out/third/drafter" --out "$out/shipped"
+
+# 9. General text: translations, questions about facts, summaries, and questions about passages; for these a wider draft
+# vocabulary, and documents of up to 1,344 tokens. The sentences are of Debian's fortunes-de, -es, -it and -br.
+fortunes=${FORTUNES:-/usr/share/games/fortunes}
+python recipes/general_prompts.py --sentences "German=$fortunes/de" --sentences "Spanish=$fortunes/es" \
+    --sentences "Italian=$fortunes/it" --sentences "Portuguese=$fortunes/brasil" --out "$out/general"
+write=("${many[@]}" regenerate --target "$target")
+"${write[@]}" --prompts "$out/general/articles.jsonl" --temperature 0.8 --max-tokens 480 --out "$out/articles"
+"${write[@]}" --prompts "$out/general/paragraphs.jsonl" --temperature 0.7 --max-tokens 160 --out "$out/paragraphs"
+python recipes/general_prompts.py --articles "$out/articles/answers" --paragraphs "$out/paragraphs/answers" --out "$out/general"
+"${answer[@]}" --prompts "$out/general/translations.jsonl" --out "$out/translations"
+"${answer[@]}" --self-written 900 --openers "$out/general/openers.txt" --out "$out/facts"
+"${write[@]}" --prompts "$out/general/summaries.jsonl" --prompts "$out/general/passages.jsonl" --max-tokens 160 \
+    --max-prompt-tokens 1200 --out "$out/long"
+for folder in translations facts long; do
+    answers+=(--answers "$out/$folder/answers")
+done
+python recipes/draft_vocabulary.py "${answers[@]}" --drafter "$out/third/drafter" --out "$out/wider" --first 16000
+"${many[@]}" train --target "$target" "${answers[@]}" --out "$out/fourth" --plan off --init "$out/wider" --max-len 1344 \
+    --max-tokens 160 --epochs 1000 --max-minutes "${FOURTH_MINUTES:-47}" --blocks-per-step 192 --anchors 48 --lr 1e-3 --loss d-pace \
+    --loss-vocab 8192 --features cached --heldout-every 250 --keep best --selector-from 0 --serve-share 0
+
+# 10. Halfway between the two: what the new texts bring, and no less on arithmetic and code than before. (What drafters/ holds
+# learned in step 9 from new answers alone, 600 of them arithmetic and 400 code.)
+python -c "import sys; from pathlib import Path; from paceline.draft.formats.blend import blended
+before, trained, out = map(Path, sys.argv[1:]); blended(before, trained, 0.5, out)" "$out/wider" "$out/fourth/drafter" "$out/blended"
+python recipes/pack_drafter.py "$out/blended" --out "$out/shipped"
 echo "drafter: $out/shipped"
