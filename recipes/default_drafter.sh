@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The default drafter of smollm2-135m, from prompts to a checkpoint, on two CPU cores (about five hours) or a GPU.
+# The default drafter of smollm2-135m, from prompts to a checkpoint, on two CPU cores (about six hours) or a GPU.
 #
 #   DATA=path/to/prompt/sets bash recipes/default_drafter.sh
 #
