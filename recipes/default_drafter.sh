@@ -80,7 +80,8 @@ python recipes/general_prompts.py --sentences "German=$fortunes/de" --sentences 
 write=("${many[@]}" regenerate --target "$target")
 "${write[@]}" --prompts "$out/general/articles.jsonl" --temperature 0.8 --max-tokens 480 --out "$out/articles"
 "${write[@]}" --prompts "$out/general/paragraphs.jsonl" --temperature 0.7 --max-tokens 160 --out "$out/paragraphs"
-python recipes/general_prompts.py --articles "$out/articles/answers" --paragraphs "$out/paragraphs/answers" --out "$out/general"
+python recipes/general_prompts.py --articles "$out/articles/answers" --paragraphs "$out/paragraphs/answers" \
+    --out "$out/general"
 "${answer[@]}" --prompts "$out/general/translations.jsonl" --out "$out/translations"
 "${answer[@]}" --self-written 900 --openers "$out/general/openers.txt" --out "$out/facts"
 "${write[@]}" --prompts "$out/general/summaries.jsonl" --prompts "$out/general/passages.jsonl" --max-tokens 160 \
@@ -89,13 +90,14 @@ for folder in translations facts long; do
     answers+=(--answers "$out/$folder/answers")
 done
 python recipes/draft_vocabulary.py "${answers[@]}" --drafter "$out/third/drafter" --out "$out/wider" --first 16000
-"${many[@]}" train --target "$target" "${answers[@]}" --out "$out/fourth" --plan off --init "$out/wider" --max-len 1344 \
-    --max-tokens 160 --epochs 1000 --max-minutes "${FOURTH_MINUTES:-47}" --blocks-per-step 192 --anchors 48 --lr 1e-3 --loss d-pace \
-    --loss-vocab 8192 --features cached --heldout-every 250 --keep best --selector-from 0 --serve-share 0
+"${many[@]}" train --target "$target" "${answers[@]}" --out "$out/fourth" --plan off --init "$out/wider" \
+    --max-len 1344 --max-tokens 160 --epochs 1000 --max-minutes "${FOURTH_MINUTES:-47}" --blocks-per-step 192 --anchors 48 \
+    --lr 1e-3 --loss d-pace --loss-vocab 8192 --features cached --heldout-every 250 --keep best --selector-from 0 --serve-share 0
 
-# 10. Halfway between the two: what the new texts bring, and no less on arithmetic and code than before. (What drafters/ holds
-# learned in step 9 from new answers alone, 600 of them arithmetic and 400 code.)
+# 10. Halfway between the two: what the new texts bring, and no less on arithmetic and code than before. (What drafters/
+# holds learned in step 9 from new answers alone, 600 of them arithmetic and 400 code.)
 python -c "import sys; from pathlib import Path; from paceline.draft.formats.blend import blended
-before, trained, out = map(Path, sys.argv[1:]); blended(before, trained, 0.5, out)" "$out/wider" "$out/fourth/drafter" "$out/blended"
+before, trained, out = map(Path, sys.argv[1:]); blended(before, trained, 0.5, out)" \
+    "$out/wider" "$out/fourth/drafter" "$out/blended"
 python recipes/pack_drafter.py "$out/blended" --out "$out/shipped"
 echo "drafter: $out/shipped"

@@ -36,8 +36,8 @@ Write an encyclopedia paragraph about numbers and facts concerning {a}.
 """)
 OPENERS = entries("""
 Who wrote|Who was the first|Who played|When did|When was|Where is|Where did|What year|What is the name of
-What is the largest|What is the capital|How many|How old|How long|Which country|Which river|What does|Why did|What was the|Who is the|How much
-Where do|When is
+What is the largest|What is the capital|How many|How old|How long|Which country|Which river|What does|Why did
+What was the|Who is the|How much|Where do|When is
 """)
 TRANSLATIONS = (
     "Translate this {language} sentence into English: {sentence}",
@@ -48,7 +48,7 @@ TRANSLATIONS = (
     "English version of the following {language} text: {sentence}",
 )
 SENTENCES = 125
-"""Of each language."""
+"""Number of sentences drawn from each language."""
 SUMMARIES = (
     "Summarize this article: {text}",
     "Give a short summary of the following text.\n\n{text}",
@@ -57,7 +57,7 @@ SUMMARIES = (
     "Write a summary.\n\nText: {text}\n\nSummary:",
 )
 LEAST_CHARACTERS = 400
-"""Of an article that is worth a summary."""
+"""Shortest article that gets a summary, in characters."""
 QUESTIONS = entries("""
 What is special about {a}?|What is known about the history of {a}?|Who is named in connection with {a}?
 Why is {a} important?|Where would one find {a}?|How many examples of {a} are given, and which?
@@ -70,12 +70,12 @@ PASSAGES = (
     "Read these passages and answer the question in full sentences.\n\n{passages}\n\n{question}",
 )
 NUM_PASSAGES = 260
-"""Questions about passages."""
+"""Number of questions about passages."""
 
 
 def sentences(path: Path) -> list[str]:
-    """Returns the sentences of 40 to 220 characters in a fortune file or a folder of them, whose entries stand between lines of
-    a percent sign."""
+    """Returns the sentences of 40 to 220 characters in a fortune file or a folder of them; its entries stand between
+    lines of a percent sign."""
     kept = set[str]()
     for file in [path] if path.is_file() else sorted(path.iterdir()):
         if not file.is_file() or file.suffix in (".dat", ".u8"):
