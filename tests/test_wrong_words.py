@@ -124,7 +124,7 @@ class _Began(Exception):
     ("command", "work", "option"),
     [
         (("compare", "hi"), "paceline.engine.llm.LLM.of", "--svg"),
-        (("calculator",), "paceline.simulate.calculator.page", "--out"),
+        (("calculator",), "paceline.simulate.calculator_page.page", "--out"),
         (("train", "--dry-run"), "paceline.train.plan.training_plan.make_plan", "--out"),
     ],
     ids=str,

@@ -178,8 +178,8 @@ def inspect(
     from paceline.draft.dflash.checkpoint import read_stored
     from paceline.draft.eagle3.checkpoint import read_eagle3
     from paceline.draft.eagle3.drafter import Eagle3Drafter
-    from paceline.draft.formats.described import described, described_eagle3, described_mtp
     from paceline.draft.formats.family import drafter_from
+    from paceline.draft.formats.inspection import described, described_eagle3, described_mtp
     from paceline.draft.mtp.drafter import MtpDrafter
     from paceline.draft.registry import folder_of, kind_of
 

@@ -408,7 +408,7 @@ def calculator(
     import webbrowser
 
     from paceline import hardware
-    from paceline.simulate.calculator import data, page
+    from paceline.simulate.calculator_page import data, page
 
     machine = hardware.this_machine() if this_machine else None
     write_whole(out, page(machine))

@@ -17,7 +17,7 @@ from paceline import __version__
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.eagle3.checkpoint import LAYER_IDS
 from paceline.draft.eagle3.drafter import DEFAULT_DRAFTED
-from paceline.draft.formats.described import kind_of
+from paceline.draft.formats.inspection import kind_of
 from paceline.draft.mtp.checkpoint import MARK, is_mtp
 from paceline.errors import ConfigError, DownloadError, PacelineError, reraised
 from paceline.hub import BUILTINS, resolve

@@ -18,7 +18,7 @@ from paceline.bench.pages.timing import svg
 from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.simulate.answer import predict_all
-from paceline.simulate.calculator import passage
+from paceline.simulate.calculator_page import passage
 from paceline.simulate.config import ChartConfig, CostsConfig, PredictConfig
 
 COSTS = CostsConfig(model="Qwen3.5-122B-A10B", hardware="B200", precision="fp8", plain_rate=250.0, block=16)

@@ -19,7 +19,7 @@ from paceline.report.pages import _offset, render
 from paceline.report.statistics import LOAD_GAIN, tone_of
 from paceline.report.style import look
 from paceline.serve.http.app import PAGES
-from paceline.simulate.calculator import page as calculator
+from paceline.simulate.calculator_page import page as calculator
 
 pytest_plugins = ("undrawn",)
 

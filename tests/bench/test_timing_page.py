@@ -18,7 +18,7 @@ from browser_tabs import running_browser
 from timings import HOSTILE, story
 
 from paceline.bench.pages.timing import Timing, page, svg
-from paceline.simulate.calculator import hash_of
+from paceline.simulate.calculator_page import hash_of
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,9 @@ from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
 from paceline.draft.dflash2.paths import DFlash2NativePath, DFlash2Path
 from paceline.draft.dflash2.selector import BOOKS, score
-from paceline.draft.formats.described import described
 from paceline.draft.formats.export import FORMATS, export
 from paceline.draft.formats.family import network_of, read_drafter
+from paceline.draft.formats.inspection import described
 from paceline.draft.formats.packed import BOOK_IDS, PACKED
 from paceline.errors import ModelFileError
 from paceline.model.native.decoder import NativeDecoder

@@ -19,9 +19,9 @@ from paceline.config import EngineConfig
 from paceline.draft.dflash.checkpoint import read_stored
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
-from paceline.draft.formats.described import described
 from paceline.draft.formats.export import FORMATS, export
 from paceline.draft.formats.family import drafter_of, network_of, read_drafter
+from paceline.draft.formats.inspection import described
 from paceline.draft.vocabulary import rows_of_tokens
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.draft.dflash.config import DFlashConfig, is_dflash
 from paceline.draft.eagle3.checkpoint import is_eagle3
-from paceline.draft.formats.described import kind_of
+from paceline.draft.formats.inspection import kind_of
 from paceline.draft.formats.speculators import to_z_lab
 from paceline.errors import ModelFileError, UnsupportedModelError
 

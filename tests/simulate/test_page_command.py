@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.errors import CacheError, ConfigError
 from paceline.hardware import Machine
-from paceline.simulate.calculator import FOLDER, data, hash_of, page
+from paceline.simulate.calculator_page import FOLDER, data, hash_of, page
 from paceline.simulate.costs import catalogue
 
 MOST_JS_LINES = 400

@@ -16,7 +16,7 @@ import pytest
 from javascript import run_js
 
 from paceline.errors import PacelineError
-from paceline.simulate.calculator import data
+from paceline.simulate.calculator_page import data
 from paceline.simulate.costs import catalogue
 from paceline.simulate.costs.model_config import shape_of
 

@@ -17,7 +17,7 @@ import pytest
 from javascript import run_js
 
 from paceline.simulate.answer import predict_all
-from paceline.simulate.calculator import data
+from paceline.simulate.calculator_page import data
 from paceline.simulate.config import CostsConfig, PredictConfig
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.simulate import limits
 from paceline.simulate import speedup as acceptances
-from paceline.simulate.calculator import data
+from paceline.simulate.calculator_page import data
 from paceline.simulate.costs import catalogue
 from paceline.simulate.costs.overhead import overhead_s, with_overhead
 from paceline.simulate.costs.roofline import COLLECTIVE_LATENCY_S, Deployment, memory_need

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from paceline.bench.pages.speedup_chart import made
-from paceline.simulate.calculator import passage
+from paceline.simulate.calculator_page import passage
 from paceline.simulate.config import ChartConfig, CostsConfig
 
 pytestmark = pytest.mark.slow

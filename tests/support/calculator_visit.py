@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from browser_tabs import Tabs, running_browser
 
-from paceline.simulate.calculator import page
+from paceline.simulate.calculator_page import page
 
 WIDE = {"width": 1360, "height": 900}
 PATIENCE_MS = 120_000

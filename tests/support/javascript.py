@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.simulate.calculator import PURE, joined
+from paceline.simulate.calculator_page import PURE, joined
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 TIMEOUT_S = 300

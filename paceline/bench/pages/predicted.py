@@ -21,7 +21,7 @@ from typing import Any
 from paceline.bench.pages.timing import TimedAnswer, TimedToken, Timing, runs
 from paceline.report.pages import new_figure, write_png
 from paceline.simulate.answer import Setup, set_up
-from paceline.simulate.calculator import passage
+from paceline.simulate.calculator_page import passage
 from paceline.simulate.config import ChartConfig, CostsConfig
 from paceline.simulate.speedup import Load, parse_acceptance, predict
 

@@ -37,7 +37,7 @@ from paceline.report.pages import render
 from paceline.report.statistics import Tone, doubt, first_difference, possible_speedup, tone_of
 from paceline.report.tables import ignore, printable
 from paceline.runs.folder import plain
-from paceline.simulate.calculator import embedded, hash_of
+from paceline.simulate.calculator_page import embedded, hash_of
 from paceline.simulate.files import read_json
 from paceline.types import SamplingParams, Sequence
 
