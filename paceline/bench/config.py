@@ -35,7 +35,7 @@ class BenchConfig:
     drafters: tuple[str, ...] = (BASELINE, "default")
     """Drafters to measure. Plain decoding, `none`, is always measured, first."""
     batches: tuple[Count, ...] = (1,)
-    """Batch sizes: requests in flight."""
+    """Batch sizes: requests in flight, at most as many as there are requests."""
     temperatures: tuple[float, ...] = (0.0,)
     """Sampling temperatures; 0 is greedy."""
     max_tokens: int = 128
@@ -62,6 +62,8 @@ class BenchConfig:
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed)
         others = tuple(dict.fromkeys(name for name in self.drafters if name != BASELINE))
+        for name, values in {"batches": self.batches, "temperatures": self.temperatures}.items():
+            object.__setattr__(self, name, tuple(dict.fromkeys(values)))
         object.__setattr__(self, "drafters", (BASELINE, *others))
 
 

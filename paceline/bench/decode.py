@@ -154,9 +154,13 @@ class Bench:
         self.requests, self.num_skipped = make_requests(llm, prompts, config.max_tokens)
         if self.num_skipped:
             notice(f"left out {self.num_skipped} turns that do not fit the context: raise --max-len to include them")
+        count = len(self.requests)
+        batches = tuple(dict.fromkeys(min(batch, count) for batch in config.batches))
+        if batches != config.batches:
+            notice(f"{count} requests fill no batch of {max(config.batches)}: measured in batches of at most {count}")
         self.settings = [
             Setting(name, batch, temperature)
-            for temperature, batch in product(config.temperatures, config.batches)
+            for temperature, batch in product(config.temperatures, batches)
             for name in (*config.drafters, *(PEERS if self._peer and batch == 1 and temperature == 0 else ()))
         ]
         self.passes: dict[Setting, list[Pass]] = {setting: [] for setting in self.settings}
@@ -302,7 +306,7 @@ def set_figures(bench: Bench) -> dict[str, Any]:
     acceptance length of all other answers (None if all loop). "texts": some answers. "looping_share" and "by_context"
     (acceptance length by context length): at the lowest temperature."""
     config = bench.config
-    drafter, batch = config.drafters[-1], min(config.batches)
+    drafter, batch = config.drafters[-1], min(setting.batch for setting in bench.settings)
     passes = {heat: bench.passes[Setting(drafter, batch, heat)][0] for heat in config.temperatures}
     looping = [_looping(done, temperature) for temperature, done in passes.items()]
     return {

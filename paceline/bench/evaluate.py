@@ -229,8 +229,7 @@ def evaluation_config(drafter: str, config: BenchConfig) -> BenchConfig:
         )
     if config.against:
         raise ConfigError("an evaluation compares with plain decoding only: use bench decode --against for peers")
-    batches, temperatures = tuple(dict.fromkeys(config.batches)), tuple(dict.fromkeys(config.temperatures))
-    return replace(config, drafters=(drafter,), batches=batches, temperatures=temperatures)
+    return replace(config, drafters=(drafter,))
 
 
 def _evaluate_set(llm: LLM, prompt_set: PromptSet, config: BenchConfig, progress: Progress) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from paceline.bench.config import (
     ServingConfig,
     StepsConfig,
 )
-from paceline.commands.options import Changed, Only, Opt, Without, options
+from paceline.commands.options import Changed, Only, Opt, Without, given, options
 from paceline.commands.shared import MOCK, Json, Limit, PromptSource, TerminalProgress, say, starting
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 from paceline.runs.folder import write_whole
 
 NAMES = Changed(
@@ -39,7 +39,12 @@ MOCK_NAMES = Changed(
     marginals=Opt("--mock-marginals"),
 )
 MEASURED = Opt(help="The same as --drafter of generate; random-dflash takes the draft lengths to measure.")
-NO_MOCK = "does not go with --mock-tokens-per-round and --mock-trees: leave one of them out"
+ONLY_MOCKED = {"--mock-prompt-tokens", "--mock-marginals"}
+NOT_MOCKED = {
+    *("--prompts", "--limit", "--against", "--save-results", "--mock", "--temperature", "--seed", "--ignore-eos"),
+    *("--marginals", "--speculate", "--trees", "--rule"),
+}
+"""Options of `bench decode` without effect on rounds with mocked acceptance."""
 
 LOAD_NAMES = Changed(
     concurrencies=Opt("--concurrency"),
@@ -66,6 +71,7 @@ def bench_decode(
         Path | None, typer.Option(help="Also write figures and raw runs to this JSON file or folder.")
     ] = None,
     as_json: Json = False,
+    context: typer.Context = None,  # pyright: ignore[reportArgumentType]  (typer gives it)
 ) -> dict[str, Any]:
     """Measure decoding speed and acceptance.
 
@@ -79,15 +85,24 @@ def bench_decode(
     starting(engine.model)
     from paceline.bench import runs
 
+    names = given(context, "COMMANDLINE")
+    written = {param.opts[0] for param in context.command.params if param.name in names}
     if mocked.tokens_per_round or mocked.trees:
-        refused = {"prompts": prompts, "limit": limit, "against": config.against, "save-results": save_results}
-        for name, value in {**refused, "mock": engine.mocked_tokens_per_round}.items():
-            if value not in (None, ()):
-                raise ConfigError(f"--{name} {NO_MOCK}")
-        drafter = next((name for name in config.drafters if name not in ("none", "default")), mocked.drafter)
+        unused = ", ".join(sorted(written & NOT_MOCKED))
+        drafter, *more = [name for name in config.drafters if name not in ("none", "default")] or [mocked.drafter]
+        refuse(
+            ConfigError,
+            (
+                bool(unused),
+                f"{unused} does not go with --mock-tokens-per-round and --mock-trees: leave one of them out",
+            ),
+            (bool(more), "--drafters names several: mocked acceptance measures one drafter"),
+        )
         same = {name: getattr(config, name) for name in ("batches", "max_tokens", "repeat", "num_drafted")}
         mocked = replace(mocked, drafter=drafter, **same)
         return runs.bench_mock(engine, mocked, out, TerminalProgress())
+    unused = ", ".join(sorted(written & ONLY_MOCKED))
+    refuse(ConfigError, (bool(unused), f"{unused} needs --mock-tokens-per-round or --mock-trees"))
     line = runs.bench_decode(engine, config, prompts, limit, out, TerminalProgress())
     if save_results:
         name = f"decode_{line['device']}_{time.strftime('%Y-%m-%d')}.json"

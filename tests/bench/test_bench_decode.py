@@ -152,6 +152,18 @@ def test_never_more_in_flight_than_the_batch() -> None:
     assert [answer.token_ids for answer in done.answers] == [llm.target.greedy(each.token_ids, 6) for each in requests]
 
 
+def test_a_batch_has_at_most_as_many_rows_as_there_are_requests() -> None:
+    """Two requests in a batch of four are measured, and reported, as a batch of two, once."""
+    heard: list[str] = []
+    config = BenchConfig(("good",), (1, 4, 2, 4), (0.0, 0.0), 4)
+    one = Bench(cast(Any, FakeLLM()), prompts(("one",), ("two",)), config, notice=heard.append)
+    one.run()
+    assert [str(setting) for setting in one.settings] == [
+        f"{name}, batch {batch}, temperature 0" for batch in (1, 2) for name in ("none", "good")
+    ]
+    assert heard == ["2 requests fill no batch of 4: measured in batches of at most 2"]
+
+
 def test_later_turns_follow_the_models_answer() -> None:
     benchmark = bench(BenchConfig(max_tokens=8, drafters=("none",)), ("first", "second"))
     first, second = benchmark.requests

@@ -144,5 +144,18 @@ def test_the_command_needs_a_config_only(config_only: Path, tmp_path: Path) -> N
     assert line["marginals"] == "greedy" and "tree of 3" in (tmp_path / "run" / "report.md").read_text()
     assert line["lossless"] is False and line["drafter"] == "dflash"
     assert "NOT lossless" in (tmp_path / "run" / "report.md").read_text()
-    refused = CliRunner().invoke(app, [*words, "--limit", "3"])
-    assert refused.exit_code != 0 and "--limit does not go with" in str(refused.exception or refused.output)
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("--mock-trees", "3", "--limit", "3"), "--limit"),
+        (("--mock-trees", "3", "--temperature", "1"), "--temperature"),
+        (("--mock-tokens-per-round", "2", "--speculate", "tree:8", "--marginals"), "--marginals, --speculate"),
+        (("--mock-tokens-per-round", "2", "--drafters", "random-dflash,ngram"), "--drafters"),
+        (("--mock-prompt-tokens", "4096"), "--mock-prompt-tokens"),
+    ],
+)
+def test_options_without_effect_are_refused(words: tuple[str, ...], option: str) -> None:
+    refused = CliRunner().invoke(app, ["bench", "decode", *words])
+    assert isinstance(refused.exception, ConfigError) and str(refused.exception).startswith(option), refused.output
