@@ -32,8 +32,9 @@ CHUNK = 1 << 22
 
 
 def target_hash(name: str) -> str:
-    """Returns "sha256:..." of the target's GGUF file, or of all its weight files in order; for an adapter, its hash and
-    its base's. Raises the errors of `hub.resolve`."""
+    """Returns "sha256:..." of the target's weights: of its GGUF file, or of all its safetensors files, ordered by name.
+    Of more than 4 GB, only names, sizes and the first 4 GB are hashed. For an adapter, it is the hash of the adapter
+    and that of its base model. Raises the errors of `hub.resolve`."""
     if name in BUILTINS:
         return f"sha256:{BUILTINS[name].gguf_sha256}"
     path = resolve(name)
@@ -52,9 +53,10 @@ def target_hash(name: str) -> str:
 
 
 def write_card(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> Path:
-    """Writes README.md into the drafter's folder. `figures`: steps, blocks, eal (expected acceptance length), loss,
-    prompts; `served`: the results on held-out prompts in the engine (contents of heldout.json), such as
-    tokens_per_round and speedup. Raises CacheError."""
+    """Writes the drafter's model card, README.md, into its folder `drafter`; returns the file's path. `figures`:
+    results of the training: numbers of steps, blocks and prompts, eal (expected acceptance length), loss. `served`: the
+    results on held-out prompts in the engine (contents of heldout.json), such as tokens_per_round and speedup. Raises
+    CacheError for disk errors."""
     file = drafter / "README.md"
     write_whole(file, card_text(config, drafter, figures, served))
     return file
@@ -103,9 +105,9 @@ def _kind(config: TrainConfig, drafter: Path, raw: dict[str, Any], named: str) -
 
 
 def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> str:
-    """Returns the drafter's card as Markdown, with the YAML header that the hub reads. `figures`: steps, blocks, eal
-    (expected acceptance length), loss, prompts; `served`: the results on held-out prompts in the engine (contents of
-    heldout.json), such as tokens_per_round and speedup."""
+    """Returns the drafter's model card as Markdown, with the YAML header that the hub reads. `figures`: results of the
+    training: numbers of steps, blocks and prompts, eal (expected acceptance length), loss. `served`: the results on
+    held-out prompts in the engine (contents of heldout.json), such as tokens_per_round and speedup."""
     raw = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
     target = config.target.model
     licence = BUILTINS[target].licence.lower() if target in BUILTINS else "other"
@@ -257,8 +259,9 @@ def _limits(raw: dict[str, Any], drafter: Path) -> list[str]:
 
 
 def push(drafter: Path, repo: str, *, is_public: bool = False) -> str:
-    """Uploads the drafter's folder to a hub repository, which is created if needed; returns the repository's URL.
-    Raises ConfigError for an invalid repository name, DownloadError if the hub refuses or cannot be reached."""
+    """Uploads the drafter's folder to a hub repository, which is created if needed, private unless `is_public`; returns
+    the repository's URL. Raises ConfigError for an invalid repository name, DownloadError if the hub refuses or cannot
+    be reached."""
     import huggingface_hub
     from huggingface_hub import errors
 

@@ -70,7 +70,8 @@ class AnswerConfig:
             SamplingParams(temperature=temperature, seed=self.seed)
 
     def template_variables(self) -> dict[str, Any]:
-        """Returns the template variables by name; a value that is not JSON is used as text. Raises ConfigError."""
+        """Returns the chat template's variables, name -> value; a value that is not JSON is used as text. Raises
+        ConfigError for a variable without a name or value."""
         variables: dict[str, Any] = {}
         for variable in self.variables:
             name, sign, text = variable.partition("=")
@@ -85,7 +86,8 @@ class AnswerConfig:
         return variables
 
     def read_opening(self) -> list[Message]:
-        """Returns the messages that begin every conversation: `system`, then the file `before`. Raises PromptError."""
+        """Returns the messages that begin every conversation: `system`, then those of the file `before`. Raises
+        PromptError for an unreadable or invalid file."""
         before = read_messages(_json(self.before), str(self.before)) if self.before else []
         return ([{"role": "system", "content": self.system}] if self.system else []) + before
 
@@ -119,15 +121,14 @@ class PromptsConfig(Checked):
 
     @property
     def num_self_written(self) -> int:
-        """Number of prompts that the target writes itself: as requested, or a default number if no prompts are
-        given."""
+        """Number of prompts that the target writes: `self_written`, or 1,000 if it is 0 and no prompts are given."""
         return self.self_written or (0 if self.prompts else DEFAULT_SELF_WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """A server or Ray workers that run the target instead of this machine. PACELINE_REMOTE_KEY holds the server's
-    key."""
+    """Settings of a server, or of Ray workers, that run the target instead of this machine. The environment variable
+    PACELINE_REMOTE_KEY holds the server's API key."""
 
     answers_from: str | None = None
     """Address of an OpenAI-compatible server of the target that writes the answers [default: this machine does]."""
@@ -159,18 +160,18 @@ class RemoteConfig:
 
     @property
     def answers_at(self) -> str | None:
-        """Describes the remote system that generates answers; None if this machine does."""
+        """Address of the server, or "Ray (ADDRESS)", that generates answers; None if this machine does."""
         return f"Ray ({self.ray})" if self.ray else self.answers_from
 
     @property
     def features_at(self) -> str | None:
-        """Describes the remote system that computes hidden states; None if this machine does."""
+        """Address of the server, or "Ray (ADDRESS)", that computes hidden states; None if this machine does."""
         return f"Ray ({self.ray})" if self.ray else self.features_from
 
 
 @dataclass(frozen=True, slots=True)
 class RegenerateConfig:
-    """Settings of `regenerate`: the target answers prompts into a folder."""
+    """Settings of `regenerate`, which writes the target's answers to prompts into a folder."""
 
     out: Path
     """Run folder; repeat the same command to resume."""
@@ -335,7 +336,7 @@ class DrafterShape(Checked):
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """Settings of `train`: prompts in, drafter out."""
+    """All settings of a drafter's training, the argument of `train`."""
 
     out: Path = Path("runs/train")
     """Run folder; repeat the same command to resume."""
@@ -400,7 +401,7 @@ class TrainConfig:
         )
 
     def is_given(self, name: str) -> bool:
-        """Returns True if the user gave this field, such as shape.num_layers."""
+        """Returns True if the user gave the field `name`, such as "shape.num_layers"."""
         if self.given is not None:
             return name in self.given
         value_of = attrgetter(name)

@@ -34,7 +34,7 @@ LEFT_OUT = {"given"}
 
 def write_run_file(config: TrainConfig) -> Path:
     """Writes run.yaml, which holds all settings of `config`, into the run's folder `config.out`; returns its path.
-    Raises CacheError."""
+    Raises CacheError for disk errors."""
     import yaml
 
     head = "# A whole run; paceline train --config FILE --out FOLDER does the same again.\n"
@@ -44,12 +44,13 @@ def write_run_file(config: TrainConfig) -> Path:
 
 
 def as_tree(config: TrainConfig) -> dict[str, Any]:
-    """Returns all fields except None values, as nested dicts of YAML and JSON types."""
+    """Returns all fields of `config` except `given` and None values, as nested dicts of YAML and JSON types."""
     return _without_none({name: value for name, value in plain(config).items() if name not in LEFT_OUT})
 
 
 def read_run_file(file: Path) -> dict[str, Any]:
-    """Reads a run file as nested dicts: part -> field -> value. Raises ConfigError."""
+    """Reads a run file as nested dicts: part -> field -> value. Raises ConfigError if the file cannot be read or has an
+    unknown setting."""
     tree = read_settings_file(file, f"give a {RUN_FILE} that a run has left, or one of that form")
     _check_names(file, (TrainConfig, TrainConfig), tree, "")
     return tree
@@ -68,7 +69,8 @@ def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
 
 def config_of(tree: Mapping[str, Any], source: Path | str = RUN_FILE) -> TrainConfig:
     """Returns the TrainConfig of a tree (nested dicts) from `read_run_file`; all fields in the tree count as given by
-    the user. `source`: the tree's file, for errors. Raises ConfigError."""
+    the user. `source`: the tree's file, for errors. Raises ConfigError for a value of a wrong type or out of its
+    range."""
     config = settings_of(TrainConfig, tree, source, "see paceline train --help")
     return dataclasses.replace(config, given=tuple(leaves(tree)))
 
@@ -104,8 +106,8 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def with_given(config: TrainConfig) -> TrainConfig:
-    """Returns the config with the field `given` filled in, so that a value which a plan sets later does not count as
-    the user's."""
+    """Returns the config with `given` set to the fields that differ from their defaults, unless it is set already. A
+    value that a plan sets later then does not count as the user's."""
     return (
         config
         if config.given is not None
@@ -124,18 +126,19 @@ def _changed(config: Any, default: Any, prefix: str = "") -> Iterator[str]:
 
 
 def with_value(config: Any, name: str, value: Any) -> Any:
-    """Returns the config with one field, such as shape.num_layers, changed."""
+    """Returns a copy of the config in which the field `name`, such as shape.num_layers, is `value`."""
     first, _, rest = name.partition(".")
     return dataclasses.replace(config, **{first: with_value(getattr(config, first), rest, value) if rest else value})
 
 
 def value_of(config: Any, name: str) -> Any:
-    """Returns the value of one field, such as shape.num_layers."""
+    """Returns the value of the config's field `name`, such as shape.num_layers."""
     return attrgetter(name)(config)
 
 
 def with_defaults(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """Returns the config with these fields (such as shape.num_layers) changed, except those that the user gave."""
+    """Returns the config with the fields in `values` (such as shape.num_layers) set to these values, except those
+    fields that the user gave."""
     for name, value in values.items():
         if not config.is_given(name):
             config = with_value(config, name, value)

@@ -72,8 +72,9 @@ class HeldoutFigures(Rounds):
 def serve_heldout(
     llm: LLM, drafter: Drafter, documents: list[Document], max_tokens: int
 ) -> tuple[HeldoutFigures, list[Document]]:
-    """Answers the documents' prompts greedily with this drafter, with at most `max_tokens` tokens each. Returns the
-    figures, and the answers as documents. Raises ContextLengthError when a prompt does not fit the cache."""
+    """Has the engine answer the documents' prompts greedily with this drafter, with at most `max_tokens` tokens each.
+    Returns (figures, answers with their prompts as documents). Raises ContextLengthError when a prompt does not fit the
+    cache."""
     llm.use_drafter(drafter)
     llm.engine.planner = FixedPlanner()  # always draft full blocks: the drafter is measured, not this machine's speed
     prompts = [document.tokens[: document.answer_start].tolist() for document in documents]
@@ -134,7 +135,8 @@ def has_room(target: Target) -> bool:
 @torch.no_grad()
 def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> float:
     """Returns the acceptance length over these answers by teacher forcing: each draft is compared with the answer's
-    text. Blocks begin where the engine would begin a round."""
+    text. Blocks begin only where the engine would begin a round: after the last round's accepted drafts and one more
+    token."""
     config = drafter.config
     documents = [answer for answer in answers if answer.num_anchors > 0]
     float_network = network_of(config, {name: tensor.float() for name, tensor in drafter.network.state_dict().items()})
@@ -165,8 +167,9 @@ def accepted_at(
 
 
 def starts_of(accepted_P: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the indices where rounds begin. A round covers the accepted drafts and one more token. accepted_P: number
-    of accepted drafts for a round at each position."""
+    """Returns the indices of the positions where the engine's rounds begin, the first one at 0. A round covers its
+    accepted drafts and one more token. accepted_P [P]: number of accepted drafts of a round that begins at each
+    position."""
     starts, at = [], 0
     while at < len(accepted_P):
         starts.append(at)

@@ -15,7 +15,7 @@ from paceline.types import SamplingParams
 
 @dataclass(slots=True)
 class Conversation:
-    """One prompt in progress in the engine, at one temperature."""
+    """A conversation that the target continues: a prompt at one temperature, with its messages and answers so far."""
 
     prompt: Prompt
     key: str
@@ -26,8 +26,8 @@ class Conversation:
     answers: list[Answer] = field(default_factory=list)
 
     def add_answer(self, answer: Answer) -> bool:
-        """Appends an answer and the user's next message. Returns False if the conversation has no further user
-        message."""
+        """Records an answer of the target. If the prompt has a further user message, appends answer and message to
+        `messages` and returns True; otherwise the conversation is finished, and it returns False."""
         self.answers.append(answer)
         if len(self.answers) >= len(self.prompt.turns):
             return False
@@ -38,7 +38,8 @@ class Conversation:
 
 @dataclass(slots=True)
 class Regenerated:
-    """Numbers of answers and tokens that one process generated, seconds taken, and counts of what was left out."""
+    """Result of `regenerate` in one process: the folder of the answers, the numbers of generated answers and tokens,
+    the seconds that it took, and counts of the prompts and answers that were left out."""
 
     answers: Path
     """Folder of the answers of all processes."""
@@ -62,8 +63,8 @@ class Regenerated:
 
 
 def conversations_of(prompts: list[Prompt], answering: AnswerConfig) -> dict[str, tuple[Prompt, float]]:
-    """Returns key -> (prompt, temperature) of every conversation to generate: each prompt at each temperature, sampled
-    as often as requested. Duplicate prompts have one key."""
+    """Returns key -> (prompt, temperature) of every conversation to generate: each prompt at each temperature, and at
+    temperatures above 0 once per sample (`answering.samples`). Duplicate prompts have the same key."""
     return {
         key_of(prompt, temperature, sample): (prompt, temperature)
         for prompt in prompts

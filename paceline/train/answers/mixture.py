@@ -59,8 +59,9 @@ def _source_of(text: str) -> Source:
 
 
 def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -> Mixture:
-    """Reads all requested prompts and mixes them by weight; reports through `say` what was left out. Raises PromptError
-    for a source that is unreadable or empty; with `strict`, for the first unusable row."""
+    """Reads the prompts of all sources in `config.prompts` and mixes them by the sources' weights; a hash with `seed`
+    selects which prompts of a source are used. Passes to `say` a line on what was left out of a source. Raises
+    PromptError for a source that is unreadable or empty; with `strict`, for the first unusable row."""
     mixture = Mixture()
     sources: list[tuple[str, float | None, list[Prompt]]] = []
     for source, weight in sources_of(config.prompts):
@@ -85,13 +86,14 @@ def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -
 
 
 def others_of(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
-    """Returns the settings for reading prompts that are not learned from (out-of-distribution or held-out)."""
+    """Returns the settings for reading `prompts` that are only used for evaluation (out-of-distribution or held-out
+    prompts): with the `limit` and `strict` of `config`, without its tags."""
     return PromptsConfig(prompts, config.prompting.limit, config.prompting.strict)
 
 
 def check_begun(config: TrainConfig) -> None:
-    """Raises ConfigError if the run in `config.out` was begun with another adapter or other tags, or if a source of
-    prompts lacks a tag."""
+    """Raises ConfigError if the run in `config.out` was begun with another adapter or other tags, or if one of the
+    requested tags does not occur in a source of prompts."""
     from paceline.train.answers.run_identity import check_adapter  # imports PyTorch, which plans do without
 
     check_adapter(config.out, config.target.model)

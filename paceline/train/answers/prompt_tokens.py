@@ -29,7 +29,8 @@ NO_TEMPLATE = "the target has no chat template: --raw asks every prompt as it st
 
 @dataclass
 class TokenizerOnly:
-    """Has the `encode_chat` method and the tokenizer of an LLM, but no weights: encodes conversations as token ids."""
+    """Replaces an LLM where only its tokenizer is needed: has no weights, and encodes conversations as token ids by the
+    same `encode_chat`."""
 
     tokenizer: Tokenizer
 
@@ -75,8 +76,10 @@ class PromptEncoder:
         return self.encode(prompt, self.messages_of(prompt))
 
     def encode(self, prompt: Prompt, messages: list[Message]) -> list[int]:
-        """Returns the token ids of a conversation, with the prompt's own tools, or else those of the config. Raises
-        RowError."""
+        """Returns the token ids of the conversation `messages`, with the tools of `prompt` or, if it has no tools,
+        those of the config. A prompt that is given as token ids is returned as it is; with `raw`, only the prompt's
+        text is encoded. Raises RowError if the chat template rejects the messages, or for a token id that the target
+        does not have."""
         where = prompt.where or f"{prompt.source}, prompt {prompt.id}"
         if prompt.token_ids:
             if max(prompt.token_ids) >= self.vocab_size:
@@ -104,8 +107,9 @@ class PromptEncoder:
         return self.llm.tokenizer.encode(prompt.turns[0])
 
     def examine(self, prompts: Iterable[Prompt], dropped: Dropped) -> list[int]:
-        """Returns the token count of each usable prompt. Prompts that the chat template rejects, with unknown tokens,
-        or longer than `max_prompt_tokens` are counted in `dropped`."""
+        """Returns the token count of each usable prompt, in their order. The others are counted in `dropped`: prompts
+        that the chat template rejects, that have token ids unknown to the target, or that are longer than
+        `max_prompt_tokens`."""
         counts = list[int]()
         for prompt in prompts:
             try:
@@ -121,6 +125,7 @@ class PromptEncoder:
 
 
 def check_template(tokenizer: Tokenizer, prompts: Iterable[Prompt], config: AnswerConfig) -> None:
-    """Raises ConfigError if prompts need a chat template that the target does not have."""
+    """Raises ConfigError if the target has no chat template and prompts need one: all but those given as token ids,
+    unless `config.raw` is set."""
     needs_one = not config.raw and any(not prompt.token_ids for prompt in prompts)
     refuse(ConfigError, (needs_one and tokenizer.chat_template is None, NO_TEMPLATE))

@@ -94,10 +94,10 @@ def prepared(
     more: Mapping[str, Any] | None = None,
     fill: Callable[[str, int], str] = lambda opener, seed: opener,
 ) -> Iterator[Prepared]:
-    """Context manager: loads the target and the prompts; until it ends, no other run may use the folder. `what`: the
-    run's type, recorded in its config.json. `more`: settings in addition to `config` that a resumed run must repeat.
-    `fill(opener, seed)`: returns the text with which the target begins a self-written prompt; `seed` differs for every
-    prompt. Raises the errors of `paceline.train.regenerate`."""
+    """Context manager: loads the target and the prompts of a run in `config.out`, and yields them; until it ends, no
+    other run may use the folder. `what`: the run's type, recorded in its config.json. `more`: settings in addition to
+    `config` that a resumed run must repeat. `fill(opener, seed)`: returns the text with which the target begins a
+    self-written prompt; `seed` differs for every prompt. Raises the errors of `paceline.train.regenerate`."""
     ranks = Ranks.here()
     engine = engine_for(config, ranks)
     settings = identity(config, engine, ranks) | plain(dict(more or {}))
@@ -232,8 +232,8 @@ def _report(
 
 
 class Regenerator:
-    """Generates the target's answers to prompts and writes them to shards (files of finished conversations). After a
-    crash, `run` resumes with the same prompts and config."""
+    """Generates the target's answers to prompts and writes them to shards (files of finished conversations). A second
+    `run` with the same prompts and config, such as after a crash, generates only the missing conversations."""
 
     def __init__(self, llm: LLM | RemoteLLM, shards: Kept, config: AnswerConfig) -> None:
         self.llm, self.shards, self.config = llm, shards, config
@@ -246,10 +246,10 @@ class Regenerator:
         self._started_at, self._advance = 0.0, ignore
 
     def run(self, prompts: list[Prompt], bars: Progress | None = None) -> Regenerated:
-        """Answers these prompts, without their duplicates; `bars` shows the progress of all conversations.
-        A prompt that the chat template refuses is left out and counted. Raises CacheError if a shard cannot be written,
-        PromptError if a shard is damaged, and the model's error on a conversation. Finished conversations are retained;
-        the next run generates the others."""
+        """Answers these prompts, without their duplicates; `bars` shows the progress of all conversations. A prompt
+        that is too long, or that the chat template refuses, is left out and counted. Raises CacheError if a shard
+        cannot be written, PromptError if a shard is damaged, and the model's error on a conversation. Finished
+        conversations are retained; the next run generates the others."""
         self.done, self._started_at = Regenerated(self.shards.folder), time.perf_counter()
         conversations = conversations_of(prompts, self.config)
         waiting = self._missing(conversations)
@@ -301,7 +301,8 @@ class Regenerator:
             self._advance_bar()
 
     def first_ids(self, prompt: Prompt) -> list[int]:
-        """Returns the token ids of a prompt, up to the first answer. Raises RowError."""
+        """Returns the token ids of a prompt, up to the first answer. Raises RowError for a prompt that this target
+        cannot answer."""
         return self._encoder.first_ids(prompt)
 
     def _advance_bar(self) -> None:

@@ -37,7 +37,8 @@ WAYS = ("ids, extras", "ids", "text", "chat, extras", "chat")
 
 
 class LostAnswer(PacelineError):
-    """Raised for an answer whose tokens are unknown. `reason`: the name under which such answers are counted."""
+    """Raised for a server's answer that cannot be used, mostly because its token ids are unknown. `reason`: the cause;
+    lost answers are counted by it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -74,7 +75,7 @@ class RayTokenizer(TokenizerOnly):
     introduction: str
 
     def close(self) -> None:
-        """Does nothing."""
+        """Does nothing: only `RemoteLLM` has a connection to close."""
 
 
 def remote_target_of(config: RegenerateConfig) -> RemoteLLM | RayTokenizer | None:
@@ -103,7 +104,8 @@ def _tokenizer(config: RegenerateConfig) -> Tokenizer:
 
 
 def first_model(client: Client) -> str:
-    """Returns the first model name that the server lists. Raises ConfigError."""
+    """Returns the name of the first model that the server lists. Raises ConfigError if the server refuses the request
+    or lists no models."""
     try:
         return str(client.json("GET", "/v1/models")["data"][0]["id"])
     except (Refused, KeyError, IndexError, TypeError) as error:
@@ -113,8 +115,9 @@ def first_model(client: Client) -> str:
 
 
 class RemoteEngine:
-    """Replaces `engine.Engine` where a `Regenerator` answers prompts by a server. It computes and stores nothing:
-    its cache only counts rows, one for each concurrent request, so that their number is limited."""
+    """Has the interface of `engine.Engine`, but sends requests to a server, so that a `Regenerator` works with a remote
+    target. It computes and stores nothing: its cache only has a number of rows, which limits the concurrent
+    requests."""
 
     def __init__(self, llm: RemoteLLM, client: Client, served_name: str, num_at_once: int) -> None:
         self.client, self.served_name, self.num_rows = client, served_name, num_at_once
@@ -127,8 +130,8 @@ class RemoteEngine:
         self._next_id = 0
 
     def add(self, prompt_ids: list[int], params: SamplingParams, *, chat: ChatRequest | None = None) -> int:
-        """Sends a request; returns its id. `chat`: the prompt as messages. Raises ConfigError for unsupported
-        parameters."""
+        """Queues a request for the server; returns its id. `chat`: the prompt as messages, for servers that accept
+        neither token ids nor the rendered text. Raises ConfigError for parameters with a grammar."""
         if params.grammar is not None:
             raise ConfigError("answers_from: servers differ in how they take grammars: leave the schema or regex out")
         request_id, self._next_id = self._next_id, self._next_id + 1
@@ -164,8 +167,9 @@ class RemoteEngine:
         return contextlib.nullcontext()
 
     def step(self) -> list[Chunk]:
-        """Waits for the server's answers and returns all that have arrived, one chunk per request.
-        `chunk.sequence.error` is set if the request failed or the answer's tokens are unknown."""
+        """Waits until the server has answered a request; returns one chunk, with the whole answer, for each request
+        that was answered by then. `chunk.sequence.error` is set if the request failed or the answer's tokens are
+        unknown."""
         chunks = [self._done.get()]
         while not self._done.empty():
             chunks.append(self._done.get())

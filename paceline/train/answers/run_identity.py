@@ -44,7 +44,8 @@ def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> di
 
 
 def check_adapter(out: Path, model: str) -> None:
-    """Raises ConfigError if the training in `out` was begun with another adapter on its target, or without one."""
+    """Raises ConfigError if the training in the folder `out` was begun with another adapter than that of the target
+    `model`, or if only one of the two targets has an adapter."""
     file = out / "config.json"
     before = read_json(file).get("target") if file.is_file() else None
     now = identity_of(model)
@@ -53,9 +54,10 @@ def check_adapter(out: Path, model: str) -> None:
 
 
 def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
-    """Compares settings with those of the run in `out`, of type `kind`. Returns True if they extend it (more
-    conversations), False if they are the same or there is no run. Raises ConfigError, with the difference, if they
-    contradict it."""
+    """Compares `settings` with those that the run in the folder `out` has stored. `kind`: the run's type, such as
+    "regenerate". Returns True if `settings` extend the stored ones (by more conversations), False if they are the same
+    or there is no run. Raises ConfigError for a run of another type, or for any other difference, which the message
+    names."""
     file = out / "config.json"
     if not file.is_file():
         return False
@@ -82,7 +84,7 @@ def opened_run(out: Path, kind: str, settings: dict[str, Any]) -> RunFolder:
 
 
 def extend(folder: RunFolder, kind: str, settings: dict[str, Any]) -> None:
-    """Writes the extended settings into the run's config.json, under its type `kind`."""
+    """Writes the extended settings into the run's config.json, where the run's type `kind` is their key."""
     config = json.loads((folder.path / "config.json").read_text(encoding="utf-8"))
     folder.write_json("config.json", config | {kind: settings})
 

@@ -178,7 +178,8 @@ def rejection_reason(prompt: str, is_finished: bool, seen: set[str]) -> str | No
 
 
 def read_openers(file: Path) -> tuple[str, ...]:
-    """Reads beginnings of prompts from a text file, one per line. Raises PromptError for a file without any."""
+    """Reads beginnings of prompts from a text file, one per line. Raises PromptError for a file that is unreadable or
+    empty."""
     remedy = "give a text file, one beginning a line"
     with reraised(PromptError, f"cannot read openers from {file}", remedy, OSError, UnicodeDecodeError):
         openers = tuple(line.rstrip("\n") for line in file.read_text(encoding="utf-8").splitlines() if line.strip())

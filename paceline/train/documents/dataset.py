@@ -55,7 +55,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents to learn from, and held-out documents."""
+    """Documents to learn from, held-out documents, and counts of what was left out or cut."""
 
     train: Sequence[Document]
     heldout: list[Document]
@@ -77,7 +77,8 @@ class Corpus:
         return len({prompt_of(document.key.rsplit("/", 1)[0]) for document in self.train})
 
     def told(self) -> str:
-        """A description of what was left out or cut; empty if nothing was."""
+        """Returns a text with the numbers of documents that were left out or cut, by reason; empty if no document
+        was."""
         counts = (
             (self.num_loops_cut, "cut where they repeat themselves"),
             (self.num_cut, "cut at the longest document (max_len)"),
@@ -107,11 +108,10 @@ def read_corpus(
     """Reads documents from folders or files of answers, without duplicates. Holds out a share `heldout_share` of the
     prompts, at least `min_heldout` and at most `max_heldout`, which a hash of their keys selects.
 
-    Answers are cut at `max_len` tokens, and before their third repetition of a loop: repetitive text adds nothing to
-    learn and makes all figures too optimistic. Documents are ordered by a hash of their keys, which mixes the sources
-    and keeps a conversation together. Raises PromptError if no document is left to learn from; with `strict`, for an
-    unusable row.
-    """
+    Documents are cut at `max_len` tokens, prompt included, and before the third repetition of a loop: repetitive text
+    adds nothing to learn and makes measured acceptance lengths too optimistic. Documents are ordered by a hash of their
+    keys, which mixes the sources and keeps a conversation together. Raises PromptError if no document is left to learn
+    from; with `strict`, for an unusable row."""
     documents: list[tuple[str, int, Document]] = []
     counts, dropped = Counter[str](), Dropped()
     for read in read_documents(sources, max_len, counts, None if strict else dropped):
@@ -182,8 +182,9 @@ def read_documents(
 
 
 def answers_of(sources: Iterable[AnswerSource], dropped: Dropped | None = None) -> Iterator[Answer]:
-    """Yields the answers of folders, files of answers and tokenised files. Unusable rows are counted in `dropped`, or
-    raise PromptError without it; a missing source raises PromptError, and one without its tags ConfigError."""
+    """Yields the answers in `sources`: folders of answers, files of answers, and files of tokenised data. An unusable
+    row is counted in `dropped`, or raises PromptError if `dropped` is None. Raises PromptError for a missing source,
+    ConfigError for a source in which a requested tag does not occur."""
     for each in sources:
         source, tags = (each.path, each.tags) if isinstance(each, Tagged) else (each, ())
         if not source.exists():
@@ -201,8 +202,9 @@ def answers_of(sources: Iterable[AnswerSource], dropped: Dropped | None = None) 
 def check_answers(
     sources: Iterable[AnswerSource], decode: Callable[[list[int]], str] | None = None, *, strict: bool = False
 ) -> None:
-    """Raises PromptError for a source that is missing, has no usable answer, or whose first answers all fail to decode
-    to their own text. `decode`: token ids -> text. With `strict`, also for an unusable row."""
+    """Raises PromptError for a source that is missing or has no usable answer, or if none of its first answers (8 at
+    most) decodes to its stored text, which shows that another tokenizer encoded them. `decode`: token ids -> text. With
+    `strict`, also for an unusable row before or among these answers."""
     for source in sources:
         dropped = Dropped()
         first = list(islice(answers_of([source], None if strict else dropped), NUM_READ_BACK))
@@ -235,14 +237,15 @@ def has_vocabulary(document: Document, vocab_size: int) -> bool:
 
 
 def prompt_of(key: str) -> str:
-    """Returns the part of a conversation's key that is the same for all answers to a prompt, without the temperature. A
-    prompt is held out with all its answers, or not at all."""
+    """Returns the part of a conversation's key that identifies its prompt: the key without temperature and sample
+    number. All answers to a prompt share it, and are held out together."""
     return key.rsplit("@", 1)[0]
 
 
 def heldout_prompts(keys: Iterable[str], share: float, most: int, fewest: int = 1) -> set[str]:
-    """Returns the prompts to hold out, those with the smallest hashes: `share` of all prompts, at least `fewest`, at
-    most `most`, as `num_heldout` computes. `keys`: those of the conversations."""
+    """Returns the prompts to hold out, each as the part of a key that `prompt_of` returns: those with the smallest
+    hashes. `num_heldout` computes their number from `share`, `most` and `fewest`. `keys`: those of all
+    conversations."""
     prompts = sorted({prompt_of(key) for key in keys}, key=lambda prompt: (zlib.crc32(prompt.encode()), prompt))
     return set(prompts[: num_heldout(len(prompts), share, most, fewest)])
 
@@ -256,8 +259,9 @@ def num_heldout(num_prompts: int, share: float, most: int, fewest: int = 1) -> i
 
 
 def loop_start(tokens: list[int]) -> int:
-    """Returns how many tokens to keep, from the first one. A text that ends in a loop is cut after two passes through
-    the loop, or after 12 tokens of the loop if these are more. Without a loop, all tokens are kept."""
+    """Returns the number of tokens to keep from the beginning of a text. If the text ends in a loop (the same tokens at
+    least three times in a row), it is cut after two passes through the loop, or after 12 tokens of the loop if these
+    are more. Without a loop, all tokens are kept."""
     array = np.array(tokens)
     for period in range(1, min(MAX_PERIOD, len(array) // 3) + 1):
         differs = np.flatnonzero(array[period:] != array[:-period])
@@ -269,7 +273,8 @@ def loop_start(tokens: list[int]) -> int:
 
 
 def epoch_order(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns a permutation of the documents, different for every epoch."""
+    """Returns the order in which an epoch uses the documents: a random permutation of their numbers [num_documents],
+    different for every epoch."""
     return np.random.default_rng((seed, epoch)).permutation(num_documents)
 
 
@@ -286,8 +291,9 @@ def draw_anchors(document: Document, number: int, seed: int, epoch: int) -> NDAr
 def labels_of(
     document: Document, anchors_A: NDArray[np.int64], block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Returns the labels of the blocks that begin at A anchors (positions in the document): the K = block_size - 1
-    tokens after each, [A, K], and True where such a position is inside the document, [A, K]."""
+    """Returns (labels [A, K], validity [A, K]) of the blocks that begin at A anchors (positions in the document).
+    Labels: the token ids at the K = block_size - 1 positions after each anchor. Validity: True where such a position is
+    inside the document; the other labels are arbitrary."""
     at_AK = anchors_A[:, None] + np.arange(1, block_size)
     valid_AK = at_AK < len(document)
     return document.tokens[np.minimum(at_AK, len(document) - 1)].astype(np.int64), valid_AK
@@ -333,8 +339,9 @@ class StepPlanner:
         return num_steps + num_blocks / self._blocks_per_step
 
     def step(self, place: Place) -> tuple[list[tuple[int, NDArray[np.int64]]], int, Place]:
-        """Returns, for the step that begins at `place`: [(document number, anchors)], its number of valid draft
-        positions, and the place of the next step."""
+        """Returns (blocks, number of draft positions, next place) of the step that begins at `place`. Blocks: a list of
+        (document number, positions of the anchors). Only draft positions inside the document are counted. Next place:
+        where the following step begins."""
         chosen: list[tuple[int, NDArray[np.int64]]] = []
         num_blocks = num_slots = 0
         epoch, index = place.epoch, place.index

@@ -102,10 +102,10 @@ def without(documents: Sequence[Document], keys: Set[str]) -> Sequence[Document]
 def write_documents(
     folder: Path, sources: Iterable[AnswerSource], max_len: int, counts: Counter[str], dropped: Dropped | None
 ) -> StoredDocuments:
-    """Writes the answers in `sources` to files in `folder` as documents, unsorted and with duplicates; returns these.
-    A document is cut at `max_len` tokens (prompt included), and before an endless repetition. `counts` gets the numbers
-    of answers that are left out, and `dropped` the unusable rows of `sources`; with None for `dropped`, such a row
-    raises PromptError. Raises CacheError for disk errors."""
+    """Writes the answers in `sources` as documents to files in `folder`, unsorted and with duplicates; returns the
+    stored documents. A document is cut at `max_len` tokens (prompt included), and before an endless repetition.
+    `counts` gets the numbers of answers that are left out, and `dropped` the unusable rows of `sources`; with None for
+    `dropped`, such a row raises PromptError. Raises CacheError for disk errors."""
     num_tokens = num_bytes = 0
     with reraised(CacheError, f"cannot write {folder}", REMEDY, OSError):
         folder.mkdir(parents=True, exist_ok=True)

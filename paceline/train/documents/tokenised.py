@@ -24,7 +24,8 @@ IGNORED = -100
 
 
 def is_tokenised(path: Path) -> bool:
-    """Returns True for tokenised data: Parquet with `input_ids` and without `answer_ids`, or any file that is not
+    """Returns True if a file has tokenised data (token ids with a loss mask) instead of answers: a Parquet file with a
+    column `input_ids` and no column `answer_ids`, or a file that is not Parquet, since answers are stored only as
     Parquet."""
     if path.suffix != ".parquet":
         return True
@@ -36,8 +37,8 @@ def is_tokenised(path: Path) -> bool:
 
 
 def tokenised_answers(path: Path, dropped: Dropped | None = None) -> Iterator[Answer]:
-    """Yields the answers of a file of token ids. An unusable row is counted in `dropped`; without `dropped`, it raises
-    RowError."""
+    """Yields the answers in a file of tokenised data, one for each contiguous span of at least two tokens to learn
+    from. An unusable row is counted in `dropped`, or raises RowError if `dropped` is None."""
     for number, (where, row) in enumerate(file_rows(path)):
         try:
             if isinstance(row, RowError):

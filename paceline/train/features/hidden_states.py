@@ -73,15 +73,15 @@ class FeatureSource(Protocol):
 
 
 class MeasuredSource(FeatureSource, Protocol):
-    """A feature source (it gives the target's hidden states for documents) that also has `documents` themselves, and
-    the size of their features in bytes per position."""
+    """A feature source (it gives the target's hidden states for documents) that also provides the documents themselves
+    (`documents`) and the size of their features (`bytes_per_position`)."""
 
     @property
     def documents(self) -> Sequence[Document]: ...
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes of the features of one position, before compression."""
+        """Bytes of the features of one position, before they are encoded for storage."""
         ...
 
 
@@ -162,11 +162,12 @@ class Form:
 
     @property
     def mark(self) -> str:
-        """A text that differs between formats whose files differ."""
+        """Text that identifies the storage format in `fingerprint`; empty for unchanged values."""
         return ""
 
     def encode(self, features: Features) -> dict[str, Tensor]:
-        """Converts one document's features to named tensors for storage: CPU, contiguous, without shared memory."""
+        """Returns one document's features as named tensors for storage: on the CPU, contiguous, without shared
+        memory."""
         tensors = {"taps": features.taps_SF.cpu().contiguous()}
         if features.final_SD is not None:  # which may be a part of the taps
             tensors["final"] = features.final_SD.cpu().clone(memory_format=torch.contiguous_format)
@@ -177,7 +178,7 @@ class Form:
         return Features(tensors["taps"], tensors.get("final"))
 
     def bytes_of(self, num_bytes: int) -> int:
-        """Returns the bytes that one position takes in this format. `num_bytes`: its bytes before encoding."""
+        """Returns the bytes per position in this format. `num_bytes`: bytes per position before encoding."""
         return num_bytes
 
     def coder(self, features: Features) -> Callable[[], Features]:
@@ -192,8 +193,8 @@ PLAIN = Form()
 @dataclass(frozen=True, slots=True)
 class CachedFeatures:
     """Feature source that reads each document's hidden states from its file in `folder`, which `cache_features` has
-    written in the storage format `form`. Equal documents share a file. The folder's name must include
-    `fingerprint(...)`: existing files are not checked."""
+    written in the storage format `form`. Equal documents share a file. Existing files are used without a check, so the
+    folder's name must include `fingerprint(...)`."""
 
     folder: Path
     documents: Sequence[Document]
@@ -231,11 +232,11 @@ def cache_features(
     on_document: Callable[[], None] = lambda: None,
     computing: Callable[[list[int]], AbstractContextManager[Callable[[int], Features]]] | None = None,
 ) -> CachedFeatures:
-    """Computes the documents of `cached` that have no file, with `source`, and writes their files; returns `cached`.
-    Each process writes those of its share of the documents (`ranks`; None: a single process), and calls `on_document`
-    for each document of its share. `computing`: context manager that takes the document numbers to compute, in their
-    order, and yields a function from number to features (default: `source.of`). Other runs may write into the same
-    folder at the same time. Raises CacheError if the disk is too small or fails."""
+    """Computes features with `source` for the documents of `cached` that have no file, and writes their files; returns
+    `cached`. Each process writes those of its share of the documents (`ranks`; None: a single process), and calls
+    `on_document` for each document of its share. `computing`: context manager that takes the document numbers to
+    compute, in their order, and yields a function from number to features (default: `source.of`). Other runs may write
+    into the same folder at the same time. Raises CacheError if the disk is too small or fails."""
     share, missing = (ranks or Ranks()).share_of(len(cached.documents)), cached.missing()
     cached.check_room(missing, source.bytes_per_position)
     missing = [number for number in missing if number in share]
@@ -305,8 +306,8 @@ def stored_scale(
 ) -> tuple[Tensor, Tensor]:
     """Returns (scale [F], mean [F]) of the features: a power of two near the inverse of each feature's magnitude, and
     the means of the scaled features. They are measured on `documents` at the run's first start (`measure_scale`) and
-    later read from `file`, so that a resumed run has the same units. `is_first`: True in the process that writes the
-    file. Raises CacheError if the file is damaged or cannot be written."""
+    later read from `file`, so that a resumed run scales features in the same way. `is_first`: True in the process that
+    writes the file. Raises CacheError if the file is damaged or cannot be written."""
     with reraised(CacheError, f"{file} cannot be read", "use another --out", OSError, SafetensorError, KeyError):
         if file.is_file():
             stored = load_file(file)

@@ -51,9 +51,10 @@ class Reading:
 
 
 def mark_of_target(config: TrainConfig, target: Target) -> int:
-    """Returns a hash (8 bytes) of the target's path, size and time of its weights, its adapter, the weight format in
-    which it was loaded, and of its server if it is remote, so that another model in its place is never taken for it.
-    Machines with model caches of their own get other hashes."""
+    """Returns a 64-bit hash of what identifies the target: the path, names, sizes and modification times of its weight
+    files, its adapter, the weight format in which it was loaded, and its server if it is remote. The folder of stored
+    hidden states is named by it, so those of another model are never used. Machines with model caches of their own get
+    different hashes."""
     settings, remote = config.target, config.remote
     path = light_folder(settings.model).resolve()
     adapter, base = (adapter_digest(path) if is_adapter(path) else ""), base_of(path)
@@ -74,9 +75,10 @@ def stored_features(
     taps: tuple[int, ...],
     form: Form = PLAIN,
 ) -> CachedFeatures:
-    """Returns the source that reads hidden states of `documents` at the target layers `taps` from files in the storage
-    format `form`, which may still be missing. They are in `features-<fingerprint>` in the folder of all runs, or else
-    in `config.out`. `mark`: the first process's `mark_of_target`."""
+    """Returns a feature source that reads the hidden states of `documents` at the target layers `taps` from files,
+    which may still be missing. `form`: their storage format. The files are in the folder `features-<fingerprint>` in
+    `config.shared_features`, or in `config.out` if that is None. `mark`: result of `mark_of_target` in the first
+    process."""
     name = fingerprint(mark, target.dtype, taps, config.loop.loss.needs_target_probs, form)
     return CachedFeatures((config.shared_features or config.out) / f"features-{name}", documents, form)
 
@@ -84,9 +86,9 @@ def stored_features(
 def cache_on_ray(
     config: TrainConfig, target: Target, cached: CachedFeatures, taps: tuple[int, ...], progress: Progress
 ) -> None:
-    """Computes missing files of `cached` with hidden states at the target layers `taps` on a Ray cluster, and writes
-    them. Only the sizes and the dtype of `target` are used. Raises CacheError if the disk is too small or fails, and
-    the errors of the cluster and its workers."""
+    """Computes hidden states at the target layers `taps` on a Ray cluster for the documents of `cached` that have no
+    file, and writes their files. Only the sizes and the dtype of `target` are used. Raises CacheError if the disk is
+    too small or fails, and the errors of the cluster and its workers."""
     needs_final = config.loop.loss.needs_target_probs
     width = (len(taps) + needs_final) * target.hidden_size * target.dtype.itemsize
     documents, length = cached.documents, sum(map(len, cached.documents))

@@ -50,7 +50,7 @@ class PackPrefetcher:
         return hand_over()
 
     def close(self) -> None:
-        """Discards all prefetched packs, after the current one is finished."""
+        """Waits for the pack that is being assembled, ends the thread, and discards all prefetched packs."""
         self._executor.shutdown(cancel_futures=True)
         self._packs.clear()
 
@@ -92,8 +92,8 @@ class _Copier:
 
 @contextlib.contextmanager
 def packs_ahead(trainer: Trainer) -> Iterator[None]:
-    """Within the block, a thread assembles the trainer's next packs (batches of training blocks) in advance.
-    `trainer.run` may be called only once in it."""
+    """Context manager: inside it, a thread assembles the trainer's next packs (batches of training blocks) in advance.
+    `trainer.run` may be called only once inside it."""
     prefetcher = PackPrefetcher(trainer.packer, upcoming_pieces(trainer))
     pack, trainer.pack = trainer.pack, prefetcher.take
     try:

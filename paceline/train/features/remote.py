@@ -44,8 +44,8 @@ CONNECTOR = {
 
 
 def vllm_command(model: str, taps: Sequence[int], longest: int, folder: Path) -> str:
-    """Returns the command that starts vLLM for documents of at most `longest` tokens, so that it writes the hidden
-    states of the layers `taps` to `folder`."""
+    """Returns the shell command that starts vLLM as a server that accepts documents of at most `longest` tokens and
+    writes the hidden states of the target layers `taps` to `folder`."""
     layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in taps]}}
     extraction = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": layers}
     connector = {**CONNECTOR, "kv_connector_extra_config": {"shared_storage_path": str(folder)}}
@@ -55,7 +55,7 @@ def vllm_command(model: str, taps: Sequence[int], longest: int, folder: Path) ->
 
 
 class RemoteFeatures:
-    """A thread-safe feature source that requests hidden states from a server."""
+    """A thread-safe feature source that requests hidden states from a server (vLLM, or `paceline serve --features`)."""
 
     def __init__(
         self,
@@ -89,7 +89,8 @@ class RemoteFeatures:
 
     @property
     def introduction(self) -> str:
-        """Describes the source of hidden states, and what cannot be checked about it."""
+        """Text for the user that names the server; for vLLM also the layer ids with which it must have been started,
+        since these cannot be checked."""
         if self._is_paceline:
             return f"hidden states of {self._client.url}"
         ids = [layer + 1 for layer in self._taps]
@@ -99,8 +100,9 @@ class RemoteFeatures:
         )
 
     def of(self, number: int) -> Features:
-        """Returns a document's hidden states. Raises DownloadError, CacheError, or ConfigError for an invalid
-        response."""
+        """Returns the hidden states of document `number`. Raises DownloadError if the server does not answer or
+        refuses, CacheError if vLLM's file is missing or unreadable, ConfigError or NumericsError for other tokens or
+        shapes than requested, or values that are not finite."""
         tokens = self.documents[number].tokens.tolist()
         try:
             tensors = self._requested(tokens) if self._is_paceline else self._extracted(tokens)

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Sources:
-    """Creates a run's feature sources, which give the target's hidden states to the training loop, in one process."""
+    """Creates a run's feature sources, which give the target's hidden states to the training loop. Each process has its
+    own `Sources`."""
 
     config: TrainConfig
     target: Target
@@ -96,8 +97,8 @@ class Sources:
 
     @contextlib.contextmanager
     def following(self, trainer: Trainer) -> Iterator[None]:
-        """Within the block, threads work ahead of the trainer, in its order: they compute streamed features, and
-        assemble the next packs (batches) if features are stored on disk, or are streamed on a GPU."""
+        """Context manager: inside it, threads compute in advance what `trainer` needs next: streamed features, and the
+        next packs (batches) if features are stored on disk, or are streamed on a GPU."""
         with contextlib.ExitStack() as stack:
             if self.stream is not None:
                 stack.callback(self.stream.close)

@@ -63,7 +63,7 @@ class StreamedFeatures:
         self._submit(self._executor)
 
     def close(self) -> None:
-        """Discards all features, after documents in flight are finished."""
+        """Waits for the documents in flight, ends the threads, and discards all features."""
         if self._executor:
             self._executor.shutdown(cancel_futures=True)
         self._executor, self._pending, self.held_bytes = None, None, 0

@@ -48,7 +48,8 @@ class Checkpoint(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """A hash of the network's weights and the optimiser states, in hexadecimal."""
+        """A hash of the network's weights and the optimiser states, in hexadecimal, to compare checkpoints of
+        processes."""
         every = {**self.weights, **{f"optimiser {name}": tensor for name, tensor in self.optimisers.items()}}
         return f"{mark_of_text(repr([(name, mark_of(tensor)) for name, tensor in sorted(every.items())])):x}"
 
@@ -61,9 +62,9 @@ def save_checkpoint(
     trainer: dict[str, Any],
     keep_last: int = 1,
 ) -> Path:
-    """Writes the checkpoint `step-N`, then deletes all but the newest `keep_last`; returns its folder. `raw`: the
-    drafter's config.json; `tensors`: its weights; `optimisers`: the optimiser states; `trainer`: contents of
-    trainer.json. Raises CacheError for disk errors, before anything is deleted."""
+    """Writes a checkpoint to the folder `step-N` in `folder`, then deletes all but the newest `keep_last` checkpoints;
+    returns the new one's folder. `raw`: the drafter's config.json; `tensors`: its weights; `optimisers`: the optimiser
+    states; `trainer`: contents of trainer.json. Raises CacheError for disk errors, before any checkpoint is deleted."""
     newest = folder / f"step-{trainer['step']:06d}"
     described = json.dumps(plain(trainer), indent=1) + "\n"
     if (newest / "trainer.json").is_file() and (newest / "trainer.json").read_text(encoding="utf-8") == described:
@@ -98,8 +99,8 @@ def _scratch(final: Path, remedy: str) -> Iterator[Path]:
 
 
 def save_best(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor], figures: dict[str, Any]) -> None:
-    """Writes the best weights so far. `raw`: the drafter's config.json; `tensors`: its weights; `figures`: step and
-    acceptance lengths. Raises CacheError."""
+    """Writes the best weights so far to `folder`/best, in place of earlier ones. `raw`: the drafter's config.json;
+    `tensors`: its weights; `figures`: step and acceptance lengths. Raises CacheError for disk errors."""
     best, before = folder / BEST, folder / BEFORE
     with _scratch(best, "free space") as scratch:
         write_checkpoint(scratch, raw, tensors)
@@ -121,7 +122,8 @@ def _finish_rename(folder: Path) -> None:
 
 
 def best_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Returns (weights, figures) written by `save_best`, or None. Raises CacheError if they cannot be read."""
+    """Returns (weights, figures) as written by `save_best`; None if there is no such checkpoint in `folder`. Raises
+    CacheError if it cannot be read."""
     best = folder / BEST
     with reraised(CacheError, f"{best} cannot be read", "train with --keep last", OSError, ValueError, SafetensorError):
         _finish_rename(folder)
@@ -131,7 +133,8 @@ def best_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | 
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
-    """Returns the newest checkpoint of a run, or None. Raises CacheError if it cannot be read."""
+    """Returns the checkpoint in `folder` with the largest step; None if there is no checkpoint. Raises CacheError if it
+    is incomplete or cannot be read."""
     newest = max(folder.glob("step-*"), default=None)
     if newest is None:
         return None

@@ -56,7 +56,8 @@ OWN_HEAD = (
 
 
 def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
-    """Returns config.json of a new drafter for this target."""
+    """Returns the contents of config.json of a new DFlash drafter for this target, with the sizes in `shape`, else the
+    target's."""
     decoder = getattr(target, "config", None)
     keys: dict[str, Any] = {}
     has_bias = shape.attention_bias
@@ -86,16 +87,16 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
 
 
 def window_keys(window: int, num_layers: int) -> dict[str, Any]:
-    """Returns the config keys of draft layers that attend to `window` positions before each draft position, and to
-    all draft positions of the block."""
+    """Returns the config.json entries (key -> value) of draft layers with a sliding window: a draft position attends
+    only to positions fewer than `window` away, before it and, inside its block, also after it."""
     layers = ["sliding_attention"] * num_layers
     return {"sliding_window": window, "use_sliding_window": True, "layer_types": layers, "is_causal": False}
 
 
 def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
-    """Returns the config keys that a new drafter copies from its target, whose config is `decoder`. The drafter's
-    rotary embedding may differ from the target's: it always rotates whole heads, and it has plain frequencies if the
-    target has LongRoPE's, which depend on the text's length, or leaves a part of its heads as they are."""
+    """Returns the config.json entries (key -> value) that a new drafter copies from its target, whose config is
+    `decoder`. The scaling of the rotary embedding is left out if it depends on the text's length (LongRoPE), or if the
+    target rotates only a part of each head: a drafter always rotates whole heads."""
     keys = {key: getattr(decoder, field) for key, field in TABLES["drafter"]["from_target"].items()}
     scaling = keys["rope_scaling"]
     if scaling and (decoder.rotary_dim or scaling["rope_type"] in ("longrope", "proportional")):
@@ -104,8 +105,9 @@ def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
 
 
 def end_keys(target: Target) -> dict[str, float]:
-    """Returns the config keys for the scales and the soft cap that the target applies to its embeddings and logits; the
-    embedding matrix and the LM head do not include them."""
+    """Returns the config.json entries (key -> value) for the scales and the soft cap that the target applies to its
+    embeddings and logits. A drafter must apply them too, since the embedding matrix and the LM head do not include
+    them."""
     ends, keys = target.ends, dict[str, float]()
     if ends.embedding != 1.0:
         keys["input_embedding_scale"] = ends.embedding
@@ -117,8 +119,9 @@ def end_keys(target: Target) -> dict[str, float]:
 
 
 def own_sizes(shape: DrafterShape, keys: dict[str, Any]) -> dict[str, int]:
-    """Returns the MLP width and the numbers of heads that `shape` requests; they replace the target's values in `keys`
-    (config keys). Raises ConfigError if the number of key-value heads does not divide that of query heads."""
+    """Returns the MLP width and the numbers of heads that `shape` requests, as config.json entries (key -> value),
+    which replace those in `keys`, the entries copied from the target. Raises ConfigError if the number of key-value
+    heads does not divide that of query heads."""
     sizes = {"intermediate_size": shape.intermediate_size, "num_attention_heads": shape.num_heads}
     heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     group = heads // kv_heads if heads and kv_heads else 1
@@ -161,8 +164,9 @@ def init_folder(init: str | None, target_name: str) -> Path | None:
 
 
 def embedding_matrix(target: Target, config: DFlashConfig | None = None, own: Vocabulary = ALL_TOKENS) -> Tensor:
-    """Returns a copy of the matrix [V, D] that embeds the target's tokens: the target's, or for a drafter of another
-    width (with config `config`) rows of its own head, which `own` has."""
+    """Returns a copy of the embedding matrix [V, D] of the target's V tokens: the target's own, or, if the drafter has
+    another width D than the target (`config.has_own_width`), one made of the rows of the drafter's own LM head
+    (`own.head_VD`)."""
     if config is not None and config.has_own_width and own.head_VD is not None:
         rows_V = rows_of_tokens(own.ids, config.mask_token_id, target.vocab_size)
         return own.head_VD[rows_V].to(target.device, target.dtype)
@@ -185,8 +189,9 @@ def most_frequent(
     number: int | None, corpus: Corpus, target: Target, say: Callable[[str], None], known: Tensor | None = None
 ) -> Tensor | None:
     """Returns the ids of the `number` most frequent tokens in the answers, ascending, as a drafter's draft vocabulary;
-    None for all tokens. `known`: token ids that precede others of the same frequency, such as the draft vocabulary of a
-    drafter that is continued. Reports through `say` their share of all tokens in the answers."""
+    None (all tokens) if `number` is None, 0, or at least the target's vocabulary. `known`: token ids that precede
+    others of the same frequency, such as the draft vocabulary of a drafter that is continued. Reports through `say` the
+    share of these tokens in the answers."""
     if not number or number >= target.vocab_size:
         return None
     counts_V = torch.from_numpy(corpus.token_counts(target.vocab_size))
@@ -201,8 +206,8 @@ def most_frequent(
 
 def continued_vocabulary(init: Path | None, corpus: Corpus, target: Target) -> Vocabulary:
     """Returns the draft vocabulary of a drafter whose training continues from the folder `init`: the tokens that it
-    drafts now and all tokens of the new answers, since the head's rows are the target's; all tokens if `init` drafts
-    all. A drafter of another width than the target's keeps its tokens and head."""
+    drafts now and all tokens of the new answers, which is possible since its LM head has the target's rows; all tokens
+    if `init` drafts all or is None. A drafter of another width than the target's keeps its tokens and head."""
     if init is None:
         return ALL_TOKENS
     if is_dflash(read_json(init / "config.json")) and (stored := read_stored(init)).config.has_own_width:
@@ -223,9 +228,10 @@ def network_for(
     block_size: int | None = None,
     window: int | None = None,
 ) -> tuple[dict[str, Any], DFlashNetwork]:
-    """Returns (config.json, network with float32 weights) of a new drafter, or of the drafter in `init`. `block_size`,
-    `window`: new block size, and number of positions that draft layers attend to, of the drafter in `init` [default: as
-    they were]; no weight depends on them. Raises DrafterMismatchError if `init` belongs to another target."""
+    """Returns (config.json, network with float32 weights) of a new drafter, or of the drafter in the folder `init`.
+    `block_size` and `window` (number of positions that draft layers attend to) replace those of the drafter in `init`;
+    None keeps them; no weight depends on them. Raises DrafterMismatchError if `init` belongs to another target,
+    ConfigError if training such a drafter is not implemented."""
     if init is not None:
         stored = read_stored(init)
         config, tensors = stored.config, stored.tensors

@@ -153,10 +153,11 @@ class Trainer:
         notice: Callable[[str], None] = ignore,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Trains until the end and writes checkpoints; returns False if stopped earlier. `on_step` gets the figures for
-        metrics.jsonl, after an evaluation also those of `heldout` and `ood` (out-of-distribution) documents; `notice`
-        gets warnings. `should_stop` is called after every step; if True in one process, all save and return. Raises
-        TrainingError for a loss that is not finite, ProcessesError if processes differ in initial state or weights."""
+        """Trains until the end and writes checkpoints; returns False if stopped earlier. `on_step` is called after each
+        step with its line for metrics.jsonl, which after an evaluation also has the results on `heldout` and `ood`
+        (out-of-distribution) documents; `notice` gets warnings. `should_stop` is called after every step; if it returns
+        True in one process, all save and return. Raises TrainingError for a loss that is not finite, ProcessesError if
+        processes differ in initial state or weights."""
         self.parallel.agree(self.network, self.optimisers.states(), repr(asdict(self.state)))
         last_saved = time.monotonic()
         while self.share_done < 1.0:
@@ -179,7 +180,8 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Writes a checkpoint in the first process. Raises CacheError for disk errors; the previous one is retained."""
+        """Writes a checkpoint; every process must call it, and the first one writes. Raises CacheError for disk errors;
+        the previous checkpoint is retained."""
         if not self.state.step:
             return
         # Every process must call these; only the first one gets the tensors.
@@ -248,8 +250,9 @@ class Trainer:
         }
 
     def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
-        """Adds the gradients of this process's share of the step's blocks `chosen`; returns (loss, metrics) of that
-        share. `num_slots`: draft positions of the whole step, by which the loss is divided; `head`: LM head."""
+        """Computes the loss of this process's share of the step's blocks `chosen`, and adds its gradients to the
+        weights' `grad`; returns (loss, metrics) of that share. `num_slots`: draft positions of the whole step, by which
+        the loss is divided; `head`: LM head."""
         metrics, loss = SlotMetrics.zero(self.drafter.block_size - 1), 0.0
         pieces = self.parallel.pieces(chosen, self.budget)
         for number, piece in enumerate(pieces):
@@ -285,14 +288,15 @@ class Trainer:
 
     @torch.no_grad()
     def first_slots(self) -> tuple[Tensor, Slots]:
-        """Returns the hidden states [A * K, D] and labels of the first document's A blocks of K draft positions."""
+        """Returns (hidden states [A * K, D], labels) of the first document's A blocks of K draft positions."""
         chosen, _, _ = self.planner.step(Place())
         pack = self.packer.pack(chosen[:1])
         return self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), pack.slots
 
     @torch.no_grad()
     def evaluate(self, documents: Sequence[Document], features: FeatureSource) -> dict[str, Any]:
-        """Returns loss, eal (acceptance length), accuracy of `documents`, teacher-forced; processes share the work."""
+        """Returns the loss, eal (expected acceptance length) and accuracy of the drafter on `documents`,
+        teacher-forced; for the keys see `SlotMetrics.rates`. All processes must call it; they share the work."""
         packer = Packer(self.drafter.block_size, documents, features, self.device, self.budget.window)
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)
         for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.budget):
@@ -384,7 +388,8 @@ class Trainer:
         )
 
     def flops_per_block(self, head: Head) -> float:
-        """Returns the FLOPs of one block with LM head `head`, forward and backward, without attention (about 3%)."""
+        """Returns the FLOPs of training on one block with LM head `head`, forward and backward; attention (about 3%) is
+        left out."""
         tensors, size = [each for layer in self.drafter.layers for each in layer.parameters()], self.drafter.block_size
         frozen = 4.0 if self.config.learn == "low-rank" else 2.0  # gradients of the inputs, or none
         layers = sum((6.0 if each.requires_grad else frozen) * each.numel() for each in tensors if each.ndim == 2)
@@ -392,8 +397,9 @@ class Trainer:
 
 
 def unigram_entropy(counts_V: NDArray[np.int64], drafted: NDArray[np.int64] | None = None) -> float:
-    """Returns the entropy, in nats per token, of tokens with counts counts_V [V]. `drafted`: ids of the draft
-    vocabulary, within which probabilities are taken; other tokens count with 0 nats. None: all tokens."""
+    """Returns the entropy, in nats per token, of tokens with counts counts_V [V]: the loss of a drafter that knows only
+    token frequencies. `drafted`: ids of the draft vocabulary, within which probabilities are taken; other tokens count
+    with 0 nats. None: all tokens."""
     total = counts_V.sum()
     counts = (counts_V if drafted is None else counts_V[drafted]).astype(np.float64)
     counts = counts[counts > 0]

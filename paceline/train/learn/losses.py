@@ -35,8 +35,8 @@ EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Labels of the A blocks of a pack (batch), which have K = block_size - 1 slots (draft positions) each; a block's
-    anchor has no label."""
+    """Labels (token ids) of the A blocks of a pack (batch), which have K = block_size - 1 slots (draft positions) each;
+    a block's anchor has no label."""
 
     labels_AK: Tensor
     """The target's token at each slot; arbitrary where `valid_AK` is False."""
@@ -79,8 +79,8 @@ class Head:
         return self.target.of_logits(final_RD.to(self.weight_VD.dtype) @ self.weight_VD.T)
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns, for each token id in `labels`, its row in `weight_VD` (an arbitrary one if the head lacks the
-        token), and True if the head has this token."""
+        """Returns (rows, is_known) for the token ids `labels`, both of their shape: each token's row in `weight_VD` (an
+        arbitrary one if the head lacks the token), and True if the head has the token."""
         if self.columns is None:
             return labels, torch.ones_like(labels, dtype=torch.bool)
         rows = torch.searchsorted(self.columns, labels).clamp_(max=len(self.columns) - 1)
@@ -101,21 +101,22 @@ class SlotMetrics:
 
     @property
     def sums_4K(self) -> Tensor:
-        """Four block counts per slot: the slot is valid; the target's token is the drafter's most probable one; it is
-        in the drafter's top 16; it and all earlier tokens of the block are the most probable ones."""
+        """Four counts of blocks for each of the K slots, [4, K]: those where the slot is valid; where the target's
+        token is the drafter's most probable one; where it is in the drafter's top 16; and where it and all earlier
+        tokens of the block are the most probable ones."""
         return self.flat[1 : 1 + 4 * self._num_slots].unflatten(0, (4, -1))
 
     @property
     def selector_2(self) -> Tensor:
-        """The summed loss of a selector (DFlash 2), and the number of slots whose target token is among its
+        """Two sums of a selector (DFlash 2), [2]: its loss, and the number of slots whose target token is among its
         candidates."""
         return self.flat[1 + 4 * self._num_slots :][:2]
 
     @property
     def selector_4K(self) -> Tensor:
-        """Four counts per slot, over the blocks that a selector scored: the slot is valid; at this and all earlier
-        slots, the first (most probable) candidate is the target's token; the selector chooses the target's token; it
-        does so at this and all earlier slots."""
+        """Four counts of the blocks that a selector scored, for each of the K slots, [4, K]: those where the slot is
+        valid; where, at this and all earlier slots, the first (most probable) candidate is the target's token; where
+        the selector chooses the target's token; and where it does so at this and all earlier slots."""
         return self.flat[3 + 4 * self._num_slots :].unflatten(0, (4, -1))
 
     @property
@@ -340,7 +341,8 @@ class LossVocabulary:
 
     def head(self, labels: Tensor, generator: torch.Generator, scale: float = 1.0, cap: float = 0.0) -> Head:
         """Returns a head with only the rows of the tokens that are selected for one step; these include all `labels`
-        (token ids). Logits are multiplied by `scale`, and soft-capped if `cap` is above 0."""
+        (token ids). `generator` draws the sample. Logits are multiplied by `scale`, and soft-capped if `cap` is above
+        0."""
         picked = torch.randperm(len(self._rest), generator=generator)[: self._num_sampled]
         sampled = self._rest[picked]
         certain = torch.unique(torch.cat([self._frequent, labels.flatten().cpu()]))

@@ -47,7 +47,7 @@ class Optimisers:
         self._lr = config.lr
 
     def step(self, lr_share: float) -> float:
-        """Takes one step at this share of the peak learning rate; returns the rate."""
+        """Takes one optimiser step with the learning rate `lr_share` * peak learning rate; returns this rate."""
         for optimiser in self.every:
             for group in optimiser.param_groups:
                 group["lr"] = self._lr * lr_share * group["boost"]
@@ -56,7 +56,8 @@ class Optimisers:
         return self._lr * lr_share
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (`optimiser.parameter.key`, tensor) of all optimiser states, which exist after the first step."""
+        """Yields (name, tensor) of all optimiser states; a name is OPTIMISER.PARAMETER.KEY, with the numbers of
+        optimiser and parameter, such as "0.3.exp_avg". The states exist after the first step."""
         for number, optimiser in enumerate(self.every):
             for index, state in optimiser.state_dict()["state"].items():
                 yield from ((f"{number}.{index}.{key}", tensor) for key, tensor in state.items())

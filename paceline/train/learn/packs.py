@@ -29,7 +29,8 @@ Chosen = tuple[int, NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Inputs and labels of A blocks of some documents, with K = block_size - 1 draft positions each."""
+    """Inputs and labels of one forward and backward pass: A blocks of some documents, with K = block_size - 1 draft
+    positions each."""
 
     layout: Layout
     anchors_A: Tensor
@@ -54,7 +55,8 @@ class Pack:
 
     @property
     def before_AK(self) -> Tensor:
-        """Token id before each draft position: the anchor, then the target's tokens; after the document's end, 0."""
+        """Token id before each draft position, [A, K]: the anchor, then the target's tokens; after the document's end,
+        0."""
         tokens_AK = torch.where(self.slots.valid_AK, self.slots.labels_AK, 0).long()
         return torch.cat([self.anchors_A[:, None].to(tokens_AK), tokens_AK[:, :-1]], dim=1)
 
@@ -74,7 +76,7 @@ class Packer:
     features: FeatureSource
     device: torch.device | str = "cpu"
     window: int | None = None
-    """Most positions before a draft position that the network attends to; None for all."""
+    """Largest sliding window of the network's layers, in positions; None if a layer attends to all."""
 
     def pack(self, chosen: list[Chosen]) -> Pack:
         size, device, anchors = self.block_size, self.device, [anchors_A for _, anchors_A in chosen]
@@ -107,8 +109,8 @@ class Packer:
 
 def context_of(anchors_A: NDArray[np.int64], window: int | None) -> range:
     """Returns the context of blocks that begin at these anchors: the positions of their document that they attend to,
-    all before the last anchor. `window`: most positions before a draft position that the network attends to; None for
-    all."""
+    all before the last anchor. `window`: sliding window of the network's layers (its largest), in positions; None if a
+    layer attends to all."""
     return range(0 if window is None else max(0, int(anchors_A.min()) - window + 1), int(anchors_A.max()))
 
 
@@ -123,7 +125,7 @@ class PackBudget:
     Each has fewer blocks, the full context, and at most as many (query, key) pairs as a pack of this size."""
     block_size: int = 1
     window: int | None = None
-    """Most positions before a draft position that the network attends to; None for all."""
+    """Largest sliding window of the network's layers, in positions; None if a layer attends to all."""
 
     def size(self, anchors_A: NDArray[np.int64]) -> int:
         """Returns the number of positions, of context and blocks, that a document takes in a pack if its blocks begin
@@ -150,9 +152,9 @@ class PackBudget:
 
 
 def split_into_packs(chosen: list[Chosen], budget: PackBudget | int) -> Iterator[list[Chosen]]:
-    """Splits blocks, (document number, anchors: positions where they begin), into packs (batches) within `budget`, of
-    whole documents; yields each pack's blocks. A document with too many positions for one pack is split into several.
-    An int as `budget` limits only the number of blocks."""
+    """Groups blocks into packs (batches) within `budget`; yields each pack's blocks. Blocks are given and yielded as
+    (document number, positions of their anchors). A document's blocks stay together, unless they take too many
+    positions for one pack; then they are split over several. An int as `budget` limits only the number of blocks."""
     budget = budget if isinstance(budget, PackBudget) else PackBudget(budget)
     group: list[Chosen] = []
     num_blocks = num_tokens = 0
@@ -209,7 +211,7 @@ class DFlashTrainable(Trainable):
 
     @property
     def context_window(self) -> int | None:
-        """Most positions before a draft position that any layer attends to; None if a layer attends to all."""
+        """Largest sliding window of the layers, in positions; None if a layer attends to all positions."""
         shape = self._config.shape
         windows = [shape.window(index) for index in range(shape.num_layers)]
         return None if None in windows else max(window for window in windows if window is not None)
@@ -221,7 +223,8 @@ class DFlashTrainable(Trainable):
         return self.hidden_of(tokens_AB, pack, embedding_VD, is_autocast)
 
     def hidden_of(self, tokens_AB: Tensor, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """Returns the hidden states of `hidden` for blocks with other input tokens, tokens_AB [A, B = block_size]."""
+        """Returns hidden states like `hidden`, for given input tokens tokens_AB [A, B = block_size] instead of anchor
+        and MASK tokens."""
         config = self._config
         embedded_TD = F.embedding(tokens_AB.flatten(), embedding_VD).float() * config.input_embedding_scale
         dtype = torch.bfloat16 if is_autocast else torch.float32

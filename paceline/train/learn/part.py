@@ -29,8 +29,9 @@ SAME = 1e-3
 
 
 def restrict(network: nn.Module, config: LoopConfig) -> None:
-    """Freezes all weights of a drafter but those that `config.learn` names, and adds the factors A and B of low-rank
-    differences. Raises ConfigError for a rank that is too large."""
+    """Prepares a drafter for the training of a part: freezes all weights but those that `config.learn` names; for
+    "low-rank", freezes all and adds trainable factors A and B of a low-rank difference to each projection. Does nothing
+    for "all". Raises ConfigError for a rank that is not below a projection's sizes."""
     if config.learn == "all":
         return
     assert isinstance(network, DFlashNetwork), "`check_part` refuses the others"
@@ -68,14 +69,14 @@ def _add_factors(projection: nn.Linear, rank: int, generator: torch.Generator) -
 
 
 def factors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) of all low-rank factors; none without them."""
+    """Yields (name, tensor) of all low-rank factors that `restrict` has added to the network."""
     return ((name, weight) for name, weight in network.named_parameters() if name.endswith(FACTORS))
 
 
 @torch.no_grad()
 def restore_factors(network: nn.Module, checkpoint: Checkpoint) -> None:
-    """Takes the factors out of `checkpoint.optimisers` and restores them. Raises ConfigError if the network then has
-    other weights than the checkpoint, since the drafter of --init is another one."""
+    """Takes the factors out of `checkpoint.optimisers` and copies them into the network. Raises ConfigError if the
+    network then has other weights than the checkpoint, which means that --init names another drafter than before."""
     for name, weight in factors(network):
         weight.copy_(checkpoint.optimisers.pop(name))
     for name, weight in network.state_dict().items():

@@ -23,8 +23,8 @@ LINE_EVERY = 25
 def tracked(
     run: RunFolder, trainer: Trainer, progress: Progress, log_to: str = "none"
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields a function to pass to `Trainer.run` as `on_step`: it logs each step, and reports it to `progress` and to
-    the tracker `log_to`."""
+    """Context manager that yields a function to pass to `Trainer.run` as `on_step`: it logs each step, and reports it
+    to `progress` and to the tracker `log_to`, such as "wandb"."""
     number = trainer.total_steps - trainer.state.step
     with progress.bar("training", number) as advance, tracker(log_to, run.path) as add_scalars:
 
@@ -61,8 +61,8 @@ def time_left(trainer: Trainer) -> str:
 
 
 def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
-    """Returns the latest eal (expected acceptance length) and loss: on held-out documents if there are any, else on the
-    documents of the last step."""
+    """Returns {"eal", "loss"}: the latest expected acceptance length and loss, on held-out documents if there are any,
+    else on the documents of the last step."""
     name = "heldout" if "heldout" in trainer.heldout else None
     seen = [line.get("heldout") if name else line for line in run.metrics()]
     newest = next((figures for figures in reversed(seen) if figures), {})
@@ -70,7 +70,8 @@ def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
 
 
 def risen_rate(run: RunFolder, trainer: Trainer) -> str | None:
-    """Returns a note if a resumed run has a much higher learning rate than before, because it was lengthened."""
+    """Returns a note for the user if a resumed run has a much higher learning rate than before, because it was
+    lengthened; otherwise None."""
     last = next((line["lr"] for line in reversed(run.metrics()) if line.get("lr")), None)
     now = trainer.config.optim.lr * learning_rate_share(trainer.share_done)
     if last is None or trainer.share_done <= WARM_UP_SHARE or now < MUCH_HIGHER * last:

@@ -36,10 +36,9 @@ REMEDY = "start from random layers (--first-layers random)"
 def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], target: Any) -> None:
     """Fills the draft layers with target layers, evenly spread over the target's depth.
 
-    `tensors`: the target's, by their Hugging Face names; `target`: its DecoderConfig, or None for a model run by
+    `tensors`: (Hugging Face name, tensor) pairs of the target; `target`: its DecoderConfig, or None for a model run by
     Transformers, which must have as many heads as the drafter and the same `head_dim`. Parts that a target layer does
-    not have, such as an MLP in a layer of experts, stay random. Raises ConfigError if nothing can be copied.
-    """
+    not have, such as an MLP in a layer of experts, stay random. Raises ConfigError if nothing can be copied."""
     shape, num_layers = network.config.shape, network.config.num_target_layers
     if num_layers is None:
         raise ConfigError(f"the drafter's config does not say how many layers its target has: {REMEDY}")
@@ -142,9 +141,10 @@ def _fill(layer: Any, parts: dict[str, Tensor], source: str) -> None:
 
 @torch.no_grad()
 def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
-    """Returns the magnitude of a query or key projection's outputs for a normed input: the geometric mean over heads of
-    each head's root mean square, since one head of Qwen2.5 may have biases a hundred times larger than the others.
-    `projection`: linear layer with heads of `head_dim` outputs each; `norm_D`: weight of the norm before it."""
+    """Returns the magnitude of the outputs of a query or key projection for a normed input, with which a missing head
+    norm is initialised: the geometric mean over heads of each head's root mean square, since one head of Qwen2.5 may
+    have biases a hundred times larger than the others. `projection`: linear layer with heads of `head_dim` outputs
+    each; `norm_D`: weight of the norm before it."""
     square_X = (projection.weight * norm_D).square().sum(1)
     if projection.bias is not None:
         square_X = square_X + projection.bias.square()

@@ -44,9 +44,9 @@ class DSparkTrainable(DFlashTrainable):
     ) -> tuple[Tensor, SlotMetrics]:
         """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the draft positions of the whole
         step. hidden_TD [A * K, D]: result of `hidden` for the pack (A blocks, K draft positions each); `head`: LM head
-        over the tokens that the loss compares; embedding_VD: the target's embedding matrix. Metrics cover all blocks
-        in an evaluation, the first ones in training, and leave the confidence out; without `is_measured` they are
-        zero."""
+        over the tokens that the loss compares; embedding_VD: the target's embedding matrix. The loss includes that of
+        the confidence head, the metrics do not. They cover all blocks in an evaluation, the first ones in training;
+        without `is_measured` they are zero."""
         slots, is_training = pack.slots, torch.is_grad_enabled()
         per_block = slots.labels_AK.shape[1]
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)

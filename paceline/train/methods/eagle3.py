@@ -44,8 +44,8 @@ DECAY = 0.8
 def drafted_ids(
     shape: DrafterShape, init: Path | None, corpus: Corpus, target: Target, say: Callable[[str], None]
 ) -> Tensor:
-    """Returns the token ids of the draft vocabulary, ascending: that of the drafter in `init`, or the most frequent
-    tokens."""
+    """Returns the token ids of an EAGLE-3 drafter's draft vocabulary, ascending: that of the drafter in the folder
+    `init`, or the most frequent tokens in the answers."""
     if init is not None:
         return read_eagle3(init).ids.sort().values
     chosen = most_frequent(shape.draft_vocab, corpus, target, say)
@@ -55,8 +55,9 @@ def drafted_ids(
 def eagle3_for(
     target: Target, shape: DrafterShape, init: Path | None, ids: Tensor, seed: int
 ) -> tuple[dict[str, Any], Eagle3Network]:
-    """Returns (config.json, network with float32 weights) of a new drafter, or of the drafter in `init`. `ids`: the
-    draft vocabulary. Raises DrafterMismatchError if `init` belongs to another target."""
+    """Returns (config.json, network with float32 weights) of a new EAGLE-3 drafter, or of the one in the folder `init`.
+    `ids`: the draft vocabulary. Raises DrafterMismatchError if `init` belongs to another target, ConfigError if it has
+    an embedding of its own."""
     if init is not None:
         drafter = read_eagle3(init)
         tensors = {name: tensor.float().clone() for name, tensor in drafter.tensors.items()}
@@ -79,7 +80,7 @@ def eagle3_for(
 
 
 def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[str, Any]:
-    """Returns config.json of a new drafter for this target, in SpecForge's format."""
+    """Returns the contents of config.json of a new EAGLE-3 drafter for this target, in SpecForge's format."""
     decoder, keys = getattr(target, "config", None), dict[str, Any]()
     if isinstance(decoder, DecoderConfig):
         keys = keys_from(decoder)
@@ -125,7 +126,7 @@ def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Ten
 
 
 def target_head(target: Target, ids: Tensor) -> Head:
-    """Returns the target's own head with the rows of the draft vocabulary `ids` only."""
+    """Returns the target's LM head with only the rows of the draft vocabulary `ids`."""
     ids = ids.to(target.device)
     return Head(head_weight(target)[ids], columns=ids, target=target.ends)
 
@@ -225,7 +226,7 @@ def chain_hidden(
 
 
 class Eagle3Trainable(Trainable):
-    """An EAGLE-3 drafter in training, including its own head."""
+    """An EAGLE-3 drafter in training, which has an LM head of its own over its draft vocabulary."""
 
     def __init__(self, network: Eagle3Network, raw: dict[str, Any], block_size: int) -> None:
         """`block_size`: 1 + the number of steps."""

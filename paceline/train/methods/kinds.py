@@ -69,10 +69,10 @@ class InitialDrafter:
 
 
 def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
-    """Returns the token ids of the draft vocabulary with which a run trains, ascending; None for all tokens. If
-    `config.init` gives an EAGLE-3 drafter, its draft vocabulary; else the most frequent tokens in the answers, then
-    tokens that the drafter in `config.init` drafts now. Their share of all tokens in the answers is reported through
-    `say`."""
+    """Returns the token ids of the draft vocabulary with which a run trains, ascending; None for all tokens. For
+    EAGLE-3 it is that of the drafter in `config.init`, if given. Otherwise it is the most frequent tokens in the
+    answers; of equally frequent ones, those that the drafter in `config.init` drafts come first. Reports through `say`
+    their share of all tokens in the answers."""
     init, number = init_folder(config.init, config.target.model), config.shape.draft_vocab
     if config.shape.kind == "eagle3":
         return drafted_ids(config.shape, init, corpus, target, say)

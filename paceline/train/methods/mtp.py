@@ -45,7 +45,7 @@ FIRST_DEVIATION = 0.02
 
 
 class MtpNetwork(nn.Module):
-    """A multi-token-prediction layer that can be trained; `state_dict` has the names of `MtpLayer.tensors`.
+    """The network of a multi-token-prediction layer in training; its `state_dict` has the names of `MtpLayer.tensors`.
     `draft/mtp/drafter.py` drafts with such a layer; `tests/train/test_mtp_training.py` compares the two
     implementations."""
 
@@ -254,5 +254,5 @@ def new_layer(path: Path, seed: int = 0) -> MtpLayer:
 
 
 def head_for(target: Target) -> Head:
-    """Returns the target's own head, with its logit scale and cap."""
+    """Returns the target's LM head, with its logit scale and soft cap."""
     return Head(head_weight(target), target.ends.logits, target.ends.cap, target=target.ends)

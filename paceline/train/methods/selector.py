@@ -34,9 +34,9 @@ from paceline.train.methods.dspark import DSparkTrainable
 @dataclass(frozen=True, slots=True)
 class BlockSample:
     """A random sample of a training step's blocks, on which DFlash 2's selector is trained. A block is in the sample
-    with probability `share`, decided by a hash of `key` (the step) and of the block's tokens, so that the choice does
-    not depend on packs or processes. A sampled block has weight 1 / share, so the expected gradient is that of all
-    blocks."""
+    with probability `share`, decided by a hash of `key` (which names the step) and of the block's tokens, so that the
+    choice does not depend on packs or processes. The loss of a sampled block is multiplied by 1 / share, so the
+    expected gradient is that of all blocks."""
 
     share: float = 1.0
     key: str = ""

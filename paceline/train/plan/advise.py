@@ -40,7 +40,8 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Predicted acceptance length, speed and training time of a drafter that is trained on `answers` answers."""
+    """One of the compared amounts of training data, with the predicted acceptance length, speed and training time of a
+    drafter trained on that many answers."""
 
     answers: int
     tokens_per_round: float
@@ -95,9 +96,9 @@ class Advice:
 
 
 def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
-    """Returns the advice whether to train a drafter for a server. `costs` selects the server's round times; `config`:
-    traffic, training machine and prices; `seen`: measurements of the traffic, used where `config` sets no value. Raises
-    PacelineError."""
+    """Returns the advice whether to train a drafter for a server. `costs`: the served model, its machine, and the
+    source of the times of its decoding rounds; `config`: traffic, training machine and prices; `seen`: measurements of
+    the traffic, used where `config` sets no value. Raises PacelineError, such as ConfigError for an unknown machine."""
     streams = config.streams or seen.streams or 1
     load = Load(streams, config.context)
     setup = set_up(costs, [load])

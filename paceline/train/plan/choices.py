@@ -54,8 +54,9 @@ that of all weights for the last layer, and two to four times for low-rank diffe
 def for_chains(config: TrainConfig) -> TrainConfig:
     """Returns the config with the defaults for eagle3 and mtp drafters, which draft token by token (chains): one layer,
     blocks of `ttt_steps` drafts, cross entropy; for eagle3 a draft vocabulary; for mtp a loss weight that decays from
-    draft to draft, and a small learning rate for the target's own layer. A part of a drafter gets a larger one; other
-    configs are returned unchanged. Raises ConfigError for unusable settings."""
+    draft to draft, and a small learning rate for the target's own layer. For other drafters, only sets a larger
+    learning rate if a part is trained (`loop.learn`). Raises ConfigError for settings that do not fit the drafter's
+    type."""
     shape, loop, kind = config.shape, config.loop, config.shape.kind
     check_part(config)
     if not shape.is_chained:
@@ -85,8 +86,9 @@ def for_chains(config: TrainConfig) -> TrainConfig:
 
 
 def check_part(config: TrainConfig) -> None:
-    """Raises ConfigError if a part of the drafter of `init` (`LoopConfig.learn`) cannot be trained with the other
-    settings."""
+    """Checks the settings of a run that trains only a part of a drafter (`loop.learn`). Raises ConfigError if they do
+    not fit: without `init`, for drafters other than DFlash and DFlash 2, or for settings that need the whole
+    drafter."""
     loop, kind = config.loop, config.shape.kind
     has_rank, part = loop.rank != LoopConfig().rank, f"learn {loop.learn}"
     refuse(ConfigError, (has_rank and loop.learn != "low-rank", f"rank means nothing for {part}: leave it out"))
@@ -127,7 +129,7 @@ class Sizes:
 
     @property
     def features(self) -> int:
-        """Numbers that the drafter reads of each context position."""
+        """Number of features (values of the target's hidden states) that the drafter reads per context position."""
         return self.num_taps * self.target_hidden_size
 
     @property
@@ -137,11 +139,12 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """Number of trained parameters."""
+        """Number of parameters in the drafter's matrices: those of its layers, and the projection of the features."""
         return self.num_layers * self.layer_parameters + self.features * self.hidden_size
 
     def learned(self, loop: LoopConfig) -> int:
-        """Number of parameters in the matrices that a training changes."""
+        """Number of matrix parameters that a training with `loop.learn` updates: all, the last layer's, or the low-rank
+        factors'."""
         if loop.learn == "low-rank":
             attention = 4 * self.hidden_size + 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
             return self.num_layers * loop.rank * (attention + 3 * (self.hidden_size + self.intermediate_size))
@@ -149,14 +152,15 @@ class Sizes:
 
     @property
     def context_parameters(self) -> int:
-        """Number of parameters that are applied to each context position, once per position."""
+        """Number of parameters that are applied once to each context position: the projection of the features, and
+        those of keys and values."""
         keys = 2 * self.num_layers * self.hidden_size * self.num_kv_heads * self.head_dim
         return keys + self.features * self.hidden_size
 
 
 def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
-    """Returns the shape of a new drafter, with the target's sizes where the config gives no size, or the shape of the
-    DFlash drafter given by --init. Raises ConfigError or ModelFileError if that drafter does not exist."""
+    """Returns the sizes of a new drafter, with the target's where the config gives no size, or the sizes of the DFlash
+    drafter given by --init. Raises ConfigError or ModelFileError if that drafter does not exist or is damaged."""
     shape, hidden = config.shape, target.shape.hidden_size
     stored = None if config.init is None else _stored_sizes(config.init, config.target.model, target.shape.vocab_size)
     if stored is not None:

@@ -44,7 +44,7 @@ class Seen:
 
 
 def seen_in_server(seen: ServerSeen, url: str) -> Seen:
-    """Converts a server's metrics to measurements of its traffic."""
+    """Converts `seen`, the metrics read from the server at `url`, to measurements of its traffic."""
     running = seen.samples[0].running if seen.samples else None
     mean, rounds = seen.tokens / seen.answers if seen.answers else None, seen.tokens_per_round or 1.0
     acceptance, drafted = (from_survival(seen.survival), len(seen.survival)) if seen.survival else (None, 0)
@@ -107,8 +107,8 @@ class _Counts:
 
 
 def seen_in_traces(folder: Path, tag: str | None = None) -> Seen:
-    """Returns measurements from traces of `paceline serve` or `paceline record`. `tag`: only requests with this tag
-    (x-paceline-tag). Raises ConfigError without traces, or without any of this tag."""
+    """Returns measurements from the traces of `paceline serve` or `paceline record` in `folder`. `tag`: only requests
+    with this tag (x-paceline-tag). Raises ConfigError if there are no traces, or no requests with the tag."""
     by_tag = _read(folder)
     if tag is not None:
         refuse_unknown(folder, [tag], by_tag)

@@ -54,7 +54,8 @@ class Customer:
 
 
 def deserving(customers: Sequence[Customer]) -> str:
-    """Returns the closing line of the table of customers, which names those who deserve a drafter of their own."""
+    """Returns the sentence below the table of customers that names those who deserve a drafter of their own; empty
+    without customers."""
     customers = [each for each in customers if each.tag != UNTAGGED]
     if not customers:
         return ""

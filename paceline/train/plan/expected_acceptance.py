@@ -30,8 +30,8 @@ EPOCHS = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """The amount of training data of a run, in answers and in blocks (an anchor token and the draft positions after it
-    that the drafter learns to predict)."""
+    """Amount of training data of a run, in answers and in blocks (an anchor token and the draft positions after it that
+    the drafter learns to predict)."""
 
     blocks: float
     answers: int | None
@@ -67,7 +67,8 @@ def expected_tokens(target: str, blocks: float) -> dict[str, Any] | None:
 
 
 def interpolated(points: Sequence[Sequence[float]], at: float) -> float:
-    """Returns y at x = `at` by linear interpolation of (x, y) points in log(x); beyond the last point, its y."""
+    """Returns y at x = `at` by linear interpolation of (x, y) points in log(x); outside the points, the y of the
+    nearest one."""
     return float(np.interp(math.log(at), [math.log(x) for x, _ in points], [y for _, y in points]))
 
 

@@ -23,8 +23,9 @@ CHECKPOINT_BYTES = 12.0
 def fixed_seconds(
     config: TrainConfig, target: TargetFacts, machine: MachineFacts, sizes: Sizes, steps_s: float
 ) -> dict[str, float]:
-    """Returns the seconds of "loading" the target, "compiling", and writing "checkpoints" on GPUs; empty for CPUs.
-    `steps_s`: seconds of all training steps, from which the number of checkpoints follows."""
+    """Returns name -> seconds of the parts of a GPU run that do not depend on the number of prompts: "loading" the
+    target, "compiling", and writing "checkpoints"; {} for CPUs. `steps_s`: seconds of all training steps, from which
+    the number of checkpoints follows."""
     if not machine.is_gpu:
         return {}
     weights = (

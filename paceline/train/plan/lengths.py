@@ -36,7 +36,7 @@ OPTIMISER_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Most tokens of a document, and the reason."""
+    """Upper limit of a document's length, in tokens, and its reason."""
 
     tokens: int
     why: str
@@ -79,8 +79,8 @@ def memory_of(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
 
 
 def fit_lengths(config: TrainConfig, limits: Sequence[Limit] = ()) -> tuple[TrainConfig, dict[str, str]]:
-    """Returns the config with a `max_len` (most tokens of a document), and field -> reason of each change. A given
-    `max_len` stays; prompts may then have to be shorter. `limits`: upper limits of a chosen `max_len`, from
+    """Returns the config with a `max_len` (largest number of tokens of a document), and field -> reason of each change.
+    A given `max_len` stays; `max_prompt_tokens` may then be lowered. `limits`: upper limits of a chosen `max_len`, from
     `limits_of`. Raises ConfigError if the given `max_len` and `max_prompt_tokens` leave no room for an answer,
     PromptError for unreadable answers."""
     if config.max_len is not None:
@@ -102,17 +102,18 @@ def fit_lengths(config: TrainConfig, limits: Sequence[Limit] = ()) -> tuple[Trai
 
 
 def with_length(config: TrainConfig, stored: int | None = None) -> TrainConfig:
-    """Returns the config with a `max_len`. Without its own, it is `stored`, the resumed run's length, else
-    the length that its prompts and answers need; the target's context and the memory are not considered."""
+    """Returns the config with `max_len` set: to its own value if given, else to `stored` (the length of the resumed
+    run), else to the length that its prompts and answers need. The target's context and the memory are not
+    considered."""
     if config.max_len is not None:
         return config
     return with_value(config, "max_len", stored) if stored is not None else fit_lengths(config)[0]
 
 
 def stored_length(out: Path) -> int | None:
-    """Returns the `max_len` of the run in the folder `out`; None if it has not begun. Plans of earlier versions do not
-    store it where the default, then 1,024 tokens, was used; their run files do. Raises ConfigError for a damaged run
-    file."""
+    """Returns the `max_len` in run.yaml of the run in the folder `out`; None if the run has not begun. It is not read
+    from plan.json, since plans of earlier versions lack it where the default was used. Raises ConfigError for a damaged
+    run.yaml."""
     file = out / RUN_FILE
     settings = read_settings_file(file, "remove it, the run writes it again") if file.exists() else {}
     length = settings.get("max_len")
@@ -120,7 +121,8 @@ def stored_length(out: Path) -> int | None:
 
 
 def longest_of(config: TrainConfig) -> int:
-    """Returns the longest document of a config that was planned, in tokens."""
+    """Returns the `max_len` (largest number of tokens of a document) of a config in which it is set, as after
+    planning."""
     assert config.max_len is not None, "fit_lengths chooses it"
     return config.max_len
 

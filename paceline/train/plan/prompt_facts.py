@@ -66,9 +66,9 @@ class _Examined:
 
 
 def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = False) -> Data:
-    """Counts the prompts, and with `reads_answers` also existing answers. Appends to `notes` what is left out or
-    unknown, such as a data set that is not on this machine. Raises PromptError for an unreadable file; with `strict`,
-    for an unusable row."""
+    """Returns the number and mean length of a run's prompts, counted before it begins; with `reads_answers`, also
+    counts existing answers. Appends to `notes` what is left out or unknown, such as a data set that is not on this
+    machine. Raises PromptError for an unreadable file; with `strict`, for an unusable row."""
     local, own = _local(config, notes)
     tokenizer = tokenizer_here(config.target.model) if config.scale == "default" else None
     examined = _examined(config, local, tokenizer, notes)
@@ -176,7 +176,8 @@ def _answers_text(config: TrainConfig) -> str:
 
 
 def tokenizer_here(model: str) -> Tokenizer | None:
-    """Returns the target's tokenizer if it is on this machine. Raises ModelFileError if it is damaged."""
+    """Returns the target's tokenizer if it is on this machine, else None; downloads nothing. Raises ModelFileError if
+    it is damaged."""
     path = BUILTINS[model].kept_in(cache_home()) if model in BUILTINS else Path(model).expanduser()
     path = path.parent if path.suffix == ".json" else path
     if not path.exists() and HUB_ID.fullmatch(model) and "/" in model:

@@ -11,7 +11,8 @@ from paceline.train.run_file import value_of, with_value
 
 
 def apply_stored(config: TrainConfig, plan: dict[str, Any]) -> TrainConfig:
-    """Sets the values stored in `plan` (the run's plan.json), except fields that are given now or no longer exist."""
+    """Returns the config with the values stored in `plan` (the run's plan.json), except for fields that the user gives
+    now or that no longer exist."""
     for name, value in (plan.get("values") or {}).items():
         try:
             before = value_of(config, name)
@@ -23,7 +24,7 @@ def apply_stored(config: TrainConfig, plan: dict[str, Any]) -> TrainConfig:
 
 
 def stored_plan(out: Path) -> dict[str, Any] | None:
-    """Returns a run's plan.json; None if it is missing or damaged."""
+    """Returns the contents of plan.json in the run folder `out`; None if it is missing or damaged."""
     try:
         plan = json.loads((out / "plan.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

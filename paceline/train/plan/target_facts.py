@@ -67,12 +67,12 @@ class TargetFacts:
 
     @property
     def is_copyable(self) -> bool:
-        """True if draft layers can be copies of its layers; layers of experts have no single MLP to copy."""
+        """True if draft layers can be copies of the target's layers; layers of experts have no single MLP to copy."""
         return self.family is not None and has_llama_layers(self.family) and self.shape.experts is None
 
     @property
     def value_bytes(self) -> float:
-        """Bytes per weight."""
+        """Mean bytes per weight: by the size of the weight file if it is here, else of the model's number format."""
         if self.weight_bytes:
             return self.weight_bytes / (self.shape.num_parameters or 1.0)
         return FORMATS[self.shape.precisions.weights].num_bytes
@@ -164,7 +164,7 @@ class MachineFacts:
 
     @property
     def decoding(self) -> Machine:
-        """The machine's speeds for the target's passes, which use float32 if bfloat16 is slower."""
+        """The machine's speeds for the target's passes: float32's in place of bfloat16's if bfloat16 is slower."""
         rates = self.machine.flops_per_s
         if not self.is_slow_in_bfloat16:
             return self.machine
@@ -178,8 +178,9 @@ class MachineFacts:
 
 
 def machine_of(device_name: str | None, device: str = "auto") -> MachineFacts:
-    """Returns the known machine `device_name`, such as "8x H100". Without a name, measures `device` (such as
-    "auto" or "cpu") of this machine. Raises ConfigError with the known names."""
+    """Returns the known machine `device_name`, such as "8x H100". Without a name, returns the measured speeds of
+    `device` (such as "auto" or "cpu") on this machine. Raises ConfigError, which lists the known names, for an unknown
+    one."""
     if device_name:
         number, name = _counted(device_name)
         if machine := catalogue.machine(name):

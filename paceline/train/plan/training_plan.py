@@ -112,8 +112,9 @@ class Plan:
 
 
 def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answers: bool = False) -> Plan:
-    """Returns the plan of a run; `reads_answers` also counts existing answers. Raises the errors of reading the
-    target's sizes, ConfigError for an unknown device or contradictory lengths, and PromptError for bad prompts."""
+    """Returns the plan of a run on the machine `device_name`, such as "8x H100" [default: this machine];
+    `reads_answers` also counts existing answers. Raises the errors of reading the target's sizes, ConfigError for an
+    unknown device or contradictory lengths, and PromptError for bad prompts."""
     config = for_chains(config)
     target, machine = read_target(config.target), machine_of(device_name, config.target.device)
     notes: list[str] = []
@@ -359,7 +360,8 @@ def _chosen_lines(plan: Plan) -> Iterator[str]:
 
 
 def option_of(name: str) -> str:
-    """Returns the option of `paceline train` for a field: --draft-vocab for shape.draft_vocab."""
+    """Returns the command-line option of `paceline train` for a config field, such as --draft-vocab for
+    shape.draft_vocab."""
     return OPTIONS.get(name, "--" + name.rpartition(".")[2].replace("_", "-"))
 
 

@@ -53,7 +53,7 @@ class Training:
 
     @property
     def gain(self) -> float:
-        """Logarithm of the accepted drafts per round."""
+        """Natural logarithm of the mean number of accepted drafts per round (acceptance length - 1)."""
         return math.log(self.tokens_per_round - 1.0)
 
 

@@ -67,8 +67,8 @@ class Liveness:
             raise self._without_store(error) from error
 
     def blame(self, error: BaseException) -> ProcessesError:
-        """Returns the error to raise when a collective has failed: it names the process that is gone, or reports that
-        one is late."""
+        """Returns the error to raise after a collective has failed with `error`: it names the process that is gone, or
+        reports that one is late."""
         if lost := self.lost():
             return lost
         reason = f"{' '.join(str(error).split()):.200}"
@@ -98,13 +98,13 @@ class Liveness:
         return None
 
     def fail(self, error: BaseException) -> None:
-        """Reports to the others the error that ends this process."""
+        """Reports `error`, which ends this process, to the other processes."""
         with contextlib.suppress(RuntimeError):  # without the store, the others notice by themselves
             self._store.set(f"failed/{self._ranks.rank}", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def leave(self) -> None:
-        """Stops the heartbeats. The first process waits for the others to leave, but not forever: it may host the store
-        through which all communicate."""
+        """Stops the heartbeats and reports that this process has left. The first process waits for the others to leave,
+        but not forever: it may host the store through which all communicate."""
         self._is_over.set()
         self._thread.join()
         parted = [f"parted/{rank}" for rank in self._others]
@@ -145,7 +145,7 @@ class Liveness:
             raise ProcessesError(next(iter(reports.values())).removeprefix(VICTIM))
 
     def num_beats(self, rank: int) -> int:
-        """Returns the number of heartbeats of a process so far."""
+        """Returns the number of heartbeats that process `rank` has sent so far."""
         return self._store.add(f"alive/{rank}", 0)
 
     def _without_store(self, error: BaseException) -> ProcessesError:
@@ -180,11 +180,11 @@ class _Silence:
 def process_group(
     ranks: Ranks, device: str, step_timeout_minutes: float = 30.0, beat_s: float = BEAT_S
 ) -> Iterator[Callable[[], None]]:
-    """Joins torchrun's process group, if there are several processes; yields a function that waits for all of them
-    without a timeout. `device`: "cpu" selects gloo; otherwise each process uses its own GPU with NCCL, if there are
-    GPUs. `beat_s`: seconds between heartbeats. Raises ConfigError for more processes than GPUs; ProcessesError if
-    processes do not find each other, or if another one fails, is lost, or exceeds `step_timeout_minutes` within a
-    step."""
+    """Context manager: joins torchrun's process group, if there are several processes; yields a function that waits for
+    all of them without a timeout. `device`: "cpu" selects gloo; otherwise each process uses its own GPU with NCCL, if
+    there are GPUs. `beat_s`: seconds between heartbeats. Raises ConfigError for more processes than GPUs;
+    ProcessesError if processes do not find each other, or if another one fails, is lost, or exceeds
+    `step_timeout_minutes` within a step."""
     if ranks.world == 1:
         yield lambda: None
         return

@@ -50,15 +50,15 @@ class Replicated:
         self.ranks, self.device = ranks, device
 
     def prepare(self, drafter: Trainable, is_autocast: bool = False) -> None:
-        """Prepares the sum of the network's gradients over all processes. Call it before an optimiser takes the
-        parameters. `is_autocast` (products are in bfloat16) is not used."""
+        """Sets up the all-reduce of the network's gradients over all processes. Call it before an optimiser takes the
+        parameters. `is_autocast` (products are in bfloat16) is not used here."""
         if self.ranks.world > 1:
             self._buckets = GradientBuckets(each for each in drafter.network.parameters() if each.requires_grad)
 
     def agree(self, network: nn.Module, optimisers: Iterable[tuple[str, Tensor]], start: str) -> None:
-        """Copies the first process's weights, buffers and optimiser states to all processes. `start` describes the
-        initial state. Raises ProcessesError, with the ranks, if it differs between processes, or tensors still differ
-        after the copy."""
+        """Copies the first process's weights, buffers and optimiser states to all processes. `start`: text that
+        describes the state in which training begins. Raises ProcessesError, which names the ranks, if `start` or the
+        tensors' shapes differ between processes, or if tensors still differ after the copy."""
         if self.ranks.world == 1:
             return
         named = [*_held(network), *optimisers]
@@ -71,8 +71,8 @@ class Replicated:
         self._check_alike([mark_of(tensor) for _, tensor in plain], [name for name, _ in plain])
 
     def check_alike(self, what: str, describe: Callable[[], str]) -> None:
-        """Raises ProcessesError if the texts of `describe` differ between processes. `what`: name of what is
-        compared."""
+        """Raises ProcessesError if `describe()` returns different texts in different processes. `what`: name of the
+        compared thing, for the error."""
         if self.ranks.world > 1:
             self._check_alike([mark_of_text(describe())], [what])
 
@@ -103,7 +103,7 @@ class Replicated:
         return float(self._whole(norm))
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """Returns numbers summed over the processes, on CPU."""
+        """Returns `numbers` summed elementwise over the processes, on the CPU."""
         if self.ranks.world == 1:
             return numbers
         numbers = numbers.to(self.device)
@@ -111,7 +111,7 @@ class Replicated:
         return numbers.cpu()
 
     def most(self, number: float) -> float:
-        """Returns the largest of the processes' numbers, so that all decide alike."""
+        """Returns the largest `number` of all processes, so that all make the same decision."""
         if self.ranks.world == 1:
             return number
         value = torch.tensor([number], dtype=torch.float64, device=self.device)
@@ -119,16 +119,16 @@ class Replicated:
         return float(value)
 
     def first(self, number: int) -> int:
-        """Returns the first process's number (64 bits), so that all use the same."""
+        """Returns the first process's `number` (64 bits) in every process."""
         value = torch.tensor([number], dtype=torch.int64)
         if self.ranks.world > 1:
             give_first([("", value)], self.device)
         return int(value)
 
     def whole(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns copies of the whole tensors in main memory, by name, on the first process; nothing on the others.
-        Shards are gathered tensor by tensor, so a device needs room for only one. Raises ProcessesError if processes
-        hold different tensors."""
+        """Returns copies of the whole tensors in main memory, by name, on the first process; an empty dict on the
+        others. Shards are gathered tensor by tensor, so a device needs room for only one. Raises ProcessesError if
+        processes hold different tensors."""
         copies: dict[str, Tensor] = {}
         marks: dict[str, int] = {}
         for name, tensor in tensors:
@@ -142,12 +142,12 @@ class Replicated:
         return copies
 
     def weights(self, network: nn.Module) -> dict[str, Tensor]:
-        """Returns the network's whole `state_dict` in main memory on the first process; nothing on the others."""
+        """Returns the network's whole `state_dict` in main memory on the first process; an empty dict on the others."""
         with self._mixing():
             return self.whole(network.state_dict().items())
 
     def load(self, network: nn.Module, tensors: dict[str, Tensor]) -> None:
-        """Loads tensors into the network. Every process passes the whole tensors."""
+        """Loads tensors (name -> weight) into the network. Every process passes the whole tensors."""
         parameters = dict(network.named_parameters())
         with self._mixing():
             network.load_state_dict({name: self.laid_out(parameters[name], tensor) for name, tensor in tensors.items()})
@@ -174,9 +174,9 @@ class Replicated:
 
 
 class Sharded(Replicated):
-    """Trains with a part of every tensor in each process; a layer is gathered while it computes. Every forward and
-    backward pass is a collective, so all processes compute equally many pieces. Methods import
-    torch.distributed.tensor, which is slow."""
+    """Sharded data-parallel training (FSDP2): every process holds a part of every tensor; a layer's parts are gathered
+    while it computes. Every forward and backward pass is a collective, so all processes compute equally many packs.
+    Methods import torch.distributed.tensor, which is slow."""
 
     _network: Any = None
     """The network as changed by FSDP2: its class is a new one, its parameters are DTensors."""

@@ -39,8 +39,8 @@ class Job(Protocol):
     """A worker's job: loads something once, then processes batches. Jobs, items and results are pickled."""
 
     def begin(self, num_threads: int | None) -> Work:
-        """Loads what the work needs, such as a model; returns the function that processes batches. `num_threads`: for a
-        worker without a GPU."""
+        """Loads what the work needs, such as a model; returns the function that processes batches. `num_threads`: CPU
+        threads to use; None for a worker with a GPU."""
         ...
 
 
@@ -54,9 +54,10 @@ class Share:
 
     @classmethod
     def of(cls, machines: Sequence[Mapping[str, float]], requested: int | None) -> Share:
-        """Returns one worker for each GPU, else for each machine, or `requested` workers. `machines`: the Ray resources
-        of each machine, name -> amount; machines without CPUs for Ray do not count. Raises ConfigError if there are too
-        few."""
+        """Returns the CPUs and GPUs of each of `requested` workers; by default one worker for each GPU, or for each
+        machine if there are no GPUs. `machines`: the Ray resources of each machine, name -> amount; machines without
+        CPUs for Ray do not count. Raises ConfigError if no machine has CPUs, or if there are fewer GPUs than requested
+        workers."""
         useful = [machine for machine in machines if machine.get("CPU", 0) > 0]
         if not useful:
             raise ConfigError("the Ray cluster has no machine with processors: start workers (ray start --address ...)")
@@ -99,8 +100,9 @@ class Worker:
 
 @contextlib.contextmanager
 def connected(where: RemoteConfig) -> Iterator[ModuleType]:
-    """Connects this process to the cluster at `where.ray`; an existing connection is reused and stays open. Raises
-    ConfigError without Ray, DownloadError if the cluster does not exist."""
+    """Context manager: connects this process to the cluster at `where.ray` and yields the module `ray`; an existing
+    connection is reused and stays open. Raises ConfigError if Ray is not installed, DownloadError if the cluster cannot
+    be reached."""
     with needing(ConfigError, "--ray needs Ray: pip install 'paceline[ray]', here and on every machine of the cluster"):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
         import ray
@@ -123,8 +125,8 @@ def connected(where: RemoteConfig) -> Iterator[ModuleType]:
 
 
 def distributed(ray: ModuleType, where: RemoteConfig, job: Job, items: Sequence[Any], at_most: int) -> Iterator[Any]:
-    """Processes the items on the cluster in batches of at most `at_most`; yields their results in any order. Raises a
-    worker's PacelineError, DownloadError if the cluster fails."""
+    """Processes the items on the cluster in batches of at most `at_most`; yields their results in any order. Re-raises
+    the PacelineError of a worker; raises DownloadError if the cluster fails."""
     if not items:
         return
     share = Share.of([node["Resources"] for node in ray.nodes() if node["Alive"]], where.ray_workers)
