@@ -16,7 +16,7 @@ from paceline.model.text.tokenizer import REPLACEMENT, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """One answer as the server returned it, with its tokens if they are known."""
+    """One answer as the server returned it, with its token ids if they are known."""
 
     text: str
     finish_reason: str
@@ -35,7 +35,8 @@ class ServerAnswer:
 
 
 class AnswerReader:
-    """Parses a server's JSON answers; determines their tokens with the model's tokenizer."""
+    """Parses a server's JSON answers. Takes the token ids that the server returned, or else determines them with the
+    model's tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._end = tokenizer, tokenizer.end_token_id
@@ -43,7 +44,7 @@ class AnswerReader:
 
     def read(self, response: Any, has_stop: bool) -> ServerAnswer | None:
         """Parses the JSON of an API response; returns None if it is invalid. `has_stop`: True if the request had a stop
-        string."""
+        string, so that an answer may stop without an end token."""
         try:
             choice = response["choices"][0]
             message, usage = choice.get("message") or {}, response.get("usage") or {}

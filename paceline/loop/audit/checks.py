@@ -53,7 +53,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """One request answered twice: `text` with the stop string `stop`, which should end it, and `whole` without."""
+    """Two greedy answers to one prompt: `whole` without a stop string, and `text` with the stop string `stop`, before
+    which it should end."""
 
     stop: str
     whole: str
@@ -115,8 +116,8 @@ def _meaning(test: Trial) -> str:
 
 def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
     """Checks for tokens outside the top-p nucleus: tokens for which all more probable tokens together already have a
-    probability of top-p. Returns one finding per group with top-p below 1. `allowed`: excess over top-p that rounding
-    errors explain."""
+    probability of top-p. Returns one finding per group with top-p below 1. `allowed.mass`: excess over top-p that
+    rounding errors explain."""
     findings = []
     for group in (group for group in groups if group.top_p < 1 and group.draws):
         before_N = np.concatenate([draw.scores.before_T for draw in group.draws])
@@ -131,7 +132,7 @@ def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
 
 def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
     """Checks that each token of the greedy answers is the model's most probable one, given the server's text before it.
-    Differences in logits up to `tie` do not count; `num_lost`: answers with unknown tokens."""
+    Differences in logits up to `tie` do not count; `num_lost`: number of answers whose tokens are unknown."""
     draws = [draw for draw in draws if draw.tokens]
     if not draws:
         return Finding("greedy", "not judged", f"the tokens of all {num_lost} greedy answers are unknown")
@@ -197,8 +198,8 @@ def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
 
 
 def stops(tried: Sequence[Stop]) -> Finding:
-    """Checks that greedy answers, requested again with a stop string, end at the stop string. An answer that differs
-    before its stop string does not count."""
+    """Checks that greedy answers, requested again with a stop string, end right before it. A second answer that differs
+    from the first before that point does not count."""
     wrong, num_kept = [], 0
     for stop in tried:
         if stop.stop in stop.text:
@@ -221,7 +222,7 @@ def stops(tried: Sequence[Stop]) -> Finding:
 
 def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
     """Checks the token counts reported by the server. `is_rendered_there`: True if the server itself encoded the
-    prompts; then other prompt counts are no fault, since its template may differ from the model's."""
+    prompts; a different prompt count is then not a fault, since the server's template may differ from the model's."""
     reported = [usage for usage in counted if usage.prompt_reported is not None and usage.answer_reported is not None]
     figures = {"answers": len(reported)}
     if not reported:

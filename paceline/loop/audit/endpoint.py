@@ -80,8 +80,8 @@ class Endpoint:
     """Errors of single requests."""
 
     def determine_form(self) -> None:
-        """Determine the form of prompts and the request fields that the server supports. Raises ConfigError if it
-        supports none, or the key is wrong."""
+        """Determine, by test requests, the form of prompts and the request fields that the server supports. Raises
+        ConfigError if the server supports no form or rejects the API key, DownloadError if it is down."""
         probe, refused = Request(0, 1.0, 1), ""
         for self.kind in KINDS:
             for self.extras in EXTRAS:

@@ -47,8 +47,8 @@ Z95 = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of one answer: the target model reads the answer's text and gives each token's probability (teacher
-    forcing). Arrays over its T tokens; natural logarithms."""
+    """Statistics of one answer of T tokens under the local model, which computes each token's probability given the
+    text before it (teacher forcing). Arrays over the T tokens; natural logarithms."""
 
     nll_T: Floats
     """-log of the token's probability under the request's distribution; inf if that is 0."""
@@ -126,7 +126,8 @@ class Trial:
 
     @property
     def chance(self) -> float:
-        """Upper bound of the probability that an honest server gives evidence this strong by chance."""
+        """Upper bound of the p-value: the probability that an honest server gives evidence at least this strong by
+        chance."""
         return min(1.0, math.exp(-max(self.log_evidence, 0.0)))
 
 
@@ -218,13 +219,12 @@ def tests_of(group: Group, tolerance: float) -> list[Trial]:
 
 
 def detectable(test: Trial, num_tests: int, tolerance: float, false_alarms: float) -> float:
-    """Returns the smallest shift of the mean surprisal (-log p of a token), in nats, that one of `num_tests` tests is
-    likely to detect, by a normal approximation. `test`: a test of the same precision; only the width of its interval is
-    used.
+    """Returns the smallest shift of the mean surprisal (-log p of a token), in nats, that a test as precise as `test`
+    is likely to detect, by a normal approximation. Only the width of `test`'s confidence interval is used.
 
-    `tolerance`: rounding error of the mean surprisal, in nats; `false_alarms`: probability of a false alarm in any
-    test. The result grows with the number of alternatives that each test considers: other temperatures (SLOPES), and a
-    share of tokens with another distribution (FOREIGN)."""
+    `num_tests`: number of all tests; `tolerance`: rounding error of the mean surprisal, in nats; `false_alarms`:
+    probability of a false alarm in any test. Each test considers several alternatives: other temperatures (SLOPES), and
+    a share of tokens with another distribution (FOREIGN). The result grows with their number."""
     deviation = (test.high - test.low) / (2 * Z95)
     return tolerance + deviation * math.sqrt(2 * math.log(num_tests * (len(SLOPES) + len(FOREIGN)) / false_alarms))
 

@@ -162,7 +162,8 @@ class Auditor:
 
     def seeded(self) -> tuple[Group | None, Finding]:
         """Request one answer for each of several seeds, then two more for each of the first few. Returns (group of the
-        first answers, None if the server takes no seeds; finding on whether two answers with one seed are equal)."""
+        first answers, None if the server takes no seeds; finding on whether the two answers with the same seed are
+        equal)."""
         if not self.endpoint.has_seeds:
             return None, checks.seeds([])
         seeds = range(1000, 1000 + min(SEEDED, self.config.answers))
@@ -200,8 +201,8 @@ def audit(
     """Audits whether the server at `url` samples its answers from the model `engine.model`.
 
     `prompts`: file or data set of prompts, `limit`: their maximum number; `key`: API key; `out`: run folder. Raises
-    DownloadError, ConfigError or ModelNotFoundError if the server cannot be queried, and the errors of loading the
-    model."""
+    DownloadError, ConfigError or ModelNotFoundError if the server cannot be queried, PromptError if all prompts are too
+    long, and the errors of loading the model."""
     config = config or AuditConfig()
     with contextlib.closing(Client(url, key, config.timeout_s, "URL")) as client:
         name = served_name(client, config.served_name)
@@ -254,8 +255,9 @@ def _examine(auditor: Auditor) -> tuple[list[Finding], list[Group], list[Trial]]
 
 
 def audit_prompt(llm: LLM, prompt: Prompt) -> AuditPrompt:
-    """Converts a prompt to the forms that a server may accept: token ids, text, messages. Later user turns of a
-    conversation are left out. If the tokenizer has no chat template, the first turn's text is used without messages."""
+    """Converts a prompt to the forms that a server may accept: token ids, text, messages. Of a conversation, messages
+    from the second user turn on are left out. If the tokenizer has no chat template, the first turn's text is encoded
+    as it is, and `messages` is None."""
     messages = prompt.messages or None
     if prompt.token_ids:
         ids = list(prompt.token_ids)
@@ -277,8 +279,8 @@ def _text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def stop_in(text: str) -> str | None:
-    """Chooses a stop string: a few characters from the middle of an answer. Returns None if they are unsuitable, for
-    example because the answer begins with them."""
+    """Chooses a stop string: a few characters from the middle of the answer `text`. Returns None if these characters
+    are unsuitable, for example because the answer begins with them."""
     middle = text[len(text) // 2 :][:STOP_CHARACTERS].strip()
     return middle if len(middle) > 1 and "\ufffd" not in middle and text.index(middle) > 0 else None
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def distill(config: DistillConfig, *, judges: Sequence[Judge] = (), progress: Progress | None = None) -> DistillResult:
     """Trains a student and accepts it if it passes every gate. `judges` are additional gates of the caller.
 
-    A call with the same folder resumes. A student that fails a gate is returned with `passed` False, in the folder
-    `refused`; an earlier accepted student is unchanged. Raises ConfigError, PromptError, TrainingError (training
-    diverged), CacheError, and the errors of loading models.
+    A call with the same folder resumes the run in it. A student that fails a gate is returned with `passed` False, in
+    the folder `refused`; an earlier accepted student is unchanged. Raises ConfigError, PromptError (too few prompts),
+    TrainingError (training diverged), CacheError, and the errors of loading models.
     """
     from paceline.loop.distill.run import run
 

@@ -122,7 +122,7 @@ class TeachingConfig:
 
     @property
     def together(self) -> int:
-        """Answers per forward and backward pass."""
+        """Number of answers per forward and backward pass."""
         return self.micro_batch or self.batch_size
 
 

@@ -77,8 +77,8 @@ class Judge(Protocol):
 
 
 def same_first(one: AnswerLogprobs, other: AnswerLogprobs) -> tuple[float, float]:
-    """Returns the number of answer positions at which both models have the same most probable token, and the number of
-    all positions."""
+    """Compares two models at the tokens of one answer. Returns the number of positions at which their most probable
+    tokens are equal, and the number of all positions."""
     return float((one.ids_NK[:, 0] == other.ids_NK[:, 0]).sum()), float(len(one.ids_NK))
 
 
@@ -145,7 +145,8 @@ def _finding(name: str, passed: bool, reason: str, figures: dict[str, Any]) -> F
 
 
 def own_answers(llm: LLM, documents: Sequence[Document], progress: Progress) -> list[str]:
-    """Returns the student's greedy answers to the documents' prompts, as texts."""
+    """Returns the student's greedy answers to the documents' prompts, as texts of at most 32 (MORE_TOKENS) tokens more
+    than the teacher's."""
     texts: list[str] = []
     with progress.bar("the student answers", len(documents)) as advance:
         for start in range(0, len(documents), AT_ONCE):
@@ -164,7 +165,7 @@ def own_answers(llm: LLM, documents: Sequence[Document], progress: Progress) -> 
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Returns the JSON object that the text consists of; None for anything else and for an empty object."""
+    """Parses a text that consists of a JSON object; returns None for any other text and for an empty object."""
     try:
         value = json.loads(text)
     except ValueError:

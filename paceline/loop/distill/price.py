@@ -35,8 +35,8 @@ BYTES_A_WEIGHT, BYTES_FROZEN = 16, 4
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Estimated time and memory of a distillation: a `text` for display, and its `figures` ("minutes", "memory_bytes",
-    ...)."""
+    """Estimated time and memory of a distillation: a `text` for display, and `figures`: "minutes" (a dict with "train"
+    and "read"), "core_hours", "memory_bytes" and others."""
 
     text: str
     figures: dict[str, Any]

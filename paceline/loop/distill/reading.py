@@ -47,8 +47,8 @@ class AnswerLogprobs:
 
 
 class Reader:
-    """Computes a model's log-probabilities along documents. Uses the target model of an engine without running
-    requests."""
+    """Computes a model's top-k log-probabilities at the answer tokens of documents (prompt and answer), by teacher
+    forcing. Calls the target model of an engine directly; the engine must be idle."""
 
     def __init__(self, llm: LLM, top_k: int) -> None:
         self._target, self._top_k = llm.target, min(top_k, llm.target.vocab_size)
@@ -64,7 +64,8 @@ class Reader:
 
     @torch.inference_mode()
     def read(self, document: Document) -> AnswerLogprobs:
-        """Computes the log-probabilities along a document's answer. Raises NumericsError if one is not finite."""
+        """Computes the log-probabilities at the tokens of a document's answer. Raises NumericsError if an answer
+        token's log-probability is not finite."""
         tokens, first = document.tokens.tolist(), max(1, document.answer_start)
         common = num_common(self._cached, tokens[: first - 1])
         self._target.cache.rollback([self._row], [common])
@@ -93,8 +94,8 @@ class Reader:
 
 
 def read_all(reader: Reader, documents: Sequence[Document], advance: Callable[[str], object]) -> list[AnswerLogprobs]:
-    """Computes the log-probabilities along each document's answer, in order; calls `advance("reading")` after each
-    document."""
+    """Computes the log-probabilities at the tokens of each document's answer, in order; calls `advance("reading")`
+    after each document."""
     logprobs: list[AnswerLogprobs] = []
     for document in documents:
         logprobs.append(reader.read(document))
@@ -103,8 +104,8 @@ def read_all(reader: Reader, documents: Sequence[Document], advance: Callable[[s
 
 
 class Stored:
-    """Stores a teacher's log-probabilities along documents in the files of a folder; existing files are not computed
-    again."""
+    """Stores a teacher's log-probabilities at the tokens of documents' answers, in files of a folder; existing files
+    are not computed again."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
@@ -115,7 +116,7 @@ class Stored:
         return [start for start in range(0, len(documents), AT_ONCE) if not self._file(start).is_file()]
 
     def write(self, reader: Reader, documents: Sequence[Document], progress: Progress) -> None:
-        """Computes the log-probabilities along all documents whose file does not exist yet, and writes these files.
+        """Computes the log-probabilities of all documents whose file does not exist yet, and writes these files.
         `reader`: reader of the teacher. Raises CacheError when the disk cannot be written."""
         starts = self.missing(documents)
         total = sum(len(documents[start : start + AT_ONCE]) for start in starts)
@@ -132,8 +133,8 @@ class Stored:
                     save_file(arrays, scratch)
 
     def load(self, documents: Sequence[Document]) -> list[AnswerLogprobs]:
-        """Loads the log-probabilities along every document, in order. Raises CacheError if a file is damaged or belongs
-        to other documents."""
+        """Loads the log-probabilities of every document, in order. Raises CacheError if a file is missing, damaged, or
+        belongs to other documents."""
         logprobs: list[AnswerLogprobs] = []
         caught = (OSError, SafetensorError, KeyError)
         for start in range(0, len(documents), AT_ONCE):

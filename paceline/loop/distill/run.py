@@ -47,7 +47,7 @@ LENGTH = ("minutes", "max_steps", "epochs", "checkpoint_minutes", "micro_batch")
 
 @dataclass(frozen=True, slots=True)
 class DistillResult:
-    """Result of a distillation: whether the student was accepted and why, its folder, and the length of its
+    """Result of a distillation: whether the student was accepted and why, its folder, and the steps and minutes of its
     training."""
 
     run: Path
@@ -67,7 +67,7 @@ class DistillResult:
 
 
 def run(config: DistillConfig, judges: Sequence[Judge], progress: Progress) -> DistillResult:
-    """Runs a distillation, or resumes it; returns whether the student was accepted. `judges`: additional gates.
+    """Runs a distillation, or resumes it; the result says whether the student was accepted. `judges`: additional gates.
     Implements `paceline.loop.distill.distill`."""
     config.require_answers()
     import paceline.loop.distill.teach as teach  # raises before any computation if TRL is not installed

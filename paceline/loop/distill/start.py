@@ -48,8 +48,8 @@ def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[floa
     """Returns the indices of the teacher's layers to copy: `config.keep_layers` if set; otherwise the most influential
     ones, or evenly spaced ones without `influence`.
 
-    `num_layers`: of the teacher; `influence`: one value per layer. Raises ConfigError if `config` wants a layer, or a
-    number of layers, that the teacher does not have.
+    `num_layers`: number of the teacher's layers; `influence`: one value per layer (`influences`). Raises ConfigError if
+    `config` wants a layer, or a number of layers, that the teacher does not have.
     """
     if config.keep_layers:
         if config.keep_layers[-1] >= num_layers:
@@ -113,8 +113,8 @@ def write_start(
 
 
 def check_same_words(student: Path, teacher: Path) -> DecoderConfig:
-    """Returns the config of the smaller model `student`. Raises ConfigError if its vocabulary differs from the
-    teacher's."""
+    """Checks that the smaller model `student` has the teacher's vocabulary; returns the smaller model's config. Raises
+    ConfigError if the vocabularies differ. Both models are given by their folders."""
     config, teacher_config = checkpoint.load_config(student), checkpoint.load_config(teacher)
     words = [Tokenizer.from_path(each).backend.get_vocab(with_added_tokens=True) for each in (student, teacher)]
     if config.vocab_size != teacher_config.vocab_size or words[0] != words[1]:

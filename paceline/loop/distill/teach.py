@@ -109,8 +109,8 @@ class Clock:
         self._began = time.monotonic()
 
     def write(self) -> None:
-        """Writes the seconds of training so far to clock.json, by the number of the current step; of earlier entries
-        the newest three stay."""
+        """Writes the seconds of training so far to clock.json, with the current step as the key, for `resume`; keeps
+        the three newest of the earlier entries."""
         newest = dict(list(self._times().items())[-3:])
         write_whole(self._file, json.dumps(newest | {str(self.step): self.seconds}) + "\n")
 
@@ -191,8 +191,8 @@ def answer_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, columns_C: Tensor
 
 
 def num_shared(ids_BT: Tensor, mask_BT: Tensor, most: int) -> int:
-    """Length of the prefix that all rows `ids_BT` share, without padding (0 in `mask_BT`), at most `most` tokens; 0 for
-    a single row."""
+    """Number of tokens at the beginning that all rows `ids_BT` share, at most `most`; the shared prefix ends before
+    padding (0 in `mask_BT`). 0 for a single row."""
     if len(ids_BT) < 2:
         return 0
     differs_T = ((ids_BT != ids_BT[:1]) | (mask_BT == 0)).any(0)[:most]
@@ -209,8 +209,8 @@ class AnswerTrainer(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Returns the sum of losses of the batch's answer tokens / `num_items_in_batch` [default: their number], with
-        `return_outputs` as (loss, model outputs)."""
+        """Returns the loss of a batch: the sum over its answer tokens, divided by `num_items_in_batch` [default: the
+        number of these tokens]. With `return_outputs`, returns (loss, model outputs)."""
         numbers = inputs.pop("document", None)
         if self.logprobs is None and inputs["input_ids"].device.type == "cuda":
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -232,7 +232,8 @@ class AnswerTrainer(SFTTrainer):
 
 
 class Collator:
-    """Pads tokenised documents to a batch; prompt tokens have the label -100 (no loss). Adds prompts for method gkd."""
+    """Pads tokenised documents to a batch; prompt tokens have the label -100 (no loss). For the method gkd, the batch
+    also has the prompts without their answers."""
 
     def __init__(self, pad: int, with_prompts: bool) -> None:
         self._pad, self._with_prompts = pad, with_prompts
@@ -283,8 +284,8 @@ def teach(
 ) -> TrainingResult:
     """Trains the student, or resumes its training, and writes it to the folder `student` in float32; with
     `inputs.blocks`, training and the result use matrices rounded to Q4_1. `stop`: handler of SIGTERM, at which a
-    checkpoint is saved. `folder`: gets the log of losses. Raises TrainingError on divergence, CacheError when the disk
-    cannot be written, SystemExit (143) at SIGTERM."""
+    checkpoint is saved. `folder`: run folder to which losses are logged. Raises TrainingError on divergence, CacheError
+    when the disk cannot be written, SystemExit (143) at SIGTERM."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(inputs.start, dtype=torch.float32)
     if inputs.round_embedding:
         with torch.no_grad():

@@ -45,7 +45,8 @@ class LLMAnswerer:
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
         """Returns a list of `samples` replies for each case; calls `advance` after each finished case.
 
-        Raises PromptError and ContextLengthError before generating any answer.
+        Before generating any answer, raises ConfigError if a case has tokens of another vocabulary, PromptError if the
+        chat template fails on it, ContextLengthError if it leaves no room for an answer.
         """
         ids, config = [self._ids(case) for case in cases], self.sampling
         at_once = self.llm.target.cache.num_rows

@@ -79,9 +79,9 @@ class Comparison:
 
 def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) -> Comparison:
     """Compares two runs of one suite case by case, by a permutation test on the differences of their scores. The
-    verdict is "no difference seen" unless the p-value is below `level`. `seed`: of the test's random numbers.
+    verdict is "no difference seen" unless the p-value is below `level`. `seed`: random seed of test and interval.
 
-    Raises ConfigError when the runs are of different suites.
+    Raises ConfigError when the runs are of different suites, or `level` is not between 0 and 1.
     """
     import numpy as np
 
@@ -167,8 +167,8 @@ class Gate(GateConfig):
     __slots__ = ()
 
     def refusals(self, scores: Scores, comparison: Comparison | None = None) -> list[str]:
-        """Returns the reasons why the scores fail the gate; empty if they pass. `comparison`: with another run, if
-        there is one."""
+        """Returns the reasons why the scores fail the gate; empty if they pass. `comparison`: of these scores with
+        those of another run, if there is one."""
         reasons = []
         if self.fail_below is not None:
             low = scores.interval[0]

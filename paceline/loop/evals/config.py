@@ -18,7 +18,7 @@ KINDS = ("auto", "exact", "numeric", "regex", "json", "code", "judge")
 
 @dataclass(frozen=True, slots=True)
 class EvalSampling(Checked):
-    """Settings for generating the answers."""
+    """Settings for generating the answers: length, temperature, seed, number of concurrent requests."""
 
     max_tokens: Count = 256
     """Longest answer, in tokens."""
@@ -30,8 +30,8 @@ class EvalSampling(Checked):
     """Concurrent requests."""
 
     def seed_of(self, case: Case, sample: int) -> int:
-        """Derives a request's seed from the base seed, the case's id and the sample's number. The case's index is not
-        used, so a suite that grows keeps its answers."""
+        """Derives a request's seed from the base seed, the case's id and the sample's number. It does not depend on the
+        case's index: the other cases keep their seeds when the suite grows."""
         return zlib.crc32(f"{self.seed}/{case.id}/{sample}".encode())
 
 

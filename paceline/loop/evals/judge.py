@@ -60,13 +60,15 @@ class Judge:
 
     def score(self, case: Case, text: str) -> tuple[float, str]:
         """Compares an answer's `text` with the case's reference answer. Returns (score, reason): 1.0 if the answer is
-        better, 0.5 if neither is, 0.0 if the reference is better; the reason is empty for 1.0. Raises JudgeError."""
+        better, 0.5 if neither is, 0.0 if the reference is better; the reason is empty for 1.0. Raises JudgeError as
+        `prefer` does."""
         preferred = self.prefer(case.question, text, str(case.scorer["reference"]), case.scorer.get("criteria"))
         return preferred, {1.0: "", 0.5: "no better than the reference", 0.0: "the reference is better"}[preferred]
 
     def prefer(self, question: str, one: str, two: str, criteria: str | None = None) -> float:
-        """Returns 1.0 if `one` is better, 0.0 if `two` is, 0.5 for a tie or for equal texts. Raises JudgeError.
-        `criteria`: text of the judge's prompt that says when an answer is better [default: `self.criteria`]."""
+        """Returns 1.0 if `one` is better, 0.0 if `two` is, 0.5 for a tie or for equal texts. Raises JudgeError if the
+        judge is down, gives no verdict, or shows position bias. `criteria`: text of the judge's prompt that says when
+        an answer is better [default: `self.criteria`]."""
         if one.strip() == two.strip():
             return 0.5
         first = self._ask(question, one, two, criteria)
@@ -115,7 +117,7 @@ class Judge:
 
 
 def verdict_in(text: str) -> str | None:
-    """Returns the judge's verdict, A, B or TIE, from the first 200 characters of its answer; None if they name none or
-    several."""
+    """Returns the judge's verdict, A, B or TIE, from the first 200 characters of its answer; None if these name no
+    verdict or several."""
     words = set(re.findall(r"\b(A|B|TIE)\b", text.strip()[:200]))
     return words.pop() if len(words) == 1 else None

@@ -48,7 +48,7 @@ def make_suite(config: MakeConfig, name: str = "suite", dropped: Dropped | None 
 
     `dropped` counts the rows that cannot be made into a case, by reason, and the ignored keys of all other rows.
     Without it, such a row raises PromptError naming the row, and ignored keys are logged. Raises ConfigError on
-    contradictory settings, PromptError without any case.
+    contradictory settings, PromptError if the sources give no case.
     """
     counted = Dropped() if dropped is None else dropped
     cases = [case for source in config.sources for case in _cases(source, config, counted, raises=dropped is None)]

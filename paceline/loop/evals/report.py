@@ -65,7 +65,8 @@ def write_report(
     out: str | Path | None,
     progress: Progress,
 ) -> RunFolder:
-    """Writes the run folder and prints the figures. The last of `scores` is the one that the gate judged.
+    """Writes the run folder with results and reports, and prints the tables of scores and comparisons. The last of
+    `scores` is the one that the gate judged.
 
     `comparisons`: with other runs; `refusals`: reasons why the gate failed; `settings`: settings of the run, written to
     config.json and shown in the report.

@@ -159,7 +159,8 @@ def open_judge(config: JudgeConfig, option: str, timeout_s: float = 600.0) -> It
     """Yields a judge connected to the endpoint in `config`. `option`: name of the option with the address, for error
     messages. `timeout_s`: seconds that a response may take.
 
-    Raises ConfigError on an invalid address, DownloadError without a server, ModelNotFoundError without the model.
+    Raises ConfigError on an invalid address or key, DownloadError if the server does not answer, ModelNotFoundError if
+    it does not list the model.
     """
     assert config.url is not None
     key = next(iter(read_api_keys((), config.key_file, JUDGE_KEY)), None)

@@ -45,7 +45,7 @@ def score_exact(scorer: Row, text: str) -> Verdict:
 
 def score_numeric(scorer: Row, text: str) -> Verdict:
     """Returns (score, reason): 1 if the last number in the answer `text` is within `tolerance` of `answer` (fields of
-    `scorer`), else 0. 1,234 equals 1234.0."""
+    `scorer`), else 0. Commas are ignored: 1,234 is 1234."""
     numbers = NUMBER.findall(text[-MOST_SCANNED:])
     if not numbers:
         return 0.0, "no number"
@@ -62,7 +62,8 @@ def score_regex(scorer: Row, text: str) -> Verdict:
 
 def score_json(scorer: Row, text: str) -> Verdict:
     """Scores the first JSON object in the answer `text`; returns (score, reason). The score is the share of the names
-    in `scorer["fields"]` that have the value given there; 0 without an object, or if it violates `scorer["schema"]`."""
+    in `scorer["fields"]` that have the value given there (1 without fields); 0 without an object, or if it violates
+    `scorer["schema"]`."""
     value = object_in(text)
     if value is None:
         return 0.0, "no JSON object"
@@ -108,7 +109,8 @@ def _jsonschema() -> Any:
 def program_of(scorer: Row, text: str) -> str:
     """Returns the program to run for a score: the code in the answer `text`, followed by the case's tests.
 
-    A scorer with an entry point has HumanEval's form: the prompt is the head of a function, and the tests call it.
+    A scorer with an `entry_point` has HumanEval's form: its `prompt` is the head of the function of that name, and its
+    tests define `check`, which is called with the function.
     """
     code, prompt, entry = code_of(text), scorer.get("prompt", ""), scorer.get("entry_point")
     if not entry:

@@ -49,8 +49,8 @@ class Answerer(Protocol):
     name: str
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
-        """Returns a list of `samples` replies for each case, in order, or raises. Calls `advance`, the progress
-        callback, once per case."""
+        """Returns a list of `samples` replies for each case, in the order of `cases`; raises if one cannot be answered.
+        Calls `advance`, the progress callback, once per case."""
         ...
 
 
@@ -58,7 +58,8 @@ class Judge(Protocol):
     """Scores an answer by comparison with a reference answer: `judge.Judge`, or a test double."""
 
     def score(self, case: Case, text: str) -> tuple[float, str]:
-        """Returns the score of the answer `text`, from 0 to 1, and the reason for less than 1. Raises JudgeError."""
+        """Returns the score of the answer `text`, from 0 to 1, and the reason for less than 1. Raises JudgeError if the
+        judge is down or its verdicts are unusable."""
         ...
 
 
@@ -85,7 +86,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of one answerer on one suite, case by case, with its seconds and its price per 1,000 answers."""
+    """Scores of one answerer on one suite, case by case, with the time it took and the price of 1,000 answers."""
 
     name: str
     """Name of the answerer."""
@@ -151,7 +152,8 @@ class Scores:
         }
 
     def write(self, file: str | Path) -> Path:
-        """Writes scores.json with its provenance. Raises CacheError when the disk cannot be written."""
+        """Writes the scores and their provenance to `file` as JSON; returns its path. Raises CacheError when the disk
+        cannot be written."""
         write_whole(Path(file), json.dumps(record_of({"scores": asdict(self)})) + "\n")
         return Path(file)
 
@@ -178,7 +180,7 @@ def parts_of(draws: int, most: int = 500) -> list[int]:
 
 def read_scores(file: str | Path) -> Scores:
     """Reads a scores.json that `Scores.write` wrote. `file`: the file, or the run folder that contains it. Raises
-    ConfigError."""
+    ConfigError if the file is missing or damaged."""
     path = Path(file) / "scores.json" if Path(file).is_dir() else Path(file)
     remedy = "give the folder of an evals run"
     caught = (OSError, ValueError, TypeError, LookupError, AttributeError)
@@ -208,7 +210,8 @@ def run_suite(
 
     `samples`: answers per case. `sandbox`: runs code cases [default: with default limits]. `judge`: for cases with the
     scorer "judge". `prices`: for the price of 1,000 answers. `settings`: further settings, stored with the scores.
-    Raises ConfigError when the judge is missing, SandboxError, JudgeError, and the answerer's errors.
+    Raises ConfigError when the judge is missing, SandboxError or JudgeError when sandbox or judge fails, and the
+    answerer's errors.
     """
     refuse(
         ConfigError,

@@ -94,7 +94,8 @@ class Suite:
         return Suite(self.name, self.cases[:limit])
 
     def write(self, file: str | Path) -> Path:
-        """Writes the suite as JSON lines. Raises CacheError when the disk cannot be written."""
+        """Writes the suite as JSON lines; returns the file's path. Raises CacheError when the disk cannot be
+        written."""
         write_whole(Path(file), "".join(json.dumps(case.as_row()) + "\n" for case in self.cases))
         return Path(file)
 

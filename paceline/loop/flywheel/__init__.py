@@ -24,9 +24,9 @@ def turn(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnRes
     """Runs one iteration (turn) of the flywheel, stage by stage; skips finished stages and resumes a killed stage.
 
     If a gate (minimum quality) refuses the student, `passed` is False and the served model does not change. Raises the
-    errors of its stages without changing the served model: PromptError on too few or too many bad recorded answers and
-    on eval cases that overlap with training data, JudgeError, TrainingError, ConfigError if the iteration was started
-    with other settings or has no answers to start from.
+    errors of its stages without changing the served model: PromptError on too few answers or eval cases, on too many
+    bad answers, and if the user's own suite overlaps with training data; JudgeError; TrainingError; ConfigError if the
+    iteration was started with other settings or has no answers to start from.
     """
     from paceline.loop.flywheel.run import run
 

@@ -35,8 +35,9 @@ class Contents:
 
 
 def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> Contents:
-    """Returns the store's size. Raises PromptError, which counts the reasons, if too many answers are bad (empty, in a
-    loop, tokens that differ from the text, ...) or too few are for training; `gates` has the limits.
+    """Checks a store's answers; returns the store's size. Raises PromptError if too many answers are bad (empty, in a
+    loop, tokens that differ from the text, ...), with their number by reason, or if the training split has too few
+    answers; `gates` has the limits.
 
     `left_out`: number of rows that were dropped when the store was built, by reason.
     """
@@ -102,7 +103,7 @@ def apart(suite: Suite, stores: Iterable[Path], dropped: Dropped) -> Suite | Non
 
 
 def check_cases(suite: Suite | None, gates: TurnGates, dropped: Dropped) -> Suite:
-    """Returns the suite unchanged. Raises PromptError if it has fewer than `gates.least_cases` cases.
+    """Returns the suite unchanged. Raises PromptError if it is None or has fewer than `gates.least_cases` cases.
 
     `dropped`: the cases removed before, for the message.
     """
@@ -117,7 +118,8 @@ def check_cases(suite: Suite | None, gates: TurnGates, dropped: Dropped) -> Suit
 
 
 def check_judge(config: JudgeConfig) -> None:
-    """Sends the judge one trivial comparison. Raises JudgeError if it is down or prefers the wrong answer."""
+    """Sends the judge one trivial comparison. Raises JudgeError if it is down or prefers the wrong answer, ConfigError
+    if `config` has no address."""
     if config.url is None:
         raise ConfigError("these evals need a judge: give judge: {url: http://HOST:PORT}")
     try:

@@ -31,7 +31,8 @@ OF_STUDENT, OF_DRAFTER = 0.5, 0.25
 
 @dataclass(frozen=True, slots=True)
 class DrafterConfig(Checked):
-    """Training of the drafters, with the settings of `paceline train`."""
+    """Settings of the drafters' training, as in `paceline train`: one drafter for the served model, one for the
+    student."""
 
     of_teacher: bool = True
     """Also train a drafter for the model that serves now, which can be served even if the student is refused."""
@@ -49,7 +50,7 @@ class DrafterConfig(Checked):
 
     @property
     def has_length(self) -> bool:
-        """True if `minutes` or `loop` sets the length of the training."""
+        """True if the length of the training is set, by `minutes`, `loop.max_steps` or `loop.max_minutes`."""
         return self.minutes is not None or self.loop.max_steps is not None or self.loop.max_minutes is not None
 
 
@@ -155,7 +156,8 @@ class FlywheelConfig:
 
     @property
     def drafter_minutes(self) -> float | None:
-        """Training minutes per drafter; None if the settings `drafter.loop` set the length."""
+        """Minutes per drafter, including generating its training answers; a quarter of the iteration's by default. None
+        if only the settings `drafter.loop` set the length."""
         drafter = self.drafter
         return drafter.minutes if drafter.has_length else OF_DRAFTER * self.minutes
 

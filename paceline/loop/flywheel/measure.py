@@ -45,7 +45,7 @@ class Bench:
         ).scores
 
     def compared(self, what: str, scores: Scores, base: str) -> Comparison:
-        """Compares scores with those of an earlier run folder of this iteration (turn), evals/<base>, and prints the
+        """Compares scores with those of evals/<base>, an earlier run folder of this iteration (turn), and prints the
         difference. `what`: name of the scored model."""
         comparison = compare(read_scores(self.folder / "evals" / base), scores)
         same = f"{comparison.same_text} of {comparison.cases} answers the same"

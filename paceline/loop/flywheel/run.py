@@ -58,7 +58,7 @@ class TurnResult:
 
 def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
     """Returns the flywheel's iteration (turn) in progress in the folder `config.out`, or the next one. Raises
-    ConfigError if it was started with other settings, or its dataset store has changed since."""
+    ConfigError if that iteration was started with other settings, or its dataset store has changed since."""
     serving = serving_of(config)
     number = serving.turn + 1
     folder = turn_folder(config, number)

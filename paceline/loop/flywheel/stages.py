@@ -45,8 +45,8 @@ StageResult = dict[str, Any]
 
 
 class Refused(Exception):
-    """A gate (minimum quality of the student) failed: the iteration (turn) of the flywheel ends, and the served model
-    does not change."""
+    """Raised if a gate (minimum quality of the student) fails: the iteration (turn) of the flywheel ends, and the
+    served model does not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def _first_suite(turn: Turn, trained: list[Path]) -> dict[str, Path]:
 def drafter(turn: Turn) -> StageResult:
     """Trains a drafter for the served model on its answers, initialised from the served drafter if there is one.
     Returns its folder as "trained", and also as "drafter" if it is to be served; else "drafter" is "none", and "why"
-    the reason."""
+    the reason. With `drafter.of_teacher` off, nothing is trained and only "drafter" is returned."""
     if not turn.config.drafter.of_teacher:
         return {"drafter": NO_DRAFTER}
     init = None if turn.serving.drafter == NO_DRAFTER else turn.serving.drafter

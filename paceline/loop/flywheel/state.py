@@ -57,7 +57,7 @@ def serving_of(config: FlywheelConfig) -> Serving:
 
 def write_serving(config: FlywheelConfig, serving: Serving) -> None:
     """Writes serving.json, which names the served model and its drafter, to the flywheel's folder atomically. Raises
-    CacheError."""
+    CacheError when the disk cannot be written."""
     write_whole(config.out / SERVING, json.dumps(asdict(serving), indent=1) + "\n")
 
 
@@ -86,12 +86,13 @@ class TurnState:
             return cls(folder, **json.loads(file.read_text(encoding="utf-8")))
 
     def write(self) -> None:
-        """Writes turn.json, the state of this iteration (turn). Raises CacheError."""
+        """Writes turn.json, the state of this iteration (turn). Raises CacheError when the disk cannot be written."""
         content = {name: getattr(self, name) for name in ("asked", "stages", "spent")}
         write_whole(self.folder / STATE, json.dumps(plain(content), indent=1) + "\n")
 
     def check(self, config: FlywheelConfig) -> None:
-        """Raises ConfigError naming the settings that differ from those with which the iteration (turn) was started."""
+        """Raises ConfigError naming the settings that differ from those with which the iteration (turn) was started;
+        for a new iteration, stores its settings in `asked`."""
         now = fixed_of(config)
         if self.asked:
             check_same(self.folder, self.asked, now, ", or delete that folder to begin the turn anew")
@@ -115,5 +116,6 @@ def turn_folder(config: FlywheelConfig, number: int) -> Path:
 
 
 def traces_of(config: FlywheelConfig, number: int) -> Path:
-    """Returns the folder in which answers for iteration (turn) `number`, counted from 1, are stored."""
+    """Returns the folder in which the served model's answers are stored for iteration (turn) `number`, counted from
+    1."""
     return turn_folder(config, number) / TRACES

@@ -20,7 +20,7 @@ def proxy(
     config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, *, progress: Progress | None = None
 ) -> Recorded:
     """Runs a proxy that forwards requests to `config.upstream` and records requests and answers as traces, until a
-    signal comes.
+    signal (SIGINT, SIGTERM) stops it.
 
     `serving`: address and limits of the proxy. `tracing`: folder of the traces, which hold token ids, and their limits.
     Raises ConfigError if the port is taken or no trace folder is set, and the errors of loading the tokenizer.
@@ -31,7 +31,8 @@ def proxy(
 
 
 def read(config: RecordConfig, tracing: TraceConfig, *, progress: Progress | None = None) -> Recorded:
-    """Converts the log files in `config.imports` to traces in the folder that `tracing` names.
+    """Converts the log files in `config.imports` to traces (token ids of requests and answers) in the folder that
+    `tracing` names.
 
     Raises PromptError naming file and line if a file is damaged, of an unknown format or without usable requests; no
     trace of that file is then written.

@@ -131,7 +131,8 @@ class Observed:
         return self.request.num_bytes + self.answer.num_bytes
 
     def begins(self, status: int, raw: list[tuple[bytes, bytes]]) -> None:
-        """Records status and headers of the answer. `raw`: the headers, as (name, value) pairs."""
+        """Takes status, content type and encoding from the beginning of the answer. `raw`: its headers, as (name,
+        value) pairs."""
         headers = Headers(raw=[(name.lower(), value) for name, value in raw])
         self.is_answered = status == 200
         self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
@@ -146,8 +147,8 @@ class Observed:
         self._ended, self._ended_s = time.time(), time.perf_counter()
 
     def exchange(self) -> Exchange:
-        """Parses the recorded bytes, which takes milliseconds. Raises Lost (the exchange cannot be recorded) if request
-        or answer is too large, incomplete or invalid JSON."""
+        """Parses the recorded bytes; this takes milliseconds, so the proxy does it in another thread. Raises Lost (the
+        exchange cannot be recorded) if request or answer is too large, incomplete or invalid JSON."""
         request, answer = _object(self.request.decoded()), self.answer.decoded()
         first_token_s = self._first_s - self._began_s if self._first_s and self._is_stream else None
         return Exchange(
@@ -161,8 +162,8 @@ class Observed:
 
 
 def with_fields(body: bytes, names: tuple[str, ...]) -> bytes:
-    """Returns the JSON object with these fields set to true where it lacks them; all its other bytes stay. A body that
-    is not a JSON object is returned unchanged."""
+    """Returns the JSON object `body` with the fields `names` added where it lacks them, with the value true; all its
+    other bytes stay. A body that is not a JSON object is returned unchanged."""
     try:
         request = json.loads(body.decode())
     except (ValueError, RecursionError):

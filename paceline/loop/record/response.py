@@ -18,7 +18,8 @@ RENDERED = frozenset({"tool_calls", "reasoning", "reasoning_content"})
 
 @dataclass(slots=True)
 class Choice:
-    """One answer in a response, assembled from the chunks of a stream, or from the single body of other responses."""
+    """One answer in a response, assembled from the chunks of a stream, or from the body of a response that is not
+    streamed."""
 
     text: str = ""
     token_ids: list[int] | None = None
@@ -84,7 +85,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Response:
-    """The response to a request, assembled from its chunks."""
+    """The response to a request, assembled from its chunks; `choices` has its answers by index."""
 
     model: str | None = None
     prompt_ids: list[int] | None = None
@@ -138,7 +139,7 @@ class Response:
 
 
 def text_or_none(value: Any) -> str | None:
-    """Returns a string or None unchanged. Raises TypeError on other values."""
+    """Returns `value` unchanged if it is a string or None; raises TypeError otherwise."""
     if value is not None and not isinstance(value, str):
         raise TypeError(f"expected a text, not {type(value).__name__}")
     return value

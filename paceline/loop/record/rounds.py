@@ -62,8 +62,9 @@ class _Report:
 
 
 def rounds_of(report: Any, num_tokens: int | None) -> list[Round]:
-    """Converts `report`, the speculation metrics of vLLM or SGLang for one answer, to rounds with their numbers of
-    drafted and accepted tokens. `num_tokens`: tokens of the answer, to check the report; None if unknown.
+    """Converts `report`, the speculation metrics of vLLM or SGLang for one answer, to rounds (verification steps) with
+    their numbers of drafted and accepted tokens. `num_tokens`: tokens of the answer, to check the report; None if
+    unknown.
 
     Raises ValueError, TypeError or KeyError for a report that is contradictory, incomplete or malformed.
     """

@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
         super().__init__(settings_of(self.proxy, serving, close_seconds=serving.drain_seconds, dated=False))
 
     async def run_on(self, bound: socket) -> None:
-        """Serves on the bound socket until a signal comes."""
+        """Serves on the bound socket until a signal (SIGINT, SIGTERM) stops it."""
         try:
             await self.serve(sockets=[bound])
         finally:
@@ -99,8 +99,8 @@ class Server(uvicorn.Server):
 
 
 def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """Runs the recording proxy until a signal comes; returns the numbers of traces. `serving`: address of the proxy;
-    `tracing`: folder of the traces. Implements `paceline.loop.record.proxy`."""
+    """Runs the recording proxy until a signal (SIGINT, SIGTERM) stops it; returns the numbers of traces. `serving`:
+    address of the proxy; `tracing`: folder of the traces. Implements `paceline.loop.record.proxy`."""
     assert config.upstream is not None
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # hides errors on answers truncated by the upstream
     sys.setswitchinterval(SWITCH_SECONDS)

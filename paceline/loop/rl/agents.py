@@ -37,7 +37,7 @@ REQUEST_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """An agent's access to the policy: the address for any OpenAI client, and a minimal client of its own."""
+    """An agent's access to the policy: `base_url` for any OpenAI client, or `chat`, a minimal client."""
 
     base_url: str
     model: str
@@ -84,7 +84,7 @@ class Trajectory:
 
 class Reward(Protocol):
     """Function that receives all attempts at one task, and returns their rewards in the same order. Raises RolloutError
-    if it cannot."""
+    if it cannot compute them."""
 
     def __call__(self, group: list[Trajectory], /) -> list[float]: ...
 
@@ -110,9 +110,9 @@ class AgentRollouts:
     def run(self, tasks: Sequence[tuple[Any, int]], *, place: str | None = None) -> list[list[Trajectory]]:
         """Runs a group of attempts for each (task, number of attempts); returns the groups in the order of `tasks`.
 
-        `place`: repeats an earlier batch, with the seeds of that name (the name is part of its attempts' ids); the
-        samples are the same while the policy's weights are. Figures of a repeated batch are not recorded. Raises
-        RolloutError if an agent made no request, all attempts failed, or a reward is invalid.
+        `place`: name of an earlier batch to repeat with the same seeds; equal weights of the policy then give equal
+        samples. None starts a new batch. A repeated batch is not recorded in `rollouts.figures`. Raises RolloutError if
+        an agent made no request, all attempts failed, or a reward is invalid.
         """
         is_repeated = place is not None
         place = place or self.rollouts.next_place()

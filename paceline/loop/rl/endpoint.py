@@ -147,10 +147,10 @@ class Endpoint:
         self._bound.close()
 
     def begin(self, name: str) -> Attempt:
-        """Starts an attempt. `name` consists of letters, digits, points and dashes; the seeds of the answers are
-        derived from it.
+        """Starts an attempt. `name` consists of 1 to 100 letters, digits, points, dashes and underscores; the seeds of
+        the answers are derived from it.
 
-        Raises ConfigError for another name, or one in use.
+        Raises ConfigError for an invalid name, or that of a running attempt.
         """
         address = f"/attempts/{name}/v1"
         if not PATH.fullmatch(address) or name in self.attempts:

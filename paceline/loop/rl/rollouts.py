@@ -39,7 +39,7 @@ class RolloutConfig(Checked):
     """Largest number of draft tokens per round; 0 disables drafting, None leaves it to the engine."""
 
     def params(self, seed: int) -> SamplingParams:
-        """Returns the sampling parameters of one answer."""
+        """Returns the sampling parameters of the answer with this seed."""
         return SamplingParams(
             temperature=self.temperature,
             max_tokens=self.max_tokens,
@@ -151,8 +151,8 @@ class Rollouts:
         return f"{self.step}.{self._num_calls - 1}"
 
     def sample(self, prompts: Sequence[list[int]], *, num_each: int = 1) -> list[Sample]:
-        """Samples `num_each` answers to each prompt (token ids); returns them prompt by prompt. Raises PromptError or
-        ContextLengthError."""
+        """Samples `num_each` answers to each prompt (token ids); returns them prompt by prompt. Raises PromptError for
+        an empty prompt or an invalid token, ContextLengthError for a prompt that is too long."""
         place, requests = self.next_place(), [prompt for prompt in prompts for _ in range(num_each)]
         params = [self.config.params(seed_of(self.config.seed, place, str(index))) for index in range(len(requests))]
         began = time.perf_counter()

@@ -71,7 +71,8 @@ def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
 
 
 def attempt_reward(completions: list[Any], **columns: Any) -> list[float]:
-    """Returns the rewards that `agent_rollout_func` computed; use it as TRL's reward function."""
+    """Returns the rewards that `agent_rollout_func` computed; use it as TRL's reward function. Raises RolloutError if
+    the trainer uses another rollout function."""
     if REWARD not in columns:
         raise RolloutError("attempt_reward goes with agent_rollout_func: give the trainer that as its rollout_func")
     return [float(reward) for reward in columns[REWARD]]
@@ -100,13 +101,15 @@ def columns(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def encoded(rollouts: Rollouts, prompt: Any) -> list[int]:
-    """Encodes a prompt from TRL: plain text directly, messages with the chat template. Raises PromptError."""
+    """Encodes a prompt from TRL: plain text directly, messages with the chat template. Raises PromptError if the
+    template is missing or fails, or a message is malformed."""
     llm = rollouts.llm
     return llm.tokenizer.encode(prompt) if isinstance(prompt, str) else llm.encode_chat(prompt)
 
 
 def check_trainer(rollouts: Rollouts, trainer: Any) -> None:
-    """Raises ConfigError if the trainer's sampling settings differ from the rollouts', or it has several processes."""
+    """Raises ConfigError if the trainer's sampling settings differ from the rollouts', or the trainer runs in several
+    processes."""
     args, config = trainer.args, rollouts.config
     refuse(
         ConfigError,

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def search(config: SearchConfig, *, progress: Progress | None = None) -> SearchResult:
-    """Trains drafters with different settings, and returns the one that serves held-out prompts fastest, or the
-    planner's choice if none is faster than that.
+    """Trains drafters with different settings, and returns the one that serves held-out prompts fastest. If none is
+    clearly faster than the drafter with the settings that `paceline train` plans, returns that (the planner's choice).
 
-    A call with the same folder resumes. Raises ConfigError (also if Optuna is missing), PromptError for too few
-    prompts, CacheError, and the errors of loading models.
+    A call with the same folder resumes the search. Raises ConfigError (also if Optuna is missing), PromptError for too
+    few prompts, CacheError, and the errors of loading models.
     """
     from paceline.loop.search.run import run
 

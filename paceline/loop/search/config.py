@@ -13,7 +13,8 @@ from paceline.train.config import AnswerConfig, PromptsConfig
 
 @dataclass(frozen=True, slots=True)
 class SearchConfig(Checked):
-    """Settings of a search: its time, its data, and how trials are halved and measured."""
+    """Settings of a search for a drafter's training settings: its time, its data, and when trials are measured and
+    stopped."""
 
     out: Path = Path("runs/search")
     """Run folder; repeat the same command to resume."""
@@ -44,6 +45,7 @@ class SearchConfig(Checked):
 
     @property
     def rung_minutes(self) -> list[float]:
-        """Minutes of training steps until each measurement of a trial, the last one being its end."""
+        """Minutes of training at which a trial is measured, ascending; it may be stopped at each (successive halving),
+        and ends at the last."""
         longest = self.trial_minutes or self.minutes / 10
         return [longest / self.reduction ** (self.rungs - 1 - rung) for rung in range(self.rungs)]

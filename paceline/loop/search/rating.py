@@ -20,7 +20,8 @@ from paceline.types import SamplingParams
 
 
 class Rated(NamedTuple):
-    """A measured drafter: tokens/s over another's, its interval (95%, over prompts), and its acceptance length."""
+    """Measurement of a drafter: `ratio`, its tokens/s over those of a baseline; the 95% interval of `ratio` over
+    prompts; its acceptance length."""
 
     ratio: float
     interval: Interval
@@ -28,7 +29,8 @@ class Rated(NamedTuple):
 
 
 class Rater:
-    """Measures drafters of one target by their answers to prompts, with the planner as in service."""
+    """Measures drafters of one target by generating answers to prompts, one at a time. As in serving, a planner decides
+    in each round how many drafts to verify."""
 
     def __init__(self, target: EngineConfig, max_tokens: int, repeat: int) -> None:
         self.target, self.max_tokens, self.repeat = target, max_tokens, repeat
@@ -40,8 +42,8 @@ class Rater:
         baseline: Path | None = None,
         on_answer: Callable[[], None] = ignore,
     ) -> Rated:
-        """Returns tokens/s with this drafter over tokens/s with `baseline`, plain decoding if None. `documents`: only
-        their prompts are used."""
+        """Measures `drafter`: returns its tokens/s over those of the drafter `baseline`, or of plain decoding if that
+        is None. `documents`: only their prompts are used. Calls `on_answer` after each answer."""
         requests = [Request(each.key, each.tokens[: each.answer_start].tolist()) for each in documents]
         longest = max(len(request.token_ids) for request in requests) + self.max_tokens
         llm = LLM.of(replace(self.target, drafter=BASELINE, max_batch=1, max_len=longest))

@@ -45,8 +45,8 @@ FIXED = {"loop.epochs": 1e6, "loop.keep": "last", "loop.serve_share": 0.0}
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Result of a search: the chosen drafter, and the winner's tokens/s over those of the planner's choice, both on
-    prompts that no trial was measured on."""
+    """Result of a search: the chosen drafter, and `ratio`, tokens/s of the best other trial over those of the planner's
+    choice (the settings that `paceline train` plans), on prompts that no trial was measured on."""
 
     drafter: Path
     run: Path

@@ -35,7 +35,8 @@ SOURCES, ALL = "sources", "all"
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """All settings that are tried, and the planner's choice among them."""
+    """Search space of training settings: the values that are tried for each, and the planner's choice (the settings
+    that `paceline train` plans)."""
 
     base: TrainConfig
     """The planner's choice, every field decided."""
@@ -45,7 +46,8 @@ class Space:
 
     @classmethod
     def around(cls, base: TrainConfig, num_target_layers: int) -> Space:
-        """Returns the space around a planned training. `base.answers`: one folder for each source of data."""
+        """Returns the search space around the planned training `base`, for a target with `num_target_layers` layers.
+        `base.answers`: one folder for each source of data; trials may leave one out."""
         choices: dict[str, list[Any]] = {}
         planned = {name: value_of(base, name) for name in CHOICES}
         planned["shape.num_taps"] = planned["shape.num_taps"] or min(5, num_target_layers)
@@ -58,14 +60,14 @@ class Space:
         return cls(base, choices, planned | {RATE: base.loop.optim.lr})
 
     def suggest(self, trial: Trial) -> dict[str, Any]:
-        """Returns the settings that Optuna chooses for a trial; those of a resumed trial are the same again."""
+        """Returns the settings that Optuna chooses for a trial; a resumed trial gets the same settings again."""
         rate = self.planned[RATE]
         settings = {name: trial.suggest_categorical(name, values) for name, values in self.choices.items()}
         return settings | {RATE: trial.suggest_float(RATE, rate / WIDEST_RATE, rate * WIDEST_RATE, log=True)}
 
     def config(self, settings: dict[str, Any], out: Path, minutes: float) -> TrainConfig:
-        """Returns the training of a trial in the folder `out`, which takes this many minutes of steps. Raises
-        ConfigError for settings that contradict each other."""
+        """Returns the training configuration of a trial with these settings, for `minutes` of training steps in the
+        folder `out`. Raises ConfigError for settings that contradict each other."""
         config = self.base
         for name, value in settings.items():
             if name != SOURCES:
@@ -77,7 +79,7 @@ class Space:
         return with_value(config, "given", tuple(leaves(as_tree(config))))
 
     def differences(self, settings: dict[str, Any]) -> str:
-        """Describes what a trial does otherwise than the planner: "num_layers 2, lr 0.0011"."""
+        """Describes how a trial's settings differ from the planner's choice, such as "num_layers 2, lr 0.0011"."""
         differ = [(name, value) for name, value in settings.items() if not _is_same(value, self.planned[name])]
         texts = [f"{name.rpartition('.')[2]} {value:.2g}" if name == RATE else
                  f"{name.removeprefix('loop.').removeprefix('shape.').removesuffix('.name')} {value}"

@@ -34,7 +34,7 @@ LOG = "trials.log"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A trial after its last measurement."""
+    """State of a trial (one training with certain settings) after its latest measurement."""
 
     number: int
     """0 is the planner's choice."""
@@ -53,8 +53,8 @@ class Measured:
 
 
 class Trials:
-    """All trials of one search folder. `train`: trains a trial in its folder for some minutes of steps, `rate`
-    measures its drafter; both are called with the trial's number first."""
+    """All trials of one search folder. `train` trains a trial up to the minutes of its TrainConfig and returns the
+    drafter's folder, `rate` measures that drafter; the first argument of both is the trial's number."""
 
     def __init__(
         self, config: SearchConfig, space: Space, run: RunFolder, train: Callable[[int, Any], Path],
@@ -75,19 +75,22 @@ class Trials:
 
     @property
     def minutes(self) -> float:
-        """Minutes that the search has spent, over all its starts."""
+        """Minutes that the search has spent, including the time before a resume."""
         return sum(line["minutes"] for line in self.run.metrics() if "minutes" in line)
 
     @property
     def reserve(self) -> float:
-        """Minutes that a trial which is never stopped would take with its measurements, and the judging, which is about
-        two of them. Hidden states are computed once, by the first trial, and are not in it."""
+        """Minutes needed for one more trial that is not stopped early, with its measurements, and for the final
+        comparison, which takes about as long as two measurements. Excludes computing hidden states, which only the
+        first trial does."""
         times = (line["measuring_minutes"] for line in self.run.metrics() if "measuring_minutes" in line)
         rungs = self.config.rung_minutes
         return rungs[-1] + (len(rungs) + 2) * max(times, default=0.0)
 
     def run_next(self) -> Measured:
-        """Runs a new trial, or the one that a killed search was at, until it is stopped or complete."""
+        """Runs a new trial, or resumes the one that a killed search was running, until it is stopped early or complete;
+        returns its state. A trial whose settings cause an error counts as failed; that of the planner's choice is
+        raised."""
         begun = [each for each in self._study.trials if each.state is TrialState.RUNNING]
         # A sampler for each trial, so that a resumed search draws the same as one that was never killed.
         seed = self.config.seed + len(self._study.trials)
@@ -131,11 +134,11 @@ class Trials:
         return self.run.path / "trials" / f"{number:03d}"
 
     def settings(self, number: int) -> dict[str, Any]:
-        """Returns the settings of a trial."""
+        """Returns the training settings of a trial, by name."""
         return self._study.trials[number].params
 
     def measured(self) -> list[Measured]:
-        """Returns all trials by number."""
+        """Returns the state of every trial, ordered by number."""
         return [self._measured(trial) for trial in self._study.trials if trial.params]
 
     def _measured(self, trial: FrozenTrial) -> Measured:
@@ -146,6 +149,7 @@ class Trials:
 
 
 def winner_of(trials: list[Measured]) -> Measured | None:
-    """Returns the complete trial with the highest speed-up, the planner's choice aside, or None."""
+    """Returns the complete trial with the highest speed-up at its end, leaving out the planner's choice (trial 0); None
+    if there is no other."""
     complete = [trial for trial in trials if trial.number and trial.is_complete]
     return max(complete, key=lambda trial: trial.speedups[-1], default=None)

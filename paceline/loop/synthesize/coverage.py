@@ -92,7 +92,8 @@ class Coverage:
 
     def rarest(self, generator: random.Random) -> tuple[Choice, int] | None:
         """Picks a choice at random, with a higher chance the less evenly its values were taken. Returns it with the
-        index of its rarest value, which is then counted as taken once; None if the schema has no choices."""
+        index of its rarest value; None if the schema has no choices. Counts this value as taken, so that the next call
+        picks others."""
         if not self.choices:
             return None
         weights = [1.05 - evenness(counts, len(choice.values)) for choice, counts in self.counts.items()]

@@ -128,7 +128,8 @@ class Form:
 
     @classmethod
     def of(cls, config: SynthesizeConfig) -> Form:
-        """Reads the form from the config. Raises PromptError on invalid tools, ConfigError on an invalid schema."""
+        """Reads the form from the config. Raises PromptError on invalid tools, ConfigError on an invalid schema, on
+        contradictory options, or if no form is given."""
         grammar, tools = config.answering.grammar, config.answering.read_tools()
         refuse(
             ConfigError,

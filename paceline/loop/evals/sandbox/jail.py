@@ -58,7 +58,7 @@ Job = dict[str, Any]
 
 
 class SetupError(OSError):
-    """The machine does not allow the sandbox to be set up."""
+    """Raised if a step of the sandbox's set-up fails, such as a mount that the machine does not allow."""
 
 
 def _call(what: str, result: int) -> None:
@@ -93,7 +93,7 @@ def _write(path: str, text: str) -> None:
 
 
 def enter_namespaces() -> None:
-    """Creates the sandbox's namespaces and maps users into them: 0 and 65534 if root calls, else only the caller."""
+    """Creates the sandbox's namespaces. Users inside: 0 and 65534 if root calls, else only the caller."""
     uid, gid = os.geteuid(), os.getegid()
     ready, begin = os.pipe()
     done, written = os.pipe()
@@ -196,9 +196,8 @@ def fence(job: Job) -> None:
 
 
 def filter_calls(job: Job) -> None:
-    """Installs a seccomp filter: the system calls `job["calls"]["refused"]` and calls for new namespaces fail.
-
-    Without namespaces it also makes calls for new processes fail; threads stay allowed."""
+    """Installs a seccomp filter that makes the system calls `job["calls"]["refused"]` and calls for new namespaces
+    fail; without namespaces, calls for new processes too (threads stay allowed)."""
     calls, load, equal, greater, test, end = job["calls"], 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
     lines = [(load, 0, 0, 4), (equal, 1, 0, calls["arch"]), (end, 0, 0, kill), (load, 0, 0, 0)]
@@ -221,7 +220,8 @@ def filter_calls(job: Job) -> None:
 
 def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) -> None:
     """Executes the answer (the code to test) in this process, within limits and, if `is_root`, as user 65534. Pipe
-    ends: `word` is its stdin, with a secret word that it echoes to `result` at its end; `errors` is its stderr."""
+    ends: `word` is its stdin, with a secret word. Copied to `result` at the program's end, the word proves that it did
+    not exit early. `errors` is its stderr."""
     null = os.open("/dev/null", os.O_RDWR)
     os.setsid()
     for source, target in ((word, 0), (null, 1), (errors, 2)):
@@ -375,7 +375,7 @@ def _size_of(folder: str) -> int:
 
 
 def warden(job: Job, is_root: bool) -> Job:
-    """Runs `job["code"]` in the sandbox; returns `run.Ran`'s fields as a dict. `is_root`: this process is root's."""
+    """Runs `job["code"]` in the sandbox; returns `run.Ran`'s fields as a dict. `is_root`: True if root runs this."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         if job["namespaces"]:

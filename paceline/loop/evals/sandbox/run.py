@@ -75,7 +75,7 @@ class Ran:
 
     @property
     def why(self) -> str:
-        """The outcome as one printable line."""
+        """Reason of the outcome, as one printable line: the exceeded limit, or else the last line of stderr."""
         if self.outcome in ("time", "cpu", "memory", "disk"):
             return f"beyond its limit of {'processor time' if self.outcome == 'cpu' else self.outcome}"
         last = self.stderr.strip().splitlines()[-1:] or [self.outcome]
@@ -103,11 +103,12 @@ class Sandbox:
 
     @property
     def kind(self) -> Kind:
-        """The kind of sandbox that works on this machine, "namespaces" or "landlock"; "none" if neither does."""
+        """The first of `kinds` that works on this machine, "namespaces" or "landlock"; "none" if no kind works."""
         return _probed(self)[0]
 
     def run(self, code: str) -> Ran:
-        """Runs a program until it ends or exceeds a limit. Raises SandboxError without a working sandbox."""
+        """Runs a program until it ends or exceeds a limit. If no kind of sandbox works, runs it unprotected if `unsafe`
+        is set, else raises SandboxError."""
         self.check()
         if self.kind == "none":
             return Ran("passed" if runs(code) else "ended")
