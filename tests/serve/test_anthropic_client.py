@@ -175,6 +175,8 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
     assert unknown.value.body == {"type": "error", "error": {"type": "not_found_error", "message": message}}
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(model=MODEL, max_tokens=4, messages=[{"role": "user", "content": "x" * 3000}])
+    with pytest.raises(anthropic.BadRequestError, match="^(?!.*prompt is too long).*max_tokens"):
+        client.messages.create(model=MODEL, max_tokens=4096, messages=HELLO)
     with pytest.raises(anthropic.BadRequestError, match="container"):
         client.messages.create(model=MODEL, max_tokens=4, messages=HELLO, extra_body={"container": "abc"})
     with pytest.raises(anthropic.BadRequestError, match="output_config.effort"):

@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from doubles import ByteTokenizer
+from doubles import ByteTokenizer, ScriptedDrafter
 from live_server import Live, serving
 from request_calls import CHAT, MESSAGES, SCHEMA, ask, refused
 from small_llm import Parrot, fake_llm
+
+from paceline.engine.engine import Engine
 
 pytestmark = pytest.mark.slow
 pytest_plugins = ("tiny_server",)
@@ -127,3 +129,32 @@ def test_calls_of_a_stream_are_those_of_the_whole_answer(parallel: bool) -> None
     assert [each["function"] for each in calls] == [each["function"] for each in message["tool_calls"]]
     assert [each["function"]["arguments"] for each in calls] == ['{"a": 1.10}'] * (2 if parallel else 1)
     assert [each["index"] for each in calls] == list(range(len(calls)))
+
+
+@pytest.mark.parametrize("is_drafted", [False, True])
+def test_blocks_of_other_dialects_keep_the_answers_order(is_drafted: bool) -> None:
+    """A call, then a text: a round with drafts brings the end of the one and the beginning of the other together."""
+    answer = b'<tool_call>{"name": "f", "arguments": {}}</tool_call>\nDone: I called f for you.'
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = f"{tokenizer.chat_template}{{# knows tools #}}"
+
+    def load() -> Any:
+        target = Parrot("assistant: ", [*answer, *[ByteTokenizer.eos_token_id] * 16])
+        llm = fake_llm(target, tokenizer=tokenizer)
+        if is_drafted:
+            llm.engine = Engine(target, tokenizer, ScriptedDrafter(target, 15), eos_token_ids=(257,))
+        return llm
+
+    messages, function = [{"role": "user", "content": "hi"}], {"name": "f"}
+    tools = {
+        "messages": [function | {"input_schema": {"type": "object"}}],
+        "responses": [function | {"type": "function"}],
+    }
+    with serving(load) as live:
+        asked = {"max_tokens": 120, "temperature": 0, "messages": messages, "tools": tools["messages"]}
+        blocks = live.post("/v1/messages", asked)[1]["content"]
+        asked = {"max_output_tokens": 120, "temperature": 0, "input": "hi", "tools": tools["responses"]}
+        items = live.post("/v1/responses", asked)[1]["output"]
+    expected = ["f", "Done: I called f for you."]
+    assert [block.get("text") or block["name"] for block in blocks] == expected
+    assert [item["content"][0]["text"] if item["type"] == "message" else item["name"] for item in items] == expected

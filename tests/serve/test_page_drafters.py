@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from chat_visit import NARROW, Visit, clipboard, done, expect, text_of
 from live_server import serving
-from page_server import HOSTILE, MARKDOWN, MARKUP, STORY_TEXT, STORY_TOKENS, PageServer
+from page_server import HOSTILE, LOADING, MARKDOWN, MARKUP, STORY_TEXT, STORY_TOKENS, PageServer
 from small_llm import tiny_model
 
 from paceline.engine.llm import LLM
@@ -72,6 +72,16 @@ def test_a_drafter_is_chosen_where_several_are_loaded(chat: Any, server: PageSer
     server.told = {}
     tab.page.reload()
     expect(tab.page.locator("#whose-field")).to_be_hidden()
+
+
+@pytest.mark.slow
+def test_a_page_opened_while_the_model_loads_gets_its_drafters(chat: Any, server: PageServer) -> None:
+    tab: Visit = chat()
+    server.told, server.num_loading = {"drafter": "mine, default", "drafters": ["mine", "default"]}, 1
+    tab.page.reload()
+    expect(tab.page.locator("#server")).to_contain_text(LOADING)
+    expect(tab.page.locator("#drafter")).to_have_text("drafters mine, default")
+    tab.errors[:] = [error for error in tab.errors if "503" not in error]
 
 
 @pytest.mark.slow

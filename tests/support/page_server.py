@@ -35,6 +35,7 @@ STORY: list[Round] = [
     [(" +", True), (" 12", True), (" =", True), (" 36", False)],
     [(" loaves", True), (" a", True), (" day", True), (".", False)],
 ]
+LOADING = "the model is still loading"
 STORY_TEXT = "".join(text for tokens in STORY for text, _ in tokens)
 STORY_TOKENS = sum(len(tokens) for tokens in STORY)
 CODE: list[Round] = [
@@ -146,6 +147,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if file := PAGES.get(self.path):
             self.answer(200, MEDIA.get(file.suffix, "text/html"), file.read_bytes(), PAGE_HEADERS)
+        elif self.path == "/v1/models" and self.server.num_loading:
+            self.server.num_loading -= 1
+            self.answer(503, "application/json", json.dumps({"error": {"message": LOADING}}).encode())
         elif self.path == "/v1/models":
             self.server.asked.append({"path": self.path, "auth": self.headers["Authorization"]})
             models = [
@@ -244,6 +248,8 @@ class PageServer(ThreadingHTTPServer):
         self.models = ["smol-135m"]
         self.told: dict[str, Any] = {}
         """Further fields of each model in /v1/models."""
+        self.num_loading = 0
+        """Requests of /v1/models that are answered as by a server which still loads its model."""
         self.second_half = threading.Event()
         """While clear, STORY and `open` stop in their middle."""
         self.second_half.set()

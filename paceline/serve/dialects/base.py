@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import uuid
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.serve.http.failures import ApiError, RequestRefused
 from paceline.serve.replies.events import Exchange, sse
+from paceline.serve.replies.tool_calls import Call
 from paceline.serve.requests.protocol import ChatRequest, Closed
 from paceline.serve.worker.ticket import Ticket
 
@@ -57,6 +59,8 @@ class Translated(Exchange):
     ) -> None:
         super().__init__("chat.completion", "chatcmpl", name, chat, ticket, replies, lossless=lossless)
         self.is_stream, self.name, self.chat = is_stream, name, chat
+        for reply in replies:
+            reply.in_order = deque()
         self.key = uuid.uuid4().hex
         self.parts: list[Part] = []
         self.finish_reason: str | None = None
@@ -96,16 +100,19 @@ class Translated(Exchange):
             self._is_begun = True
             yield from self.begun()
         for choice in chunk["choices"]:
-            if text := choice["delta"].get("content"):
+            logprobs = (choice["logprobs"] or {}).get("content", [])
+            for piece in self._replies[choice["index"]].in_order.popleft():
+                if isinstance(piece, Call):
+                    call = piece.as_json()
+                    yield from self._next(Part({"id": call["id"], **call["function"]}))
+                    yield from self.grown(self.parts[-1], piece.arguments, [])
+                    continue
                 if not self._is_open or self.parts[-1].call:
                     yield from self._next(Part())
-                logprobs = (choice["logprobs"] or {}).get("content", [])
-                self.parts[-1].text += text
+                self.parts[-1].text += piece
                 self.parts[-1].logprobs += logprobs
-                yield from self.grown(self.parts[-1], text, logprobs)
-            for call in choice["delta"].get("tool_calls", ()):
-                yield from self._next(Part({"id": call["id"], **call["function"]}))
-                yield from self.grown(self.parts[-1], call["function"]["arguments"], [])
+                yield from self.grown(self.parts[-1], piece, logprobs)
+                logprobs = []
             self.finish_reason = choice["finish_reason"] or self.finish_reason
         if usage := chunk.get("usage"):
             self.usage = usage

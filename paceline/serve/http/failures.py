@@ -71,12 +71,13 @@ class ApiError(Exception):
     @property
     def anthropic_body(self) -> dict[str, Any]:
         """Error object in Anthropic's format. For a prompt beyond the context the message begins with "prompt is too
-        long", by which clients recognise this error."""
+        long", by which clients know that a conversation must be shortened."""
         message = self.message
         if self.param and self.param not in message:
             message = f"{self.param}: {message}"
         if self.code == "context_length_exceeded":
-            message = f"prompt is too long: {message}"
+            is_answer = self.param == "max_tokens"
+            message = f"{'input length and `max_tokens` exceed the context' if is_answer else 'prompt is too long'}: {message}"
         kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -94,7 +95,7 @@ class RequestRefused(ApiError):
         """Convert an error of the tokenizer, template or engine. `param` is the request's invalid field, used if the
         error names no field."""
         is_length, text = isinstance(error, ContextLengthError), str(error)
-        param = getattr(error, "field", None) or param
+        param = getattr(error, "field", None) or param or ("max_tokens" if is_length else None)
         if isinstance(error, TemplateError):
             text = f"{error.fault}: check the messages' roles and contents, or send the text itself to /v1/completions"
         return cls(text, param=param, code="context_length_exceeded" if is_length else "invalid_value")

@@ -78,10 +78,11 @@ export async function* chunks(body, signal) {
   if (!ended) throw new Failure("The connection ended before the answer was complete.");
 }
 
-/** Fills in which model answers, and whose drafts it checks. */
+/** Fills in which model answers, and whose drafts it checks; again after two seconds while the model loads. */
 export async function loadModels() {
   try {
     const response = await call("v1/models");
+    if (response.status === 503) setTimeout(loadModels, 2000);
     if (!response.ok) throw await refusal(response);
     const models = (await response.json()).data, names = models.map((model) => model.id);
     $("model").replaceChildren(...names.map((name) => make("option", { value: name, text: name })));

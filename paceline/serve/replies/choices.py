@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from itertools import accumulate
 from typing import Any
 
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.serve.replies.events import Reply, finite
-from paceline.serve.replies.tool_calls import Call, CallParser
+from paceline.serve.replies.tool_calls import Call, CallParser, Piece
 from paceline.serve.requests.protocol import ChatRequest, CompletionRequest
 from paceline.serve.requests.tools import forced_schema, tools_of
 from paceline.serve.worker.ticket import Event
@@ -23,18 +24,21 @@ class ChatReply(Reply):
         tools, is_forced = tools_of(request), forced_schema(request) is not None
         names, most = [tool.function.name for tool in tools], 1 if request.parallel_tool_calls is False else None
         self._parser = CallParser(names, is_whole=is_forced, most=most) if tools else None
+        self.in_order: deque[list[Piece]] | None = None
+        """Texts and calls of each chunk in the answer's order, which a chat's chunk does not have; None: not kept."""
         self._num_calls = 0
         self._is_begun = False
 
     def _shown(self, text: str, is_stream: bool) -> dict[str, Any] | None:
-        calls: list[Call] = []
+        pieces: list[Piece] = [text] if text else []
         if self._parser:
-            text, calls = self._parser.push(text)
-            if self.sequence:
-                rest, more = self._parser.finish()
-                text, calls = text + rest, calls + more
-        if not text and not calls and self.sequence is None:
+            pieces = self._parser.push(text) + (self._parser.finish() if self.sequence else [])
+        if not pieces and self.sequence is None:
             return None
+        if self.in_order is not None:
+            self.in_order.append(pieces)
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        calls = [piece for piece in pieces if isinstance(piece, Call)]
         numbered = [
             call.as_json() | ({"index": self._num_calls + place} if is_stream else {})
             for place, call in enumerate(calls)

@@ -131,9 +131,13 @@ def _read_objects(text: str, place: int, names: set[str]) -> _Objects:
         place = end
 
 
+Piece = str | Call
+"""A part of an answer: a text, or a tool call."""
+
+
 class CallParser:
-    """Splits a streamed answer into text and tool calls; the result does not depend on how the answer is split into
-    chunks.
+    """Splits a streamed answer into texts and tool calls, in the answer's order; the result does not depend on how the
+    answer is split into chunks.
 
     Text that may become a call is held back until that is decided. White space before a call and after the last one is
     dropped.
@@ -149,26 +153,26 @@ class CallParser:
         """Scan of the unfinished object at the end of the held text."""
         self._is_start, self._has_text = True, False
 
-    def push(self, text: str) -> tuple[str, list[Call]]:
-        """Add the next text of the answer; returns (text to send, complete calls)."""
+    def push(self, text: str) -> list[Piece]:
+        """Add the next text of the answer; returns the texts to send and the complete calls, in order."""
         self._held += text
         if self._is_whole or (self._scan and self._scan.end(self._held) is None):
-            return "", []
+            return []
         self._scan = None
         self._is_start = self._is_start and self._whole(is_end=False) is not None
-        return ("", []) if self._is_start else self._read(is_end=False)
+        return [] if self._is_start else [piece for piece in self._read(is_end=False) if piece]
 
-    def finish(self) -> tuple[str, list[Call]]:
-        """End the answer; returns (text to send, complete calls) of the held text."""
+    def finish(self) -> list[Piece]:
+        """End the answer; returns the texts and calls in the text held back until now, in order."""
         if self._is_whole or self._is_start:
             calls = self._whole(is_end=True)
             if calls:
                 self._held = ""
-                return "", self._counted(calls)
+                return [*self._counted(calls)]
         if self._is_whole:
             text, self._held = self._held, ""
-            return text, []
-        return self._read(is_end=True)
+            return [text] if text else []
+        return [piece for piece in self._read(is_end=True) if piece]
 
     def _counted(self, calls: list[Call]) -> list[Call]:
         """Count calls; returns those within the limit."""
@@ -195,9 +199,9 @@ class CallParser:
             return []
         return None
 
-    def _read(self, *, is_end: bool) -> tuple[str, list[Call]]:
-        """Return text and tagged calls of the held text; keeps what is undecided."""
-        shown, calls = "", list[Call]()
+    def _read(self, *, is_end: bool) -> list[Piece]:
+        """Return texts, which may be empty, and tagged calls of the held text; keeps what is undecided."""
+        pieces: list[Piece] = []
         while True:
             if self._num_calls and not self._has_text:
                 self._held = self._held.lstrip(SPACE)
@@ -206,25 +210,25 @@ class CallParser:
                 is_over = is_end and not (self._num_calls and not self._held.strip(SPACE))
                 safe = len(self._held) if is_over else self._num_safe()
                 text, self._held = self._held[:safe], self._held[safe:]
-                self._has_text |= bool(shown + text)
-                return shown + text, calls
+                self._has_text |= bool(text)
+                return [*pieces, text]
             tagged = _read_objects(self._held, begin + len(OPEN), self._names)
             rest = self._held[tagged.end :]
             is_undecided = tagged.is_open or (not tagged.is_wrong and CLOSE.startswith(rest))
             if is_undecided and not is_end:
                 safe = len(self._held[:begin].rstrip(SPACE))
                 text, self._held = self._held[:safe], self._held[safe:]
-                self._has_text |= bool(shown + text)
+                self._has_text |= bool(text)
                 self._scan = ObjectScan(tagged.end - safe) if tagged.is_inside else None
-                return shown + text, calls
+                return [*pieces, text]
             has_ended = rest.startswith(CLOSE) or (is_end and is_undecided and not rest.startswith("{"))
             if tagged.is_wrong or not tagged.calls or not has_ended:
-                shown, self._held = shown + self._held[: begin + len(OPEN)], self._held[begin + len(OPEN) :]
+                pieces.append(self._held[: begin + len(OPEN)])
+                self._held, self._has_text = self._held[begin + len(OPEN) :], True
                 continue
-            shown += self._held[:begin].rstrip(SPACE)
-            calls += self._counted(tagged.calls)
+            pieces += [text := self._held[:begin].rstrip(SPACE), *self._counted(tagged.calls)]
             self._held = rest.removeprefix(CLOSE) if rest.startswith(CLOSE) else ""
-            self._has_text |= bool(shown)
+            self._has_text |= bool(text)
 
     def _num_safe(self) -> int:
         """Return the number of held characters that are text: neither a partial tag nor white space that may precede
