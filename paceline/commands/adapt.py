@@ -57,9 +57,9 @@ def adapt_replay(
 def adapt_check(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig, as_json: Json = False) -> None:
     """Decide once, from the latest hour of stored traffic.
 
-    Prints the action that is due, such as retraining a drafter. Acceptance comes from the traces, or if these have no
-    rounds, from counted.jsonl in --state, which paceline adapt watch writes. Exit status 0: nothing to do, or too
-    little traffic to decide, 3: something to do, 2: an error.
+    Prints the action that is due, such as retraining a drafter. Acceptance comes from the traces or, if these record
+    no decoding rounds, from counted.jsonl in --state, which paceline adapt watch writes. Exit status 0: nothing to do,
+    or too little traffic to decide, 3: something to do, 2: an error.
 
     Examples:
       paceline adapt check --traces traces

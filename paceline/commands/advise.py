@@ -58,12 +58,13 @@ def advise(
 ) -> dict[str, Any]:
     """Decide whether a drafter of your own is worth it.
 
-    Estimates the speed-up with its interval (nine of ten workloads), the training answers and hours it needs, and when
-    it pays off. Answers are counted in the traces; the current acceptance length comes from their rounds, else
-    from the running server's metrics, else plain decoding is assumed. The drafter's comes from your newest training of
-    this model in runs/, else from published trainings. Traces with several tags also get a table of customers and
-    a last line that names those who deserve a drafter of their own; --by tag prints these alone. No weights and no GPU
-    are needed. The first line is the decision.
+    Estimates the speed-up with its interval (which holds nine of ten workloads), the answers and hours that training
+    needs, and when it pays off. The number of recorded answers comes from the traces. The current acceptance length
+    comes from the traces or, if these record no drafts, from the running server's metrics; without both, plain decoding
+    is assumed. Your own drafter's acceptance length comes from your newest training of this model in runs/, else from
+    published trainings. Traces with several tags also get a table of customers and a last line that names those who
+    deserve a drafter of their own; --by tag prints these alone. No weights and no GPU are needed. The first line is the
+    decision.
 
     Examples:
       paceline advise --model Qwen3.5-27B --hardware "2x H100" --streams 16

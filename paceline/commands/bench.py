@@ -242,8 +242,8 @@ def _check_unused(words: Sequence[str], is_running: object) -> None:
 
 
 def words_of(engine: EngineConfig) -> tuple[str, ...]:
-    """Return the settings that differ from their defaults as options of `paceline serve`: ("--model",
-    "smollm2-135m")."""
+    """Return the settings that differ from their defaults as command-line words for `paceline serve`, such as
+    ("--model", "smollm2-135m")."""
     defaults, words = EngineConfig(), list[str]()
     for field in fields(engine):
         name, value = field.name.replace("_", "-"), getattr(engine, field.name)

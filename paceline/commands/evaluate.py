@@ -42,7 +42,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure a drafter in the real engine, set by set.
 
-    Reports acceptance length, survival by draft position and speed-up over plain decoding, and compares the texts.
+    Measures each prompt set with plain decoding and with the drafter. Reports acceptance length, survival by draft
+    position and speed-up, and compares the texts of both.
 
     Examples:
       paceline evaluate runs/mine/drafter --prompts questions.jsonl --limit 20

@@ -149,8 +149,8 @@ def model_and_prompt(words: list[str], has_model: bool, prompt_file: Path | None
 
 
 def encode(llm: LLM, prompt: str, system: str | None, raw: bool) -> list[int]:
-    """Return the token ids of the prompt after the system message `system`, with the chat template; if `raw`, of the
-    prompt alone, without it."""
+    """Return the token ids of the prompt, rendered by the chat template after the system message `system`, if there is
+    one; if `raw`, of the prompt alone, without template and system message."""
     if raw:
         return llm.tokenizer.encode(prompt)
     opening = [{"role": "system", "content": system}] if system else []

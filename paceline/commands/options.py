@@ -255,19 +255,20 @@ def _note_threads(threads: int) -> None:
 
 
 def given(context: typer.Context, *sources: str) -> list[str]:
-    """Return names of parameters set by one of click's `sources`: COMMANDLINE, or DEFAULT_MAP (a --config file)."""
+    """Return names of parameters set by one of `sources`, click's COMMANDLINE or DEFAULT_MAP (a --config file)."""
     origins = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, origin in origins.items() if origin is not None and origin.name in sources]
 
 
 def typed(command: Callable[..., Any], context: typer.Context) -> set[str]:
-    """Return the fields of an `@options` command set on the command line, as parameter.field (shape.num_layers)."""
+    """Return the dataclass fields of the running command that were set on the command line, as parameter.field
+    (shape.num_layers). `command`: its function, decorated with `@options`."""
     fields: dict[str, str] = command.fields  # pyright: ignore[reportFunctionMemberAccess]
     return {fields[name] for name in given(context, "COMMANDLINE") if name in fields}
 
 
 def size(option: str, text: str | None) -> int | None:
-    """Convert 512M to 536870912 bytes; K to T are powers of 1024; None stays None. A ConfigError names `option`."""
+    """Convert a size like 512M to bytes (K to T: powers of 1024), None to None. Raises ConfigError naming `option`."""
     if text is None:
         return None
     number = text.strip().upper().removesuffix("B").removesuffix("I")
@@ -321,8 +322,8 @@ def _build(owner: type, values: list[tuple[_Option, Any]]) -> Any:
 def named(names: dict[str, str], also: str = "") -> Iterator[None]:
     """Context manager: in messages of PacelineErrors, replaces field names by option names (`names`: field -> option).
 
-    Only words with an underscore outside paths are replaced, because "model" may be an ordinary word; `also` is a
-    pattern of more words to replace."""
+    Only field names with an underscore are replaced, and not within paths, because "model" may be an ordinary word.
+    `also`: regular expression, ending in "|", that matches further field names to replace."""
     try:
         yield
     except PacelineError as error:

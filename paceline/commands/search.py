@@ -28,8 +28,9 @@ def search(
 
     Trials change the shape of the drafter, its block, taps, loss, learning rate, anchors and sources of answers. Each
     is a paceline train run, measured by served tokens/s on held-out prompts; bad ones are stopped early (successive
-    halving). The best one is compared with the planner's choice on prompts that chose nothing. The same command
-    resumes. Exit status 0: a better training was found; 1: the planner's choice is kept.
+    halving). The best one is compared with the planner's choice on held-out prompts that no trial was measured on. The
+    same command resumes an interrupted search. Exit status 0: a better training was found; 1: the planner's choice is
+    kept.
 
     Examples:
       paceline search --target smollm2-135m --answers runs/traffic \\

@@ -45,8 +45,8 @@ def finish(line: dict[str, Any], as_json: bool, status: int = 0) -> None:
 
 
 def starting(model: str) -> None:
-    """Check a model's name and print "loading ...", since imports and weights take seconds. Raises ModelNotFoundError
-    for an invalid name."""
+    """Check a model's name and, in a terminal, print "loading ...", since imports and weights take seconds. Raises
+    ModelNotFoundError for an invalid name."""
     check_name(model)
     if sys.stderr.isatty():
         say(f"loading {model}")
@@ -201,8 +201,8 @@ def is_named(engine: EngineConfig) -> bool:
 
 
 def prompt_of(word: str | None, example: str) -> str:
-    """Return the prompt: `word`, or standard input if it is `-`. Raises PromptError if it is missing; `example` is a
-    command shown in the message."""
+    """Return the prompt: `word`, or standard input if it is `-`. Raises PromptError if it is missing or blank;
+    `example` is a command shown in the message."""
     if word is None:
         raise PromptError(f'there is no prompt: give one, as in {example} "Why is the sky blue?", or - for stdin')
     if word == "-":

@@ -49,8 +49,9 @@ def serve_with_other(
     context: typer.Context | None,
 ) -> int:
     """Start vLLM or SGLang with the model of `engine` and the drafter and address of `serving`, wait until it ends, and
-    return its exit status. `words`: further options, passed to it. `context`: the running command, whose options are
-    checked; None without a command. Raises ConfigError for options that vLLM and SGLang do not have."""
+    return its exit status. `words`: further options for vLLM or SGLang. `context`: the running command, whose options
+    are checked; None without a command. Raises ConfigError for options that vLLM and SGLang do not have, for several
+    drafters or API keys, and for port 0."""
     options = _given(context)
     for name in options:
         if name not in (*TAKEN, *OTHERS, "engine"):

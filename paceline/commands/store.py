@@ -64,7 +64,7 @@ def store_add(
 def store_show(store: Folder, tag: Tag = None, as_json: Json = False) -> dict[str, Any]:
     """Show the contents of a store, and its versions.
 
-    Prints the numbers of rows by model, source and side, and what was left out.
+    Prints the numbers of rows by model, source and side (training or evals), and of the rows left out.
 
     Examples:
       paceline store show store

@@ -104,8 +104,8 @@ class DraftWeights:
         return None
 
     def commit_draft_weights(self) -> float | str:
-        """Copy the weights that `stage_draft_weights` has read into the running drafter. Returns the seconds that this
-        took, or what went wrong."""
+        """Overwrite the running drafter's weights with those that `stage_draft_weights` has read. Returns the duration
+        in seconds, or an error message if this failed."""
         if self._draft_staged is None:
             return "no weights have been read"
         began, (folder, tensors, packed) = time.perf_counter(), self._draft_staged
@@ -123,7 +123,7 @@ class DraftWeights:
         return time.perf_counter() - began
 
     def drop_draft_weights(self) -> None:
-        """Free the weights that `stage_draft_weights` has read."""
+        """Discard the weights that `stage_draft_weights` has read, and free their memory."""
         self._draft_staged = None
 
 
@@ -152,8 +152,8 @@ def obstacle(worker: Any) -> str | None:
 
 
 def described(folder: Path) -> tuple[dict[str, Any], Shapes]:
-    """Reads a drafter's folder; returns (its config.json without keys that vLLM does not compute with, {tensor name:
-    shape}). Raises OSError, ValueError or SafetensorError if the folder is damaged."""
+    """Reads a drafter's folder. Returns (its config.json without the keys that do not affect vLLM's computation,
+    {tensor name: shape}). Raises OSError, ValueError or SafetensorError if the folder is damaged."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     index = folder / "model.safetensors.index.json"
     files = {file.name for file in folder.glob("*.safetensors")}
@@ -169,7 +169,7 @@ def described(folder: Path) -> tuple[dict[str, Any], Shapes]:
 
 
 def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the values of nested settings, by their names joined with dots."""
+    """Flattens a nested config: {"a": {"b": 1}} becomes {"a.b": 1}. `prefix` is put before all names."""
     values = dict[str, Any]()
     for name, value in config.items():
         values |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -195,8 +195,8 @@ def paired(
     """Yields (module of the drafter `running`, same module of its copy `loaded`, [(running tensor, loaded tensor)]) for
     each module. Modules that `running` shares with `target` are left out.
 
-    Raises ValueError if the two drafters differ in anything but the tensors' values, or if `loaded` has its own weight
-    for a shared module, which differs from the target's."""
+    Raises ValueError if the two drafters differ in anything but the tensors' values, or if `loaded` has a weight of its
+    own for a shared module and this weight differs from the target's."""
     of_target = {id(module) for module in target.modules()}
     modules = dict(loaded.named_modules())
     if modules.keys() != dict(running.named_modules()).keys():

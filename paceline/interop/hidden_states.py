@@ -65,8 +65,8 @@ check_version(vllm.__version__, vllm.__version_tuple__, example.ExampleHiddenSta
 
 
 class Copied:
-    """Has the methods of a CUDA event that has occurred. On a CPU it replaces the event that ends the copy of hidden
-    states."""
+    """Substitute for a CUDA event that has already occurred. It is used where there is no copy of hidden states to wait
+    for: on a CPU, and for a file that is not written."""
 
     def query(self) -> bool:
         return True

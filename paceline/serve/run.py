@@ -223,7 +223,7 @@ def settings_of(
 
 
 def make_server(worker: EngineWorker) -> Server:
-    """Create the server without starting it."""
+    """Create the HTTP server of the worker, without starting either."""
     return Server(settings_of(create_app(worker), worker.config), worker)
 
 

@@ -40,7 +40,8 @@ class DrafterCounts:
         """(drafter, request class) -> finished requests."""
 
     def round(self, stats: RoundStats) -> None:
-        """Count one round: the drafted and accepted tokens of each request in the batch."""
+        """Count one decode round: for each request in the batch its drafter, its drafted and accepted tokens, and the
+        round's seconds. Trial requests of new drafters and requests with a lossy rule are left out."""
         spent = stats.draft_s + stats.verify_s + stats.host_s
         for name, num_drafted, num_accepted in zip(
             stats.drafter_B, stats.num_drafted_B, stats.num_accepted_B, strict=False
@@ -56,7 +57,7 @@ class DrafterCounts:
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
     def finished(self, sequence: Sequence) -> None:
-        """Count a finished request."""
+        """Count a finished request under its drafter and request class, unless it had a lossy acceptance rule."""
         if sequence.drafter and not sequence.ledger:
             key = sequence.drafter, label(sequence.cluster or OTHER)
             self.requests[key if key in self.requests or len(self.requests) < MOST_PAIRS else (OTHER, OTHER)] += 1

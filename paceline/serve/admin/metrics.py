@@ -50,8 +50,8 @@ class _Histogram:
 
 
 class Metrics(Collector):
-    """Prometheus metrics of one model. Only the engine's thread may call its methods, except `refused` and `render`,
-    which are thread-safe."""
+    """Prometheus metrics of one model. Only the engine's thread may call its methods, except `refused`, `render` and
+    `collect`, which any thread may call."""
 
     def __init__(self, model: str, traces: TraceWriter | None = None, *, lossless: bool = True) -> None:
         """`model` is the label model_name. `traces` gets every finished request; its counts are reported too.
@@ -81,7 +81,7 @@ class Metrics(Collector):
 
     def step(self, engine: Engine, seconds: float) -> None:
         """Count an engine step. `seconds`: time from the end of the previous step, or from the end of an idle wait, to
-        the end of this step. Call it before `chunk`."""
+        the end of this step. Call it before `chunk` is called for the step's tokens."""
         self.engine, totals, (num_read, read_s) = engine, self.totals, engine.read
         totals.steps += 1
         totals.prefill_seconds += read_s
@@ -111,7 +111,8 @@ class Metrics(Collector):
             self.step_times[phase, size] = count + 1, before_s + seconds
 
     def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """Count `num_tokens` new tokens of a request, generated at the time `now` (time.perf_counter)."""
+        """Count `num_tokens` new tokens of a request, generated at the time `now` (time.perf_counter), and record the
+        time to first token or the inter-token latency."""
         self.totals.generation_tokens += num_tokens
         last_at = self._open.get(sequence)
         if last_at is None:
@@ -127,7 +128,7 @@ class Metrics(Collector):
         """Count a finished request, and pass it to the trace writer, if there is one. Call it for every request that
         `chunk` was called for. `outcome`: its finish reason; `tag`: the client's label, stored in the trace only.
 
-        Durations of whole requests exclude aborted and failed ones.
+        Histograms of whole requests, such as end-to-end latency, exclude aborted and failed ones.
         """
         self._open.pop(sequence, None)
         self.ended[outcome] += 1
@@ -156,7 +157,7 @@ class Metrics(Collector):
             self._refusals[reason] += 1
 
     def crashed(self) -> None:
-        """Count a restart of the engine and forget its running requests."""
+        """Count a restart of the engine after a crash, and forget the requests that it was running."""
         self.totals.worker_restarts += 1
         self.engine = None
         self._open.clear()

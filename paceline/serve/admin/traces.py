@@ -117,7 +117,7 @@ class Trace:
 
 
 class Lost(Exception):
-    """Raised while building a trace that cannot be recorded; the writer counts it under `reason`."""
+    """Raised by a function that builds a trace if it cannot be recorded; the writer counts the loss under `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -163,7 +163,7 @@ class TraceWriter:
         self._thread: threading.Thread | None = None
 
     def begin(self, tokenizer: Tokenizer) -> None:
-        """Start the thread once, with the model's tokenizer. Raises ConfigError for invalid redaction patterns."""
+        """Start the writer's thread, unless it runs. Raises ConfigError for invalid redaction patterns."""
         if self._thread is None:
             self._tokenizer = tokenizer
             self._redactor = Redactor(self._config.redact, tokenizer) if self._config.redact else None

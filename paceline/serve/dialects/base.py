@@ -174,9 +174,9 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_keys(part: Closed, kind: str, keys: set[str], where: str, optional: tuple[str, ...] = ()) -> None:
-    """Raises RequestRefused unless `part`, an object of type `kind` in a request, has exactly the fields `keys`
-    (besides "type"); only those of them that are also in `optional` may be missing. `where`: the object's place in the
-    request, for the message."""
+    """Raises RequestRefused if `part`, an object of type `kind` in a request, has a field that is not in `keys`, or
+    lacks one of `keys` that is not in `optional`; "type" is not checked, and null counts as missing. `where`: the
+    object's place in the request, for the message."""
     given = {name for name in part.model_fields_set if getattr(part, name) is not None} - {"type"}
     for name in sorted(keys - given - {*optional}):
         raise RequestRefused(f"{where}.{name}: a part of type {kind} needs it", param=f"{where}.{name}")

@@ -108,7 +108,7 @@ class Thinking(Closed):
 
 
 class CountTokensRequest(Closed):
-    """A conversation whose prompt tokens are counted."""
+    """Request to count the prompt tokens of a conversation."""
 
     refused: ClassVar[dict[str, Refused]] = fields.COUNT_REFUSED
     unused: ClassVar[dict[str, str]] = fields.MESSAGES_UNUSED
@@ -184,7 +184,7 @@ def add_messages(app: FastAPI, worker: EngineWorker) -> None:
 
 def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
     """Convert a request of Anthropic's Messages API to a chat request. Also returns a map from names of chat fields to
-    the client's names, for error messages. Raises RequestRefused."""
+    the client's names, for error messages. Raises RequestRefused for fields that are missing or do not fit together."""
     messages = [("system", {"role": "system", "content": _text(body.system)})] if body.system else []
     for place, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{place}]")

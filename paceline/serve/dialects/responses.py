@@ -109,7 +109,7 @@ class Reasoning(Closed):
 
 
 class ResponseStreamOptions(Closed):
-    """Accepted for compatibility; has no effect."""
+    """Options of a stream: accepted for compatibility, without effect."""
 
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["stream_options"]
 
@@ -167,7 +167,7 @@ def add_responses(app: FastAPI, worker: EngineWorker) -> None:
 
 def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
     """Convert a request of OpenAI's Responses API to a chat request. Also returns a map from names of chat fields to
-    the client's names, for error messages. Raises RequestRefused."""
+    the client's names, for error messages. Raises RequestRefused for fields that are missing or do not fit together."""
     messages, names = _messages(body)
     same = {"model", "temperature", "top_p", "parallel_tool_calls"} & body.model_fields_set
     chat = (

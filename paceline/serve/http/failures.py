@@ -92,8 +92,8 @@ class RequestRefused(ApiError):
 
     @classmethod
     def of(cls, error: PacelineError, param: str | None = None) -> RequestRefused:
-        """Convert an error of the tokenizer, template or engine. `param` is the request's invalid field, used if the
-        error names no field."""
+        """Convert an error of the tokenizer, template or engine to an error response. `param` is the request's invalid
+        field, used if the error names no field."""
         is_length, text = isinstance(error, ContextLengthError), str(error)
         param = getattr(error, "field", None) or param or ("max_tokens" if is_length else None)
         if isinstance(error, TemplateError):
@@ -102,14 +102,14 @@ class RequestRefused(ApiError):
 
 
 def dump(value: Any) -> bytes:
-    """Return compact JSON as UTF-8; lone surrogates stay escaped."""
+    """Encode a value as JSON without spaces, in UTF-8; lone surrogates become escapes."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
         "utf-8", "backslashreplace"
     )
 
 
 def compact(value: Any) -> str:
-    """Return JSON as text. Raises RequestRefused if it is nested too deeply."""
+    """Return a value of a request as JSON text. Raises RequestRefused if it is nested too deeply."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
@@ -119,8 +119,8 @@ def compact(value: Any) -> str:
 def json_response(
     value: Any, status: int = 200, headers: dict[str, str] | None = None, *, multiple: int = 1
 ) -> Response:
-    """Return a JSON response, padded with spaces, which parsers ignore, to a length that is a multiple of `multiple`
-    bytes."""
+    """Return a JSON response. Its body is padded with spaces, which parsers ignore, to a multiple of `multiple` bytes,
+    so that its length reveals an answer's length only roughly (serve --even-chunks)."""
     body = dump(value)
     return Response(body + b" " * (-len(body) % multiple), status, headers, media_type="application/json")
 

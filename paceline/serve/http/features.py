@@ -32,7 +32,7 @@ BUSY_SECONDS = 2
 
 
 class FeaturesRequest(Closed):
-    """A document (list of token ids), and the layers whose hidden states are returned."""
+    """Request for the hidden states of a document (list of token ids) after each of the given layers."""
 
     token_ids: list[int] = Field(min_length=1, description="Token ids of a document; no special tokens are added.")
     layers: list[int] = Field(min_length=1, max_length=64, description="Layer numbers, from 0, without duplicates.")

@@ -79,7 +79,7 @@ def _reason(path: tuple[Any, ...], errors: list[Any], endpoint: str) -> str:
 
 
 def known_fields() -> list[str]:
-    """Return the names of the fields of all requests, including nested ones."""
+    """Return the names of the fields of all requests, including nested ones; error messages suggest them."""
     models, names = [*Closed.__subclasses__()], dict[str, None]()
     for model in models:
         models += model.__subclasses__()

@@ -35,15 +35,16 @@ KEPT = 0.9
 
 
 class Pace:
-    """Seconds between the frames of one answer: fixed, or measured and set anew only every `WINDOW` answers, so that
-    it shows nothing about a single one."""
+    """Interval between the frames (chunks of one size) of one answer, in seconds. It is fixed, or computed anew only
+    after every `WINDOW` answers, so that it reveals nothing about a single one."""
 
     def __init__(self, fixed_s: float | None = None) -> None:
         self.interval_s = fixed_s or START_S
         self._is_fixed, self._due, self._measured = fixed_s is not None, FIRST, list[float]()
 
     def observe(self, token_s: Iterable[float]) -> None:
-        """Add the mean seconds per token of finished answers."""
+        """Add the mean seconds per token of finished answers, one number each. Unless the interval is fixed, it is
+        computed from these numbers once there are enough."""
         self._measured += token_s
         if len(self._measured) >= self._due and not self._is_fixed:
             kept_s = sorted(self._measured)[int(KEPT * (len(self._measured) - 1))]
@@ -52,8 +53,8 @@ class Pace:
 
 
 def single(event: Event, token_text: Callable[[int], str]) -> Iterator[Event]:
-    """Yield an event's tokens one by one. Each gets as many characters of the new text as it has itself, the last token
-    gets the rest: held-back text belongs to no token."""
+    """Split an event into one event per token. Each token gets as many characters of the event's text as the token's
+    own text has, and the last token gets the rest, because text that was held back belongs to no token."""
     chunk, rest = event.chunk, event.chunk.text
     last = len(chunk.token_ids) - 1
     for place, token in enumerate(chunk.token_ids[:-1]):
@@ -69,7 +70,8 @@ def single(event: Event, token_text: Callable[[int], str]) -> Iterator[Event]:
 
 
 def frames(piece: bytes, size: int) -> list[bytes]:
-    """Return whole server-sent events, or b"", as frames of `size` bytes, padded with a comment before the events."""
+    """Return `piece`, whole server-sent events or b"", as frames of `size` bytes each. An SSE comment before the
+    events, which clients ignore, fills the rest."""
     opening, closing = COMMENT
     spaces = -(len(piece) + len(opening) + len(closing)) % size
     padded = opening + b" " * spaces + closing + piece
@@ -79,8 +81,9 @@ def frames(piece: bytes, size: int) -> list[bytes]:
 async def paced(pieces: AsyncIterator[bytes], size: int, interval_s: float) -> AsyncIterator[bytes]:
     """Yield the frames of a stream, one per interval. `pieces`: one token's events each, b"" for a token without text.
 
-    The first frame leaves at once. The last event waits until the number of frames becomes a multiple of `MULTIPLE`.
-    After a delay of more than an interval, by a client that reads slowly, the frames missed are not caught up with."""
+    The first frame leaves at once; while no token is ready, frames of padding leave. The last event waits until the
+    number of frames becomes a multiple of `MULTIPLE`. If a slow client delays a frame by more than an interval, the
+    frames missed are not made up for."""
     ready, sending = deque([frames(await anext(pieces), size)]), list[bytes]()
     (cover,) = frames(b"", size)
     loop, number = asyncio.get_running_loop(), 0

@@ -144,7 +144,7 @@ class Exchange:
         self._ticket.close()
 
     async def begin(self) -> None:
-        """Wait for the first tokens, so that an error before them becomes the status of the response."""
+        """Wait for the first tokens, so that an error before them still determines the HTTP status."""
         self._first = await self._ticket.read()
         self._clock.answered()
 
@@ -175,7 +175,7 @@ class Exchange:
             self.close()
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield server-sent events; events that arrived together are joined."""
+        """Yield the answers as encoded server-sent events; events that arrived together are joined."""
         try:
             async for chunks in self.chunks():
                 pieces = [self.written(chunk) if chunk else b"" for chunk in chunks]
@@ -193,14 +193,15 @@ class Exchange:
             yield self.end
 
     def even_stream(self, pace: Pace) -> AsyncIterator[bytes]:
-        """Yield the server-sent events as frames of one size, at the steady rate of `pace` for each answer."""
+        """Yield the server-sent events as frames of one size at a steady rate, which shows network listeners neither
+        accepted drafts nor lengths of tokens. `pace`: interval between the frames of each answer."""
         self._is_even, top = True, self._ticket.jobs[0].params.logprobs
         size = FRAME + (0 if top is None else LOGPROB * (1 + top))
         return paced(self.stream(), size, pace.interval_s / len(self._replies))
 
     async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
         """Yield the stream's chunks as JSON objects: one list for each batch of events that arrived together. In an
-        even stream each token has its chunk, which is {} if there is nothing to send yet."""
+        `even_stream` there is one chunk per token; it is {} if there is nothing to send yet."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         head = self._head | {
@@ -341,8 +342,8 @@ def sse(value: dict[str, Any], name: str = "") -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of `work`. `receive`: the request's ASGI function; if it reports first that the client has
-    disconnected, cancels `work` and raises ClientDisconnect."""
+    """Return the result of `work`, unless the client disconnects first: then cancel `work` and raise ClientDisconnect.
+    `receive`: the request's ASGI function, which reports the disconnection."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_hung_up(receive))
     try:

@@ -37,7 +37,7 @@ class Call:
 
 
 def read_call(text: str, names: set[str]) -> Call | None:
-    """Parse a JSON object as a call of one of the tools `names`; returns None if it is something else."""
+    """Parse `text`, a JSON object, as a call of one of the tools `names`; returns None if it is not such a call."""
     try:
         spans = _members(text.strip(SPACE))
         name = json.loads(spans.get("name", "null"))

@@ -48,7 +48,7 @@ def names_of(worker: EngineWorker) -> tuple[str, ...]:
 
 def check_model(name: str | None, worker: EngineWorker) -> tuple[str, ModelInfo]:
     """Return (model name for clients, properties of the loaded model). `name`: the model that the request names, or
-    None. Raises ApiError if the server has no model with this name."""
+    None. Raises ApiError if the server has no model with this name, or does not accept requests now."""
     names = names_of(worker)
     if name is not None and name not in names:
         message = f"there is no model {name!r:.100} here: this server has {', '.join(names)}"

@@ -39,7 +39,8 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock
     """Convert a chat request to jobs for the engine, one for each of its `n` answers. Run it in a thread, since
     rendering and encoding are slow; `clock` measures both.
 
-    Raises RequestRefused.
+    Raises RequestRefused for fields that are invalid or contradict each other, and for values beyond this server's
+    limits.
     """
     clock = clock or Clock()
     clock.mark("dispatch")
@@ -71,9 +72,10 @@ def completion_jobs(
     request: CompletionRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None
 ) -> tuple[list[Job], list[str]]:
     """Convert a text completion request to jobs, `n` for each prompt, in order. Also returns for each job the text to
-    put before its answer: with `echo` the prompt, else "". Run it in a thread.
+    put before its answer: with `echo` the prompt, else "". Run it in a thread, since encoding is slow; `clock` measures
+    it.
 
-    Raises RequestRefused.
+    Raises RequestRefused for unsupported or invalid fields, and for values beyond this server's limits.
     """
     if request.suffix:
         raise RequestRefused("suffix is not supported: put it into the prompt", param="suffix")

@@ -35,7 +35,8 @@ CHAT_ONLY = (
 
 
 def chat_ids(request: ChatRequest, model: ModelInfo, clock: Clock | None = None) -> list[int]:
-    """Return the token ids of a chat request's prompt; `clock` measures the template and the tokenizer."""
+    """Return the token ids of a chat request's prompt; `clock` measures the template and the tokenizer. Raises
+    RequestRefused for invalid messages or tools, and for texts far beyond the context."""
     check_characters(_texts(request), model, "messages")
     return encode_request(request, model.tokenizer, clock)
 
@@ -73,7 +74,8 @@ def encode_request(
     request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, clock: Clock | None = None
 ) -> list[int]:
     """Return the token ids of a request's conversation, rendered with its tools and its variables for the chat
-    template. `clock` measures the template and the tokenizer."""
+    template. `clock` measures the template and the tokenizer. Raises RequestRefused for invalid messages or tools, or
+    if the template does not use `reasoning_effort` or `documents` of the request."""
     variables = dict(request.chat_template_kwargs or {})
     for name in TEMPLATE_FIELDS:
         value = getattr(request, name)
@@ -87,7 +89,7 @@ def encode_request(
 
 def turn_options(request: ChatRequest | TokenizeRequest) -> dict[str, bool]:
     """Return the chat template's options for the end of the prompt: `add_generation_prompt` and
-    `continue_final_message`."""
+    `continue_final_message`. Raises RequestRefused if the request sets both."""
     if request.continue_final_message and request.add_generation_prompt:
         message = "continue_final_message goes on with the last message, add_generation_prompt opens a new one: choose"
         raise RequestRefused(message, param="continue_final_message")

@@ -161,7 +161,7 @@ class Message(Closed):
 
 
 class Prediction(Closed):
-    """The answer that the client expects. It speeds up the answer where it is right, and never changes it."""
+    """The answer that the client expects. Where it is right, generation is faster; it never changes the answer."""
 
     type: Literal["content"]
     content: SkipValidation[str | list[ContentPart]] = Field(
@@ -281,7 +281,7 @@ class CompletionRequest(Sampling):
 
 
 class TokenizeRequest(Closed):
-    """A text or conversation to encode."""
+    """Request to convert a text or a conversation to token ids."""
 
     refused: ClassVar[dict[str, Refused]] = fields.TOKENIZE_REFUSED
 

@@ -18,8 +18,8 @@ DRAFTER = "x-paceline-drafter"
 
 
 def chosen_route(name: str, drafters: Sequence[str]) -> Route:
-    """Return the route to the drafter `name`, which the request's header selects; "none" is plain decoding. Raises
-    RequestRefused for an unknown name."""
+    """Return the route to the drafter `name`, which the header x-paceline-drafter selects; "none" is plain decoding.
+    Raises RequestRefused for other names than "none" and those in `drafters`."""
     if name not in (*drafters, NONE):
         message = f"there is no drafter {name!r:.100} here: {DRAFTER} names one of {', '.join([*drafters, NONE])}"
         raise RequestRefused(message, param=DRAFTER, code="drafter_not_found")

@@ -13,7 +13,8 @@ from paceline.serve.requests.protocol import ChatRequest, ChosenTool, Message, T
 
 
 def tools_of(request: ChatRequest | TokenizeRequest) -> list[Tool]:
-    """Return the tools that the answer may call. Raises RequestRefused if tool_choice names an unknown tool."""
+    """Return the tools that the answer may call; an empty list if tool_choice is "none". Raises RequestRefused if
+    tool_choice names an unknown tool, or is "required" and there are no tools."""
     tools, choice = request.tools or [], request.tool_choice
     if isinstance(choice, ChosenTool) and choice.function.name not in {tool.function.name for tool in tools}:
         raise RequestRefused(
@@ -25,8 +26,8 @@ def tools_of(request: ChatRequest | TokenizeRequest) -> list[Tool]:
 
 
 def forced_schema(request: ChatRequest) -> str | None:
-    """Return the JSON schema that the answer must follow because `tool_choice` forces a call; None if it may be
-    text."""
+    """Return the JSON schema that the answer must follow because `tool_choice` forces a call; None if it may be text.
+    Raises RequestRefused for an invalid `tool_choice`, or if definitions of two tools conflict."""
     choice = request.tool_choice
     if choice is None or choice in ("none", "auto"):
         return None

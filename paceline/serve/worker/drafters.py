@@ -45,8 +45,8 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
 
 
 class Drafters:
-    """Lists, loads, drains and unloads drafters of the running server, and pins request classes to a drafter. The
-    admin API calls it in the event loop."""
+    """Lists, loads, drains and unloads drafters of the running server, and pins request classes (groups of similar
+    requests) to a drafter. The admin API calls it in the event loop."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
@@ -57,7 +57,8 @@ class Drafters:
 
     async def table(self) -> list[dict[str, Any]]:
         """Return a list with an object per drafter: name, drafter (its source), state, rows (running requests that use
-        it), tokens_per_round, tokens_per_s, weight_bytes, cache_bytes, and memory_bytes, their sum."""
+        it), tokens_per_round and tokens_per_s (since it was loaded; None before its first round), weight_bytes,
+        cache_bytes, and memory_bytes (the sum of these two)."""
         members = await self._call(_rows)
         empty = {"drafter": "", "rows": 0} | NO_MEMORY
         shown = members + [{"name": name, "state": state, **empty} for name, state in self._busy.items()]
@@ -75,8 +76,9 @@ class Drafters:
         return await self._call(_clusters)
 
     async def load(self, name: str, drafter: str) -> dict[str, Any]:
-        """Load a drafter (folder or hub id) into the pool under `name`, replacing any other there; returns its object
-        of `table`. Raises ApiError."""
+        """Load a drafter (folder or hub id) into the pool under `name`, where it replaces the old one, if any; running
+        requests keep the old one. Returns its entry in `table`. Raises ApiError if the drafter or the name is rejected,
+        or while another drafter is being loaded."""
         with _refusing():
             check_name(name)
         if self._busy:
@@ -100,13 +102,14 @@ class Drafters:
         return await self._changed(name)
 
     async def drain(self, name: str) -> dict[str, Any]:
-        """Give the drafter no new requests; returns its object of `table`. Raises ApiError."""
+        """Give the drafter no new requests; returns its entry in `table`. Raises ApiError for an unknown name."""
         with _refusing(404):
             await self._call(lambda model: model.drain_drafter(name))
         return await self._changed(name)
 
     async def unload(self, name: str) -> list[dict[str, Any]]:
-        """Unload a drafter; returns the `table` of the others. Raises ApiError if running requests use it."""
+        """Unload a drafter; returns the `table` of the others. Raises ApiError if running requests use it, or for an
+        unknown name."""
 
         def remove(model: LLM) -> int:
             pool = model.engine.pool
@@ -125,7 +128,8 @@ class Drafters:
 
     async def pin(self, cluster: str, name: str | None) -> dict[str, Any]:
         """Pin a request class (`cluster`) to drafter `name`, so that all its requests use it; None unpins it. Returns
-        the class's object of `clusters`. Raises ApiError."""
+        the class's entry in `clusters`. Raises ApiError for an unknown class or drafter, or without a router (--route
+        auto)."""
 
         def pin(model: LLM) -> None:
             if name not in (None, NONE):

@@ -50,7 +50,8 @@ class ModelInfo:
 
 
 def marks_of(model: LLM) -> dict[str, Any]:
-    """Return a value that is equal as long as the model's drafters are the same, be they loaded or released; it keeps
-    none of them in memory."""
+    """Return a fingerprint of the model's drafters (name -> source, file stamp, and if new requests may use it). It
+    changes if a drafter is replaced, drained or removed, not if it is released from memory and loaded again. Keeps no
+    drafter in memory."""
     members = [(name, each.drafter, each.is_open) for name, each in model.members.items()]
     return {name: (drafter.source or ref(drafter), drafter.stamp, is_open) for name, drafter, is_open in members}

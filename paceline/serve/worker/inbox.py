@@ -19,7 +19,8 @@ Command = Callable[[], None]
 
 
 class Inbox:
-    """FIFO queue of commands for one thread: any thread posts, that thread takes them until it calls `close`."""
+    """FIFO queue of commands for one thread. Any thread may post commands; only that thread takes them, until `close`
+    is called."""
 
     def __init__(self) -> None:
         self._commands: deque[Command] = deque()
@@ -44,8 +45,8 @@ class Inbox:
         self._commands.appendleft(command)
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Queue a function. Returns a future with its result or exception, or with an ApiError if the inbox is
-        closed."""
+        """Queue a function. Returns a future with its result or exception, or with an ApiError if the inbox is closed
+        before the function has run."""
         future: Future[Any] = Future()
         with self._condition:
             if self._closed is not None:
@@ -77,7 +78,7 @@ class Inbox:
         return self._commands.popleft()
 
     def close(self, code: str) -> None:
-        """Fail all pending and later calls with the error `code` of failures.json."""
+        """Drop all queued commands. Pending and later calls fail with the error `code` of failures.json."""
         with self._condition:
             self._closed = code
             self._commands.clear()

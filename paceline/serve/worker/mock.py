@@ -87,11 +87,12 @@ def _checked(shares: list[float]) -> tuple[float, ...]:
 
 
 def mocked_engine(engine: EngineConfig, mock: str, scratch: Path) -> EngineConfig:
-    """Return `engine` with mocked acceptance: verification accepts as many drafts as `mock`, the text of --mock, says.
+    """Return `engine` with mocked acceptance: `mock`, the text of --mock, sets how many drafts verification accepts.
 
     A model given as a config.json, or by a name that only the catalogue has (`paceline simulate --list`), gets random
     weights, and its config is written to a folder in `scratch`. A folder without weights gets random weights too.
-    Raises ConfigError, ModelNotFoundError or UnsupportedModelError.
+    Raises ConfigError if `mock` or the config is invalid, ModelNotFoundError if the model or its config is not found,
+    and UnsupportedModelError if its config is unknown or not a JSON object.
     """
     acceptance, path = read_mock(mock), Path(engine.model).expanduser()
     if isinstance(acceptance, Marginals):

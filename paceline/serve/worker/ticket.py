@@ -77,7 +77,7 @@ class Ticket:
         return events
 
     def close(self) -> None:
-        """Abort unfinished answers; their cache rows are free before the next step."""
+        """Abort unfinished answers; their cache rows are free before the engine's next step."""
         if self.num_left:
             self._abort(self)
 

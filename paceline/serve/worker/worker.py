@@ -132,7 +132,9 @@ class EngineWorker:
         return [replace(job, constraint=grammar) for job, grammar in zip(jobs, grammars, strict=True)]
 
     def submit(self, jobs: list[Job], tag: str | None = None, route: Route | None = None) -> Ticket:
-        """Queue a request's jobs, all or none. `tag`: for traces; `route`: selects the drafter. Raises ApiError."""
+        """Queue a request's jobs, all or none; the returned ticket delivers their events. `tag`: the client's label,
+        for traces; `route`: selects the drafter. Raises ApiError if the queue is full or the server accepts no
+        requests."""
         num_rows, num_open = self.serving().num_rows, self.num_open
         if num_open + len(jobs) > num_rows + self.config.max_queue:
             self.metrics.refused("queue_full")
