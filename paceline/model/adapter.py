@@ -43,7 +43,8 @@ MERGE_IT = "merge it with PEFT (merge_and_unload, save_pretrained) and give that
 
 
 def is_adapter(path: Path) -> bool:
-    """True for the folder of an adapter. Raises ModelFileError if it holds a whole model, too."""
+    """Return True if `path` is the folder of a LoRA adapter (it contains adapter_config.json). Raises ModelFileError if
+    the folder also contains a whole model."""
     if not (path / CONFIG).is_file():
         return False
     if (path / "model.safetensors").is_file() or (path / "model.safetensors.index.json").is_file():
@@ -52,9 +53,11 @@ def is_adapter(path: Path) -> bool:
 
 
 def base_of(path: Path) -> Path:
-    """Return the path of an adapter's base; the path itself if it is no adapter's folder.
+    """Return the path of the base model of the adapter in folder `path`; `path` itself if it is not an adapter's
+    folder.
 
-    Raises ModelNotFoundError if the base is not here, and the errors of `read_config` and `hub.resolve`.
+    Raises ModelNotFoundError if the base cannot be found or downloaded, UnsupportedModelError if the base is an adapter
+    too, ModelFileError if adapter_config.json is damaged or does not name the base, and CacheError.
     """
     if not is_adapter(path):
         return path
@@ -72,8 +75,8 @@ def base_of(path: Path) -> Path:
 
 
 def base_name(folder: Path) -> str:
-    """Return the name of an adapter's base: the path to which `base` links, else the name in the config. Raises
-    ModelFileError."""
+    """Return the path or name of an adapter's base model: the folder or file to which the link `base` in the adapter's
+    folder points, else `base_model_name_or_path` of adapter_config.json. Raises ModelFileError if that is missing."""
     if (folder / BASE).exists():
         return str((folder / BASE).resolve())
     name = read_config(folder).get("base_model_name_or_path")
@@ -83,7 +86,8 @@ def base_name(folder: Path) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json. Raises ModelFileError if it is damaged."""
+    """Read adapter_config.json of an adapter's folder. Raises ModelFileError if the file is missing, damaged or not a
+    JSON object."""
     file = folder / CONFIG
     fault = reraised(ModelFileError, f"{file} cannot be read", "copy the adapter again", OSError, ValueError)
     with fault:
@@ -94,8 +98,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def identity_of(model: str) -> str:
-    """Return the name under which runs know a target. For an adapter's folder it is the absolute path with a hash of
-    the adapter's files and of the link to its base, since an adapter may be trained again in the same folder."""
+    """Return the name by which a run records its target, to detect later that it continues with the same one: `model`
+    itself or, for an adapter's folder, its absolute path with a hash of the adapter's files and of the link to its
+    base, since an adapter may be trained again in the same folder."""
     folder = Path(model).expanduser().resolve()
     if not is_adapter(folder):
         return model
@@ -104,7 +109,8 @@ def identity_of(model: str) -> str:
 
 
 def adapter_digest(folder: Path) -> str:
-    """Return the SHA-256 of an adapter's config and weights; the base is not included."""
+    """Return the SHA-256 of an adapter's config and weights, in hex; the base is not included. Raises ModelFileError if
+    a file cannot be read."""
     digest = hashlib.sha256()
     for name in (CONFIG, WEIGHTS):
         with (
@@ -117,7 +123,7 @@ def adapter_digest(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The adapter of one linear layer."""
+    """The LoRA matrices A and B of one linear layer, which change its weight W to W + scaling * B A."""
 
     a_RI: Tensor
     """[rank, inputs]"""
@@ -128,7 +134,8 @@ class Pair:
     """Name of the layer in PEFT's file."""
 
     def added_to(self, weight_OI: Tensor, source: object) -> Tensor:
-        """Return the weight with the adapter, in float32. Raises ModelFileError if the shapes differ."""
+        """Return `weight_OI` + scaling * B A in float32. Raises ModelFileError, naming `source`, if the shapes
+        differ."""
         shape = (self.b_OR.shape[0], self.a_RI.shape[1])
         if tuple(weight_OI.shape) != shape:
             raise ModelFileError(
@@ -139,8 +146,9 @@ class Pair:
 
 
 def read_pairs(folder: Path, tensors: Mapping[str, Tensor]) -> list[Pair]:
-    """Return the pairs in an adapter's tensors. Raises UnsupportedModelError for settings and tensors that are more
-    than LoRA, ModelFileError for those that contradict the config."""
+    """Return the LoRA matrices of each adapted layer, from `tensors`, the content of the adapter's safetensors file.
+    Raises UnsupportedModelError for settings and tensors that plain LoRA does not have, ModelFileError if config and
+    tensors contradict each other."""
     raw = read_config(folder)
     _refuse_others(folder, raw)
     parts: dict[str, dict[str, Tensor]] = {}
@@ -161,11 +169,12 @@ def added(
     source: Path,
     is_whole: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the base's (name, tensor), with the adapter's pairs added. `own_name`: a name in any checkpoint -> the
-    decoder's name for this weight; None if the decoder does not use it.
+    """Yield each (name, tensor) of the base, with the adapter's matrices added if `pairs` has some for this weight.
+    `own_name` maps a weight's name in any checkpoint to the decoder's name; None if the decoder does not use the
+    weight.
 
-    Raises ModelFileError for a pair whose weight the decoder does not use or, if `tensors` are the whole base, that
-    matched no weight.
+    Raises ModelFileError if the decoder does not use the weight of a pair, if two pairs are for one weight or, with
+    `is_whole` (`tensors` are the whole base), if a pair matches no tensor.
     """
     left = {own_name(f"{pair.module}.weight"): pair for pair in pairs}
     if None in left or len(left) < len(pairs):

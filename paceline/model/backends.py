@@ -28,11 +28,12 @@ from paceline.model.torch.graphs import GraphDecoder
 
 
 def settle(settings: EngineConfig) -> EngineConfig:
-    """Replace "auto" in the settings by concrete values, and select the native library's instruction set.
+    """Return the settings with "auto" replaced for device and dtype. Also selects the native library's instruction set,
+    `settings.isa`, for the whole process.
 
-    `config.resolve` resolves most values. In addition, dtype "auto" becomes bfloat16 on a CPU if the native library
-    multiplies block-quantised weights directly. Raises NativeError if the instruction set is unavailable, and the
-    errors of `config.resolve` and `hub.resolve`.
+    The values are those of `config.resolve`, with one exception: on a CPU, dtype "auto" becomes bfloat16 if the native
+    library multiplies the model's quantised blocks directly. Raises NativeError if the instruction set is unavailable,
+    and the errors of `config.resolve` and `hub.resolve`.
     """
     resolved = engine_config.resolve(settings)
     if settings.isa != "auto":
@@ -54,8 +55,9 @@ def settle(settings: EngineConfig) -> EngineConfig:
 def load_target(settings: EngineConfig) -> Target:
     """Load the target model. `settings` must contain no "auto" for device and dtype (see `settle`).
 
-    Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, ConfigError if blocks
-    were requested for an adapter, or NativeError if the native library was requested and cannot run.
+    Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, ConfigError for an
+    adapter with `weight_format` "blocks" (adapters are added to dense weights only), or NativeError if the settings
+    require the native library and it cannot run.
     """
     dtype, device, weights = getattr(torch, settings.dtype), torch.device(settings.device), settings.weights
     num_rows = (

@@ -71,8 +71,8 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
 
 
 def load_named(path: Path | str, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) from the safetensors files of a folder, only for names for which `is_wanted` returns
-    true. Of an adapter's folder, those of its base, with the adapter added."""
+    """Yield (name, tensor) for each tensor in a folder's safetensors files for whose name `is_wanted` returns true. For
+    an adapter's folder, the tensors are those of its base, with the adapter added."""
     path = existing(path)
     if is_adapter(path):
         base = base_of(path)
@@ -120,8 +120,8 @@ def random_weights(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, random tensor) for these shapes: normal with mean 0 and standard deviation 0.02; norm weights and
-    factors of layers are 1.
+    """Yield (name, random tensor) for these shapes: normal with mean 0 and standard deviation 0.02. Weights of norms
+    and the factor `layer_scalar` of a layer's output are 1.
 
     The numbers depend on the seed, and on the device and dtype that `drawn_as` returns.
     """
@@ -134,7 +134,7 @@ def random_weights(
 
 
 def drawn_as(device: torch.device, dtype: torch.dtype) -> tuple[torch.device, torch.dtype]:
-    """Return the device and dtype in which random weights for a target on this device in this dtype are generated.
+    """Return the (device, dtype) in which random weights are generated for a target with this device and dtype.
 
     On a GPU these are the target's own: one CPU thread would take 93 s for 8B parameters. Otherwise they are the CPU
     and float32, so the numbers do not depend on the dtype.
@@ -188,8 +188,8 @@ def check_tensors(
 
 
 def check_finite(name: str, weight: Weight, source: Path | str) -> None:
-    """Check that a tensor is floating-point and finite. Raises ModelFileError, which names the tensor and `source`. The
-    sum is checked first, as that is cheap."""
+    """Raise ModelFileError, naming the tensor and `source`, unless all values of a weight are finite floating-point
+    numbers. For quantised blocks only the scales are checked."""
     if isinstance(weight, Blocks):
         return check_finite(name, weight.scales(), source)
     if not weight.is_floating_point() or weight.is_complex():
@@ -221,8 +221,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Return the token ids that end an answer: those of generation_config.json, then of config.json, without
-    duplicates."""
+    """Return the token ids that end an answer: `eos_token_id` of generation_config.json and of config.json, in this
+    order, without duplicates. Raises ModelFileError if one is not an id."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
@@ -286,8 +286,9 @@ tensors and a header of 3 MB."""
 
 
 def check_header(file: Path) -> None:
-    """Raises ModelFileError if the header of a safetensors file is larger than 16 MiB (MOST_HEADER_BYTES); does not
-    parse it."""
+    """Raise ModelFileError if a safetensors file cannot be read, or if its header is larger than 16 MiB
+    (MOST_HEADER_BYTES), more than any model needs. The header is not parsed; a size beyond the file's end is left to
+    the parser."""
     with (
         reraised(ModelFileError, f"{file} cannot be read", "fetch the model again", OSError),
         file.open("rb") as opened,

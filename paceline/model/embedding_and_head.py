@@ -35,7 +35,8 @@ LIGHT = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
 class Ends(Target):
-    """Embedding and LM head of a target that runs on a server. It implements `Target` without forward passes."""
+    """Embedding and LM head of a target that runs on a remote server: the parts of it that training a drafter needs. A
+    `Target` without forward passes."""
 
     def __init__(self, raw: dict[str, Any], embedding_VD: Tensor, head_VD: Tensor, max_position: int) -> None:
         self.embedding, self._head = embedding_VD, head_VD
@@ -84,10 +85,11 @@ def _fetched(repo_id: str, patterns: tuple[str, ...]) -> Path:
 
 
 def load_ends(settings: EngineConfig) -> Target:
-    """Load the embedding and head of a target, in the dtype of the resolved settings. For a GGUF file or an
-    adapter the whole target is loaded.
+    """Load only the embedding and LM head of a target, as `Ends`, in the dtype of the resolved settings. For a GGUF
+    file or an adapter the whole target is loaded.
 
-    Raises ModelFileError if they are missing, UnsupportedModelError if the model scales them in an unknown way.
+    Raises ModelFileError if the embedding is missing (a missing head is replaced by the embedding),
+    UnsupportedModelError if a model of an unknown family scales its embedding or head.
     """
     folder = light_folder(settings.model)
     if is_gguf(folder) or is_adapter(folder):

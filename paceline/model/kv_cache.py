@@ -32,7 +32,7 @@ class KVCache(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Size of the whole cache in bytes; fixed at construction."""
+        """Bytes of the whole cache when all rows are full."""
 
     @property
     def num_free(self) -> int:
@@ -108,8 +108,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
 
 
 class LayeredKVCache(KVCache):
-    """KV cache of layers that differ in the number and the size of their heads: `keys[l]` and `values[l]` of layer l
-    are tensors [rows, kv_heads, max_len + slack, head_dim], those of another layer if layer l reads that one's."""
+    """KV cache of a model whose layers differ in the number and the size of their heads: `keys[l]` and `values[l]` of
+    layer l are tensors [rows, kv_heads, max_len + slack, head_dim]. A layer that reads the keys and values of another
+    layer has that layer's tensors. `slack`: scratch positions per row."""
 
     def __init__(
         self,

@@ -82,7 +82,8 @@ def _input_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def input_table_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that make per-layer embeddings, by Hugging Face name; empty without any."""
+    """Return the shapes of the model's tensors from which per-layer embeddings (Gemma 4) are computed, by Hugging Face
+    name; {} for a model without per-layer embeddings."""
     if config.layer_sizes is None or not config.layer_sizes.input_size:
         return {}
     size = config.layer_sizes.input_size
@@ -131,10 +132,11 @@ def as_ours(
     tensors: Iterable[tuple[str, AnyWeight]],
     source: object,
 ) -> Iterator[tuple[str, AnyWeight]]:
-    """Yield the tensors of a checkpoint under the names in `expected` (name -> shape), the names that the decoder uses.
+    """Yield the tensors of a checkpoint under the decoder's names, which are the keys of `expected` (name -> shape).
 
-    Tensors of some families are renamed; fused tensors are split into views of their parts. Raises ModelFileError,
-    naming `source`, for a fused tensor whose number of rows does not match its parts.
+    Tensors of some families are renamed; those that the decoder does not use are dropped; fused tensors are split into
+    views of their parts. Tensors with unknown names are passed on. Raises ModelFileError, naming `source`, for a fused
+    tensor whose number of rows does not match its parts.
     """
     for name, tensor in taken_apart(config, _renamed(config, tensors), source):
         if name in expected:

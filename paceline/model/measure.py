@@ -23,14 +23,14 @@ to find such times."""
 def measure_passes(target: Target, most: int, width: int | None = None) -> PassCosts:
     """Time target passes of several sizes, up to `most` tokens; returns the seconds by number of tokens.
 
-    Takes about 0.3 seconds, and one untimed warm-up pass of each size. All rows of the cache must be free. On CUDA the
-    sizes are 1, 8, 16, 64, 128, ... and `most`, timed by CUDA events, with at most `width` tokens per row (None: as
-    many as a row holds). On other devices they are 1, 2, 4, ..., in as few rows as can hold them, timed by the clock.
-    The sizes are timed in several loops over all of them, and the fastest run of each counts, which reduces noise from
-    the machine. The returned costs extrapolate other sizes.
+    Takes about 0.3 seconds, in addition to one untimed warm-up pass of each size. All rows of the cache must be free.
+    On CUDA the sizes are 1, 8, 16, 64, 128, ... and `most`, timed by CUDA events, with at most `width` tokens per row
+    (None: as many as a row holds). On other devices they are 1, 2, 4, ..., in as few rows as can hold them, timed by
+    the clock. The sizes are timed in several loops over all of them, and the fastest run of each counts, which reduces
+    noise from the machine. The returned costs extrapolate other sizes.
 
-    Two sizes are timed whatever they take, because plans depend on their ratio: one token, and one row with `width`
-    tokens. If other programs disturb their times, these are timed for up to 3 seconds.
+    Two sizes are timed even if that takes longer, because plans depend on their ratio: one token, and the largest size
+    up to `width`. If other programs disturb their times, they are measured again, for up to 3 seconds.
     """
     on_cuda = target.device.type == "cuda"
     sizes = _cuda_sizes(most) if on_cuda else [1 << power for power in range(max(most.bit_length(), 2))]

@@ -29,7 +29,7 @@ _COPY, _READ = "copy", "read"
 
 
 class Owner(Protocol):
-    """A target, as far as sharing needs it."""
+    """Protocol of a target: its shared matrices and cache tensors, and its KV cache."""
 
     @property
     def shared(self) -> WeakValueDictionary[Hashable, Any]: ...
@@ -52,8 +52,10 @@ _present: ContextVar[_Sharing | None] = ContextVar("sharing", default=None)
 
 @contextlib.contextmanager
 def sharing(target: Owner, *, has_weights: bool = True) -> Iterator[Held]:
-    """Share matrices and caches that this thread makes within the context; yields the shared matrices it made or took.
-    Without `has_weights` only caches are shared: weights in training change in place."""
+    """Share weight matrices and cache tensors that this thread creates within the context: if another drafter of
+    `target` has an equal one, it is used instead. Yields the dict of the shared matrices in use (`Held`), which is
+    filled as they are created. Without `has_weights` only cache tensors are shared, as weights in training change in
+    place."""
     token = _present.set(now := _Sharing(target, has_weights=has_weights))
     try:
         yield now.held
@@ -62,8 +64,9 @@ def sharing(target: Owner, *, has_weights: bool = True) -> Iterator[Held]:
 
 
 def matrix(make: Callable[[], T], sources: list[Tensor], *form: Hashable, num_bytes: Callable[[T], int]) -> T:
-    """Returns the matrix that `make` makes from `sources`, or an equal one that exists already. `form`: whatever else
-    it depends on. Outside `sharing` it calls `make`."""
+    """Return the shared matrix for these `sources`, or create it with `make` and share it. Two matrices are equal if
+    their `sources` and `form` are; `form`: everything else that the matrix depends on, such as its format. `num_bytes`
+    returns its size. Returns `make()` outside `sharing`, or if that shares no weights."""
     now = _present.get()
     if now is None or not now.has_weights:
         return make()
@@ -76,22 +79,24 @@ def matrix(make: Callable[[], T], sources: list[Tensor], *form: Hashable, num_by
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Returns a copy of a tensor, or an equal copy that exists already."""
+    """Return a copy of a tensor; within `sharing`, an equal copy that another drafter holds, if there is one."""
     return matrix(tensor.clone, [tensor], _COPY, num_bytes=lambda copy: copy.nbytes)
 
 
 def once(tensor: Tensor) -> Tensor:
-    """Returns the tensor itself, or an equal one that another drafter has."""
+    """Return the tensor itself; within `sharing`, an equal one that another drafter holds, if there is one."""
     return matrix(lambda: tensor, [tensor], _READ, num_bytes=lambda same: same.nbytes)
 
 
 def is_as_read(key: Hashable) -> bool:
-    """True if a key of `Held` belongs to a tensor from `copied` or `once`: it stays when a drafter is bound again."""
+    """Return True if a key of `Held` belongs to a tensor from `copied` or `once`: weights as they were read, which a
+    drafter keeps when it is bound again."""
     return isinstance(key, tuple) and key[0] in (_COPY, _READ)
 
 
 def cache_tensor(make: Callable[[], Tensor], shape: tuple[int, ...], *form: Hashable) -> Tensor:
-    """Returns a tensor of a KV cache with this shape, from `make`, or the one that another drafter's cache has."""
+    """Return a tensor for a KV cache; within `sharing`, the tensor of another drafter's cache with the same `shape` and
+    `form` (such as the dtype), if there is one, else a new one from `make`."""
     now = _present.get()
     if now is None:
         return make()

@@ -23,8 +23,8 @@ SCALE_BIAS = 127
 def taken_apart(
     config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]], source: object
 ) -> Iterator[tuple[str, AnyWeight]]:
-    """Yield (name, tensor) of a checkpoint, with stacked experts split into one tensor per expert, under names such as
-    `mlp.experts.N.gate_proj.weight`.
+    """Yield (name, tensor) of a checkpoint. A tensor that stacks all experts of a layer is split into one tensor per
+    expert, under names such as `mlp.experts.N.gate_proj.weight`; MXFP4 weights are expanded to bfloat16.
 
     Raises ModelFileError, naming `source`, for a stack of experts with an invalid shape.
     """

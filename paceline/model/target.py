@@ -198,7 +198,7 @@ class Target(ABC):
 
     @property
     def recording_s(self) -> float:
-        """Seconds spent so far on capturing passes as CUDA graphs; not counted as time of any round."""
+        """Seconds spent so far on capturing passes as CUDA graphs; not part of any decoding round's measured time."""
         return 0.0 if self.recorder is None else self.recorder.seconds
 
     def record(self, most_count: int) -> None:
@@ -223,8 +223,8 @@ class Target(ABC):
 
     @abstractmethod
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
-        """Replace `cache` by an empty one with this number of rows and tokens per row. Raises MemoryBudgetError or
-        ContextLengthError."""
+        """Replace `cache` by an empty one with this number of rows and tokens per row. Raises MemoryBudgetError if
+        there is not enough memory, ContextLengthError if `max_len` is beyond the model's context."""
 
     def check_len(self, max_len: int) -> None:
         """Raises ContextLengthError if the model's context is shorter than `max_len`."""
@@ -235,7 +235,8 @@ class Target(ABC):
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Run the tokens, append their keys and values to the cache, and return logits and taps."""
+        """Run the batch's tokens, append their keys and values to the cache, and return logits and outputs of the
+        tapped layers. Raises UnsupportedModelError for trees, unless `takes_trees`."""
 
     @abstractmethod
     def matrix_embed(self, tokens_T: Tensor) -> Tensor:

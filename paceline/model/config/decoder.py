@@ -138,7 +138,7 @@ class DecoderConfig:
         return layer in self.linear_layers
 
     def is_full(self, layer: int) -> bool:
-        """Return True if the layer attends to all positions."""
+        """Return True if no sliding window limits the layer's attention."""
         return self.window(layer) is None
 
     def head_sizes(self, layer: int) -> tuple[int, int]:
@@ -152,7 +152,7 @@ class DecoderConfig:
         return self.head_dim if self.layer_sizes is None or kind == "local" else self.layer_sizes.full_head_dim
 
     def source(self, layer: int) -> int:
-        """Return the layer whose keys and values this layer reads, usually itself."""
+        """Return the index of the layer whose cached keys and values this layer attends to, usually its own."""
         return layer if self.layer_sizes is None else self.layer_sizes.sources[layer]
 
     def has_experts(self, layer: int) -> bool:

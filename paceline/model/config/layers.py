@@ -17,7 +17,8 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 class LayerSizes:
     """Options of a model whose layers differ in their sizes (Gemma 4).
 
-    Every layer of such a model also norms its values without weights, and multiplies its output by a learned number.
+    Every layer of such a model also applies an RMSNorm without weights to its values, and multiplies its output by a
+    learned number.
     """
 
     full_head_dim: int
@@ -37,8 +38,9 @@ class LayerSizes:
 
 
 def layer_sizes_of(values: dict[str, Any], windows: tuple[int | None, ...], path: Path) -> LayerSizes:
-    """Read the options of layers that differ. `values`: config.json with the family's defaults. Raises ModelFileError
-    or UnsupportedModelError, naming `path`."""
+    """Read the options of a model whose layers differ in their sizes. `values`: config.json, completed by the family's
+    defaults; `windows`: sliding window of each layer, None for full attention. Raises ModelFileError or
+    UnsupportedModelError, naming `path`."""
     num_layers = values["num_hidden_layers"]
     whole(values, "sliding_window", path)
     is_full = [window is None for window in windows] or [True] * num_layers

@@ -13,8 +13,9 @@ FP8_BLOCK = 128
 
 
 def refuse_quantised(config: Any, known: str | None, path: Path) -> None:
-    """Raises UnsupportedModelError for a checkpoint whose weights cannot be read. `config`: the quantization_config of
-    its config.json, or None; `known`: the quant_method that is also read in the model's family, besides FP8."""
+    """Raise UnsupportedModelError if a checkpoint's weights are quantised in a format that cannot be read. `config`:
+    the quantization_config of its config.json, or None. FP8 in blocks of 128 x 128 can always be read; `known` is
+    another quant_method that can be read for this model family, or None."""
     if config is None:
         return
     method = config.get("quant_method") if isinstance(config, dict) else config

@@ -17,8 +17,9 @@ ROPE_LISTS = ("factors", "short_factor", "long_factor")
 def rope_fields(
     values: dict[str, Any], traits: dict[str, Any], max_position: int, head_dim: int, path: Path
 ) -> dict[str, Any]:
-    """Fields of RoPE, from `rope_parameters` (Transformers 5; per layer type where they differ), or from `rope_theta`
-    and `rope_scaling` (earlier versions)."""
+    """Return the fields of DecoderConfig for RoPE, by name. They are read from `rope_parameters` (Transformers 5; per
+    layer type where they differ), or from `rope_theta` and `rope_scaling` (earlier versions). `traits`: the family's
+    properties in families.json. Raises ModelFileError (invalid value) or UnsupportedModelError (not implemented)."""
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise ModelFileError(f"{path}: rope parameters must be an object (got {short(given)}): correct config.json")
@@ -86,7 +87,8 @@ def _rope(
 
 
 def check_rope(scaling: dict[str, Any]) -> None:
-    """Check `rope_scaling`. Raises UnsupportedModelError for an unknown type, ModelFileError for an invalid number."""
+    """Check the RoPE scaling options of a config. Raises UnsupportedModelError for an unknown type, ModelFileError for
+    an invalid number."""
     rope_type = scaling.get("rope_type", "default")
     if rope_type not in ROPE_KEYS:
         raise UnsupportedModelError(

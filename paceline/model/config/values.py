@@ -22,7 +22,8 @@ TABLES["families"] = {name: {**_named.get(own.get("as"), {}), **own} for name, o
 
 
 def text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the text model's part of a multimodal config.json; other configs are returned unchanged."""
+    """Return the text model's part of a multimodal config.json; other configs are returned unchanged. Raises
+    ModelFileError if that part is missing."""
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in TABLES["text_parts"]:
@@ -54,7 +55,7 @@ def whole(values: dict[str, Any], key: str, path: Path, default: int | None = No
 
 def fraction(values: dict[str, Any], key: str, default: float, path: Path, above: float = 0.0) -> float:
     """Return the number `values[key]`, or `default` if the key is missing or null. Raises ModelFileError, naming
-    `path`, if it is not a number larger than `above`."""
+    `path`, unless it is a number larger than `above` and smaller than 1e18."""
     value = values.get(key)
     if value is None:
         return default

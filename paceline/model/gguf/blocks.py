@@ -63,7 +63,7 @@ AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
 
 
 def split_rows(weight: AnyWeight, sizes: list[int]) -> list[AnyWeight]:
-    """Split a matrix into parts of `sizes` consecutive rows each, in the same format."""
+    """Split a matrix by rows, in order, into parts of sizes[i] rows each; the parts keep its format."""
     ends = list(itertools.accumulate(sizes, initial=0))
     return [select_rows(weight, slice(*pair)) for pair in itertools.pairwise(ends)]
 

@@ -19,7 +19,8 @@ PATTERN, LISTED = "attention.sliding_window_pattern", ("attention.head_count_kv"
 
 
 def first_of_lists(file: GGUFFile, arch: str) -> GGUFFile:
-    """Return the file with the first number in place of each list of numbers by layer."""
+    """Return a copy of `file` in whose metadata each list with one number per layer (keys LISTED of family `arch`) is
+    replaced by its first number; it can then be read as a model with equal layers."""
     firsts = {f"{arch}.{key}": numbers[0] for key in LISTED if (numbers := _numbers(file, f"{arch}.{key}"))}
     return replace(file, metadata=file.metadata | firsts)
 
@@ -30,8 +31,9 @@ def _numbers(file: GGUFFile, key: str) -> list[int]:
 
 
 def keys_by_layer(file: GGUFFile, arch: str, divisors: str) -> dict[str, Any]:
-    """Build the keys of config.json that describe layers. `divisors`: name of the tensor with divisors of the
-    frequencies in layers with full attention. Raises ModelFileError or UnsupportedModelError, naming key or tensor."""
+    """Build the keys of config.json that describe layers of different sizes. `arch`: llama.cpp's name of the family;
+    `divisors`: name of the tensor with divisors of the RoPE frequencies in layers with full attention. Raises
+    ModelFileError or UnsupportedModelError, naming key or tensor."""
     num_layers, slides = file.get(f"{arch}.block_count", int) or 0, file.array(f"{arch}.{PATTERN}", bool)
     kv_heads, inner = (_numbers(file, f"{arch}.{key}") for key in LISTED)
     kv_heads, inner = (each * num_layers if len(each) == 1 else each for each in (kv_heads, inner))

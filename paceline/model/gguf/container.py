@@ -106,7 +106,7 @@ class GGUFFile:
             return np.frombuffer(data, dtype="<" + SCALARS[value.kind], count=value.length).tolist()
 
     def length(self, key: str) -> int:
-        """Number of values in the array under a metadata key; 0 if it is missing."""
+        """Number of values in the array under a metadata key; 0 if there is no such array."""
         value = self.metadata.get(key)
         return value.length if isinstance(value, _Array) else 0
 

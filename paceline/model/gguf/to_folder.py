@@ -38,7 +38,8 @@ def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
     """Convert a GGUF file to a new Transformers folder with weights in `dtype`; returns the folder. float32 keeps the
     dequantised numbers exactly, bfloat16 rounds them.
 
-    Raises ModelFileError or UnsupportedModelError for a bad file, CacheError if `folder` exists or cannot be written.
+    Raises ModelFileError for a damaged file, UnsupportedModelError for a model of an unknown architecture, with experts
+    or of family phi3, CacheError if `folder` exists or cannot be written.
     """
     config = checkpoint.load_config(source)
     if config.num_experts or config.family in OTHER_NAMES:
@@ -51,7 +52,8 @@ def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
 
 
 def config_json_of(source: Path) -> dict[str, Any]:
-    """Return config.json of a model in a GGUF file or folder, with the token ids of bos, eos and pad."""
+    """Return config.json of a model in a GGUF file or folder, as a dict. For a GGUF file it is built from the metadata,
+    with the token ids of bos, eos and pad."""
     shape = checkpoint.config_json(source)
     if base_of(source).is_dir():
         return shape
@@ -83,7 +85,7 @@ def write_model(
 
 
 def write_tokenizer(words: Path, folder: Path) -> None:
-    """Write the tokenizer files of `words`, a GGUF file or folder, to `folder`."""
+    """Write the tokenizer of the model `words`, a GGUF file or folder, to `folder` as Hugging Face files."""
     if is_adapter(words):
         write_tokenizer(base_of(words), folder)  # its own files, if there are any, replace them
     if words.is_dir():

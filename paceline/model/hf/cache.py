@@ -64,7 +64,8 @@ class Row:
         return self.tokens[self.num_computed :]
 
     def save(self) -> None:
-        """Copy the recurrent state before a pass that may be rolled back; does not change keys and values."""
+        """Save a copy of the recurrent state, which `truncate` may restore; called before a pass that may be rolled
+        back. Keys and values are not copied."""
         self._saved = {index: _copy_state(self.cache.layers[index]) for index in self.stateful}
         self._saved_len = self.num_computed
 
@@ -146,7 +147,7 @@ def make_cache(config: Any) -> Any:
 
 
 def tensor_bytes(tensors: list[Any]) -> int:
-    """Total bytes of the tensors in the list."""
+    """Total bytes of the tensors in the list; other objects are ignored."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
 
 
@@ -161,8 +162,8 @@ def cache_bytes(cache: Any, num_tokens: int) -> tuple[int, int]:
 
 
 def is_unused(layer: Any) -> bool:
-    """Return True if a layer for recurrent state is still empty after a pass: the model stores its state outside the
-    cache (RecurrentGemma)."""
+    """Return True if a layer for recurrent state is still empty after a pass. The model then stores its state outside
+    the cache, as RecurrentGemma does."""
     conv, recurrent = (getattr(layer, name, None) for name in ("conv_states", "recurrent_states"))
     return conv is not None and recurrent is not None and tensor_bytes([*conv.values(), *recurrent.values()]) == 0
 

@@ -41,7 +41,7 @@ class HFTarget(Target):
     """A target that runs a Transformers causal language model. `model` must already be on its device; it is put into
     eval mode.
 
-    Raises UnsupportedModelError if the model does not run with Transformers' DynamicCache.
+    Raises UnsupportedModelError if the model has no LM head, or does not run with Transformers' DynamicCache.
     """
 
     def __init__(self, model: nn.Module, num_rows: int, max_len: int | None = None) -> None:
@@ -83,9 +83,9 @@ class HFTarget(Target):
         max_len: int | None = None,
         weights: Literal["checkpoint", "random"] = "checkpoint",
     ) -> HFTarget:
-        """Load a model from a local folder with config.json and safetensors. `weights`: "random" reads only
-        config.json. `num_rows`, `max_len`: size of the cache in rows (sequences), and in tokens per row; None: the
-        model's maximum, limited to DEFAULT_MAX_LEN.
+        """Load a model from a local folder with config.json and safetensors. `weights`: "random" reads only config.json
+        and initialises the weights randomly. `num_rows`, `max_len`: size of the cache in rows (sequences), and in
+        tokens per row; None: the model's maximum, limited to DEFAULT_MAX_LEN.
 
         Raises ModelNotFoundError, ModelFileError (missing or damaged weights), UnsupportedModelError (unknown
         architecture, remote code, Transformers not installed).
@@ -119,7 +119,9 @@ class HFTarget(Target):
         return cls(model.to(device), num_rows, max_len)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
-        """Replace `cache` by an empty one; its memory is allocated as rows grow. Raises ContextLengthError.
+        """Replace `cache` by an empty one; its memory is allocated as rows grow. Raises ContextLengthError if `max_len`
+        is beyond the model's context, or beyond the training length of a LongRoPE model that scales longer texts
+        differently.
 
         LongRoPE models (Phi-3, Phi-4 128k) use their short factors at every position if `max_len` is at most the
         original training length, else their long factors.

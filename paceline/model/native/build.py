@@ -76,8 +76,8 @@ def library_name() -> str:
 
 
 def find_compiler() -> list[str]:
-    """Return the compiler's command: `$CXX`, else the first of g++, clang++ and c++ on the path. Raises
-    NativeBuildError."""
+    """Return the C++ compiler's command: `$CXX`, else the first of g++, clang++ and c++ on the path. Raises
+    NativeBuildError if there is no compiler."""
     configured = shlex.split(os.environ.get("CXX", ""))
     for command in [configured] if configured else [[name] for name in COMPILERS]:
         if shutil.which(command[0]):
@@ -133,7 +133,7 @@ def compile_library(
 
     sanitize: with address and undefined-behaviour checks. emulated: with some instruction sets emulated by others, for
     tests on processors that lack them. Returns the names of the instruction sets that were compiled in. Raises
-    NativeBuildError.
+    NativeBuildError if there are no sources or no compiler, or if compiling fails.
     """
     sources = sorted(source_folder.glob("*.cpp"))
     if not sources:

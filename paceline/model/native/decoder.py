@@ -40,7 +40,8 @@ from paceline.model.torch.delta_cache import DeltaCache
 
 
 class NativeDecoder(Target):
-    """A target for CPUs whose passes run in the native library; supports the families of families.json."""
+    """A target for CPUs whose passes run in the native library; supports the families of families.json, except those
+    with layers of different sizes (Gemma 4)."""
 
     kv: StaticKVCache
     """The same object as `cache`, with its concrete type. Heads are padded to the library's head size."""
@@ -116,7 +117,8 @@ class NativeDecoder(Target):
         cache.mover = partial(self._model.keep, self._native_cache)
 
     def as_weight(self, tensor: Tensor) -> Weight:
-        """Convert a drafter's tensor to this target's dtype, or to Q8_0 if the target's weights are quantised."""
+        """Convert a drafter's tensor to this target's dtype; matrices become Q8_0 blocks if the target's weights are
+        quantised."""
         rounded = tensor.detach().to("cpu", self.dtype)
         return quantise(rounded, "Q8_0") if self.has_blocks else rounded
 
@@ -166,7 +168,8 @@ class NativeDecoder(Target):
         self._buffers.fill(held=held, settle_rows=rows, settle_before=before, settle_counts=counts)
 
     def time_stages(self, seconds: Tensor) -> None:
-        """Time later passes: adds thread 0's seconds in stage library.STAGES[i] ("qkv", ...) to seconds[i], float32."""
+        """Time the stages of later passes: each pass adds the seconds that thread 0 spends in stage library.STAGES[i]
+        ("qkv", ...) to seconds[i], float32."""
         self._stage_s = seconds
         self._buffers.work.stage_s = pointer(seconds)
 

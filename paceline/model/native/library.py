@@ -181,7 +181,7 @@ def library_path() -> Path:
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """Load the library; returns None if it is missing or disabled. Warns if it exists but cannot be used."""
+    """Load the library; returns None if it is missing, disabled or, with a warning, unusable."""
     path = library_path()
     if os.environ.get("PACELINE_NATIVE") == "0" or not path.is_file():
         return None
@@ -200,7 +200,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def require() -> ctypes.CDLL:
-    """Return the loaded library. Raises NativeError if it is missing or disabled."""
+    """Return the loaded library. Raises NativeError if `load` returns None."""
     library = load()
     if library is None:
         raise NativeError(
@@ -269,8 +269,8 @@ class Matrix:
         weakref.finalize(self, library.pn_matrix_free, handle)
 
     def fill(self, first_row: int, source: Tensor, format: str | None = None) -> None:
-        """Set n rows from row `first_row` on, all in one part (rows of one format). `source`: dense [n, cols], for a
-        dense part of no lower precision, or GGUF blocks, uint8 [n, bytes], in `format`, the part's own."""
+        """Set n rows from `first_row` on, all in one part. `source`: for a dense part [n, cols], in its dtype (float32
+        parts: any, bfloat16: also float32); for a quantised part GGUF blocks, uint8 [n, bytes], of its `format`."""
         source = source.contiguous()
         given = FORMAT_NAMES.index(format or str(source.dtype).removeprefix("torch."))
         check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))
@@ -282,7 +282,7 @@ class Matrix:
         return out.to(dtype)
 
     def select(self, ids: list[int]) -> Matrix:
-        """Return a new matrix of these rows, in the same format."""
+        """Return a new matrix of these rows, in the same format. Raises NativeError if the matrix has several parts."""
         part = Matrix.__new__(Matrix)
         part.formats = self.formats
         part._adopt(require().pn_matrix_select(self.handle, int32s(ids), len(ids)), len(ids), self.cols)
@@ -357,7 +357,7 @@ class Buffers:
 def top_logprobs(
     logits_KV: Tensor, count: int, inverse_temperature: float
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Top `count` token ids and log-probabilities of each row, at this temperature. float32, contiguous, on CPU."""
+    """Native version of `sampling.logits.top_logprobs`, same result; the logits must be contiguous float32 on CPU."""
     rows, size = logits_KV.shape
     ids, logprobs = (c_int32 * (rows * count))(), (c_float * (rows * count))()
     check(require().pn_likeliest(pointer(logits_KV), rows, size, count, inverse_temperature, ids, logprobs))

@@ -45,7 +45,8 @@ def _form(weight: Weight, dtype: torch.dtype) -> str:
 
 
 def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
-    """Concatenate the biases of matrices stacked by `pack`, zero-padded to their rows, in float32; None without any."""
+    """Concatenate the biases of matrices stacked by `pack`, zero-padded to their rows, in float32; None if there are no
+    biases."""
     if all(vector is None for vector in vectors):
         return None
     padded = []

@@ -81,7 +81,8 @@ def top_logprobs(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) 
 
 
 def race(logits_BJV: Tensor, draws: Draws, position_BJ: Tensor) -> Tensor:
-    """Sample a token at each of J positions of B rows by the exponential race of `race.race`; returns token ids [B, J].
+    """Sample a token at each of J positions of B rows, by the exponential race that `race.race` runs on the host;
+    returns token ids [B, J].
 
     position_BJ: each token's index in its text, which selects its noise. A result may also be FAILED (-1: invalid
     logits) or WHOLE (-2: the caller must sample on the host with `race.race`). Undefined for greedy rows.

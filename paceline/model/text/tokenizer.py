@@ -67,7 +67,8 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: Path | str) -> Tokenizer:
-        """Load the tokenizer of a Hugging Face folder or GGUF file; of an adapter's folder, its own or its base's.
+        """Load the tokenizer of a Hugging Face folder or GGUF file; for an adapter's folder, the tokenizer in it, else
+        its base's.
 
         Raises ModelNotFoundError, ModelFileError (damaged or missing files), UnsupportedModelError (unknown GGUF
         tokenizer).
@@ -96,8 +97,8 @@ class Tokenizer:
 
     @property
     def end_token_id(self) -> int | None:
-        """The token that ends an answer: eos_token if it ends answers of this model, else the model's end token if
-        there is only one, else None."""
+        """Id of the token that ends an answer: eos_token if it ends answers of this model, else the model's end token
+        if there is only one, else None."""
         ends = self.eos_token_ids
         own = self.backend.token_to_id(self.special_tokens.get("eos_token", ""))
         return own if own in ends else ends[0] if len(ends) == 1 else None

@@ -43,8 +43,8 @@ def with_tools(
 
 
 def call_schema(tools: Sequence[dict[str, Any]]) -> str:
-    """Return the JSON schema, as text, of a call of one of these tools. Raises PromptError if two tools have
-    conflicting definitions."""
+    """Return the JSON schema, as text, that a call of one of these tools must match: an object with name and arguments.
+    Raises PromptError if two tools have conflicting definitions."""
     definitions: dict[str, dict[str, Any]] = {}
     calls = [_call_schema(tool["function"], definitions) for tool in tools]
     return compact((calls[0] if len(calls) == 1 else {"anyOf": calls}) | definitions)

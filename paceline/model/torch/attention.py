@@ -163,7 +163,7 @@ class AttentionPlan:
 
 
 def attend_rows(query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores = PLAIN) -> Tensor:
-    """Compute the attention output [T, heads * head_dim] of rows with equally many queries; T concatenates the rows.
+    """Compute the attention output [T, heads * head_dim] for cache rows with equally many queries, row after row in T.
 
     keys, values: visible range of the cache, [rows, kv_heads, positions, head_dim]. mask: None, or added to the scores,
     [rows, 1, query heads per key head * queries per row, positions].
@@ -199,7 +199,7 @@ def _weigh(stacked: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores, c
 
 
 def ancestors(parents: list[int]) -> tuple[Tensor, list[int]]:
-    """Find the ancestors of C tokens, given each one's parent (index, negative: none): (bool [C, C], true where the
+    """Return the ancestors of C tokens with these parents (index; negative: none): (bool [C, C], true where the
     column's token is an ancestor of the row's token or that token itself; number of ancestors of each token)."""
     seen_CC, depths = torch.eye(len(parents), dtype=torch.bool), list[int]()
     for token, parent in enumerate(parents):
@@ -237,7 +237,7 @@ class CacheWriter:
 
     @property
     def places(self) -> Places:
-        """Cache row and position of each token, in the form that kernels need."""
+        """Cache row and position of each token, as the tensors that `kernels.layer.heads` reads."""
         if self._places is None and self._single is not None:
             row, start, count = self._single
             position_T = torch.arange(start, start + count, device=self._device)

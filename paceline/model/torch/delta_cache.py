@@ -32,7 +32,8 @@ HALF = ROOM // 2
 
 @dataclass(slots=True)
 class Commit:
-    """Number of pending updates, the oldest ones, that each of R cache rows must apply to its recurrent states."""
+    """A commit for R cache rows: each merges its oldest pending updates, `gone_R` of them, into its recurrent states,
+    and removes them from its pending window."""
 
     rows_R: Tensor
     gone_R: Tensor
@@ -227,8 +228,9 @@ class DeltaCache(StaticKVCache):
             memory.windows_BWX[row] = 0.0
 
     def lost(self, rows: list[int]) -> Iterator[ForwardBatch]:
-        """Yield passes that recompute the recurrent states of those `rows` whose state was cleared, by a rollback to
-        before its last committed position. Run them one by one before a pass with `rows`."""
+        """Yield a pass for each of `rows` whose recurrent states were cleared, by a rollback to before their last
+        committed position. The pass recomputes them from the row's tokens; run each one when it is yielded, before a
+        pass with `rows`."""
         for row in sorted(self._unread.intersection(rows)):
             tokens = self._tokens[row]
             self._forget(row)

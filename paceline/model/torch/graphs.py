@@ -62,7 +62,8 @@ class StaticWriter(CacheWriter):
 
 
 class StaticPlan(AttentionPlan):
-    """Attention pattern of a pass of fixed shape, for all layers with the same sliding window."""
+    """The cache positions that each token of a pass of fixed shape attends to, for all layers with the same sliding
+    window."""
 
     def __init__(self, sight: Sight, live_T: Tensor | None = None) -> None:
         self._sight, self.live_T = sight, live_T

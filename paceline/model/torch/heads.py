@@ -49,8 +49,9 @@ def split_normed_heads(
     rope: Rope | None,
     tables: Tables | None,
 ) -> Tensor:
-    """Like `split_heads`, in layers that norm values too (`DecoderConfig.layer_sizes`), in PyTorch operations. Without
-    values in fused_TX, these are the keys before norm and RoPE; without keys, nothing is written to the cache."""
+    """Like `split_heads`, in layers that norm values too (`DecoderConfig.layer_sizes`), in PyTorch operations. If
+    fused_TX has no heads of values, the keys before norm and RoPE are the values; if it has queries only, nothing is
+    written to the cache."""
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     num_qk_heads = num_heads + num_kv_heads
     heads_THD = fused_TX.unflatten(-1, (-1, head_dim))

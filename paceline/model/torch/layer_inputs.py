@@ -12,7 +12,8 @@ from paceline.model.torch.parts import NoNorm, PackedLinear, Residual, RMSNorm, 
 
 
 class LayerInputs:
-    """Computes for every token one small vector per layer, from a table of its own and from the token's embedding."""
+    """Computes per-layer embeddings (Gemma 4): for every token and layer a vector of I numbers, from the token's entry
+    in a separate table and a projection of its embedding."""
 
     def __init__(self, config: DecoderConfig, tensors: dict[str, Tensor]) -> None:
         """`tensors`: those of the model outside its layers, by Hugging Face name."""
@@ -35,7 +36,8 @@ class LayerInputs:
 
 
 class LayerEnd:
-    """The last step of a layer: adds an update from its per-layer embedding, if any, and multiplies by a number."""
+    """The last step of a layer of Gemma 4: adds a gated update from the layer's per-layer embeddings, if the model has
+    them, to the residual stream, then multiplies the stream by a learned factor."""
 
     def __init__(self, config: DecoderConfig, parts: dict[str, Tensor]) -> None:
         self._factor = parts[LAYER_FACTOR]
@@ -49,7 +51,8 @@ class LayerEnd:
             self.num_bytes = self._gate.num_bytes + self._projection.num_bytes
 
     def run(self, residual: Residual, input_TI: Tensor | None) -> None:
-        """Change the residual stream; input_TI: the layer's per-layer embeddings [T, I], if any."""
+        """Apply the step to the residual stream, in place. input_TI: the layer's per-layer embeddings [T, I]; None if
+        the model does not have them."""
         if self._gate is not None and input_TI is not None:
             gate_TI = F.gelu(self._gate(residual.normed(self._as_dtype)), approximate="tanh")
             residual.add(self._projection(gate_TI * input_TI), self._norm)

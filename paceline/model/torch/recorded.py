@@ -68,8 +68,8 @@ class Recorder:
         self._memory: tuple[Any, torch.cuda.Stream] | None = None
 
     def record(self, region: Region) -> None:
-        """Capture a region as a CUDA graph with its current buffers, and set its `replay`. On CUDA this runs the region
-        three times; on other devices nothing is captured, and `replay` computes it directly."""
+        """Capture a region as a CUDA graph with its current buffers, and set its `replay`. On CUDA the region first
+        runs twice, as a warm-up; on other devices nothing is captured, and `replay` computes it directly."""
         began = time.perf_counter()
         region.replay = self._capture(region) if self.device.type == "cuda" else region.compute
         self.num_recorded += 1
@@ -153,7 +153,8 @@ class Recordings(Generic[AnyRegion]):
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Capture a CUDA graph for every shape of the grid that is not captured yet."""
+        """Capture a CUDA graph for every shape of the grid, except those that were captured before or whose capture
+        failed."""
         for shape in self.grid.shapes:
             if shape not in self._regions:
                 self._add(shape)
@@ -161,7 +162,8 @@ class Recordings(Generic[AnyRegion]):
     @torch.inference_mode()
     def find(self, *needed: int) -> AnyRegion | None:
         """Return the captured region (CUDA graph) for the smallest shape that has at least the size `needed` in every
-        dimension. None if it is not captured; this is counted as an eager run."""
+        dimension. None if it is not captured; this is counted as an eager run. If `Recorder.records_late`, a shape of
+        the grid is captured here on its first use."""
         shape = self.grid.cover(*needed)
         if shape is not None and shape not in self._regions and self._recorder.records_late:
             self._add(shape)

@@ -34,8 +34,8 @@ _LOADED = 64 * 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
-    """Cache positions that each token of a pass attends to: all before its row's start, and some of the row's J new
-    tokens.
+    """Cache positions that each token of a pass attends to, for J new tokens in each of B rows: all positions before
+    the row's start and some of the row's new tokens, within the sliding window.
 
     If `bits_BJ` is given, a token attends to the new tokens whose bits are set; otherwise to all up to itself, or to
     all J if `is_causal` is false. Padding tokens are never attended to.
@@ -56,7 +56,7 @@ class Sight:
     tokens."""
 
     def mask(self, length: int) -> Tensor:
-        """Expand to a mask over the first `length` cache positions: bool [B, J, length]."""
+        """Return which of the first `length` cache positions each token attends to: bool [B, J, length]."""
         slot_J = torch.arange(self.count, device=self.starts_B.device)
         place_BS = torch.arange(length, device=self.starts_B.device) - self.starts_B[:, None]
         at_BS = place_BS.clamp(0, self.count - 1)
@@ -74,8 +74,8 @@ class Sight:
 
 
 def twin(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores = PLAIN) -> Tensor:
-    """Compute the attention output [B * J, heads * head_dim] in PyTorch operations, by masked products over all cache
-    positions. Arguments are those of `attend`."""
+    """Compute the attention output [B * J, heads * head_dim] of J tokens in each of B rows, in PyTorch operations, by
+    masked products over all cache positions. Arguments are those of `attend`."""
     seen_BJS = sight.mask(keys.shape[2])
     mask = torch.zeros(seen_BJS.shape, dtype=keys.dtype, device=keys.device).masked_fill_(~seen_BJS, float("-inf"))
     mask_B1TS = mask.repeat(1, query_THD.shape[1] // keys.shape[1], 1)[:, None]
@@ -87,7 +87,8 @@ def twin(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: 
 
 
 def attend(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores = PLAIN) -> Tensor:
-    """Compute the attention output [B * J, heads * head_dim] of queries [B * J, heads, head_dim], row after row.
+    """Compute the attention output [B * J, heads * head_dim] of queries [B * J, heads, head_dim]: J tokens of each of B
+    rows, row after row.
 
     keys, values: one layer of the cache, [rows, kv_heads, positions, head_dim], with new tokens already written; rows
     0..B-1 are read. A token without visible positions yields zeros.
@@ -111,8 +112,8 @@ class Tiles:
 
     @classmethod
     def of(cls, group: int, count: int, head_dim: int, dtype: torch.dtype, shared: int = H100_SHARED) -> Tiles:
-        """Choose block sizes. group: query heads per key head; count: tokens per row; shared: bytes of shared memory
-        per program."""
+        """Choose the block sizes for a pass. group: query heads per key head; count: tokens per row; shared: bytes of
+        shared memory per program."""
         channels, stacked = max(16, next_power(head_dim)), max(16, next_power(group * count))
         if dtype.itemsize > 2:  # float32 products run without tensor cores, from registers
             return cls(min(stacked, 32), 32, channels, warps=4, stages=1)
@@ -144,8 +145,8 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores) -> Tensor:
-    """Compute the attention output [B * J, heads * head_dim] with the Triton kernels. Arguments are those of
-    `attend`."""
+    """Compute the attention output [B * J, heads * head_dim] of J tokens in each of B rows with the Triton kernels.
+    Arguments are those of `attend`."""
     from paceline.model.torch.kernels.triton import attend as attend_triton
 
     launched: Any = attend_triton

@@ -51,7 +51,7 @@ def tile_of(num_tokens: int, size: int, inner: int, is_gated: bool) -> Tile | No
 
 def can_run(inputs_TD: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
     """Return True if `product` supports these inputs: 1 to 16 bfloat16 tokens on CUDA with Triton, without gradients,
-    and a matrix of suitable size."""
+    and a matrix that `tile_of` has a tile for."""
     num_tokens, (size, inner) = inputs_TD.numel() // inputs_TD.shape[-1], weight.shape
     return (
         0 < num_tokens <= MOST_TOKENS

@@ -235,8 +235,9 @@ def gated_norm(
 ):  # fmt: skip
     """One program for one token and head: out = norm(found) * weight * silu(gate).
 
-    found: `out` of `recur`, and out, both [T, NUM_HEADS, VALUE]. fused [T, num_columns]: gates from column `first` on.
-    weight [VALUE], eps: of the norm."""
+    found: the outputs of `recur`; found and out [T, NUM_HEADS, VALUE]. fused [T, num_columns]: gates from column
+    `first` on. weight [VALUE], eps: of the norm.
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     mask = at < VALUE
