@@ -76,8 +76,8 @@ class ApiError(Exception):
         if self.param and self.param not in message:
             message = f"{self.param}: {message}"
         if self.code == "context_length_exceeded":
-            is_answer = self.param == "max_tokens"
-            message = f"{'input length and `max_tokens` exceed the context' if is_answer else 'prompt is too long'}: {message}"
+            too_long = "input length and `max_tokens` exceed" if self.param == "max_tokens" else "prompt is too long"
+            message = f"{too_long}: {message}"
         kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
 
