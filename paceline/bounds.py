@@ -21,7 +21,8 @@ from paceline.errors import ConfigError, PacelineError, SamplingError
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """One limit of a setting, placed in its type annotation. Its message: "max_batch must be at least 1, not 0"."""
+    """A limit on a setting's value, written in the setting's type annotation. An invalid value gives an error such as
+    "max_batch must be at least 1, not 0"."""
 
     be: str
     """Text after "must be" in the error message."""
@@ -32,8 +33,9 @@ class Must:
 def within(
     be: str, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf, finite: bool = True
 ) -> Must:
-    """Return a limit: a number of at least `least`, above `above` and at most `most`. `be`: the limit in words, for
-    the error message, after "must be". NaN is never valid; infinity is valid only if `finite` is False."""
+    """Return a limit that numbers must meet: at least `least`, above `above` and at most `most`. NaN is never valid;
+    infinity is valid only if `finite` is False. `be`: the limit in words, such as "at least 1", which follows "must be"
+    in the error message."""
     return Must(be, lambda value: least <= value <= most and value > above and (not finite or abs(value) < math.inf))
 
 
@@ -52,7 +54,7 @@ Share = Annotated[float, within("between 0 and 1", least=0, most=1)]
 
 def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
     """Raises an error of class `kind` for the first field of the dataclass object `settings` whose value is outside the
-    limits in the field's type annotation."""
+    limits in the field's type annotation. Each element of a tuple is checked; None is always valid."""
     for name, limits in _limits_of(type(settings)).items():
         field_value = getattr(settings, name)
         for value in field_value if isinstance(field_value, tuple) else (field_value,):
@@ -65,8 +67,8 @@ def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
 
 
 class Checked:
-    """Base class of dataclasses whose fields are checked when an object is created, and nothing else. Others call
-    `check` in their own `__post_init__`."""
+    """Base class of dataclasses whose `__post_init__` checks the limits of all fields (see `check`) and does nothing
+    else. Other dataclasses call `check` in their own `__post_init__`."""
 
     __slots__ = ()
 

@@ -59,7 +59,7 @@ class LazyCommands(Mapping[str, Any]):
 
 
 class Command(TyperCommand):
-    """A command whose help shows its options in sections if there are many."""
+    """A command whose help groups the options in sections if there are more than 25 (MOST_IN_ONE_LIST)."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         params = [
@@ -82,8 +82,8 @@ def keep_example_lines(text: str) -> str:
 
 
 class Group(TyperGroup):
-    """A command group. Its help lists the commands in sections, each with its one-line summary, and imports none of
-    them."""
+    """A command group. Its help lists the commands in sections, each with its one-line summary, without importing their
+    modules."""
 
     sections: Mapping[str, Mapping[str, Entry]]
     """Heading of a section -> its commands."""

@@ -116,18 +116,20 @@ class EngineConfig:
 
     @property
     def speculation(self) -> Speculation:
-        """`speculate`, parsed."""
+        """The setting `speculate`, parsed."""
         return Speculation.of(self.speculate)
 
     @property
     def most_drafted(self) -> int | None:
-        """Most tokens drafted per round, by `speculate` or `num_drafted`; None: the drafter's own number."""
+        """Most tokens drafted per round: the number N of `speculate` if it is above 0, else `num_drafted`; None: the
+        drafter's own maximum."""
         return self.speculation.num_drafted or self.num_drafted
 
     @property
     def mocked(self) -> float | tuple[float, ...] | Marginals | None:
-        """Mocked acceptance: tokens per round, a survival curve (shares of rounds whose first 1, 2, ... drafts are
-        accepted) or marginals (chances by draft position and candidate rank); None without mocking."""
+        """Mocked acceptance in the form that was set: mean tokens per round, a survival curve (shares of rounds whose
+        first 1, 2, ... drafts are accepted) or marginals (chances by draft position and candidate rank); None if
+        acceptance is not mocked."""
         if self.mocked_marginals:
             return Marginals(self.mocked_marginals)
         return (

@@ -149,8 +149,8 @@ def check_memory(error: Exception) -> None:
 
 @contextlib.contextmanager
 def way_out(text: str) -> Iterator[None]:
-    """Context manager that adds `text` to a TemplateError: advice how this user interface (library, command line,
-    server) sends prompts without a template."""
+    """Context manager that adds the advice `text` to a TemplateError raised in the block: how this user interface
+    (library, command line or server) sends prompts without a template."""
     try:
         yield
     except TemplateError as error:
@@ -163,7 +163,7 @@ TOKEN_PROMPTS = "give the prompts as token ids (prompt_ids)"
 
 @contextlib.contextmanager
 def needing(kind: type[PacelineError], text: str) -> Iterator[None]:
-    """Context manager for imports of optional packages: an ImportError becomes `kind(text)`."""
+    """Context manager for imports of optional packages: an ImportError in the block becomes the error `kind(text)`."""
     try:
         yield
     except ImportError as error:

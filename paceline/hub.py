@@ -88,8 +88,8 @@ class Builtin:
         return home / "downloads" / self.file
 
     def is_kept_in(self, home: Path) -> bool:
-        """Return True if the downloaded file is there and has its full size. Its hash was checked before it was moved
-        there."""
+        """Return True if the downloaded file is in the cache folder `home` and has its full size. Its hash is not
+        computed again; it was checked before the file was moved there."""
         path = self.kept_in(home)
         return path.is_file() and path.stat().st_size == self.gguf_bytes
 

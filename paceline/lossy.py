@@ -58,7 +58,7 @@ class Threshold:
 @dataclass(frozen=True, slots=True)
 class Lenience:
     """Rejection sampling that accepts more: the acceptance test multiplies the drafter's probability of a draft by `l`,
-    at most 1 (Leviathan et al., arXiv 2211.17192, appendix A.5)."""
+    a factor above 0 and at most 1 (Leviathan et al., arXiv 2211.17192, appendix A.5)."""
 
     l: Annotated[float, _PART] = 1.0  # noqa: E741  # the paper's letter
     """Factor of the draft's probability in the acceptance test; 1 is lossless."""
@@ -106,8 +106,8 @@ class Lossy:
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any] | Lossy) -> Lossy:
-        """Parse a rule from text, such as "lenience:0.5,max_tv=0.02", or from a mapping of its values. Raises
-        SamplingError, which lists the valid names."""
+        """Parse a rule from text, such as "lenience:0.5,max_tv=0.02", or from a mapping: the rule's name under "rule",
+        and its parameters. Raises SamplingError for an unknown rule or parameter, or an invalid value."""
         if isinstance(given, Lossy):
             return given
         values = _read(given) if isinstance(given, str) else dict(given)
@@ -213,8 +213,8 @@ class Ledger:
         del self.sums[num_tokens:]
 
     def price(self, rule: str) -> Price:
-        """Return the means per token of total variation, KL divergence and changed tokens, over the tokens recorded so
-        far. `rule`: text of the rule, which the result names."""
+        """Return the answer's deviation from the target's distribution so far: means per token of total variation, KL
+        divergence and changed tokens. `rule`: text of the rule, which the result repeats."""
         count, spent = max(len(self.sums), 1), self.spent
         return Price(rule, self.max_tv, spent.tv / count, spent.kl / count, spent.num_changed / count)
 

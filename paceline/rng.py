@@ -35,16 +35,16 @@ def _mix(state: int) -> int:
 
 def uniform(seed: int, stream: int, position: int, slot: int = 0) -> float:
     """Return a number in [0, 1) with 53 random bits, a hash of the arguments: the same arguments give the same number.
-    `stream`: use of the number (SAMPLE, DRAFT, ...). `position`: index of a token in prompt + answer. `slot`: draft
-    position."""
+    `stream`: constant that says what the number is used for (SAMPLE, DRAFT, ...). `position`: index of a token in
+    prompt + answer. `slot`: draft position."""
     mixed = _mix(_mix(_mix(seed ^ (stream << 56)) ^ position) ^ (slot << 32))
     return (mixed >> 11) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Deterministic random numbers to sample the target's token at one position by an exponential race: the token with
-    the smallest exponential number / probability wins."""
+    """Deterministic random numbers with which the target's token at one position is sampled by an exponential race:
+    each token has an exponentially distributed number, and the token with the smallest number / probability wins."""
 
     seed: int
     position: int
@@ -57,11 +57,12 @@ class Noise:
 
     @property
     def of_others(self) -> float:
-        """The exponentially distributed number (mean 1) of all tokens outside the target's top tokens: they take part
-        in the race as one token with their total probability."""
+        """The exponentially distributed number (mean 1) that all tokens outside the target's top tokens share: in the
+        race they count as one token with their total probability."""
         return self.exponentials([OTHERS])[0]
 
     @property
     def uniform(self) -> float:
-        """A uniform number in [0, 1). If the tokens that share `of_others` win the race, it selects one of them."""
+        """A uniform number in [0, 1). If the tokens outside the target's top tokens win the race (see `of_others`),
+        this number selects one of them."""
         return uniform(self.seed, SAMPLE, self.position)

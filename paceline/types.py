@@ -98,8 +98,8 @@ class Row:
     """Function that computes `offers` on demand; its argument names draft sources to leave out."""
 
     def weigh(self, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Return the drafts that the row could verify (`offers`). If the function `ask` is set, calls it first to
-        compute them, without the draft sources `unwanted`."""
+        """Return `offers`, the drafts that the row could verify. If the row has a function `ask`, calls it first to
+        compute `offers`, without the draft sources named in `unwanted`."""
         if self.ask:
             self.offers = self.ask(unwanted)
         return self.offers
@@ -210,14 +210,15 @@ class Sequence:
         return self.params.max_tokens - self.num_output
 
     def most_drafted(self, num_drafted: int) -> int:
-        """Return the most tokens that may be drafted in the next round, at most `num_drafted`. The answer's last token
-        is never drafted."""
+        """Return the most tokens that may be drafted in the next round, at most `num_drafted`. The answer's last
+        possible token is never drafted, because each round adds one token of the target itself."""
         most = num_drafted if self.params.max_drafted is None else min(num_drafted, self.params.max_drafted)
         return max(min(most, self.num_remaining - 1), 0)
 
     def accept(self, tokens: list[int]) -> list[int]:
-        """Append new tokens up to the first that ends the answer; returns the appended ones. The last one becomes the
-        anchor: it is not in the target's cache yet."""
+        """Append new tokens up to and including the first that ends the answer (an end token, or the last of
+        `max_tokens`); returns the appended ones. The last one becomes the anchor: the token that is not in the target's
+        cache yet."""
         for taken, token in enumerate(tokens, start=1):
             if token in self.eos_token_ids:
                 self.finish_reason = "stop"
@@ -262,8 +263,8 @@ class Batch:
         return [seq.cached_len for seq in self.sequences]
 
     def draft_limits_B(self, num_drafted: int) -> list[int]:
-        """Return the most drafts of each row: the least of `num_drafted`, the planner's count and the request's own
-        limits."""
+        """Return each row's maximum number of drafts: the least of `num_drafted`, the planner's count for the row and
+        the request's own limits."""
         counts_B = [num_drafted] * len(self) if self.takes_B is None else [take.count for take in self.takes_B]
         return [min(count, seq.most_drafted(num_drafted)) for seq, count in zip(self.sequences, counts_B, strict=True)]
 
@@ -273,7 +274,7 @@ class Batch:
 
 @dataclass(slots=True)
 class DraftBlock:
-    """The drafts of all rows in one round. K is the largest number of drafts; rows may have fewer."""
+    """The drafts of all rows in one round. K is the largest number of drafts of any row; other rows may have fewer."""
 
     tokens_B: list[list[int]]
     """Drafted token ids of each row; an empty list for a row without drafts."""
@@ -296,8 +297,8 @@ class DraftBlock:
         return cls(tokens_B, [None] * len(tokens_B))
 
     def cut(self, widths_B: Iterable[int | Tree]) -> DraftBlock:
-        """Return the block to verify. For each row, `widths_B` has the number of first drafts to keep, or a tree that
-        replaces the row's drafts. Confidence and candidates stay those of all drafts."""
+        """Return the block to verify. For each row, `widths_B` has the number of leading drafts to keep, or a tree that
+        replaces the row's drafts. `confidence_B` and `candidates_B` are not cut."""
         widths_B = list(widths_B)
         pairs = zip(self.tokens_B, widths_B, strict=True)
         if all(isinstance(width, int) and len(tokens) <= width for tokens, width in pairs):

@@ -119,7 +119,8 @@ class AnswerShards:
 
     def read(self, dropped: Dropped | None = None, tags: Sequence[str] = ()) -> Iterator[Answer]:
         """Yield the answers of all shards, then of finished conversations in journals. Unusable rows are counted in
-        `dropped`, or raise PromptError if `dropped` is not given. `tags`: only rows with one of these."""
+        `dropped`, or raise PromptError if `dropped` is not given. `tags`: yield only rows whose tag is one of these;
+        empty: all rows."""
         finished, _ = read_journals(self._journals())
         for path in self._paths():
             if path.exists():  # a running server deletes its oldest traces
@@ -144,7 +145,8 @@ class AnswerShards:
 
 def read_answers(path: Path | str, dropped: Dropped | None = None, tags: Sequence[str] = ()) -> Iterator[Answer]:
     """Yield the answers of a Parquet file. Raises PromptError if it cannot be read. A row without token ids is counted
-    in `dropped`, or raises PromptError if `dropped` is not given. `tags`: only rows with one of these."""
+    in `dropped`, or raises PromptError if `dropped` is not given. `tags`: yield only rows whose tag is one of these;
+    empty: all rows."""
     for number, row in enumerate(_read(path, SCHEMA.names, optional=("tag",) if tags else ()).to_pylist(), start=1):
         if not has_tag(row, tags):
             continue

@@ -24,7 +24,7 @@ OVER = "is_over"
 
 @dataclass(slots=True)
 class Answer:
-    """One answer of the target: the tokens of its prompt, its tokens and its text."""
+    """One answer of the target: its tokens and text, and the tokens of its prompt."""
 
     key: str
     """Identifies a conversation and its sample (source, prompt id, temperature). All answers in a conversation share
@@ -64,8 +64,8 @@ class Journal:
             append_lines(path, [_line(answer, is_over)])
 
     def carry(self, path: Path) -> None:
-        """Write the answers of all unfinished conversations (`begun`) to a new journal file at `path`, if there are
-        any."""
+        """Copy the answers of all unfinished conversations (`begun`) to a new journal file at `path`, so that the old
+        journal can be deleted. Creates no file if all conversations are finished."""
         if self.begun:
             with whole_file(path, REMEDY) as scratch:
                 append_lines(scratch, (_line(answer, False) for answers in self.begun.values() for answer in answers))

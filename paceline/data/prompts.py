@@ -97,7 +97,8 @@ class Prompt:
     """File and line of the row, for messages. Ignored in comparisons: equal rows are one prompt."""
 
     def api_request(self) -> tuple[str, dict[str, Any]]:
-        """Return (API path, request fields) of this prompt. Turns after the first are not included."""
+        """Return (API path, request fields) of the request for the first answer to this prompt. Later user turns are
+        not included."""
         if self.token_ids:
             return "/v1/completions", {"prompt": list(self.token_ids)}
         body: dict[str, Any] = {"messages": self.messages}
@@ -120,9 +121,10 @@ def read_prompts(
     set.
 
     A malformed row, or one of unknown format, raises PromptError with its file and line; with `dropped`, it is skipped
-    and counted there by reason. Row keys that are not read are counted in `dropped`, or logged without it. With
-    `strict`, malformed rows and unread keys always raise PromptError. A source without a single prompt raises it, too.
-    `tags`: only rows of traces or stores with one of these tags; raises ConfigError for a tag that no row has.
+    and counted there by reason. Row keys that are ignored (unread keys) are counted in `dropped`, or logged without it.
+    With `strict`, malformed rows and unread keys always raise PromptError. A source without a single prompt raises it,
+    too. `tags`: use only rows of traces or stores whose tag is one of these; raises ConfigError for a tag that no row
+    has.
     """
     if limit is not None and limit < 1:
         raise PromptError(f"limit must be at least 1, not {limit}")
@@ -188,8 +190,8 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
 
 
 def unread_keys(row: Row, read: Iterable[str]) -> list[str]:
-    """Return the row's keys that have a value and are not in `read`. Empty keys do not count: Parquet gives every row
-    all keys."""
+    """Return the row's keys that are not in `read`. Keys with an empty value (None, or empty text, list or object) are
+    left out: Parquet gives every row all keys."""
     known = set(read)
     return [printable(key) for key, value in row.items() if key not in known and value not in (None, "", [], {})]
 
@@ -335,8 +337,8 @@ def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, 
 
 
 def read_messages(messages: Any, where: str) -> list[Message]:
-    """Return a row's messages in normal form, without unknown keys. `where`: file and line, for errors. Raises
-    PromptError on invalid messages."""
+    """Return a row's messages in normal form; unknown keys of a message are dropped. `where`: file and line, for
+    errors. Raises PromptError on invalid messages."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
     try:

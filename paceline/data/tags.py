@@ -20,7 +20,7 @@ MOST_LISTED = 20
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """A source of answers, restricted to the rows with one of some tags. No tags: all rows."""
+    """A source of answers, restricted to the rows whose tag is one of `tags`. No tags: all rows."""
 
     path: Path
     tags: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Tagged:
 
 
 def tagged(paths: Iterable[Path], tags: Sequence[str]) -> list[Tagged]:
-    """Return the sources at these paths, each restricted to these tags."""
+    """Return the sources at these paths, each restricted to the rows whose tag is one of `tags`."""
     return [Tagged(path, tuple(tags)) for path in paths]
 
 
@@ -39,13 +39,14 @@ def tag_of(row: Mapping[str, Any]) -> str:
 
 
 def has_tag(row: Mapping[str, Any], tags: Sequence[str]) -> bool:
-    """Return True if the row has one of these tags, or if there are no tags to select by."""
+    """Return True if the row's tag is one of `tags`, or if `tags` is empty. A row without a tag counts as "(no
+    tag)"."""
     return not tags or tag_of(row) in tags
 
 
 def check_tags(source: str | Path, tags: Sequence[str]) -> None:
     """Raise ConfigError if the Parquet file `source`, or the folder of such files, has no column `tag`, or if one of
-    the tags occurs in no row; the error lists the known tags. Does nothing without tags."""
+    `tags` occurs in no row; the error then lists the tags that occur. Does nothing if `tags` is empty."""
     if not tags:
         return
     known = _tags_of(Path(source))
@@ -58,7 +59,7 @@ def check_tags(source: str | Path, tags: Sequence[str]) -> None:
 
 
 def refuse_unknown(source: str | Path, tags: Sequence[str], known: Iterable[str]) -> None:
-    """Raise ConfigError if one of the tags is not among the known ones, which the error lists."""
+    """Raise ConfigError if one of `tags` is not in `known`, the tags that occur in `source`; the error lists these."""
     names = sorted(known)
     for tag in tags:
         if tag not in names:

@@ -24,21 +24,22 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 
 class Stamp(NamedTuple):
-    """A drafter's files, as they were at one time."""
+    """State of a drafter's files at one time (names, sizes and modification times), to detect later changes."""
 
     path: Path | None = None
     """Absolute path of the folder or file, downloaded if it is on a hub; None for a drafter without files."""
     files: tuple[tuple[str, int, int], ...] = ()
-    """(name, size in bytes, time of change in ns) of each file."""
+    """(name, size in bytes, modification time in ns) of each file."""
 
     @classmethod
     def of(cls, path: Path) -> Stamp:
-        """Returns the present state of the files. Raises OSError."""
+        """Returns the present state of the files at `path`, a folder or one file. Raises OSError if `path` is
+        missing."""
         stats = [(file.name, file.stat()) for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
         return cls(path, tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats))
 
     def is_current(self) -> bool:
-        """True if the files are still the same; uses no network."""
+        """True if the files are as they were when the stamp was made, or if there are no files; uses no network."""
         try:
             return self.path is None or self == Stamp.of(self.path)
         except OSError:
@@ -100,7 +101,7 @@ class Drafter(ABC):
 
     @property
     def is_failed(self) -> bool:
-        """True if it could not be loaded and is not tried again yet: routers do not choose it."""
+        """True if the drafter could not be loaded and is not tried again yet: routers do not choose it."""
         return False
 
     def cache_bytes(self, target: Target) -> int:
@@ -108,7 +109,7 @@ class Drafter(ABC):
         return 0
 
     def cache_shape(self, target: Target) -> Hashable:
-        """Returns the shape of that cache. Drafters of a pool with equal shapes share one cache."""
+        """Returns the shape of this drafter's KV cache. Drafters of a pool with equal shapes share one cache."""
         return id(self)
 
     @property

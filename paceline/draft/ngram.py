@@ -73,8 +73,8 @@ class _TextDrafter(Drafter):
 
 
 class NgramDrafter(_TextDrafter):
-    """Drafts the tokens after the longest earlier match of the text's end. Drafts nothing if fewer than `min_match`
-    tokens match."""
+    """Prompt lookup: finds the longest earlier match of the text's last tokens, and drafts the tokens that follow the
+    match. Drafts nothing if fewer than `min_match` tokens match."""
 
     name = LOOKUP
     _rows: dict[int, _Row]
@@ -205,11 +205,11 @@ class _Place:
 
 
 class PredictionDrafter(_TextDrafter):
-    """Drafts the next tokens of the answer that a request predicts (`Sequence.prediction`), from its beginning. Where
-    the answer differs, the answer's last tokens give the position in the prediction: the longest match of at least two
-    tokens, or the next occurrence of the last token. Otherwise each token is assumed to replace one of the prediction;
-    an answer that begins otherwise has no drafts until a token of the prediction follows.
-    """
+    """Drafts from the text that a request predicts as its answer (`Sequence.prediction`), first from its beginning.
+    When the answer differs, the answer's last tokens are searched in the prediction: at least two tokens (the longest
+    match), or the next occurrence of the last one. Drafts then continue from there. Without a match, each new token is
+    assumed to replace one of the prediction; but if the answer differs from its first token on, nothing is drafted
+    before a match."""
 
     name = PREDICTION
     _rows: dict[int, _Place]
@@ -223,8 +223,8 @@ class PredictionDrafter(_TextDrafter):
             self._rows[seq.row] = _Place(seq.prediction, seq.prompt_len)
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """Returns the chances of at most `most` drafts, as in `Drafter`; () without a draft. They grow from draft to
-        draft, because each accepted one makes the match longer."""
+        """Returns the estimated chance of each of at most `most` drafts to be accepted if those before it are; ()
+        without a draft. The chances grow from draft to draft, because each accepted draft makes the match longer."""
         if seq.row not in self._rows:
             return ()
         place = self._rows[seq.row]

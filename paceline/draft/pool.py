@@ -27,17 +27,19 @@ from paceline.types import LOOKUP, NONE, PREDICTION, Batch, DraftBlock, Sequence
 
 
 class Residency(Protocol):
-    """Keeps few of a pool's drafters in memory (`engine/residency.py`)."""
+    """Interface of the object that limits how many of a pool's drafters are in memory (`engine/residency.py`)."""
 
     def turn(self, pool: Pool) -> None:
-        """Called before a sequence is assigned a drafter: put loaded drafters into the pool, release others."""
+        """Put drafters that have been loaded into the pool, and release others. Called before a sequence is assigned a
+        drafter."""
 
     def started(self, pool: Pool, name: str, drafter: str) -> None:
-        """Called after that. `name`: drafter that the sequence named, or ""; `drafter`: the one that it got."""
+        """Count a use of `drafter`, which a sequence was just assigned. `name`: drafter that the sequence named, or "";
+        if that one is released, it may be loaded next."""
 
 
 class Memory(NamedTuple):
-    """Bytes that drafters hold. Weights and caches that several of them share count once."""
+    """Bytes of memory that drafters hold: weights and KV caches. Each one that several drafters share counts once."""
 
     weight_bytes: int
     cache_bytes: int
@@ -58,9 +60,9 @@ def memory_of(drafters: Iterable[Drafter], target: Target) -> Memory:
 
 
 def bind(drafter: Drafter, target: Target, *, keeps: bool = False, is_alone: bool = False) -> None:
-    """Bind a drafter of a pool; it shares equal weights and the cache of its shape with the target's other drafters.
-    `keeps`: load memory-mapped weights into memory first. `is_alone`: do not share weights, because comparing them
-    takes time. Raises the errors of `Drafter.bind`."""
+    """Bind a drafter of a pool to the target. The drafter shares equal weights, and a cache of equal shape, with the
+    target's other drafters. `keeps`: load memory-mapped weights into memory first. `is_alone`: do not share weights,
+    because comparing them takes time. Raises the errors of `Drafter.bind`."""
     with sharing(target, has_weights=bool(drafter.source) and not is_alone) as held:
         if keeps:
             drafter.keep_weights()
@@ -86,7 +88,7 @@ class Member:
 
     @property
     def is_ready(self) -> bool:
-        """True if a new sequence that names it gets it: it is open, and its weights are in memory."""
+        """True if new sequences may be assigned this drafter now: it is open, and its weights are in memory."""
         return self.is_open and not self.drafter.is_released
 
 
@@ -129,8 +131,8 @@ class Pool:
 
     @property
     def default(self) -> Member:
-        """The first pool entry that new sequences may get (an open one, in memory), or "none". It serves sequences that
-        name no drafter, or one that is unknown, not open or released."""
+        """The first pool entry that is open and has its weights in memory; without one, the entry "none" (no drafts).
+        It serves sequences that name no drafter, or one that is unknown, not open or released from memory."""
         return next((member for member in self.members.values() if member.is_ready), self._plain)
 
     @property
@@ -165,8 +167,9 @@ class Pool:
         return self.members[name]
 
     def swap(self, drafter: Drafter) -> None:
-        """Make `drafter` the default, under its own name, instead of the old default; also replaces a drafter of the
-        same name. Raises DrafterMismatchError and changes nothing if it does not fit the target."""
+        """Make `drafter` the default, under its own name. The old default and another entry of this name leave the
+        pool; running sequences keep their drafters. Raises DrafterMismatchError and changes nothing if `drafter` does
+        not fit the target."""
         old = self.default
         if drafter is old.drafter:
             return
@@ -181,8 +184,8 @@ class Pool:
         self._let_go()
 
     def put(self, name: str, drafter: Drafter) -> None:
-        """Add `drafter` under this name, replacing the one with this name. Raises DrafterMismatchError if it does not
-        fit the target, or ConfigError for a reserved name, and changes nothing then."""
+        """Add `drafter` to the pool under `name`; replaces the entry with this name. Raises DrafterMismatchError if
+        `drafter` does not fit the target, ConfigError if `name` is reserved; the pool is then unchanged."""
         self._join(name, drafter)
         self._let_go()
 
@@ -199,14 +202,15 @@ class Pool:
         self.members[name] = Member(name, drafter)
 
     def exchange(self, name: str, drafter: Drafter) -> None:
-        """Replace an entry's drafter by the same one, released or loaded again; the entry stays open or drained."""
+        """Replace an entry's drafter object by another one for the same drafter, which was released from memory or
+        loaded again. The entry stays open or not, as it was."""
         is_open = self.member(name).is_open
         self._join(name, drafter)
         self.members[name].is_open = is_open
         self._let_go()
 
     def admit(self, name: str, is_open: bool) -> None:
-        """Allow or forbid (`is_open`) that new sequences get this drafter. Raises ConfigError for an unknown name."""
+        """Set whether new sequences may get this drafter (`is_open`). Raises ConfigError for an unknown name."""
         self.member(name).is_open = is_open
         self._let_go()
 

@@ -75,9 +75,9 @@ def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str
 
 
 def origin_of(name: str) -> tuple[str, Stamp]:
-    """Returns `source` and `stamp` of a drafter with this name: the absolute path if it is a local one, else the name;
-    and the present state of its files, which are downloaded first if necessary. Raises ModelNotFoundError if it has no
-    files."""
+    """Returns (source, stamp) of the drafter with this name. Source: the absolute path of a local drafter, else the
+    name. Stamp: the present state of its files, which are downloaded first if necessary; empty for a method without
+    files, such as "ngram". Raises ModelNotFoundError for an unknown name."""
     if name in DRAFTERS:
         return name, Stamp()
     stamp, local = Stamp.of(checkpoint_of(name).absolute()), Path(name).expanduser()
@@ -103,8 +103,8 @@ def folder_of(name: str, target_name: str | None = None) -> Path:
     """Returns the path of a drafter's checkpoint. `name`: a folder, a GGUF file, a hub id, a built-in model that has a
     drafter, or "default" for the drafter that ships for `target_name`.
 
-    Raises ModelNotFoundError, DownloadError if a shipped drafter is missing, ModelFileError unless it is a DFlash or
-    EAGLE-3 drafter or an MTP layer, ConfigError for "default" if the target has no drafter.
+    Raises ModelNotFoundError, DownloadError if a shipped drafter cannot be downloaded, ModelFileError unless it is a
+    DFlash or EAGLE-3 drafter or an MTP layer, ConfigError for "default" if no drafter ships for the target.
     """
     if name == "default":
         if target_name not in shipped.SHIPPED:
@@ -143,7 +143,8 @@ def shipped_or_checkpoint(name: str) -> Path:
 
 
 def checkpoint_of(name: str) -> Path:
-    """Returns the path of a checkpoint: a folder, a hub id or a built-in model. Raises ModelNotFoundError."""
+    """Returns the path of a checkpoint: a folder, a hub id or a built-in model. Raises ModelNotFoundError for an
+    unknown name."""
     try:
         return hub.resolve(name)
     except ModelNotFoundError as error:

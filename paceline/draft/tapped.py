@@ -104,7 +104,8 @@ class TappedDrafter(Drafter):
         self._kept = tensors
 
     def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the network's weights, for example by trained ones; they are used when the target has a new cache."""
+        """Replace the network's weights by `tensors`, for example trained ones. Drafting uses them only after the
+        drafter is bound to a new cache of the target."""
         self._use_tensors(tensors)
         self._kept, self.held = None, {}
 
@@ -232,8 +233,8 @@ class PendingFeatures:
 
 def features_of(observed: list[Observed]) -> Tensor:
     """Returns the features (target's hidden states) of all T observed positions, in order: [T, F], F = tapped layers *
-    hidden size. The result may have more than T rows; use the first T. (A single observation is not copied if its
-    positions are the first of the target's pass: then it is followed by the pass's other rows.)"""
+    hidden size. The result may have more than T rows, of which only the first T are meant. (A single observation that
+    begins at the first row of the target's pass is returned without a copy, with all rows of the pass.)"""
     if len(observed) == 1 and observed[0].begin == 0 and observed[0].taps_TF is not None:
         return observed[0].taps_TF
     return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])

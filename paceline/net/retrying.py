@@ -34,7 +34,7 @@ def _key() -> str | None:
 
 
 class Refused(PacelineError):
-    """The server rejects this request with a status that is not retried."""
+    """Error: the server rejected a request with a status that is not retried, or its response is unusable."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"status {status}: {' '.join(text.split())[:300]}")
@@ -42,7 +42,7 @@ class Refused(PacelineError):
 
 
 class Client:
-    """Sends requests to one HTTP server. While it is down they are retried, until no request has succeeded for
+    """Sends requests to one HTTP server. While the server is down, requests are retried, until none has succeeded for
     `patience_s` seconds. Threads may share a client."""
 
     def __init__(self, url: str, option: str, patience_s: float) -> None:
@@ -61,7 +61,8 @@ class Client:
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request with `body` as JSON (None: no body), with retries; returns the response's parsed JSON. Raises
-        Refused, also if the response is not JSON, and DownloadError after `patience_s`."""
+        Refused if the server rejects the request or the response is not JSON, and DownloadError if the server has been
+        down for `patience_s` seconds or the client was closed."""
         data = self.bytes(method, path, body, MAX_JSON_BYTES)
         try:
             return json.loads(data)
@@ -69,8 +70,9 @@ class Client:
             raise Refused(200, f"the answer of {self.url}{path} is no JSON") from error
 
     def bytes(self, method: str, path: str, body: Any, most: int) -> bytes:
-        """Send a request with `body` as JSON (None: no body), with retries; returns the response body. Raises Refused,
-        also if the response has more than `most` bytes (status 413), and DownloadError after `patience_s`."""
+        """Send a request with `body` as JSON (None: no body), with retries; returns the response body. Raises Refused
+        if the server rejects the request or the response has more than `most` bytes (status 413), and DownloadError if
+        the server has been down for `patience_s` seconds or the client was closed."""
         data, pause_s = None if body is None else json.dumps(body).encode(), FIRST_PAUSE_S
         began = time.monotonic()
         while True:

@@ -9,9 +9,9 @@ from paceline.net.streaming import Client
 
 
 def served_name(client: Client, wanted: str | None) -> str:
-    """Returns the model's name on the server: `wanted`, or the first that it lists. Raises DownloadError if the server
-    does not answer, ModelNotFoundError if it does not list `wanted`, ConfigError on a wrong key or if no model is
-    listed."""
+    """Returns the model's name on the server: `wanted`, or the first that the server lists. Raises DownloadError if the
+    server does not answer, ModelNotFoundError if it lists other models but not `wanted`, and ConfigError on a wrong
+    key, or if it lists no model and `wanted` is None."""
     try:
         reply = client.get("/v1/models")
     except OSError as error:

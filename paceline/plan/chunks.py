@@ -24,8 +24,8 @@ class ChunkSizes:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Within this context chunks have the maximum size: higher throughput, but a running answer waits longer for
-        its next token. For work that is not streamed."""
+        """Within this context manager chunks have the maximum size: higher throughput, but a running answer waits
+        longer for its next token. For work that is not streamed."""
         adapts, self._adapts = self._adapts, False
         try:
             yield

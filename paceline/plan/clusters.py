@@ -87,8 +87,9 @@ def language(text: str) -> str:
 
 
 class Clusters:
-    """Assigns requests to a bounded set of clusters, by their classes (see `clusters_of`). A class becomes a cluster at
-    its third request. Until then its requests belong to a less specific cluster, or to "other" (OTHER)."""
+    """Assigns requests to at most 32 clusters (MOST_CLUSTERS) by their classes (see `clusters_of`). A class becomes a
+    cluster at its third request, if the table has room or a long unused cluster to evict. Until then its requests
+    belong to a less specific cluster, or to "other" (OTHER)."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}

@@ -184,15 +184,16 @@ class RoundHistory:
         self.trials = Trials(FIRST_TRIALS * self.costs.pass_s(1))
 
     def begin(self, keys: set[int]) -> None:
-        """Start a round of the rows with these keys (`Row.key`)."""
+        """Start a round of the rows with these keys (`Row.key`). If one of them was not in the previous round, time is
+        added to the budget for trials."""
         if keys - self._keys:
             self.trials.begin_request()
         self._num_warm = self._num_warm + 1 if keys & self._keys else 0
         self._keys = keys
 
     def rate(self, num_rows: int) -> float:
-        """Returns the tokens per second of recent rounds of `num_rows` rows, or the estimate for rounds without drafts,
-        whichever is higher."""
+        """Returns the speed of rounds with `num_rows` rows, in tokens per second: the average of recent ones, but at
+        least the estimated speed of rounds without drafts."""
         plain, recent = num_rows / self.costs.pass_s(num_rows), self._rates.get(num_rows)
         return max(plain, recent.over / recent.under) if recent and recent.under else plain
 

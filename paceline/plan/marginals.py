@@ -173,9 +173,9 @@ class Marginals:
         return lambda slot, logprobs: chances[slot][: len(logprobs)] if slot < len(chances) else [0.0]
 
     def expected(self, most: int, seed: int = 0) -> list[Expected]:
-        """Predicts acceptance length and depth of the best draft tree with n nodes: that with the largest expected
-        number of accepted drafts. Entry n of the list (n = 0 .. `most`) is the mean over 1000 simulated rounds (DRAWS),
-        whose random numbers depend on `seed`."""
+        """Predicts acceptance length and depth of the best draft tree with n nodes (the one with the largest expected
+        number of accepted drafts), for n = 0 .. `most`. Entry n of the returned list is the mean over 1000 simulated
+        rounds (DRAWS), whose random numbers depend on `seed`."""
         luck, sums, depths = random.Random(seed), [0.0] * (most + 1), [0] * (most + 1)
         confidence_KD = [_spread_evenly(luck, own[0]) for own in self.chances_KM]
         named = [list(range(len(own))) for own in self.chances_KM]

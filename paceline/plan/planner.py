@@ -109,9 +109,9 @@ class Planner(Protocol):
         """Update the estimates with a finished round and its plan."""
 
     def price(self, plan: Plan, index: int, num_checked: int, num_alike: int) -> float | None:
-        """Returns the time that a round would take if all rows drafted like row `index` of the plan, in units of a
-        round without drafts; None if costs are unknown. `num_checked`: verified drafts of that row; `num_alike`: number
-        of rows, including it, among which the time of its drafting pass is divided."""
+        """Returns the cost of a round for row `index` of the plan: the time of a round in which all rows draft like
+        this row, divided by that of a round without drafts; None if costs are unknown. `num_checked`: verified drafts
+        of the row; `num_alike`: number of rows, including this one, that share one drafting pass and its time."""
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """Add the seconds of a prefill chunk of `num_tokens` tokens."""

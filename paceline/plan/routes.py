@@ -97,8 +97,8 @@ class Arm:
 
     def add(self, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
         """Add a finished request to the statistics. `num_tokens`: generated tokens. `price`: time of its rounds, in
-        units of a round without drafts. `num_own`: accepted drafts that this drafter made, prompt lookup's left out.
-        `num_rounds`: verify passes."""
+        units of a round without drafts. `num_own`: accepted drafts that this drafter made, without those of prompt
+        lookup or predictions. `num_rounds`: verify passes."""
         self.own.add(num_own, num_rounds, 1.0)
         weight = min(num_tokens / WHOLE, 1.0)
         self.weight += weight
@@ -128,8 +128,9 @@ class Cluster:
     num_requests: int = 0
 
     def choose(self, drafters: list[str], first: Callable[[str], int]) -> tuple[str, float]:
-        """Returns (drafter, spent credit) for a new request: one of `drafters`, listed in initial order of preference.
-        Each drafter first gets `first(name)` requests as a trial."""
+        """Chooses the drafter of a new request among `drafters`, listed in initial order of preference. Each drafter
+        first gets up to `first(name)` requests as a trial. Returns (drafter, exploration credit that was spent: 1.0 if
+        the drafter is tried in place of the best one, else 0.0)."""
         for name in drafters:
             if name != NONE and name not in self.arms:
                 self.arms[name], self.credit = Arm(), self.credit + CREDIT
@@ -163,7 +164,7 @@ class Cluster:
     def add(self, drafter: str, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
         """Add a finished request of this cluster that used `drafter` to the statistics: its generated tokens and its
         number of rounds. `price`: estimated time of these rounds, in units of a round without drafts. `num_own`:
-        accepted drafts that the drafter made, without those of prompt lookup."""
+        accepted drafts that the drafter made, without those of prompt lookup or predictions."""
         for arm in self.arms.values():
             arm.fade()
         if arm := self.arms.get(drafter):
@@ -218,8 +219,8 @@ class Router:
         return drafter, name
 
     def pin(self, cluster: str, drafter: str | None) -> None:
-        """Give all new requests of a cluster this drafter. None: let the router choose again. `cluster`: its name or
-        its label.
+        """Give all new requests of a cluster this drafter, unless it is clearly slower than plain decoding. None: let
+        the router choose again. `cluster`: the cluster's name or label.
 
         Raises ConfigError for an unknown cluster.
         """
@@ -236,8 +237,9 @@ class Router:
         return FIRST if is_proven or sum(arm.num_given for arm in arms) < UNPROVEN else 1
 
     def learn(self, sequences: Sequence[Request], stats: RoundStats, price: Price) -> None:
-        """Update the statistics after a round of these sequences. `price`: function that returns the round's estimated
-        time for a row, in units of a round without drafts."""
+        """Add a finished round to the totals of the running requests `sequences`; `ended` adds these totals to the
+        statistics. `price`: function that returns the round's estimated time for a row, in units of a round without
+        drafts (see `Planner.price`)."""
         alike = Counter(
             seq.cluster for seq in sequences
         )  # these would draft together if the drafter were the cluster's best
@@ -252,8 +254,8 @@ class Router:
                     session.num_own += stats.num_accepted_B[index]
 
     def cancel(self, key: int) -> None:
-        """Forget that `choose` chose for this request: another drafter drafts for it, so its figures say nothing of the
-        chosen one. `key`: its request id."""
+        """Undo `choose` for a request that another drafter serves instead: its rounds then do not count for the chosen
+        drafter, and spent exploration credit is returned. `key`: its request id."""
         if session := self._sessions.pop(key, None):
             cluster = self.clusters.get(session.cluster)
             if cluster and (arm := cluster.arms.get(session.drafter)):
@@ -261,8 +263,8 @@ class Router:
                 cluster.credit += session.credit
 
     def ended(self, key: int) -> None:
-        """Add an ended request's figures to those of its cluster. Call it when a request ends, for any reason. `key`:
-        its request id."""
+        """Add an ended request's tokens, rounds and time to the statistics of its cluster. Call it when a request ends,
+        for any reason. `key`: its request id."""
         session = self._sessions.pop(key, None)
         cluster = self.clusters.get(session.cluster) if session else None
         if session and cluster:

@@ -22,8 +22,8 @@ than they save."""
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Drafts of one row (a running sequence) from one source, a drafter or prompt lookup. The planner decides how many
-    of them are verified."""
+    """Drafts of one row (a running sequence) from one source, a drafter or prompt lookup, as input of `share_out`,
+    which decides how many of them are verified."""
 
     index: int
     """Index of the row in the plan."""

@@ -21,7 +21,7 @@ KNOWN = f"auto, full, off, N (drafts in every round) or tree:N (a tree of N draf
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A parsed value of `speculate`."""
+    """Parsed value of the setting `speculate`: how many tokens are drafted per round, or that this is adapted."""
 
     is_auto: bool = False
     num_drafted: int | None = None
@@ -31,7 +31,7 @@ class Speculation:
 
     @classmethod
     def of(cls, text: str) -> Speculation:
-        """Parses auto, full, off, N or tree:N. Raises ConfigError for another text."""
+        """Parses "auto", "full", "off", "N" or "tree:N" with a whole number N. Raises ConfigError for another text."""
         if text in ("auto", "full", "off"):
             return cls(is_auto=text == "auto", num_drafted=0 if text == "off" else None)
         digits = text.removeprefix("tree:")
@@ -44,16 +44,16 @@ class Speculation:
 
     @property
     def is_off(self) -> bool:
-        """True if nothing is drafted."""
+        """True for "off" and "0": nothing is drafted."""
         return self.num_drafted == 0
 
     @property
     def adapts(self) -> bool:
-        """True if measured times and acceptance decide the number of drafts; with off, that of drafters that are added
-        later."""
+        """True if measured times and acceptance decide the number of drafts. This is so for "auto", and for "off" too:
+        it then applies to drafters that are added later."""
         return self.is_auto or self.is_off
 
     def planner(self, most_chunk: int = 256) -> FixedPlanner:
-        """Returns a planner that ignores measured times, with prefill chunks of `most_chunk` tokens; auto is like full.
-        With a drafter that makes more than N drafts, it verifies the first N of them."""
+        """Returns a planner that ignores measured times, with prefill chunks of `most_chunk` tokens; it treats "auto"
+        as "full". If a drafter makes more than N drafts, only the first N are verified."""
         return FixedPlanner(self.num_drafted, most_chunk, num_nodes=self.num_nodes)

@@ -114,8 +114,8 @@ def write_report(
     sections: dict[str, list[Block]],
     **values: Any,
 ) -> str | None:
-    """Write report.md and report.html into the run folder. Returns a notice if the plots could not be drawn; the page
-    is written without them.
+    """Write report.md and report.html into the run folder. Returns a notice if the plots could not be drawn and the
+    page was written without them, else None.
 
     `draw`: returns the plots. `verdict`: text below the title. `sections`: heading -> blocks. `values`, for the page
     only: `tone`, the verdict's colour; `explained`, glossary keys in `words.html.j2`; `settings`, (name, value) pairs;
@@ -143,8 +143,8 @@ def write_load_report(
     listed: dict[str, list[str]],
     **values: Any,
 ) -> str | None:
-    """Write the report of a server under load, measured or simulated. Returns a notice if the plots failed. `draw`:
-    returns the plots. `about`: first paragraph. `note`: explains the columns of `figures`. `listed`: heading ->
+    """Write the report of a server under load, measured or simulated. Returns a notice if the plots failed, else None.
+    `draw`: returns the plots. `about`: first paragraph. `note`: explains the columns of `figures`. `listed`: heading ->
     sentences. `values`: further arguments of `write_report` (title, verdict, tone, settings)."""
     sections: dict[str, list[Block]] = {"Under load": [about] if about else [], "Figures": [note, figures]}
     sections |= {heading: [sentences] for heading, sentences in listed.items()}

@@ -135,7 +135,7 @@ def append_lines(file: Path, lines: Iterable[Any], *, is_synced: bool = False) -
     """Append objects to a JSON Lines file, all or none. First removes a last line that a crash cut short; on an error,
     restores the file's size.
 
-    `is_synced`: call fsync before returning. Raises OSError.
+    `is_synced`: call fsync before returning. Raises OSError if the file cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     drop_cut_line(file)

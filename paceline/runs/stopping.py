@@ -19,7 +19,7 @@ STATUS = 143
 
 
 class Stop:
-    """Signal handler for SIGTERM: sets `is_asked`, and ends the process except within a `later` block."""
+    """Signal handler for SIGTERM: sets `is_asked` to True, and ends the process unless a `later` block is active."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.is_asked = False
@@ -27,7 +27,8 @@ class Stop:
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
-        """Within the block, SIGTERM sets `is_asked` but does not end the process."""
+        """Within the block, SIGTERM only sets `is_asked`; the caller checks it, saves its state and then calls
+        `end`."""
         self._waits = True
         try:
             yield

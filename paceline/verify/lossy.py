@@ -63,8 +63,9 @@ from paceline.verify.rules import CheckedRow, RowVerdict
 
 
 def allowed(rule: Rule, target_V: Tensor) -> Tensor | None:
-    """Returns bool [V]: True for tokens that the lossy rule always accepts at a position; None if a rule of its type
-    has no such set. `target_V`: the target's distribution there."""
+    """Returns bool [V]: True for each token that the lossy rule accepts whenever it is drafted. `target_V`: the
+    target's distribution at the draft's position. Returns None for the rules lenience and mixture, which have no such
+    set."""
     if isinstance(rule, Typical):
         entropy = float(torch.special.entr(target_V).sum(dtype=torch.float64))
         return target_V > min(rule.eps, rule.delta * math.exp(-entropy))
@@ -136,7 +137,7 @@ def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
 
 def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
     """Judges one row's chain of sampled drafts by the request's lossy settings `lossy`; returns the number of accepted
-    drafts and the token after them. Adds to `ledger` each decision's distance from the target's distribution.
+    drafts and the token after them. Records in `ledger` how far each decision deviates from the target's distribution.
 
     With lossless settings the result equals that of `rules.rejection`, bit for bit.
     """
@@ -156,9 +157,9 @@ def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
 
 
 def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
-    """Returns for each child of a tree node the chance b_i (see the module) that it is accepted, given that the token
-    sampled from the target is not among the children and no earlier child was accepted. target_V: the target's
-    distribution after the node; `children`: token ids drafted there, in the drafter's order."""
+    """Returns for each child of a tree node its chance b_i (formula in the module's docstring) to be accepted if the
+    token sampled from the target is not among the children and no earlier child was accepted. `target_V`: the target's
+    distribution after the node. `children`: token ids drafted there, in the drafter's order."""
     if not children:
         return []
     ids_N = torch.tensor(children, device=target_V.device)

@@ -53,7 +53,8 @@ class RowVerdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Uniforms:
-    """Random numbers in [0, 1) for one row in one round. `paceline.rng` explains the keys that they depend on."""
+    """Random numbers in [0, 1) that decide the verification of one row in one round. They depend only on the request's
+    seed, the token position, the draft position and the decision (see `paceline.rng`)."""
 
     seed: int
     anchor_position: int

@@ -61,7 +61,8 @@ def read_stored(folder: Path | str) -> StoredDrafter:
     """Reads a drafter from its folder or GGUF file. Weights may be in several files, or packed in 8 bits
     (`draft/formats/packed.py`).
 
-    Logs unknown keys and tensors. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError.
+    Logs unknown keys and tensors. Raises UnsupportedModelError for another format or architecture, ModelFileError if a
+    file is missing or damaged.
     """
     folder = Path(folder).expanduser()
     if is_gguf(folder):

@@ -47,7 +47,7 @@ class DFlash2Sizes:
 
 @dataclass(frozen=True, slots=True)
 class MarkovSizes:
-    """The parts that only DSpark has: a Markov head, and a confidence head."""
+    """Width and options of the two heads that only DSpark has: a Markov head, and an optional confidence head."""
 
     rank: int
     """Width of the Markov head's codebooks."""

@@ -254,14 +254,15 @@ class DFlashDrafter(TappedDrafter):
 
     def save(self, folder: Path | str, *, in_8_bits: bool = False) -> None:
         """Writes the drafter's config.json and weights into a folder, in z-lab's format. `in_8_bits` rounds the
-        matrices to 8 bits, in a file that only paceline reads; otherwise no value is changed. Raises CacheError."""
+        matrices to 8 bits, in a file that only paceline reads; otherwise no value is changed. Raises CacheError if
+        writing fails."""
         tensors = self.network.of_file()
         write_checkpoint(folder, self.config.raw, tensors, self.draft_ids, head_VD=self.head_VD, in_8_bits=in_8_bits)
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
-        """Check that the drafter fits the target, and prepare weights and cache for it. Binding again to the same cache
-        keeps the prepared weights and resets all rows. Raises DrafterMismatchError."""
+        """Check that the drafter fits the target (else raises DrafterMismatchError), and prepare weights and cache for
+        it. Binding again to the same cache keeps the prepared weights and resets all rows."""
         check_fit(self.config, target, self.draft_ids, self.head_VD)
         self._bind_path(target, lambda: self._make_path(target))
         self._vocab_size, self.has_own_threads = target.vocab_size, isinstance(self._path, NativePath)

@@ -159,8 +159,8 @@ class TorchPath:
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
         """Computes drafts at the first `width` draft positions of `num_rows` blocks, from the blocks' hidden states [T,
         D] before the final norm. Returns (most probable row of the LM head and its log-probability [B, width, 2],
-        logits [B, width, V]). Both values of the first tensor are float64, so that the host needs one copy. `anchors_B`
-        is not used."""
+        logits [B, width, V]). Both values of the first tensor are float64, so that the host needs one copy.
+        `anchors_B`, the last committed tokens, is used by subclasses only."""
         logits_BKV = self._head(self._drafting_slots(hidden_TD, num_rows, width)).unflatten(0, (num_rows, width))
         sure_BK = top_logprob(scale_logits(logits_BKV, self.config))
         return torch.stack([_best(logits_BKV).double(), sure_BK.double()], dim=-1), logits_BKV
@@ -236,8 +236,8 @@ def _best(logits_BKV: Tensor) -> Tensor:
 
 
 def rows_of_head(target: NativeDecoder, draft_ids: Tensor) -> Matrix:
-    """Returns the rows `draft_ids` of the target's head, which drafters with the same draft vocabulary share until the
-    target's weights change, and its cache with them."""
+    """Returns the rows `draft_ids` of the target's LM head. Drafters with the same draft vocabulary share the returned
+    matrix until the target gets new weights, and with them a new cache."""
     ids, form = draft_ids.tolist(), ("head", id(target.cache))
     return sharing.matrix(
         lambda: target.head_matrix.select(ids), [draft_ids], *form, num_bytes=lambda head: head.num_bytes
@@ -249,9 +249,9 @@ class NativePath:
     another runs the block.
 
     Embedding and LM head are the target's packed matrices; a draft vocabulary selects rows of the head. A drafter of
-    another width than the target's has one matrix of its own for both. With a target
-    in block-quantised format the drafter's matrices are rounded to Q8_0: half the bytes, and drafts are verified
-    anyway. Logits are float32.
+    another width than the target's has one matrix of its own for both. With a target in block-quantised format the
+    drafter's matrices are rounded to Q8_0, which halves their bytes; verification corrects wrong drafts anyway. Logits
+    are float32.
     """
 
     def __init__(

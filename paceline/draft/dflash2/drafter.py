@@ -79,8 +79,9 @@ class ConvolvedLayer(DraftLayer):
 
 
 class ExtendedNetwork(DFlashNetwork):
-    """A DFlash v1 network with further modules, among them codebooks. `factored`: training replaces the codebooks [V,
-    rank] by factors [rank, D], which are multiplied by the target's embedding."""
+    """Base class of the DFlash 2 and DSpark networks: a DFlash v1 network with further modules, among them codebooks.
+    `factored`: training replaces the codebooks [V, rank] by factors [rank, D], which are multiplied by the target's
+    embedding."""
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
         super().__init__(config)

@@ -56,8 +56,8 @@ class CandidatePath(TorchPath):
 
     @abstractmethod
     def scored(self, hidden_BKD: Tensor, logits_BKV: Tensor, anchors_B: Tensor) -> Picks:
-        """Returns the scored candidates of blocks with these final normed hidden states and logits, after the last
-        committed tokens `anchors_B`."""
+        """Returns the scored candidates of blocks, given the blocks' final normed hidden states and logits.
+        `anchors_B`: the last committed tokens, one before each block."""
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
         """Drafts a block of `size` tokens for each cache row of `rows`; returns the scored candidates of its first

@@ -41,7 +41,8 @@ def _is_head(name: str) -> bool:
 
 
 class Heads(nn.Module):
-    """The two heads of one drafter, prepared for drafting with one target."""
+    """The Markov head, and the confidence head if there is one, of one DSpark drafter, prepared for drafting with one
+    target."""
 
     def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, ids: Tensor | None) -> None:
         super().__init__()
@@ -58,7 +59,8 @@ class Heads(nn.Module):
 
     @torch.inference_mode()
     def pick(self, hidden_BKD: Tensor, logits_BKV: Tensor, anchors_B: Tensor) -> Picks:
-        """Returns the scored candidates of blocks with these final normed hidden states and logits."""
+        """Returns the scored candidates of blocks, given the blocks' final normed hidden states and logits.
+        `anchors_B`: the last committed tokens, one before each block."""
         heads = self.markov_head, self.confidence_head
         return pick(*heads, hidden_BKD, logits_BKV, anchors_B, self.ids, self.columns_VR)
 

@@ -50,7 +50,7 @@ class MarkovHead(Codebooks):
 
 
 class ConfidenceHead(nn.Module):
-    """Predicts whether a draft is accepted, from its position's hidden state and the token before it."""
+    """Predicts, as a logit, whether a draft is accepted, from its position's hidden state and the token before it."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -59,8 +59,9 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.shape.hidden_size + self.sees_token * config.markov.rank, 1)
 
     def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Returns the confidence [...] of positions with the hidden states `hidden` [..., D]. `rows` [..., rank]: rows
-        of codebook W1 for the tokens before them."""
+        """Returns the confidence [...], a logit: its sigmoid is the chance that a draft is accepted if all before it
+        are. `hidden` [..., D]: hidden states of the drafts' positions. `rows` [..., rank]: rows of codebook W1 for the
+        tokens before them."""
         features = torch.cat([hidden, rows.to(hidden)], dim=-1) if self.sees_token else hidden
         return self.proj(features.to(self.proj.weight.dtype))[..., 0]
 

@@ -169,8 +169,8 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
     """Reads an EAGLE-3 drafter from its folder, in SpecForge's format or in that of `speculators`. Logs unknown keys
     and tensors as a warning.
 
-    Raises ModelNotFoundError, UnsupportedModelError, or ModelFileError, which names a tensor that is missing or does
-    not fit.
+    Raises UnsupportedModelError for another architecture, ModelFileError for a missing or damaged file, or for a tensor
+    that is missing or does not fit.
     """
     folder = Path(folder).expanduser()
     config = Eagle3Config.from_json(read_json(folder / "config.json"), folder)

@@ -177,7 +177,7 @@ class Eagle3Drafter(ChainedDrafter):
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> Eagle3Drafter:
         """Reads an EAGLE-3 drafter from its folder, in SpecForge's format or in that of `speculators`. `num_drafted`:
-        maximum drafts per round; None: 5. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
+        maximum drafts per round; None: 5. Raises the errors of `read_eagle3`."""
         stored = read_eagle3(folder)
         network = Eagle3Network.of(stored.config, stored.tensors, folder)
         return cls(network, ids=stored.ids, num_drafted=num_drafted, others=stored.others)
@@ -196,8 +196,8 @@ class Eagle3Drafter(ChainedDrafter):
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
-        """Check that the drafter fits the target, and prepare weights and cache for it. Binding again to the same cache
-        keeps the prepared weights and resets all rows. Raises DrafterMismatchError."""
+        """Check that the drafter fits the target (else raises DrafterMismatchError), and prepare weights and cache for
+        it. Binding again to the same cache keeps the prepared weights and resets all rows."""
         taps, has_embedding = (
             self.config.tap_layers or default_taps(target.num_layers),
             hasattr(self.network, "embed_tokens"),

@@ -18,7 +18,7 @@ from paceline.errors import ModelFileError
 
 def network_of(config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> DFlashNetwork:
     """Creates a DFlash, DFlash 2 or DSpark network, as the config says, that shares `tensors`. `source` is for
-    messages. Raises ModelFileError."""
+    messages. Raises ModelFileError if a tensor does not fit the config."""
     if any(name.endswith("_factor") for name in tensors):
         raise ModelFileError(
             f"{source} is a checkpoint of a training, whose codebooks are factors: give the run's folder drafter"
@@ -36,7 +36,8 @@ def drafter_of(network: DFlashNetwork, **options: Any) -> DFlashDrafter:
 
 def read_drafter(folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
     """Reads a DFlash, DFlash 2 or DSpark drafter from a folder or GGUF file. `num_drafted`: maximum drafts per round;
-    None: those of a full block. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
+    None: those of a full block. Raises UnsupportedModelError for another format or architecture, ModelFileError if a
+    file is missing or damaged."""
     return drafter_from(read_stored(folder), folder, num_drafted=num_drafted)
 
 

@@ -165,7 +165,8 @@ def with_our_names(tensors: Mapping[str, Tensor], ids: Tensor | None, vocab_size
 
 
 def with_their_names(tensors: Mapping[str, Tensor], ids: Tensor | None) -> dict[str, Tensor]:
-    """The inverse of `with_our_names`."""
+    """The inverse of `with_our_names`: renames the codebooks of a DSpark drafter to the names of `speculators`, and
+    keeps only the second one's rows for the draft vocabulary `ids` (None: all rows)."""
     second = f"markov_head.{BOOKS[1]}"
     narrowed = {second: tensors[second][ids]} if second in tensors and ids is not None else {}
     return {MARKOV_NAMES.get(name, name): tensor for name, tensor in {**tensors, **narrowed}.items()}

@@ -52,7 +52,7 @@ CHOOSE = "choose another drafter, such as default, ngram or a DFlash drafter's f
 
 @dataclass(frozen=True, slots=True)
 class MtpLayer:
-    """A multi-token-prediction layer: config and tensors."""
+    """A multi-token-prediction (MTP) layer as read from its file: config and tensors."""
 
     config: DecoderConfig
     """Config of the layer: the target's, reduced to one layer with full attention."""

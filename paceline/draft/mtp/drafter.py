@@ -50,7 +50,8 @@ class MtpDrafter(ChainedDrafter):
     @classmethod
     def of_target(cls, target_name: str, *, num_drafted: int | None = None) -> MtpDrafter:
         """Creates a drafter with the layer in the target's own folder. `num_drafted`: maximum drafts per round; None:
-        3. Raises ConfigError without a name, ModelNotFoundError, and the errors of `read_mtp`."""
+        3. Raises ConfigError if `target_name` is empty, ModelNotFoundError if there is no such model, and the errors of
+        `read_mtp`."""
         refuse(
             ConfigError, (not target_name, "mtp reads the target's own files: say with target_name which model it is")
         )
@@ -74,8 +75,8 @@ class MtpDrafter(ChainedDrafter):
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
-        """Check that the layer fits the target, and prepare weights and cache for it. Binding again to the same cache
-        keeps the prepared weights and resets all rows. Raises DrafterMismatchError."""
+        """Check that the layer fits the target (else raises DrafterMismatchError), and prepare weights and cache for
+        it. Binding again to the same cache keeps the prepared weights and resets all rows."""
         own = self._stored.config
         for what, mine, theirs in (
             ("hidden size", own.hidden_size, target.hidden_size),
