@@ -270,12 +270,12 @@ def median_of(values: list[float | None]) -> float | None:
 
 
 def differences(target: Target, requests: list[Request], ours: Pass, baseline: Pass) -> list[Difference]:
-    """Return the first difference of each answer from the baseline's. The engine must be idle: a cache row is used.
+    """Return, for each answer of `ours` that differs from the baseline's, the first difference. The engine must be
+    idle: a cache row is used.
 
     In float32, greedy answers must be equal. In bfloat16, a pass over more tokens multiplies matrices of another shape
     and rounds differently, so near-ties may be decided differently; the logit gap is computed by one more pass over the
-    common prefix.
-    """
+    common prefix."""
     listed = []
     for request, one, other in zip(requests, ours.answers, baseline.answers, strict=True):
         if parted := parting(target, request.token_ids, one.token_ids, other.token_ids):

@@ -19,7 +19,8 @@ from paceline.types import Round
 
 @dataclass(slots=True, kw_only=True)
 class Drafting:
-    """Acceptance length, rate and survival of some answers; None or empty for Transformers (it reports no rounds)."""
+    """Acceptance length, acceptance rate and survival curve (see `drafting`) over some answers; None or empty for
+    Transformers, which reports no rounds."""
 
     tokens_per_round: float | None = None
     tokens_per_round_interval: Interval = (None, None)

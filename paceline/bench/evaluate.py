@@ -57,8 +57,9 @@ class PromptSet:
 
 def read_sets(sources: tuple[str, ...], limit: int | None, tags: Sequence[str] = ()) -> list[PromptSet]:
     """Read the first `limit` prompts (None: all) of each source, a file or data set id; without sources, of the
-    built-in set. A set is named after its file; files of the same name are named by their paths. `tags`: only rows with
-    one of these; raises ConfigError if a source has no such row."""
+    built-in set. A set is named after its file; files of the same name are named by their paths. `tags`: read only rows
+    whose tag is in `tags` (empty: all); raises ConfigError for a tag that no row of a source has, or for tags without
+    sources."""
     if not sources:
         refuse(ConfigError, (bool(tags), "--tag selects among traces: give them with --prompts"))
         return [PromptSet(BUILTIN, BUILTIN, read_prompts(BUILTIN_PROMPTS, limit))]
@@ -178,13 +179,12 @@ def evaluate(
     """Evaluate the drafter on every prompt set that is not in `out` yet; load the model only if there is such a set.
 
     `prompts`: files or data set ids [default: the built-in set]. `limit`: use only the first prompts of each. `tags`:
-    only requests of traces or stores with one of these. `config`: its drafters are ignored. `engine`: its drafter,
-    num_drafted and max_batch are ignored. `out`: a new folder, the folder of an earlier evaluation (which is
+    use only requests, from traces or stores, whose tag is in `tags`. `config`: its drafters are ignored. `engine`: its
+    drafter, num_drafted and max_batch are ignored. `out`: a new folder, the folder of an earlier evaluation (which is
     continued), or a training run's. `shows_context`: also report each set's acceptance length by context length.
 
     Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, ConfigError for a tag that no
-    request has, or if `out` contains sets that were evaluated with other settings.
-    """
+    request has, or if `out` contains sets that were evaluated with other settings."""
     config = evaluation_config(drafter, config or BenchConfig())
     engine = replace(engine or EngineConfig(), drafter="none", num_drafted=None, max_batch=max(config.batches))
     sets = read_sets(tuple(prompts), limit, tags)

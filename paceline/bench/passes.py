@@ -214,7 +214,8 @@ class Engines:
         return self._made[name].drafter
 
     def add(self, name: str, drafter: Drafter) -> None:
-        """Create an engine for this drafter and store it under `name`. Raises DrafterMismatchError."""
+        """Create an engine for this drafter and store it under `name`. Raises DrafterMismatchError if the drafter does
+        not fit the target."""
         self._made[name] = self._llm.new_engine(drafter)
 
     def use(self, name: str) -> Engine:

@@ -103,8 +103,9 @@ def bench_mock(
 def bench_steps(
     engine: EngineConfig, config: StepsConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
-    """Measure the seconds of verification, drafting and the host for each batch size and number of positions per row.
-    Writes steps.json and a report; returns the figures, in which "run" is the run folder."""
+    """Measure the seconds of verification, of drafting and of the host (the rest of a round) for each batch size and
+    number of positions per row. Writes steps.json and a report; returns the figures, in which "run" is the run
+    folder."""
     run = RunFolder.create("bench-steps", {"llm": engine, "steps": config, "drafter": engine.drafter}, out)
     sized = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
     llm, machine = loaded(sized, progress)
@@ -215,8 +216,8 @@ def ceiling_line(llm: LLM, machine: Machine) -> str:
 
 
 def check_drafts(engine: EngineConfig, num_drafted: int | None = None) -> None:
-    """Raise ConfigError if nothing would be drafted, or if both `num_drafted`, the benchmark's number of drafts, and
-    the engine's `speculate` set that number."""
+    """Raise ConfigError if `engine` drafts nothing ("speculate off"), or if the number of drafts is set twice: by
+    `num_drafted`, the benchmark's option, and by the engine's `speculate`."""
     refuse(
         ConfigError,
         (engine.speculation.is_off, "speculate off drafts nothing, so there is nothing to measure: leave it out"),

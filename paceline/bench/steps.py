@@ -91,8 +91,9 @@ def add_round(times: Times, num_rows: int, width: int, wall_s: float, draft_s: f
 
 
 class StepBench:
-    """Measures the seconds of verification, drafting, host and prefill on a loaded model with a drafter, by rows
-    (sequences in the batch) and positions (tokens verified per row). Call `run()`, then `as_json()`."""
+    """Measures the seconds of verification, drafting, host (the rest of a round) and prefill on a loaded model with a
+    drafter, by rows (sequences in the batch) and positions (tokens verified per row). Call `run()`, then
+    `as_json()`."""
 
     def __init__(self, llm: LLM, config: StepsConfig, drafter: str) -> None:
         self.llm, self.config, self.name = llm, config, drafter

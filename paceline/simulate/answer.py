@@ -89,7 +89,8 @@ class Setup:
 def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
     """Returns the costs of a round that `config` selects, with warnings for `loads` (batch sizes and context lengths to
     predict). If `config` requests an overhead (constant seconds added to every round), it is determined at the context
-    length of the first load. Raises PacelineError."""
+    length of the first load. Raises PacelineError if a model, machine, option or file in `config` is unknown or
+    invalid."""
     setup = _source(config, loads)
     overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
     if overhead:
@@ -222,7 +223,7 @@ class Answer:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the JSON output: the first batch size's prediction at the top level, those of all batch sizes under
-        "sweep"."""
+        "sweep" (None for a single one)."""
         deployment = self.setup.deployment
         return {
             **asdict(self.predictions[0]),
@@ -251,7 +252,8 @@ class Answer:
 
 
 def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
-    """Predicts the speed-up of speculation for each batch size. Raises PacelineError."""
+    """Predicts the speed-up of speculation for each batch size in `config`. Raises PacelineError as `set_up`,
+    ConfigError for invalid acceptance, marginals or tree sizes."""
     marginals = read_marginals(config.marginals or "greedy") if config.tree else None
     if marginals and not config.acceptance:
         kind, acceptance_text = "histogram" if marginals.num_rounds else "conditional", "of the marginals"
@@ -353,7 +355,8 @@ class ServerAnswer:
 
 def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
     """Simulates each load under each policy (rule for the number of drafts), or replays the recorded run
-    `config.against`. Raises PacelineError."""
+    `config.against`. Raises PacelineError as `set_up`, ConfigError for invalid lengths, acceptance or policies, or a
+    run that cannot be replayed."""
     passes = read_passes(config.against) if config.against else []
     jobs = [job for each in passes for job in each.jobs]
     if not passes:

@@ -16,7 +16,7 @@ DraftLength = Annotated[int, within("between 0 and 1024", least=0, most=1024)]
 @dataclass(frozen=True, slots=True)
 class CostsConfig:
     """Selects the source of step times: a model on a machine, measured steps, a calibration, or the toy model (drafting
-    and verification take no time). Raises ConfigError."""
+    and verification take no time). Raises ConfigError on invalid values, or if two options contradict each other."""
 
     model: str | None = None
     """A model name from --list, a config.json, a folder with one, or a GGUF file [default: smollm2-135m]."""
@@ -71,7 +71,7 @@ class CostsConfig:
 
 @dataclass(frozen=True, slots=True)
 class PredictConfig:
-    """Options of a speed-up prediction. Raises ConfigError."""
+    """Options of a speed-up prediction. Raises ConfigError on invalid values."""
 
     batch: tuple[Count, ...] = (1,)
     """Batch size; several, comma-separated, make a sweep."""
@@ -105,7 +105,8 @@ class PredictConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServingConfig:
-    """Settings of the simulated server and its load. Raises ConfigError."""
+    """Settings of the simulated server and its load. Raises ConfigError on invalid values, or if two options contradict
+    each other."""
 
     max_draft: Count | None = None
     """Maximum drafts of a round [default: the measured or recorded number, else 16]."""
@@ -149,7 +150,8 @@ class ServingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ChartConfig:
-    """Settings of the chart of speed-up over acceptance length, of `paceline compare`. Raises ConfigError."""
+    """Settings of the chart of speed-up over acceptance length, of `paceline compare`. Raises ConfigError on invalid
+    values."""
 
     results: tuple[Path, ...] = ()
     """With --simulate: bench decode runs, mocked or real, whose points are drawn."""
@@ -174,7 +176,7 @@ class ChartConfig:
 
 @dataclass(frozen=True, slots=True)
 class PriceConfig:
-    """Price of a machine and required response times. Raises ConfigError."""
+    """Price of a machine and required response times. Raises ConfigError on invalid values."""
 
     price_per_hour: Positive | None = None
     """Price per hour of the machine with all its GPUs; prints requests/s and the price of 1,000 answers."""
@@ -199,7 +201,7 @@ class PriceConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdviceConfig:
-    """Traffic, training machine and prices for `paceline advise`. Raises ConfigError."""
+    """Traffic, training machine and prices for `paceline advise`. Raises ConfigError on invalid values."""
 
     streams: Count | None = None
     """Requests that decode together [default: the number that the server of --url runs, else 1]."""

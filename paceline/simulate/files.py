@@ -27,8 +27,8 @@ def read_json(
 
 
 def read_objects(file: Path, remedy: str) -> list[dict[str, Any]]:
-    """Returns the objects of a JSON file: a single one, a list, or one per line. Raises ConfigError; `remedy`: advice
-    added to the message."""
+    """Returns the objects of a JSON file: a single one, a list, or one per line. Raises ConfigError if the file cannot
+    be read or is not JSON; `remedy`: advice added to the message."""
     with reraised(ConfigError, f"cannot read {file}", remedy, OSError, UnicodeDecodeError):
         text = file.read_text(encoding="utf-8")
     try:

@@ -163,9 +163,9 @@ def best_lengths() -> Iterator[BestLengths]:
 
 def experts() -> list[tuple[int, float, float, float]]:
     """Returns how many distinct experts one layer reads for several consecutive positions of one sequence, if each
-    position uses 8 of 256. A row: (number of positions, measured number of experts, number predicted for positions that
-    select experts independently, number predicted with MEASURED_LOCALITY, the expert locality that fits the measured
-    ones)."""
+    position uses 8 of 256. Each row: (number of positions, measured number of experts, number predicted for positions
+    that select experts independently, number predicted with MEASURED_LOCALITY, which is the expert locality fitted to
+    the measured numbers)."""
     table = TOLD["experts"]
     return [
         (

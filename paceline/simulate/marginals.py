@@ -33,7 +33,8 @@ def built_in() -> dict[str, dict[str, Any]]:
 
 def read_marginals(text: str) -> Marginals:
     """Returns marginals: chances that a drafter's candidate is the target's token, by draft position and candidate
-    rank. `text`: a built-in name, a run folder, RUN:DRAFTER, or a JSON file. Raises ConfigError."""
+    rank. `text`: a built-in name, a run folder, RUN:DRAFTER, or a JSON file. Raises ConfigError for any other text, or
+    a file without marginals."""
     if text in (known := built_in()):
         return Marginals.of(Tally.of(known[text]))
     path, drafter = with_name(text)
@@ -46,7 +47,7 @@ def read_marginals(text: str) -> Marginals:
 def marginals_in(content: Any, name: str, drafter: str = "") -> Marginals:
     """Returns the marginals (acceptance chances by draft position and candidate rank) in a JSON file's content. `name`:
     the file's name, for errors; `drafter`: if the file has the results of several drafters, the one to read. Raises
-    ConfigError."""
+    ConfigError if there are no marginals."""
     if isinstance(content, dict) and isinstance(content.get("results"), list):
         return Marginals.of(Tally.of(_of_run(content["results"], name, drafter)))
     marginals = content.get("marginals") if isinstance(content, dict) else content

@@ -89,7 +89,8 @@ class Seen:
 
 
 def is_server_text(text: str) -> bool:
-    """True if the text begins like a log or metrics that `parse_server` reads."""
+    """True if `text`, which may be only the beginning of a file, looks like a log or metrics that `parse_server`
+    reads."""
     return any(mark in text for mark in (*PREFIXES, "Avg generation throughput:", "Decode batch"))
 
 

@@ -52,7 +52,8 @@ class TreePrediction:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Parses tree sizes: "8,32" -> (8, 32), "best" -> (). Raises ConfigError."""
+    """Parses tree sizes: "8,32" -> (8, 32), "best" -> (). Raises ConfigError for any other text, and for sizes outside
+    1 to MOST_NODES."""
     if text.strip() == BEST:
         return ()
     parts = [part.strip() for part in text.split(",")]

@@ -34,8 +34,8 @@ LINE, CELL = 0.19, 0.075
 
 def kept_drafts(survival: Sequence[float], number: int) -> int:
     """Return the number of drafts that round `number` (from 1) of a simulated answer accepts. `survival[i]`: share of
-    rounds whose first i + 1 drafts are accepted; over many rounds, the results have these shares. Nothing is random:
-    equal arguments give equal results."""
+    rounds whose first i + 1 drafts are accepted; over many rounds, the returned numbers have these shares. Nothing is
+    random: equal arguments give equal results."""
     threshold = (number * GOLDEN) % 1.0
     return sum(survived > threshold for survived in survival)
 

@@ -80,7 +80,8 @@ class Measured:
 
 
 def measured(stream: Stream) -> Measured:
-    """Return the measured times of a streamed answer."""
+    """Return the measured times of one request from `stream`, its streamed answer; only the error if the request
+    failed."""
     answer = read_answer(stream)
     if answer.error:
         return Measured(error=answer.error)

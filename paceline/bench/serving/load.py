@@ -93,7 +93,8 @@ class Answer:
 
 @dataclass(slots=True)
 class Pass:
-    """Answers to all requests of one load, sent once to one contender (a server or one setting of it), and seconds."""
+    """Answers to all requests of one load, sent once to one contender (a server or one setting of it), with wall time
+    and the client's CPU time in seconds."""
 
     wall_s: float
     client_cpu_s: float

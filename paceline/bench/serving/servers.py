@@ -222,8 +222,8 @@ def _running(servers: ServersConfig, url: str, key: str | None, timeout_s: float
 
 def look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
     """Return (name of the model, True for a paceline server) of the server at `url`. `key`: API key. `model`: the name
-    to use; None: the first that the server lists. Raises ConfigError, DownloadError or ModelNotFoundError, with advice,
-    if the server cannot be used."""
+    to use; None: the first that the server lists. Raises DownloadError if there is no server, ConfigError if it rejects
+    the key or is not OpenAI-compatible, ModelNotFoundError if it does not serve `model`."""
     missing = reraised(
         DownloadError, f"there is no server at {url}", "start one with paceline serve, or check --url", OSError
     )

@@ -13,8 +13,9 @@ from paceline.loop.adapt.servers.counted_hours import missing, stored_hours
 
 
 def decide_once(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig) -> dict[str, Any]:
-    """Returns the policy's line (observations and decision) of the latest hour of stored traffic, with the number of
-    hours, the source of acceptance and what was left out. Without any traffic the action is "too little"."""
+    """Returns the policy's line (observations and decision) of the latest hour of stored traffic, with the keys "hours"
+    (number of hours from the first to this one), "with_traffic" (hours with traffic), "source" (traces or the server's
+    counters) and "left_out" (reason -> number). Without any traffic the action is "too little"."""
     hours, left_out, source = stored_hours(store)
     lines = rebuilt(SeasonalPolicy(policy, prices), hours, AdaptLog(store.state), max(hours, default=-1) + 1)
     if not lines:

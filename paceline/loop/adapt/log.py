@@ -46,8 +46,8 @@ class AdaptLog:
         return sum("event" in line and not is_event(line) for line in self.lines())
 
     def append(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Append a line, after lines that could not be written before. Raises CacheError if the file cannot be written;
-        the next call then writes this line, too."""
+        """Append a line, and before it the lines that earlier calls could not write. Raises CacheError if the file
+        cannot be written; the next call then tries this line again."""
         self.late.append(line)
         with reraised(CacheError, f"cannot write {self.file}", "free space, or choose another --state", OSError):
             append_lines(self.file, self.late)
@@ -71,10 +71,11 @@ def _stamped(hour: int) -> dict[str, Any]:
 
 
 def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log: AdaptLog, until: int) -> list[Line]:
-    """Passes all hours before `until`, and the logged events, to a new policy; returns the policy's line (observations
-    and decision) for each hour. `hours`: hour since 1970 -> cluster -> sums of tokens and rounds.
+    """Replays all hours before `until`, and the logged events, on `policy`, which must have no observations yet.
+    Returns its line (observations and decision) for each hour. `hours`: hour since 1970 -> cluster -> sums of tokens
+    and rounds.
 
-    The policy then has the same state as in a daemon that never stopped. Used by a restarted daemon and by `paceline
+    `policy` then has the same state as in a daemon that never stopped. Used by a restarted daemon and by `paceline
     adapt check`."""
     events: dict[int, list[dict[str, Any]]] = {}
     for line in log.lines():

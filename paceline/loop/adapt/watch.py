@@ -201,7 +201,8 @@ class Watcher(Steps):
             self._event(probation.hour, "told", drafter=probation.drafter, why=why)
 
     def clock_moved(self, by: float) -> None:
-        """Correct all durations by `by` seconds, by which the system clock was set forward (or back, if negative)."""
+        """Correct the times of the work in progress by `by` seconds, by which the system clock was set forward
+        (negative: back)."""
         self.say(f"adapt: the clock was set {'forward' if by > 0 else 'back'} by {abs(by):.0f} s")
         for stage in (self.stage, self.by_hand):
             if stage is not None:

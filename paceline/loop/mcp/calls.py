@@ -30,14 +30,16 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class CallLog:
-    """Reads and appends the lines of `calls.jsonl` in `folder`."""
+    """Reads and appends the lines of `calls.jsonl` in `folder`; each call has two, written before and after its
+    work."""
 
     folder: Path
 
     @contextmanager
     def call(self, tool: str | None, arguments: Any) -> Iterator[Ending]:
-        """Log one call around its work, which sets outcome and reason in the yielded Ending. `tool`: None for a request
-        without the key. Raises CacheError, before any work, if the log cannot be written."""
+        """Context manager that logs one call: a line before the work in its body, and one after. Yields the Ending, in
+        which the body sets outcome and reason; an exception sets "refused" or "failed". `tool`: None for a request
+        without the server's key. Raises CacheError, before any work, if the log cannot be written."""
         number, ending = uuid.uuid4().hex[:12], Ending()
         self._append({"call": number, "time": _now(), "tool": tool, "arguments": plain(arguments)})
         try:
@@ -52,8 +54,8 @@ class CallLog:
             self._append({"call": number, "time": _now(), "outcome": ending.outcome, "why": ending.why})
 
     def calls(self, most: int) -> list[dict[str, Any]]:
-        """Returns the latest `most` calls, oldest first, each as one dict with its outcome; "running or killed" if the
-        call has no second line."""
+        """Returns the latest `most` calls, oldest first, each as one dict with its outcome. The outcome is "running or
+        killed" if the second line of the call is missing."""
         calls: dict[str, dict[str, Any]] = {}
         for line in RunFolder(self.folder).lines(FILE):
             begun = calls.setdefault(line.get("call", ""), {"outcome": "running or killed"})

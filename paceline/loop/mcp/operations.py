@@ -41,7 +41,8 @@ MOST_CALLS = 1000
 
 @dataclass(slots=True)
 class Operations:
-    """Carries out the tools' calls, one at a time, with the settings given at the start of the server."""
+    """Implements the tools of the MCP server, each as one method, with the settings given at the start of the
+    server."""
 
     store: StoreConfig
     engine: EngineConfig

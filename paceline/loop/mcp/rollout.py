@@ -20,7 +20,8 @@ FILE = "rollout.json"
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The drafter that serves, and what undoes its roll-out; every call reads the file in `folder` again."""
+    """Rolls a drafter out on a paceline server, and undoes that. The state (serving drafter, how to undo) is in the
+    file rollout.json of `folder`, which every call reads again."""
 
     folder: Path
     deploy: DeployConfig
@@ -32,8 +33,10 @@ class Rollout:
         return self._read()["serving"]
 
     def load(self, drafter: Path) -> dict[str, Any]:
-        """Load the drafter in place of the serving one; returns both. The way back is on disk before the server gets
-        the request. Raises ConfigError without a server, or while another roll-out is unresolved, and DownloadError."""
+        """Load `drafter` on the server in place of the serving one; returns "serving" (its folder), "before" (the
+        replaced drafter), "server" and "name". How to undo this is on disk before the server gets the request. Raises
+        ConfigError without a server, or while another roll-out has had no answer; DownloadError if the server does not
+        answer or refuses."""
         state = self._read()
         refuse(
             ConfigError,
@@ -59,8 +62,8 @@ class Rollout:
         return {**done, "server": self.deploy.servers[0], "name": name}
 
     def undo(self) -> str:
-        """Undo the latest roll-out; returns the drafter that no longer serves. Raises ConfigError if no roll-out is
-        left to undo, and DownloadError."""
+        """Undo the latest roll-out; returns the drafter that no longer serves. Raises ConfigError if there is no
+        roll-out to undo, DownloadError if the server does not answer or refuses."""
         state = self._read()
         refuse(ConfigError, (not state["undo"], "nothing was rolled out since the latest roll-back"))
         with contextlib.closing(PacelineServer(self.deploy)) as server:

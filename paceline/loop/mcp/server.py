@@ -51,7 +51,7 @@ class LoggedServer(MCPServer):
             self._arguments[tool.__name__] = {*tool.__annotations__} - {"return"}
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
-        """Log the call and run the tool. Raises ToolError with the reason if it is refused."""
+        """Log the call and run the tool. Raises ToolError, with the reason, if the call is refused."""
         try:
             with self._calls.call(name, arguments) as ending:
                 unknown = ", ".join(sorted({*arguments} - self._arguments.get(name, {*arguments})))
@@ -73,7 +73,8 @@ class LoggedServer(MCPServer):
 
 
 class KeyRequired:
-    """ASGI middleware that answers requests without the key with status 401, and logs them."""
+    """ASGI middleware that answers requests without the server's key with status 401, and logs them; passes on all
+    others."""
 
     def __init__(self, app: ASGIApp, key: str, log: CallLog) -> None:
         self._app, self._digest, self._log = app, hashlib.sha256(key.encode()).digest(), log
@@ -94,7 +95,8 @@ class KeyRequired:
 
 
 def app_of(operations: Operations, config: McpConfig) -> ASGIApp:
-    """Returns the ASGI application. Raises ConfigError without a key."""
+    """Returns the ASGI application of the server; all requests need the key in `config` or PACELINE_MCP_KEY. Raises
+    ConfigError if neither is set, or the key is too short."""
     key = (config.key or os.environ.get(KEY) or "").strip()
     refuse(ConfigError, (not key, f"set a key: export {KEY}=$(openssl rand -hex 16)"))
     McpConfig(key=key)  # checks its length
@@ -103,7 +105,8 @@ def app_of(operations: Operations, config: McpConfig) -> ASGIApp:
 
 
 def run(operations: Operations, config: McpConfig, say: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C; jobs go on. Raises ConfigError if another server uses the state folder."""
+    """Run the MCP server until SIGTERM or Ctrl-C; background jobs continue after it. `say` prints its address. Raises
+    ConfigError if another server uses the state folder."""
     app = app_of(operations, config)
     with only_run(operations.store.state, "serving MCP", Ranks(), say):
         bound: socket.socket = listen(ServeConfig(host=config.host, port=config.port))

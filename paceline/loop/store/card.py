@@ -34,8 +34,8 @@ class Described(Protocol):
 
 def card_of(store: Described, tags: Sequence[str] = ()) -> dict[str, Any]:
     """Computes a summary of a dataset store's contents as JSON: counts of rows and tokens for "train" and "evals",
-    sources, tags, rows left out and rows deleted by `forget`. `tags`: count only rows with one of these; raises
-    ConfigError for a tag that no row has."""
+    sources, tags, rows left out and rows deleted by `forget`. `tags`: count only rows whose tag is in `tags` (empty:
+    all rows); raises ConfigError for a tag that no row has."""
     counts: dict[str, Any] = {}
     sources, by_tag, reasons, models = (Counter[str]() for _ in range(4))
     conversations: dict[str, set[str]] = {}
@@ -81,7 +81,7 @@ def card_of(store: Described, tags: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def text_of(store: Described, card: dict[str, Any]) -> str:
-    """Returns the card as Markdown."""
+    """Returns `card`, the result of `card_of`, as Markdown."""
     return render("store.md", path=store.path.name, **card)
 
 

@@ -67,8 +67,8 @@ class Store:
 
     @classmethod
     def create(cls, path: str | Path, model: str, split: SplitConfig | None = None) -> Store:
-        """Create an empty store at `path` for rows in this model's tokens. Raises ConfigError if there is a store
-        already."""
+        """Create an empty store at `path` for rows in this model's tokens. Raises ConfigError if there already is a
+        store, CacheError if the folder cannot be written."""
         folder = Path(path)
         is_left = (folder / "versions.jsonl").exists() or any(
             any((folder / side).glob("answers-*.parquet")) for side in SIDES
@@ -128,9 +128,9 @@ class Store:
 
     @contextlib.contextmanager
     def changing(self, doing: str) -> Iterator[dict[str, Any] | None]:
-        """Context manager that holds the store's lock during a change. First completes or reverts an earlier change
-        that was killed. Yields the line of versions.jsonl of a change completed in this way, else None. `doing`: name
-        of the change, for the error message of another process.
+        """Context manager that holds the store's lock during a change. First completes, or reverts, an earlier change
+        whose process was killed. Yields the line of versions.jsonl of the change that it completed, None if it
+        completed none. `doing`: name of the change, for the error message of another process.
 
         Raises ConfigError if another process holds the lock, or store.json and versions.jsonl do not match."""
         with only_run(self.path, doing, Ranks(), SILENT.say):
@@ -177,7 +177,7 @@ class Store:
         log.warning("%s is of no version, as a change that was killed leaves it: moved to %s", file, aside)
 
     def unfinished(self) -> list[Path]:
-        """Returns the Parquet files left by killed changes."""
+        """Returns the Parquet files in the folder unfinished/: those of killed changes, which belong to no version."""
         return sorted((self.path / UNFINISHED).glob("*.parquet"))
 
     def _all_shards(self) -> list[Path]:
@@ -196,11 +196,11 @@ class Store:
         tags: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Add answers from these files or folders as a new version; duplicates are left out. Returns the version's line
-        in versions.jsonl. `tokenizer`: the store model's [default: loaded anew]. `tags`: add only rows with one
-        of these.
+        in versions.jsonl. `tokenizer`: the store model's [default: loaded anew]. `tags`: add only rows whose tag is in
+        `tags` (empty: all rows).
 
         Raises PromptError if a source is invalid, or if the store is empty and no source has a usable answer;
-        ConfigError as `changing`, or if a source has no row with one of the tags; CacheError if a file cannot be
+        ConfigError as `changing`, or if one of `tags` is in no row of a source; CacheError if a file cannot be
         written."""
         paths = [Path(source) for source in sources]
         for path in paths:
@@ -270,7 +270,7 @@ class Store:
         return hashlib.blake2b(f"{self.salt}/{digest}".encode(), digest_size=12).hexdigest()
 
     def write(self, side: str, rows: Sequence[Row], version: int) -> None:
-        """Write rows of a side as Parquet files of this version."""
+        """Write rows of a side ("train" or "evals") as Parquet files of this version, at most 2048 rows each."""
         for number, begin in enumerate(range(0, len(rows), ROWS_PER_SHARD)):
             write_shard(
                 self.path / side / f"answers-v{version:05d}-{number:05d}.parquet", rows[begin : begin + ROWS_PER_SHARD]
@@ -278,7 +278,8 @@ class Store:
 
     def resplit(self, split: SplitConfig) -> dict[str, Any]:
         """Split all conversations into training and evals again, with new settings; returns the new version's line in
-        versions.jsonl. Models trained on an earlier version may have seen rows that are now for evals."""
+        versions.jsonl. Models trained on an earlier version may have seen rows that are now for evals. Raises
+        PromptError if the store is empty, ConfigError as `changing`."""
         with self.changing("splitting the store") as finished:
             if finished and finished.get("split") == asdict(split):
                 return finished
@@ -332,14 +333,16 @@ class Store:
         )
 
     def note_suite(self, file: str | Path) -> None:
-        """Record a suite made from the store, so that `forget` deletes from that file, too."""
+        """Record an eval suite made from the store (`file` contains its cases), so that `forget` deletes matching cases
+        from this file, too."""
         with self.changing("noting a suite"):
             self.suites = list(dict.fromkeys([*self.suites, str(Path(file).resolve())]))
             self.save()
 
     def label(self, labels: Iterable[dict[str, Any]]) -> int:
         """Append scores to labels.jsonl: dicts with the `digest` (hash) of a row and any other keys. Scores of rows
-        that are not stored are left out. Returns the number of appended scores. Raises CacheError."""
+        that are not stored are left out. Returns the number of appended scores. Raises CacheError if the file cannot be
+        written, ConfigError as `changing`."""
         known = {row["digest"] for side in SIDES for row in self.rows(side)}
         matching = [label for label in labels if label.get("digest") in known]
         with self.changing("labelling"):
@@ -351,7 +354,8 @@ class Store:
             append_lines(self.path / name, map(plain, lines), is_synced=True)
 
     def labels(self) -> list[dict[str, Any]]:
-        """Returns the scores of answers in labels.jsonl. Raises ConfigError on a damaged line."""
+        """Returns the lines of labels.jsonl: scores of answers, in the form in which `label` got them. Raises
+        ConfigError on a damaged line."""
         return checked_lines(self.path / "labels.jsonl", {})
 
 

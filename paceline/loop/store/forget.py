@@ -95,8 +95,8 @@ def pattern_of(match: str) -> re.Pattern[str]:
 
 
 def has(row: Row, pattern: re.Pattern[str]) -> bool:
-    """True if the pattern matches one of the row's texts. The column `sampling`, which is JSON, is searched both as it
-    is and with its escapes decoded."""
+    """True if the pattern matches the row's prompt, answer, tag, source or sampling settings. The column `sampling`,
+    which is JSON, is searched both as it is and with its escapes decoded."""
     texts = [str(row[name]) for name in ("prompt", "text", "tag", "source", "sampling") if row.get(name)]
     if row.get("sampling"):
         texts.append(_text(_parsed(str(row["sampling"]))))

@@ -97,7 +97,7 @@ class Incoming:
 
     def rows(self, sources: Iterable[Path], tags: Sequence[str] = ()) -> Iterator[Row]:
         """Yield the usable rows of these files, with prompt text and identifier added; the others are counted by reason
-        in `left_out`. `tags`: only rows with one of these."""
+        in `left_out`. `tags`: yield only rows whose tag is in `tags` (empty: all rows)."""
         vocab = self.tokenizer.vocab_size
         for file in (file for source in sources for file in shards_of(source)):
             for row in read_shard(file):

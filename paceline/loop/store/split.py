@@ -64,8 +64,8 @@ def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
 
 
 def side_of(name: str, config: SplitConfig) -> str:
-    """Chooses "train" or "evals" for a family (conversations with similar first prompts) by a hash of its name and the
-    seed."""
+    """Chooses the side of a family (conversations with similar first prompts), "train" or "evals", by a hash of the
+    family's name and `config.split_seed`."""
     drawn = hashlib.blake2b(f"{config.split_seed}/{name}".encode(), digest_size=8).digest()
     return SIDES[int.from_bytes(drawn, "big") < config.evals_share * 2**64]
 

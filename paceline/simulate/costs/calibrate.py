@@ -118,8 +118,8 @@ class Fitted:
 
 def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
     """Fits the parameters of the roofline cost model to the measured step times in `paths` (runs of `paceline bench
-    steps`). `config`: its model, machine and number formats, if given, replace those of the runs. Raises
-    PacelineError."""
+    steps`). `config`: its model, machine and number formats, if given, replace those of the runs. Raises PacelineError
+    for invalid or too few times, or an unknown model or machine."""
     files = [read_steps(path) for path in paths]
     steps, shape = steps_of(files), _measured_shape(config, files[0])
     known, measured = precisions_of(files[0], shape.precisions), machine_of(files[0])

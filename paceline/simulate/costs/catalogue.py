@@ -78,9 +78,8 @@ def find(model: str) -> ModelShape:
     """Returns a model's shape. `model`: a catalogue name (case and hub owner are ignored), a config.json or its folder,
     a JSON file of shape fields, or a GGUF file.
 
-    Raises ModelNotFoundError with the nearest names, UnsupportedModelError or, of a GGUF file, ModelFileError if the
-    file cannot be read.
-    """
+    Raises ModelNotFoundError for an unknown name (with the nearest names) or a missing file, UnsupportedModelError for
+    a config without the sizes that a prediction needs, ModelFileError for a damaged GGUF file."""
     path, is_folder = Path(model).expanduser(), os.path.isdir(Path(model).expanduser())
     if path.suffix == ".json" or is_folder:
         return _from_file(path / "config.json" if is_folder else path)
@@ -90,8 +89,8 @@ def find(model: str) -> ModelShape:
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """Returns a catalogue model's config.json keys. Raises ModelNotFoundError, or UnsupportedModelError without such
-    keys."""
+    """Returns the keys of a catalogue model's config.json. Raises ModelNotFoundError if the model is not in the
+    catalogue, UnsupportedModelError if the catalogue does not have its config.json."""
     entry = _entry(model)
     if "config" not in entry:
         reason = entry.get("unavailable", "the catalogue knows its size and not its config.json")

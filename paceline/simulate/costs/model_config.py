@@ -22,7 +22,8 @@ KEYS: dict[str, Any] = json.loads((Path(__file__).parent / "config_keys.json").r
 
 
 def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelShape:
-    """Returns the model shape, with this `name` and `source`, of a config.json. Raises UnsupportedModelError."""
+    """Builds the model shape from the keys of a config.json; `name` and `source` are stored in it. Raises
+    UnsupportedModelError if a size is missing or invalid, or the model family is not supported."""
     read = ConfigReader(config)
     layers, hidden, vocab = range(read.whole("num_hidden_layers")), read.whole("hidden_size"), read.whole("vocab_size")
     attention = [attention_of(read, layer) for layer in layers]
@@ -71,8 +72,8 @@ class ConfigReader:
         return bool(self.config.get(name))
 
     def whole(self, name: str, default: int | None = None, within: dict[str, Any] | None = None) -> int:
-        """Returns the value of a key of the config, or of the object `within`, an integer. If it is missing or null,
-        returns `default`; without one, raises."""
+        """Returns the integer value of a key of the config, or of the object `within` if given. Returns `default` if
+        the key is missing or null; without a default, raises UnsupportedModelError."""
         keys, config = (name, *KEYS["other_names"].get(name, ())), self.config if within is None else within
         value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is None:
@@ -96,7 +97,8 @@ class ConfigReader:
 
     @property
     def differs_by_layer(self) -> bool:
-        """True if layers with full attention have heads of their own size (Gemma 4)."""
+        """True if the heads of layers with full attention have another number or size than those of sliding-window
+        layers (Gemma 4)."""
         return self.family.startswith(tuple(KEYS["by_layer"]))
 
     def key_heads(self, layer: int) -> tuple[int, int]:

@@ -72,7 +72,8 @@ def overhead_of(
 ) -> Overhead | None:
     """Returns the overhead of a round from one of three sources: given in milliseconds, computed from `plain_rate`
     (tokens/s of plain decoding with one stream), or fitted to a server's log. None if no source is given. `costs`:
-    round times without overhead; `context`: cached tokens per sequence. Raises ConfigError."""
+    round times without overhead; `context`: cached tokens per sequence. Raises ConfigError if the rate or the log is
+    faster than `costs`, or the log cannot be read."""
     if overhead_ms is not None:
         return Overhead(overhead_ms / 1e3, "as given")
     if server_log is not None:

@@ -215,7 +215,8 @@ class Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Reads a calibration.json, or a folder that contains one. Raises ConfigError."""
+    """Reads a calibration.json, or a folder that contains one. Raises ConfigError if it cannot be read or is not a
+    calibration."""
     file = path / "calibration.json" if path.is_dir() else path
     content = read_json(file, "paceline simulate --calibrate makes one")
     if not isinstance(content, dict) or content.get("kind") != "paceline calibration":
@@ -321,7 +322,8 @@ class MeasuredCosts(StepCosts):
 
 def read_table(path: Path) -> MeasuredCosts:
     """Reads a steps.json of `paceline bench steps`, or its folder: {"verify": [[batch, positions, seconds], ...],
-    "draft": [[batch, num_drafted, seconds], ...], "host_s": 0.0004, ...}. Raises ConfigError."""
+    "draft": [[batch, num_drafted, seconds], ...], "host_s": 0.0004, ...}. Raises ConfigError if it cannot be read or a
+    time is invalid."""
     return table_of(read_steps(path), str(path))
 
 

@@ -34,7 +34,8 @@ SHORT: dict[str, str] = _TABLES["short"]
 
 
 def format_named(name: str) -> str:
-    """Returns a format's full name; also accepts a short name (bf16, fp8, mxfp4). Raises ConfigError."""
+    """Returns the full name of a number format; also accepts a short name (bf16, fp8, mxfp4). Raises ConfigError for an
+    unknown name."""
     full = SHORT.get(name.strip().lower(), name.strip().lower())
     if full not in FORMATS:
         raise ConfigError(f"precision {name!r} is not known: choose from {', '.join(FORMATS)}")
@@ -74,7 +75,7 @@ class Precisions:
 
 def with_precisions(known: Precisions, text: str | None) -> Precisions:
     """Returns the number formats `known`, changed by a text such as "fp8" (weights and experts) or
-    "weights=fp8,experts=fp4,kv=fp8". Raises ConfigError."""
+    "weights=fp8,experts=fp4,kv=fp8". Raises ConfigError for an unknown part or format."""
     changed: dict[str, str] = {}
     for word in (text or "").split(","):
         part, equals, name = word.partition("=")

@@ -49,9 +49,9 @@ class Drafted:
 
 
 def drafted(survival: Survival, luck: random.Random, count: int, has_confidence: bool) -> Drafted:
-    """Draws the outcome of `count` drafts of one row. With `has_confidence`, each draft also gets a stated probability,
-    with which it is accepted. Stated probabilities are Beta distributed around the chances of the survival curve, so
-    that rounds follow this curve on average."""
+    """Draws the outcome of `count` drafts of one row. With `has_confidence`, each draft also gets a probability of
+    acceptance, which decides its outcome and whose logarithm is its confidence. The probabilities are Beta distributed
+    around the chances of the survival curve, so that rounds follow this curve on average."""
     if not has_confidence or not count:
         return Drafted(num_accepted(survival, luck.random(), count) if count else 0)
     confidence, num_right, is_right, before = list[float](), 0, True, 1.0

@@ -64,7 +64,7 @@ def workload(number: int, prompt: Lengths, answer: Lengths, seed: int) -> list[J
 
 
 def arriving(jobs: Sequence[Job], times: Sequence[float]) -> list[Job]:
-    """Returns the jobs with these arrival times, in seconds after the start."""
+    """Returns the requests `jobs` with these arrival times, in seconds after the start."""
     return [replace(job, arrives_at=time) for job, time in zip(jobs, times, strict=True)]
 
 
@@ -179,7 +179,8 @@ def sweep(
 ) -> list[LoadFigures]:
     """Simulates the server of `case` (requests, costs, server, acceptance) under every policy (rule for the number of
     drafts) at every load, with the same requests each time. Loads are the `rates` (requests per second) and the
-    `concurrencies` (requests in flight). Raises ConfigError."""
+    `concurrencies` (requests in flight). Raises ConfigError for an invalid policy or request, or without requests,
+    policies or loads."""
     if not case.jobs or not policies or not (rates or concurrencies):
         raise ConfigError("nothing to simulate: give at least one request, one policy, and one --rate or --concurrency")
     most = {policy: capacity(case, policy) for policy in policies}

@@ -293,10 +293,10 @@ def compare(
 ) -> list[Compared]:
     """Simulates the recorded passes and compares the results with the measurements, one for each load and `speculate`
     setting. `costs`: step times; None for those that each pass recorded. `server`: limits of the server; `survival`:
-    share of rounds whose first 1, 2, ... drafts are accepted. Raises ConfigError.
+    share of rounds whose first 1, 2, ... drafts are accepted. Raises ConfigError if `costs` is None and the passes
+    recorded no step times.
 
-    Passes run in their recorded order. The planner of a `speculate` setting keeps its estimates from pass to pass.
-    """
+    Passes run in their recorded order. The planner of a `speculate` setting keeps its estimates from pass to pass."""
     lookups, planners = recorded_lookups(passes), dict[str, Planner]()
     groups: dict[tuple[Arrivals, str], list[tuple[Recorded, Outcome]]] = {}
     for each, own in zip(passes, own_costs(passes) if costs is None else [costs] * len(passes), strict=True):

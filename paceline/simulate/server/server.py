@@ -105,11 +105,13 @@ class Case:
 
     def run(self, policy: str, jobs: Sequence[Job] | None = None, concurrency: int | None = None) -> Outcome:
         """Simulates the server under this policy (rule for the number of drafts) with a new planner. `jobs`: other
-        requests than those of the case; `concurrency`: requests in flight (closed loop). Raises ConfigError."""
+        requests than those of the case; `concurrency`: requests in flight (closed loop). Raises ConfigError for an
+        invalid policy or request."""
         return Simulation(self, self.planner(policy), self.jobs if jobs is None else jobs, concurrency).run()
 
     def planner(self, policy: str) -> Planner:
-        """Returns a new planner, which chooses the drafts of each round by this policy. Raises ConfigError."""
+        """Returns a new planner, which chooses the drafts of each round by this policy. Raises ConfigError for an
+        invalid policy."""
         chunk = self.server.prefill_chunk or max((job.prompt_tokens for job in self.jobs), default=1)
         return make_planner(policy, self.survival, self.costs, self.context, chunk, self.marginals is not None)
 
@@ -195,7 +197,7 @@ class Outcome:
 
 
 class Simulation:
-    """Simulates one server that serves all jobs: its clock, queue and batch rows."""
+    """Simulates one server (its clock, queue and batch rows) that serves the requests `jobs`."""
 
     def __init__(self, case: Case, planner: Planner, jobs: Sequence[Job], concurrency: int | None = None) -> None:
         """`concurrency`: number of jobs in flight; their arrival times are then ignored. Raises ConfigError for
@@ -353,12 +355,12 @@ def make_planner(
     name: str, survival: Survival, costs: StepCosts, context: float, most_chunk: int, grows_trees: bool = False
 ) -> Planner:
     """Returns a new planner, which chooses the drafts of each round by the policy `name`: off, best, adaptive, a number
-    of drafts or tree:N. Raises ConfigError.
+    of drafts or tree:N. Raises ConfigError for another name, more drafts than `survival` has, or tree:N without
+    `grows_trees`.
 
     `survival`: shares of rounds whose first 1, 2, ... drafts are accepted. `costs` are taken at `context` cached tokens
     per row. `most_chunk`: maximum tokens of a prefill chunk. `grows_trees`: True if marginals (acceptance chances by
-    position and rank) are known, so that trees can be drafted.
-    """
+    position and rank) are known, so that trees can be drafted."""
     if name == "off":
         return OffPlanner(PassCosts([(1, 1.0)]), most_chunk=most_chunk, adapts_chunks=costs.prefill_adapts)
     passes = PassCosts([(size, costs.verify_s(1, size, context) + costs.host_s) for size in MEASURED])

@@ -60,7 +60,8 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Customer:
-    """Requests with one tag, whose acceptance has a baseline and no alarm, compared with all other traffic."""
+    """Comparison of one customer's traffic (the requests with one tag) with all other traffic. Only for tags whose
+    acceptance has a baseline and no alarm."""
 
     cluster: str
     share: float

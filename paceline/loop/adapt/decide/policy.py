@@ -42,8 +42,8 @@ LEAST_SHARE = 0.02
 @dataclass(frozen=True, slots=True)
 class Line:
     """Observations and decision of one hour, as shown by `paceline adapt log`. `seen`: cluster -> its figures, such as
-    tokens, acceptance length and state of its alarm (a lasting drop of acceptance); `mix`: figures of the cluster
-    mix."""
+    tokens, acceptance length and state of its alarm (a lasting drop of acceptance); `mix`: state, period and swing of
+    the cluster mix (each cluster's share of the traffic)."""
 
     hour: int
     seen: Mapping[str, Mapping[str, Any]]

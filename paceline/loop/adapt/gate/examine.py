@@ -94,8 +94,8 @@ def examine(
 
 
 def usual_settings(model: str, temperature: float | None) -> tuple[dict[str, float], str]:
-    """Returns (sampling settings of requests that name none, their source as text). Like vLLM and SGLang: `temperature`
-    if given, else the target's generation_config.json, else temperature 1."""
+    """Returns (sampling settings assumed for requests whose trace has no temperature, their source as text). As in vLLM
+    and SGLang: `temperature` if given, else the target's generation_config.json, else temperature 1."""
     if temperature is not None:
         return {"temperature": temperature}, "as given"
     file = base_of(resolve(model)) / "generation_config.json"

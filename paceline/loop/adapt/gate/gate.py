@@ -102,9 +102,9 @@ def judge(
     ood: Pairs | None = None,
     config: CandidateConfig | None = None,
 ) -> Verdict:
-    """Decides whether the candidate may replace the incumbent, by the limits in `config`. `drifted`: rounds on the
-    cluster whose acceptance fell; `elsewhere`: cluster name -> rounds on the other clusters; `ood`: rounds on
-    out-of-domain answers."""
+    """Decides by the limits in `config` whether the candidate may replace the incumbent. `drifted`: rounds with both
+    drafters on the cluster whose acceptance fell; `elsewhere`: cluster name -> rounds on each other cluster; `ood`:
+    rounds on out-of-domain answers; `times`: seconds of one round with each drafter."""
     config = config or CandidateConfig()
     if refused := too_few(len(drifted), config):
         return refused
@@ -130,7 +130,8 @@ def worst_of(gains: Mapping[str, Gain]) -> str | None:
 
 
 def lost_elsewhere(gains: Mapping[str, Gain], config: CandidateConfig) -> Verdict | None:
-    """Returns the refusal of a candidate that loses too much on traffic other than "drifted", else None."""
+    """Returns a verdict that refuses the candidate if it loses more than `config.most_loss` of its tokens/s on any
+    request set other than "drifted"; else None."""
     worst = worst_of(gains)
     if worst is None or gains[worst].gain > -config.most_loss:
         return None
@@ -173,8 +174,8 @@ def _tokens_at(rounds: Rounds, width: int) -> float:
 
 
 def one_a_prompt(requests: Sequence[Request], most: int | None = None) -> list[Request]:
-    """Returns the newest request of each prompt, at most `most` of them, newest first. Repetitive and duplicate answers
-    are left out."""
+    """Returns the newest request of each prompt, at most `most` of them, newest first. Requests whose answer is
+    repetitive, shorter than two tokens or equal to a newer request's answer are left out."""
     by_prompt: dict[str, Request] = {}
     answers: set[tuple[int, ...]] = set()
     for request in sorted(requests, key=lambda request: request.hour, reverse=True):

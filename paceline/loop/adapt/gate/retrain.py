@@ -166,8 +166,9 @@ def train_command(
 def hook_environment(
     window: Path, out: Path, incumbent: str, learning_rate: float, engine: EngineConfig, config: RetrainConfig
 ) -> dict[str, str]:
-    """Returns the environment variables of a user's training command, PACELINE_WINDOW (folder of the training data),
-    PACELINE_OUT and others: the arguments as text, and minutes and general answers from `config`."""
+    """Returns the environment variables for a user's training command: PACELINE_WINDOW (folder of the training data),
+    PACELINE_OUT, PACELINE_INCUMBENT, PACELINE_MODEL (the target), PACELINE_LEARNING_RATE, and from `config`
+    PACELINE_MINUTES and PACELINE_GENERAL (folders of general answers)."""
     return {
         "PACELINE_WINDOW": str(window.absolute()),
         "PACELINE_OUT": str(out.absolute()),

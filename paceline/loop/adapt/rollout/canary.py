@@ -43,8 +43,8 @@ class Canary:
     until there are readings of the time since."""
 
     def read(self, now: float) -> Counts:
-        """Read the server's counters at `now` (seconds since 1970). For a server whose traces contain no rounds, also
-        add the reading to the hourly sums in `counted`."""
+        """Read the server's counters at `now` (seconds since 1970) and return them. If `counted` is set (the server's
+        traces contain no rounds), also add the reading to its hourly sums."""
         counts = self.deployment.counts()
         if self.counted:
             self.counted.read(now, counts)

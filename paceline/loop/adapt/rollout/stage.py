@@ -165,9 +165,9 @@ class Stage:
         self.begin_counting(counts, now)
 
     def begin_counting(self, counts: Counts, now: float, apart: tuple[Counts, Counts] | None = None) -> None:
-        """Begin the probation at `now`: stores the counter values from which it counts: `counts`, or if given
-        `apart`, which is (counters of the canary, sum of the other servers' counters). The figures from before the swap
-        are unchanged."""
+        """Begin the probation at `now` (seconds since 1970) and store the counter values at its start: `counts`, or
+        with a canary `apart`, a pair (counters of the canary, sum of the other servers' counters). The values stored
+        for the time before the swap are unchanged."""
         self.name, self.began, self.skew = "probation", now, 0.0
         self.counted = self.seen = list(astuple(apart[0] if apart else counts))
         self.others = self.others_seen = list(astuple(apart[1])) if apart else []
@@ -184,7 +184,8 @@ class Stage:
 
     def rounds(self, drafts: float | None) -> float:
         """Number of rounds since the start of the probation. `drafts`: the server's current count of rounds drafted by
-        this stage's drafter; None if it does not count by drafter: then rounds of all drafters."""
+        this stage's drafter. None if it does not count by drafter; then rounds of all drafters are counted, on the
+        canary or on the other servers, whichever are fewer."""
         if drafts is not None and self.drafts is not None:
             return drafts - self.drafts
         gains = self._gains()
@@ -223,10 +224,10 @@ class Stage:
         return f"{figures[0]} in {canary.rounds:g} rounds of the canary, {figures[1]} on the other servers"
 
     def is_over(self, now: float, config: WatchConfig, drafts: float | None) -> str | None:
-        """Returns, at `now` (seconds since 1970), "proven" if a probation without a `fault` has had enough time and
-        rounds, "unproven" if it cannot be judged (too few rounds until its time limit, or no baseline); None while it
-        continues. `drafts`: the server's current count of rounds drafted by this stage's drafter, if it counts by
-        drafter."""
+        """Returns, at `now` (seconds since 1970), "proven" if a probation without a `fault` has lasted long enough and
+        has enough rounds; "unproven" if it cannot be judged (too few rounds until its time limit, or the clock was set
+        back and there is no acceptance length of the whole server to compare with); None while it continues. `drafts`:
+        the server's current count of rounds drafted by this stage's drafter, if it counts by drafter."""
         if self.lasted(now) < 60 * config.probation_minutes:
             return None
         if self.rounds(drafts) >= LEAST_ROUNDS:

@@ -86,8 +86,9 @@ class Reading:
 class Meter:
     """Sums the counters of one engine over its restarts, each of which resets them to 0.
 
-    Lost at a restart is what the engine counted after the last reading before it. A restart is not noticed if every
-    counter has passed its last value by the next reading; then the smaller counts from before it are lost, too."""
+    Counts between the last reading and a restart are lost. A restart is not noticed if, at the next reading, every
+    counter has passed its value at the last one; then all that the engine had counted since the previous restart is
+    lost."""
 
     earlier: Counts = field(default_factory=Counts)
     """Counts before the latest restart."""
@@ -266,10 +267,10 @@ def drafts_of(client: Client, member: str) -> float | None:
 
 
 def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """Returns {engine: {metric: value}}. Metrics with the label `finished_reason`, or a label in `by`, are also listed
-    once per value of the label, as NAME{VALUE}.
+    """Reads the server's page of metrics; returns {engine: {metric: value}}. Metrics with the label `finished_reason`,
+    or a label in `by`, are also listed once per value of the label, as NAME{VALUE}.
 
-    Raises DownloadError if the server does not answer, or the page has no known metric; DeployError if it serves
+    Raises DownloadError if the server does not answer, or the page has no known metric; DeployError if the server has
     several models and `model` is not one of them."""
     text = answer_of(client, "GET", "/metrics").decode("utf-8", "replace")
     try:

@@ -14,8 +14,8 @@ from paceline.report.tables import ignore
 
 
 class Deployment(ABC):
-    """Servers that get a drafter; each engine has a subclass. Every method raises DownloadError if a server does not
-    answer or refuses."""
+    """Servers that get a drafter; each engine has a subclass. Methods that send a request raise DownloadError if a
+    server does not answer or refuses it."""
 
     traces_rounds = False
     """True if the traces written for these servers contain the number of accepted drafts of each round."""
@@ -31,7 +31,7 @@ class Deployment(ABC):
         """Counter sums by server address; a restarted daemon restores them from its saved state."""
 
     def serves(self, drafter: str) -> None:
-        """Set the drafter that serves now (folder or name), for servers that do not report it."""
+        """Record which drafter (folder or name) serves now, for servers that do not report it."""
 
     @abstractmethod
     def members(self) -> dict[str, str]:
@@ -104,8 +104,8 @@ class Deployment(ABC):
         return self._clients
 
     def check_start(self) -> None:
-        """Raise ConfigError if a server that is up lacks what the configured way of loading a drafter needs. Servers
-        that do not answer are skipped."""
+        """Raise ConfigError if a running server does not support the configured way of loading a drafter. Servers that
+        do not answer are skipped."""
 
     def close(self) -> None:
         """Close the connections."""

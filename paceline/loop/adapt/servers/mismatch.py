@@ -64,7 +64,7 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """A drafter with one setting changed."""
+    """Copy of a drafter with one setting changed, to find out why the drafter does not fit its target."""
 
     kind: str
     """Fault that this change would fix, such as "rotary length"."""
@@ -167,7 +167,8 @@ def _is_higher(rounds: Sequence[Rounds], baseline: Sequence[Rounds]) -> bool:
 
 
 def named(ranked: Sequence[Ranked]) -> Ranked | None:
-    """Returns the variation in a result of `rank` that fixes the drafter; None if no gain is large enough."""
+    """Returns the variation that fixes the drafter, from `ranked`, a result of `rank`; None if no variation gains
+    enough acceptance length."""
     as_is, *others = ranked
     if not others:
         return None

@@ -107,9 +107,9 @@ def fortnight(
     report: Callable[[Line], Any] = lambda line: None,
     prices: PriceConfig | None = None,
 ) -> Outcome:
-    """Replays a policy hour by hour on all `world.num_hours` of synthetic traffic, with simulated trainings that change
-    the acceptance of later hours. `report` receives the policy's line of every hour. `prices`: for the net tokens/s of
-    the result."""
+    """Replays a policy hour by hour on the synthetic traffic of `world`, for `world.num_hours` hours, with simulated
+    trainings that change the acceptance of later hours. `report` receives the policy's line of every hour. `prices`:
+    stored in the result, for its net tokens/s."""
     is_seasonal, prices = isinstance(policy, SeasonalPolicy), prices or PriceConfig()
     window: tuple[int, int] | None = None  # hours that the training in progress uses
     ends, is_member, clusters = 0, False, tuple[str, ...]()
@@ -159,9 +159,10 @@ def _outcome(world: World, policy: Policy, trainings: list[int], alarms: list[in
 
 
 def summary(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Returns means over the outcomes as JSON: trainings, alarms (detected drops of acceptance) per four weeks, days
-    from the onset of the drift to the alarm and to the training, share of missed drifts, acceptance length; also the
-    largest number of trainings and the longest time to the alarm in one of them."""
+    """Returns figures of several replays as JSON. Means: trainings, false alarms (detected drops of acceptance that are
+    no drift) and all alarms, confirmed or not, per four weeks, days from the onset of the drift to the alarm and to the
+    training, share of missed drifts, acceptance length, net tokens/s. Also the most trainings and the longest time to
+    the alarm of a single replay."""
     per_4_weeks = FOUR_WEEKS / fmean(outcome.hours for outcome in outcomes)
     detected = [outcome.detected_after / DAY for outcome in outcomes if outcome.detected_after is not None]
     decided = [outcome.decided_after / DAY for outcome in outcomes if outcome.decided_after is not None]

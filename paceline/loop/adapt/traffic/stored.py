@@ -115,8 +115,8 @@ def read_requests(
 
     `usual`: the server's default sampling settings, such as {"temperature": 0.6, "top_p": 0.95}; they complete the
     settings of requests whose trace has no temperature. Without `usual` such requests are left out, or with
-    `exact=False` returned, but can then only be used for training. `tags`: only requests with one of these; raises
-    ConfigError for a tag that no trace has."""
+    `exact=False` returned, but can then only be used for training. `tags`: only requests whose tag is in `tags` (empty:
+    all); raises ConfigError for a tag that no trace has."""
     check_tags(folder, tags)
     requests: list[Request] = []
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()

@@ -84,8 +84,8 @@ class Knowledge:
 
 @dataclass(slots=True)
 class World:
-    """Synthetic traffic of `num_hours` hours, and the simulated drafters that serve it; training a drafter raises the
-    acceptance of later hours. Methods count hours from the start of the traffic."""
+    """Synthetic traffic of `num_hours` hours, and the simulated drafters that serve it; a simulated training changes
+    the acceptance of later hours. Methods count hours from the start of the traffic."""
 
     sources: list[Source]
     first: int
@@ -144,8 +144,8 @@ class World:
         return LEAST_CHANCE + (MOST_CHANCE - LEAST_CHANCE) * fit
 
     def train_member(self, cluster: str, begin: int, end: int) -> None:
-        """Train a separate drafter for a cluster on its traffic of hours [begin, end), and let it serve the cluster;
-        does nothing without traffic."""
+        """Simulates the training of a separate drafter for a cluster on its traffic of hours [begin, end); the drafter
+        serves the cluster from then on. Does nothing if the cluster had no traffic in these hours."""
         for source in self.sources:
             tokens, place = self._content(source, begin, end)
             if source.name == cluster and tokens:

@@ -147,8 +147,8 @@ class ConfigSizes:
 
 
 def sizes_of(model: str) -> ConfigSizes:
-    """Reads the sizes of a target (folder or hub id); loads no weights. Raises ModelNotFoundError, ModelFileError,
-    UnsupportedModelError."""
+    """Reads the sizes of a target (folder or hub id); loads no weights. Raises ModelNotFoundError if there is no such
+    target, UnsupportedModelError for an adapter or a GGUF file, ModelFileError if config.json lacks a size."""
     path = light_folder(model)
     if is_adapter(path):
         raise UnsupportedModelError(f"{model} is an adapter, for paceline's own engine alone: {MERGE_IT}")
@@ -167,11 +167,12 @@ def sizes_of(model: str) -> ConfigSizes:
 
 
 def given_to(start: Start, scratch: Path) -> Given:
-    """Prepares the drafter of `start` for its engine; a folder that the engine could not read is converted, and written
-    to `scratch`.
+    """Prepares the drafter of `start` for its engine; if the engine cannot read the drafter's folder, a converted copy
+    is written to `scratch`.
 
-    Raises DrafterMismatchError if the drafter belongs to another target, ConfigError on an impossible number of drafts,
-    and the errors of reading and exporting a drafter."""
+    Raises DrafterMismatchError if the drafter belongs to another target, UnsupportedModelError if it is not a DFlash,
+    EAGLE-3 or MTP drafter, ConfigError on an impossible number of drafts, and the errors of reading and exporting a
+    drafter."""
     folder, sizes = shipped_or_checkpoint(start.drafter), sizes_of(start.model)
     raw = read_json(folder / "config.json") if folder.is_dir() else {}
     if is_dflash(raw) or is_gguf_drafter(folder):

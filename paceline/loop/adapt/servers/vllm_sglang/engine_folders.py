@@ -123,8 +123,9 @@ class EngineFolders:
 
 
 def check_length(engine: str, client: Client, expected: Expected) -> None:
-    """Checks a server's acceptance length on twenty prompts. Raises DeployError if it is clearly lower than expected,
-    UnreachableError if the server does not answer. A server on which it cannot be measured is logged."""
+    """Compares a server's acceptance length on twenty prompts with the expected one. Raises DeployError if it is
+    clearly lower, UnreachableError if the server does not answer. If it cannot be measured, only a warning is
+    logged."""
     try:
         name = str(ask(client, "GET", "/v1/models")["data"][0]["id"])
         compared = Comparison(expected.length, served(engine, client, name, expected.prompts))

@@ -37,8 +37,8 @@ def serve_with(start: Start, config: OtherEngineConfig, say: Say) -> int:
     after a signal. `say` prints progress.
 
     Raises DrafterMismatchError if drafter and target do not fit, or with `strict` if acceptance length is clearly lower
-    than in paceline; ConfigError if it cannot be started or ends before it answers, DownloadError if it is not ready in
-    time."""
+    than in paceline; ConfigError if the engine cannot be started or ends before it answers, DownloadError if it is not
+    ready in time."""
     with tempfile.TemporaryDirectory(prefix="paceline-engine-") as scratch:
         given = given_to(start, Path(scratch))
         say(f"{start.drafter} fits {start.model}: {given.method}, {given.num_drafted} drafts a round")
