@@ -59,20 +59,24 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
         gone = {row["digest"] for row in rows if row["conversation"] in conversations} | unfinished
         done.conversations, done.rows = len(conversations), len(gone)
         store.forgotten |= {store.salted(digest) for digest in gone}
-        store.save()  # first: the same command completes a killed run
+        store.save()  # first: the same command completes a killed run, whose rows are gone
+
+        def is_gone(digest: str | None) -> bool:
+            return bool(digest) and store.salted(digest) in store.forgotten
+
         for file in [file for side in SIDES for file in store.shards(side)]:
-            without(file, lambda row: row["digest"] in gone)
+            without(file, lambda row: is_gone(row["digest"]))
         for file in store.unfinished():
-            _without_unfinished(file, gone, conversations, pattern)
+            _without_unfinished(file, is_gone, conversations, pattern)
         labels = store.path / "labels.jsonl"
-        done.labels = _without_lines(labels, lambda label: DAMAGED in label or label.get("digest") in gone)
+        done.labels = _without_lines(labels, lambda label: DAMAGED in label or is_gone(label.get("digest")))
         for name in store.suites:
             if not Path(name).is_file():
                 done.suites_gone.append(name)
                 continue
             done.cases += _without_lines(
                 Path(name),
-                lambda case: (case.get("origin") or {}).get("digest") in gone or bool(pattern.search(_text(case))),
+                lambda case: is_gone((case.get("origin") or {}).get("digest")) or bool(pattern.search(_text(case))),
             )
         _sources(store, tokenizer, pattern, in_sources, done)
         counts = {name: getattr(done, name) for name in ("rows", "conversations", "labels", "cases")}
@@ -115,7 +119,9 @@ def without(file: Path, is_gone: Callable[[Row], bool]) -> int:
     return len(rows) - len(left)
 
 
-def _without_unfinished(file: Path, gone: set[str], conversations: set[str], pattern: re.Pattern[str]) -> None:
+def _without_unfinished(
+    file: Path, is_gone: Callable[[str], bool], conversations: set[str], pattern: re.Pattern[str]
+) -> None:
     """Like `without`, for a shard that no version names; an unreadable one is deleted, as its content is unknown."""
     try:
         rows = read_shard(file)
@@ -123,7 +129,7 @@ def _without_unfinished(file: Path, gone: set[str], conversations: set[str], pat
         file.unlink()
         return
     matching = conversations | {row["conversation"] for row in rows if has(row, pattern)}
-    without(file, lambda row: row["digest"] in gone or row["conversation"] in matching)
+    without(file, lambda row: is_gone(row["digest"]) or row["conversation"] in matching)
 
 
 def _without_lines(file: Path, is_gone: Callable[[dict[str, Any]], bool]) -> int:
@@ -158,16 +164,17 @@ def _sources(store: Store, tokenizer: Tokenizer, pattern: re.Pattern[str], in_so
         for file in shards_of(Path(name)) if Path(name).is_file() or any(Path(name).rglob("*.parquet")) else ():
             try:
                 table = parquet.read_table(file)
-                rows = table.select(["prompt_ids", "answer_ids", "text"]).to_pylist()
+                names = {"tag", "sampling"} & {*table.column_names}
+                rows = table.select(["prompt_ids", "answer_ids", "text", *names]).to_pylist()
             except (pa.ArrowException, OSError, ValueError, KeyError):
                 done.sources_with_it.append(f"{file}, which cannot be read")
                 continue
             keep = []
             for row in rows:
                 prompt_ids, answer_ids = row["prompt_ids"] or [], row["answer_ids"] or []
-                texts = {"prompt": tokenizer.decode(prompt_ids, False), "text": row["text"]}
+                row["prompt"] = tokenizer.decode(prompt_ids, False)
                 is_forgotten = store.salted(digest_of(prompt_ids, answer_ids)) in store.forgotten
-                keep.append(not is_forgotten and not has(texts, pattern))
+                keep.append(not is_forgotten and not has(row, pattern))
             num_gone = len(keep) - sum(keep)
             if num_gone and in_sources:
                 _rewrite(file, table.filter(pa.array(keep)))

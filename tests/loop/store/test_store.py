@@ -237,6 +237,20 @@ def test_forgetting_reaches_every_file(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+def test_rows_of_the_sources_are_found_by_their_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that the store left out, whose answer's tokens are not known."""
+    monkeypatch.setattr(Store, "tokenizer", lambda self: BYTES)
+    cut = answer("my password is hunter2", "", answer_ids=[])
+    file = answered(tmp_path / "traces", *many(2), cut) / "answers-r0-00000.parquet"
+    parquet.write_table(parquet.read_table(file).append_column("tag", pa.array(["other", "acme", "acme"])), file)
+    store = Store.create(tmp_path / "store", "tiny", SplitConfig())
+    store.add([tmp_path / "traces"], BYTES)
+    assert len(forget(store, "^acme$").sources_with_it) == 1
+    assert forget(store, "^acme$", in_sources=True).source_rows == 2
+    assert parquet.read_table(tmp_path / "traces")["tag"].to_pylist() == ["other"]
+
+
+@pytest.mark.slow
 def test_cases_that_are_trained_on_are_found(tmp_path: Path) -> None:
     page = "Answer the customer in a friendly way and keep to the rules of the shop. "
     questions = [

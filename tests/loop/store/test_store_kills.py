@@ -35,8 +35,11 @@ class TestStore:
         store = Store.create(home / "store", "tiny", SplitConfig(evals_share=0.5))
         store.add([first], BYTES)
         store.add([answered(home / "second", *many(4, "parcel"))], BYTES)
-        store.label({"digest": row["digest"], "score": 1.0} for side in SIDES for row in list(store.rows(side))[:3])
-        (home / "suite.jsonl").write_text('{"id": "1", "said": "parcel"}\n{"id": "2", "said": "letter"}\n')
+        rows = [row for side in SIDES for row in store.rows(side)]
+        store.label({"digest": row["digest"], "score": 1.0} for row in rows)
+        cases = [{"id": str(place), "origin": {"digest": row["digest"]}} for place, row in enumerate(rows)]
+        cases += [{"id": "with", "text": "parcel"}, {"id": "without", "text": "letter"}]
+        (home / "suite.jsonl").write_text("".join(f"{json.dumps(case)}\n" for case in cases))
         store.note_suite(home / "suite.jsonl")
         return home
 
