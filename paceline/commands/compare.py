@@ -15,7 +15,7 @@ from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import MOCK, Json, Raw, System, TerminalProgress, check_template, load, prompt_of, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.runs.folder import RunFolder, check_folder, write_whole
+from paceline.runs.folder import RunFolder, check_folder, check_own, write_whole
 from paceline.simulate.config import ChartConfig, CostsConfig
 from paceline.types import SamplingParams
 
@@ -86,6 +86,7 @@ def compare(
     if recorded is not None:
         return _drawn_again(recorded, prompt, out, svg, svg_speed)
     check_folder(out or Path())
+    check_own(out, "compare")
     text = prompt_of(prompt, "paceline compare")
     check_template(raw, system)
     if engine.drafter == "none" or engine.num_drafted == 0:
@@ -139,6 +140,7 @@ def _simulated(
     """Draw the predicted columns, if requested, and the chart, unless only columns were requested."""
     if out is not None:
         check_folder(out)
+        check_own(out, "compare")
     has_model = engine.model != EngineConfig().model or not (costs.table or costs.calibration)
     costs = replace(costs, model=engine.model if has_model else None)
     columns = _columns(costs, config) if config.columns or config.columns_png else {}

@@ -15,7 +15,7 @@ from paceline.commands.shared import Json, say
 from paceline.errors import ConfigError
 from paceline.report.statistics import LOAD_GAIN, Tone, tone_of
 from paceline.report.tables import Column, Table, block, spread_column
-from paceline.runs.folder import RunFolder, plain, write_whole
+from paceline.runs.folder import RunFolder, check_own, plain, write_whole
 from paceline.simulate.config import CostsConfig, PredictConfig, PriceConfig, ServingConfig
 
 if TYPE_CHECKING:
@@ -312,6 +312,7 @@ def simulate_serving(
     from paceline.simulate.answer import simulate_server
     from paceline.simulate.server.replay import FIRST_TOKEN_WITHIN, THROUGHPUT_WITHIN
 
+    check_own(out, "simulate-serving", config.against)
     answer = simulate_server(costs, config)
     _figures_table(answer).show(stderr=as_json)
     if config.against:

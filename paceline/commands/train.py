@@ -12,7 +12,7 @@ from paceline.commands.options import Changed, Only, Opt, Without, options, type
 from paceline.commands.shared import Json, JsonSchema, Regex, TerminalProgress, grammar_of, say
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, ConfigError
-from paceline.runs.folder import RunFolder, check_folder
+from paceline.runs.folder import RunFolder, check_folder, check_own
 from paceline.runs.ranks import Ranks
 from paceline.train import config as asks
 from paceline.train import regenerate as run_regenerate
@@ -96,6 +96,7 @@ def train(
     if device_name:
         raise ConfigError("--device-name plans for another machine: add --dry-run")
     check_folder(config.out)
+    check_own(config.out, "train")
     result = run_train(config, progress=TerminalProgress())
     if not Ranks.here().is_first:
         return None

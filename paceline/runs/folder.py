@@ -50,7 +50,9 @@ class RunFolder:
     @classmethod
     def create(cls, what: str, config: dict[str, Any], out: str | Path | None = None) -> RunFolder:
         """Start a run in the folder `out`, or in a new folder runs/<what>-<timestamp>. Writes `config`, the settings,
-        to config.json, and the command line to command.txt. Deletes the metrics of an earlier run in the folder."""
+        to config.json, and the command line to command.txt. Deletes the metrics of an earlier run of the same type in
+        the folder. Raises ConfigError if the folder is another run's."""
+        check_own(out, what)
         path = Path(out) if out else _unused(Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}")
         with reraised(CacheError, f"cannot write {path}", REMEDY, OSError):
             path.mkdir(parents=True, exist_ok=True)
@@ -190,6 +192,20 @@ def check_folder(out: Path) -> None:
     if out.suffix in (".html", ".json", ".jsonl", ".md", ".svg"):
         raise CacheError(f"{out} is named as a file, and a run needs a folder: give --out {out.with_suffix('')}")
     check_place(out)
+
+
+def check_own(out: str | Path | None, what: str, *sources: str | Path | None) -> None:
+    """Checks that a run of type `what` may replace the content of `out`. Raises ConfigError if `out` is the folder of
+    another type of run, or of one of the runs `sources`, which the command reads."""
+    if out is None:
+        return
+    config, before = Path(out) / "config.json", "of unknown type"
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        before = json.loads(config.read_text(encoding="utf-8"))["what"]
+    is_used, folder = config.exists() or config.with_name("metrics.jsonl").exists(), config.parent.resolve()
+    is_read = any(folder in (Path(each).resolve(), Path(each).resolve().parent) for each in sources if each)
+    if is_used and (before != what or is_read):
+        raise ConfigError(f"--out {out} is the folder of another run ({before}), which would be lost: {REMEDY}")
 
 
 def check_new(out: Path, what: str = "folder") -> None:

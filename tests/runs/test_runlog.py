@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import CacheError
-from paceline.runs.folder import RunFolder, plain, sync_folder, whole_file, write_results, write_whole
+from paceline.errors import CacheError, ConfigError
+from paceline.runs.folder import RunFolder, check_own, plain, sync_folder, whole_file, write_results, write_whole
 
 
 def test_a_run_folder_holds_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +69,26 @@ def test_metrics_grow_and_survive_a_crash(tmp_path: Path) -> None:
         metrics.write('{"step": 3, "lo')
     assert run.metrics() == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}]
     assert RunFolder.create("train", {}, run.path).metrics() == []
+
+
+def test_another_runs_folder_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    """A run of the same type may be repeated in its folder, but not if its old files are read for the new ones."""
+    run = RunFolder.create("train", {}, tmp_path / "run")
+    run.log(step=1)
+    before = {path.name: path.read_bytes() for path in run.path.iterdir()}
+    with pytest.raises(
+        ConfigError, match=r"--out .*run is the folder of another run \(train\), .*choose another folder"
+    ):
+        RunFolder.create("bench", {}, run.path)
+    assert {path.name: path.read_bytes() for path in run.path.iterdir()} == before
+    for source in (run.path, run.path / "metrics.jsonl"):
+        with pytest.raises(ConfigError, match="another run"):
+            check_own(tmp_path / "." / "run", "train", source)
+    check_own(tmp_path / "other", "train", run.path)
+    check_own(None, "train", run.path)
+    (run.path / "config.json").unlink()
+    with pytest.raises(ConfigError, match="another run"):
+        RunFolder.create("train", {}, run.path)
 
 
 def test_a_run_continued_after_a_crash_drops_the_cut_line(tmp_path: Path) -> None:

@@ -352,6 +352,13 @@ def test_replayed_against_a_run(steps: Path, folder: Path, tmp_path: Path) -> No
     assert recorded["survival"] == pytest.approx(SURVIVAL, abs=0.08) and recorded["num_within"] >= 2
 
 
+def test_a_replay_leaves_its_run_alone(folder: Path) -> None:
+    before = (folder / "metrics.jsonl").read_bytes()
+    words = ["simulate-serving", "--against", str(folder), "--out", str(folder)]
+    assert "is the folder of another run (bench-serving)" in str(CliRunner().invoke(app, words).exception)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_policy_that_is_none_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def worked(*_: object) -> None:
         raise AssertionError("it simulates before it has read --policy")

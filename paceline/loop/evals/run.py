@@ -29,7 +29,7 @@ from paceline.loop.evals.suite import read_suite
 from paceline.net.served_model import served_name
 from paceline.net.streaming import Client
 from paceline.report.tables import SILENT, Progress
-from paceline.runs.folder import RunFolder, plain
+from paceline.runs.folder import RunFolder, check_own, plain
 
 JUDGE_KEY = "PACELINE_JUDGE_KEY"
 
@@ -92,6 +92,7 @@ def evaluate(
     and settings; DownloadError, JudgeError and SandboxError when the endpoint, the judge or the sandbox fails; and the
     errors of loading the model.
     """
+    check_own(out, "evals", config.gate.no_worse_than)
     suite, gate = read_suite(suite_file).first(config.limit), config.gate
     other = read_scores(gate.no_worse_than) if gate.no_worse_than else None
     refuse(
@@ -136,6 +137,7 @@ def beside(
 
     Raises ConfigError when they are of different suites.
     """
+    check_own(out, "evals", before, after)
     one, two = read_scores(before), read_scores(after)
     comparison = compare(one, two)
     refusals = gate.refusals(two, comparison)

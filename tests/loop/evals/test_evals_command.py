@@ -63,10 +63,13 @@ def test_two_runs_beside_each_other(tmp_path: Path) -> None:
 
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     suite = tmp_path / "s.jsonl"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text('{"what": "evals"}')
     suite.write_text('{"id": "a", "prompt_ids": [1], "text": "x", "scorer": {"kind": "exact", "answer": "y"}}\n')
     for words, message in (
         (("evals", "run", suite, "--margin", "0.1"), "no-worse-than"),
         (("evals", "run", tmp_path / "none.jsonl"), "paceline evals make"),
+        (("evals", "compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "a"), "folder of another run"),
         (("store", "add", tmp_path / "new", tmp_path), "--model"),
         (("store", "show", tmp_path), "store add"),
     ):
