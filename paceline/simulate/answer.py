@@ -47,7 +47,7 @@ from paceline.simulate.server.drafts import Survival
 from paceline.simulate.server.load import LoadFigures, capacity, parse_lengths, sweep, workload
 from paceline.simulate.server.replay import Compared, compare, read_passes, recorded_survival, rows_of
 from paceline.simulate.server.server import Case, ServerShape
-from paceline.simulate.speedup import Acceptance, Load, Prediction, parse_acceptance, predict
+from paceline.simulate.speedup import Acceptance, Load, Prediction, most_drafts, parse_acceptance, predict
 from paceline.simulate.trees import BEST, TreePrediction, expected_of, parse_sizes, predict_trees
 
 MAX_ROWS, MAX_DRAFT = 8, 16
@@ -129,7 +129,7 @@ def _measured(config: CostsConfig, table: MeasuredCosts, loads: Sequence[Load]) 
     if table.context and any(table.context != load.context for load in loads):
         setup.limits.append(f"Times are those of {table.context:.0f} tokens of context, whatever --context says.")
     low, high, _, widest = table.verify.span
-    if not all(low <= load.batch <= high and load.max_draft < widest for load in loads):
+    if not all(low <= load.batch <= high and most_drafts(table, load.max_draft) < widest for load in loads):
         setup.warnings.append(
             f"the table was measured for batch {low:g} to {high:g} and up to {widest:g} positions: "
             "what is beyond is extrapolated"
@@ -265,6 +265,7 @@ def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     loads = [Load(batch, config.context, max_draft) for batch in config.batch]
     costs, cost_limits = limits.cost_by_method(costs, config.method)
     setup = set_up(costs, loads)
+    loads = [replace(load, max_draft=most_drafts(setup.costs, max_draft)) for load in loads]
     setup.limits += cost_limits
     predictions = [predict(setup.costs, acceptance, load, setup.kind != "toy") for load in loads]
     bare = [predict(setup.bare, acceptance, load) for load in loads] if setup.bare else []
@@ -290,7 +291,6 @@ def _trees(
     """Predicts trees for each load; adds the assumptions to the limits."""
     sizes, num_slots = parse_sizes(config.tree or BEST), loads[0].max_draft
     if config.acceptance:
-        num_slots = min(num_slots, costs.block or num_slots)
         acceptance = parse_acceptance(config.acceptance)
         if num_slots:
             marginals = marginals.with_firsts([acceptance.at(place) for place in range(1, num_slots + 1)])
@@ -374,12 +374,12 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
         setup.assumed = assumed(context, f"up to {config.max_rows or MAX_ROWS}", acceptance_text)
     marginals = read_marginals(config.marginals) if config.marginals else None
     if marginals:
-        marginals = marginals.first_slots(config.max_draft or len(marginals.chances_KM))
+        marginals = marginals.first_slots(most_drafts(setup.costs, config.max_draft or len(marginals.chances_KM)))
         survival = marginals.survival
     elif passes and not config.acceptance:
         survival = recorded_survival(passes)[: config.max_draft]
     else:
-        most = config.max_draft or setup.costs.max_draft or MAX_DRAFT
+        most = most_drafts(setup.costs, config.max_draft or setup.costs.max_draft or MAX_DRAFT)
         survival = tuple(parse_acceptance(config.acceptance or ACCEPTANCE).survival(most))
     rows = config.max_rows or (config.against and rows_of(config.against)) or MAX_ROWS
     server = ServerShape(rows, config.prefill_chunk or None, config.request_overhead)

@@ -37,7 +37,8 @@ class CostsConfig:
     drafter_params: Annotated[float, within("above 0, such as 0.98e9", above=0)] | None = None
     """Parameters of the drafter, such as 0.98e9: its cost comes from its own roofline, not from a share."""
     block: Count | None = None
-    """Drafts of one drafter pass (DFlash: 16); without it, a pass drafts one token (MTP, EAGLE)."""
+    """Drafts of one drafter pass, and the most of a round (7 for a DFlash drafter of block size 8, which counts the
+    anchor); without it, a pass drafts one token (MTP, EAGLE)."""
     toy: bool = False
     """Drafting and verifying cost nothing: the effect of acceptance alone."""
     table: Path | None = None
@@ -82,7 +83,7 @@ class PredictConfig:
     bench decode run, its results.json, a trace, or a log or the metrics of vLLM, SGLang or llama.cpp (FILE:MODEL if
     they cover several models) [default: 0.8, with --tree that of the marginals]."""
     max_draft: DraftLength = 16
-    """Longest draft considered."""
+    """Longest draft considered, at most that of --block or the one that was measured."""
     tree: str | None = None
     """Also predict trees of this many drafts: 32, or 8,16,32; the best size is always reported, and best reports only
     that."""

@@ -27,7 +27,7 @@ from paceline.bounds import Count, check
 from paceline.errors import ConfigError, needing, reraised
 from paceline.report.statistics import add_histograms, survival
 from paceline.simulate.config import DraftLength
-from paceline.simulate.costs.rounds import StepCosts
+from paceline.simulate.costs.rounds import NO_COST, DraftFit, MeasuredCosts, RooflineCosts, StepCosts
 from paceline.simulate.files import is_amount, read_objects, with_name
 from paceline.simulate.server_logs import is_server_text, read_server
 
@@ -303,10 +303,21 @@ def best(points: list[tuple[int, float]]) -> tuple[int, float]:
     return max(points, key=lambda point: (point[1], -point[0]))
 
 
+def most_drafts(costs: StepCosts, wanted: int) -> int:
+    """Returns `wanted` drafts per round, or the most that the drafter makes in its one pass, or was measured with, if
+    that is less. A block of 1 is a drafter of one token per pass, which has no limit."""
+    if isinstance(costs, MeasuredCosts) and costs.draft:
+        return min(wanted, costs.max_draft or wanted)
+    drafter = costs.drafter if isinstance(costs, MeasuredCosts | RooflineCosts) else NO_COST
+    block = drafter.max_draft if isinstance(drafter, DraftFit) else drafter.block if drafter.block != 1 else None
+    return min(wanted, block or wanted)
+
+
 def predict(costs: StepCosts, acceptance: Acceptance, load: Load, has_unit: bool = True) -> Prediction:
-    """Predicts the speed-up of one load for each draft length. `has_unit`: True if costs are in seconds; the toy
-    model's are not."""
-    round_s = [costs.round_s(load.batch, length, load.context) for length in range(load.max_draft + 1)]
+    """Predicts the speed-up of one load for each draft length that the drafter makes. `has_unit`: True if costs are in
+    seconds; the toy model's are not."""
+    lengths = range(most_drafts(costs, load.max_draft) + 1)
+    round_s = [costs.round_s(load.batch, length, load.context) for length in lengths]
     points = curve(round_s, acceptance)
     length, highest = best(points)
     changes = []

@@ -45,7 +45,7 @@ def test_planted_overheads_come_back() -> None:
     assert calibration.draft is not None
     for name in ("fixed_s", "position_s", "floor", "row_s"):
         assert getattr(calibration.draft, name) == pytest.approx(getattr(PLANTED.draft, name), rel=0.01), name
-    assert calibration.draft.is_block
+    assert calibration.draft.is_block and calibration.draft.max_draft == 16
     assert calibration.host_s == 3e-4
 
 

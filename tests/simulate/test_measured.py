@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulate_steps import MACHINE, PLANTED
 
 from paceline.errors import ConfigError
+from paceline.simulate.answer import predict_all, simulate_server
+from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig
 from paceline.simulate.costs.rounds import TimeTable, read_table
 
 GRID = [[1, 1, 10.0], [1, 5, 14.0], [1, 9, 22.0], [4, 1, 12.0], [4, 5, 40.0], [4, 9, 60.0]]
@@ -83,6 +88,33 @@ def test_files_that_are_no_tables(tmp_path: Path, text: str, remedy: str) -> Non
     file.write_text(text)
     with pytest.raises(ConfigError, match=remedy):
         read_table(file)
+
+
+def test_no_more_drafts_than_a_drafter_was_measured_with_or_than_its_block(tmp_path: Path) -> None:
+    """A table without a drafter is continued beyond its widest pass, as the drafter may do more."""
+    file = tmp_path / "steps.json"
+
+    def longest(**more: Any) -> tuple[int, str]:
+        answer = predict_all(CostsConfig(**more), PredictConfig(acceptance="0.999", method="dflash"))
+        best = answer.predictions[0].best_draft_length
+        assert len(answer.predictions[0].curve) == best + 1
+        return best, answer.flags["paceline"].partition("--num-drafted ")[2].split()[0]
+
+    file.write_text(json.dumps({"verify": [[1, 1, 10.0], [1, 9, 10.1]]}))
+    assert longest(table=file) == (16, "16") and longest(table=file, block=8) == (8, "8")
+    file.write_text(json.dumps({"verify": [[1, 1, 10.0], [1, 9, 10.1]], "draft": [[1, 1, 0.1], [1, 7, 0.1]]}))
+    assert longest(table=file) == (7, "7")
+    kept = PLANTED.as_json() | {"machine": asdict(MACHINE), "model": "smollm2-135m"}
+    file = tmp_path / "calibration.json"
+    file.write_text(json.dumps(kept | {"draft": kept["draft"] | {"max_draft": 7}}))
+    assert longest(calibration=file) == (7, "7")
+    del kept["draft"]["max_draft"]  # as calibrations were written before
+    file.write_text(json.dumps(kept))
+    assert longest(calibration=file)[0] > 7
+    h100 = {"model": "Qwen3-8B", "hardware": "H100"}
+    assert longest(**h100, block=7) == (7, "7") and longest(**h100, drafter_params=1e9, block=7) == (7, "7")
+    served = simulate_server(CostsConfig(**h100, block=7), ServingConfig(requests=1, concurrency=(1,), policy=("off",)))
+    assert len(served.survival) == 7
 
 
 def test_a_missing_file_names_the_command(tmp_path: Path) -> None:

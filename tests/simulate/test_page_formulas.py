@@ -299,6 +299,7 @@ def test_limits_are_as_many_as_pythons() -> None:
             {
                 "shape": asdict(shape),
                 "deployment": told_deployment(deployment, 0.0),
+                "drafter": asdict(FractionDrafter(0.1)),
                 "acceptance": words,
                 "load": asdict(load),
             }

@@ -285,7 +285,7 @@ def _fit_draft(times: list[Observation], is_block: bool) -> tuple[float, DraftFi
     floor = _searched(solve)
     error, terms = solve(floor)
     fixed_s, position_s, row_s = terms.tolist()
-    return error, DraftFit(fixed_s, position_s, floor, row_s, is_block)
+    return error, DraftFit(fixed_s, position_s, floor, row_s, is_block, max(round(each.width) for each in times))
 
 
 def _relative(columns: np.ndarray, times: list[Observation]) -> tuple[float, np.ndarray]:

@@ -92,6 +92,8 @@ class DraftFit:
     """Seconds of each batch row."""
     is_block: bool = True
     """True: one pass makes all drafts of a row; False: one pass for each draft."""
+    max_draft: int = 0
+    """Maximum drafts per round that were measured; 0 if unknown."""
 
     def draft_s(self, num_drafted: int, batch: float, plain_s: float = 0.0) -> float:
         """Returns the seconds of drafting `num_drafted` tokens for each of `batch` sequences; `plain_s` is ignored."""
@@ -224,7 +226,7 @@ def read_calibration(path: Path) -> Calibration:
     with reraised(ConfigError, f"{file} cannot be read", "make the calibration again", TypeError, ValueError):
         calibration = Calibration(
             verify=record_of(PassFit, content.get("verify")),
-            draft=record_of(DraftFit, content["draft"]) if content.get("draft") else None,
+            draft=record_of(DraftFit, {"max_draft": 0} | content["draft"]) if content.get("draft") else None,
             host_s=content.get("host_s"),  # pyright: ignore[reportArgumentType]  (checked below)
             model=str(content.get("model", "")),
             drafter=str(content.get("drafter", "")),

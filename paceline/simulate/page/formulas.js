@@ -229,6 +229,13 @@ export function roundTimes(costs, load, verify = verifyTimes(costs, load)) {
   return verify.map((seconds, length) => seconds + draftSeconds(costs.drafter, load.batch, length, verify[0]) + host);
 }
 
+/** The longest draft that is considered: a drafter in blocks makes one block. */
+export const longest = ({ block }, { max_draft }) => (block > 1 ? Math.min(block, max_draft) : max_draft);
+
+/** Seconds of a round for the drafts that the drafter makes. */
+export const draftedTimes = (costs, load, verify) =>
+  roundTimes(costs, load, verify).slice(0, longest(costs.drafter, load) + 1);
+
 /** Speed-up for 0..max_draft drafts. */
 export function speedups(acceptance, rounds) {
   let kept = 1, tokens = 1;
@@ -285,7 +292,7 @@ export function roundParts({ shape, deployment, drafter }, { batch, context }, l
 
 /** Everything about one load, named as in the command's JSON line. */
 export function predict(costs, acceptance, load, verify = verifyTimes(costs, load)) {
-  const rounds = roundTimes(costs, load, verify), curve = speedups(acceptance, rounds);
+  const rounds = draftedTimes(costs, load, verify), curve = speedups(acceptance, rounds);
   const { length, speedup } = best(curve), tokens = tokensPerRound(acceptance, length);
   return {
     best_draft_length: length, speedup, curve, tokens_per_round: tokens,

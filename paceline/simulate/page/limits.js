@@ -1,7 +1,7 @@
 // What a prediction takes for granted: the sentences are those of limits.json, the conditions those of
 // paceline.simulate.limits.
 import { filled } from "./flags.js";
-import { arithmetic, sharesEvenly } from "./formulas.js";
+import { arithmetic, longest, sharesEvenly } from "./formulas.js";
 
 const sixDigits = (value) => String(Number(value.toPrecision(6)));
 
@@ -28,16 +28,16 @@ function rooflineLimits(shape, deployment, { limits: texts, measured_locality })
   return [...found, ...rateLimits(shape, deployment, texts), ...(shape.note ? [shape.note] : [])];
 }
 
-function acceptanceLimits({ kind, conditional, numRounds }, { max_draft }, { limits: texts }) {
+function acceptanceLimits({ kind, conditional, numRounds }, most, { limits: texts }) {
   if (kind === "constant") return [texts.constant];
   const found = [], chance = conditional[conditional.length - 1].toFixed(2);
-  if (max_draft > conditional.length) found.push(filled(texts.beyond, { place: conditional.length, chance }));
+  if (most > conditional.length) found.push(filled(texts.beyond, { place: conditional.length, chance }));
   if (numRounds) found.push(filled(texts.recorded, { rounds: numRounds.toLocaleString("en-US") }));
   return found;
 }
 
 /** `overhead`: {seconds, source}, or none. */
-export function limitsOf({ shape, deployment, acceptance, load, overhead }, data) {
+export function limitsOf({ shape, deployment, drafter, acceptance, load, overhead }, data) {
   const found = rooflineLimits(shape, deployment, data);
   if (overhead)
     found.splice(
@@ -48,7 +48,7 @@ export function limitsOf({ shape, deployment, acceptance, load, overhead }, data
         source: overhead.source,
       }),
     );
-  return [...found, ...acceptanceLimits(acceptance, load, data)];
+  return [...found, ...acceptanceLimits(acceptance, longest(drafter, load), data)];
 }
 
 const gigabytes = (bytes) => (bytes / 1e9).toFixed(1);

@@ -2,7 +2,7 @@
 // over draft
 // length and over batch.
 import { DRAFTERS } from "./charts.js";
-import { best, InputError, memoryNeed, predict, roundParts, roundTimes, speedups, verifyTimes } from "./formulas.js";
+import { best, draftedTimes, InputError, memoryNeed, predict, roundParts, speedups, verifyTimes } from "./formulas.js";
 import { resolve } from "./state.js";
 
 const BATCHES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024];
@@ -16,7 +16,7 @@ function overBatches({ shape, deployment, load, drafters }) {
   const rows = batches.map((batch) => {
     const there = { ...load, batch }, verify = verifyTimes({ shape, deployment }, there);
     return each(drafters, ({ drafter, acceptance }) =>
-      best(speedups(acceptance, roundTimes({ shape, deployment, drafter }, there, verify))),
+      best(speedups(acceptance, draftedTimes({ shape, deployment, drafter }, there, verify))),
     );
   });
   return { batches, bests: DRAFTERS.map((_, index) => rows.map((row) => row[index])) };
@@ -29,12 +29,12 @@ export function solve(state, fields, data) {
     own = drafters[state.drafter];
   const costs = { shape, deployment, drafter: own.drafter }, verify = verifyTimes(costs, load);
   const curves = each(drafters, ({ drafter, acceptance }) =>
-    speedups(acceptance, roundTimes({ ...costs, drafter }, load, verify)),
+    speedups(acceptance, draftedTimes({ ...costs, drafter }, load, verify)),
   );
   const prediction = own.error ? null : predict(costs, own.acceptance, load, verify);
   const isFinite = [...curves.filter(Boolean).flat(), prediction?.tokens_per_s ?? 0].every(Number.isFinite);
   if (!isFinite) throw new InputError("these sizes have no finite answer: check them");
-  const parts = prediction && verify.map((_, length) => roundParts(costs, load, length, verify[0]));
+  const parts = prediction && prediction.curve.map((_, length) => roundParts(costs, load, length, verify[0]));
   return {
     ...found,
     ...own,

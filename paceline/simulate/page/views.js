@@ -5,8 +5,6 @@ import { readPoints } from "./results.js";
 
 export const drafts = (length) => (length === 1 ? "1 draft" : `${length} drafts`);
 
-const none = (curve, values) => curve ?? values.map(() => null);
-
 export function lengthView({ curves, chosen, prediction, load }, names) {
   const bests = curves.map((curve) => curve && best(curve)),
     lengths = Array.from({ length: load.max_draft + 1 }, (_, length) => length);
@@ -15,11 +13,11 @@ export function lengthView({ curves, chosen, prediction, load }, names) {
     values:
       at === null
         ? bests.map((found) => (found ? `${times(found.speedup)}, ${drafts(found.length)}` : "–"))
-        : curves.map((curve) => (curve ? times(curve[at]) : "–")),
+        : curves.map((curve) => (curve?.[at] ? times(curve[at]) : "–")),
   });
   const told = prediction ? ` Best: ${drafts(prediction.best_draft_length)}, ${times(prediction.speedup)}.` : "";
   return {
-    data: [lengths, ...curves.map((curve) => none(curve, lengths))],
+    data: [lengths, ...curves.map((curve) => lengths.map((at) => curve?.[at] ?? null))],
     bests,
     chosen,
     shown,

@@ -22,7 +22,7 @@ from paceline.simulate.config import PredictConfig, PriceConfig
 from paceline.simulate.costs.rounds import StepCosts, ToyCosts
 from paceline.simulate.server.load import LoadFigures, arriving, capacity, figures_of, parse_lengths, poisson, workload
 from paceline.simulate.server.server import Case, ServerShape
-from paceline.simulate.speedup import Acceptance, tokens_per_round
+from paceline.simulate.speedup import Acceptance, most_drafts, tokens_per_round
 
 MEASURES = {"total": "total", "first-token": "first_token", "inter-token": "inter_token"}
 """Name of a latency in --slo -> field of LoadFigures."""
@@ -110,11 +110,12 @@ def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, pric
     mean = sum(job.answer_tokens for job in jobs) / len(jobs)
     prompt_tokens = price.prompt_tokens or str(max(round(config.context - mean / 2), 1))
     jobs = workload(price.requests, parse_lengths("--prompt-tokens", prompt_tokens), answer, price.seed)
-    better = one_more(acceptance, config.max_draft)
+    most = most_drafts(costs, config.max_draft)
+    better = one_more(acceptance, most)
     rows, sentences = list[Priced](), list[str]()
     for batch in config.batch:
         server = ServerShape(batch, CHUNK)
-        survival = [tuple(each.survival(config.max_draft)) for each in (acceptance, better)]
+        survival = [tuple(each.survival(most)) for each in (acceptance, better)]
         case = Case(jobs, costs, server, survival[0], price.seed)
         plain, drafts = (
             _most(case, policy, name, limits, price) for policy, name in (("off", "plain"), ("best", "with drafts"))
