@@ -47,7 +47,7 @@ def server_flags(serving: Serving) -> dict[str, str]:
     checkpoint = {"model": serving.drafter} if method["model"] else {}
     config = {"method": method["vllm"], **checkpoint, "num_speculative_tokens": drafts, **method.get("vllm_more", {})}
     values = {**asdict(serving), "block": drafts + 1, "sglang": method["sglang"], "vllm_config": json.dumps(config)}
-    values["own_drafter"] = (method["paceline"] or "").format(drafter=serving.drafter)
+    values["own_drafter"] = method["paceline"].format(drafter=serving.drafter)
     facts = {"": True, "plain": drafts == 0, "drafts": drafts > 0, "gpus": serving.num_gpus > 1}
     facts |= {
         "8bit_cache": serving.has_8bit_cache,
@@ -57,11 +57,7 @@ def server_flags(serving: Serving) -> dict[str, str]:
         server: shlex.join(word.format(**values) for fact, words in lines if facts[fact] for word in words)
         for server, lines in FLAGS["servers"].items()
     }
-    unserved = {
-        "model": not serving.has_decoder,
-        "gpus": serving.num_gpus > 1,
-        "method": drafts > 0 and method["paceline"] is None,
-    }
+    unserved = {"model": not serving.has_decoder, "gpus": serving.num_gpus > 1}
     if reason := next((name for name, holds in unserved.items() if holds), None):
         commands["paceline"] = FLAGS["unserved"][reason].format(**asdict(serving))
     return commands

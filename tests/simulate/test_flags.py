@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.simulate.answer import predict_all
 from paceline.simulate.config import CostsConfig, PredictConfig
@@ -38,7 +39,7 @@ def test_token_by_token() -> None:
     assert json.loads(after(vllm, "--speculative-config")) == {"method": "mtp", "num_speculative_tokens": 3}
     assert (after(sglang, "--speculative-num-steps"), after(sglang, "--speculative-num-draft-tokens")) == ("3", "4")
     assert after(vllm, "--kv-cache-dtype") == "fp8"
-    assert flags["paceline"].startswith("#")
+    assert after(shlex.split(flags["paceline"]), "--drafter") == "mtp"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -46,6 +47,15 @@ def test_no_drafts_is_plain_decoding(method: str) -> None:
     flags = server_flags(Serving("m", method, num_drafted=0))
     assert "speculative" not in flags["vllm"] + flags["sglang"]
     assert "--drafter none" in flags["paceline"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_paceline_takes_every_method(method: str) -> None:
+    words = shlex.split(server_flags(Serving("m", method, "a/drafter", num_drafted=6))["paceline"])
+    assert words[:2] == ["paceline", "serve"]
+    given = {name: after(words, "--" + name.replace("_", "-")) for name in ("model", "drafter", "speculate")}
+    config = EngineConfig(**given, num_drafted=int(after(words, "--num-drafted")))
+    assert config.most_drafted == 6 and config.drafter == {"mtp": "mtp", "ngram": "ngram"}.get(method, "a/drafter")
 
 
 def test_ngram_needs_no_drafter() -> None:

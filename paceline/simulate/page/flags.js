@@ -30,7 +30,7 @@ export function serverFlags(serving) {
   const json = Object.entries(config)
     .map(([key, value]) => `${JSON.stringify(key)}: ${JSON.stringify(value)}`)
     .join(", ");
-  const own_drafter = filled(method.paceline ?? "", { drafter });
+  const own_drafter = filled(method.paceline, { drafter });
   const values = { ...serving, block: num_drafted + 1, sglang: method.sglang, vllm_config: `{${json}}`, own_drafter };
   const facts = {
     "": true, plain: !drafts, drafts, gpus: num_gpus > 1, "8bit_cache": has_8bit_cache,
@@ -38,7 +38,7 @@ export function serverFlags(serving) {
   };
   const commands = Object.entries(FLAGS.servers).map(([server, lines]) =>
     [server, joined(lines.flatMap(([fact, words]) => (facts[fact] ? words.map((word) => filled(word, values)) : [])))]);
-  const unserved = { model: !has_decoder, gpus: num_gpus > 1, method: drafts && method.paceline === null };
+  const unserved = { model: !has_decoder, gpus: num_gpus > 1 };
   const reason = Object.keys(unserved).find((name) => unserved[name]);
   return { ...Object.fromEntries(commands), ...(reason && { paceline: filled(FLAGS.unserved[reason], serving) }) };
 }
