@@ -151,6 +151,18 @@ def test_the_newest_run_of_the_target_is_found(tmp_path: Path, monkeypatch: pyte
         find_run("runs/mine", "smollm2-135m")
 
 
+def test_a_target_may_be_spelled_by_name_or_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = run_of(Path("runs/mine"), "Qwen/Qwen3-8B", tokens_per_round=3.0, answers=900)
+    for target in ("Qwen/Qwen3-8B", "Qwen3-8B", "qwen3-8b"):
+        for given in (None, "runs/mine"):
+            evidence = find_run(given, target)
+            assert evidence is not None and evidence.folder == run
+    assert find_run(None, "somebody/Qwen3-8B") is None
+    with pytest.raises(ConfigError, match=r"runs/mine is a training of another target \(Qwen/Qwen3-8B\): give one of"):
+        find_run("runs/mine", "Qwen3-14B")
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -110,6 +110,12 @@ def _entry(model: str) -> dict[str, Any]:
     raise ModelNotFoundError(f"no model {model!r} in the catalogue: try {shown}, or give the path of a config.json")
 
 
+def known_name(model: str) -> str:
+    """Returns the catalogue's name of a model that is given by its name or hub id, in any case; else `model`."""
+    names = {each: name for name, entry in entries().items() for each in (name.lower(), str(entry["hub"]).lower())}
+    return names.get(model.lower(), model)
+
+
 def has_decoder(model: str) -> bool:
     """True if paceline's own decoder runs this model. Also True for a model that is not in the catalogue."""
     entry = entries().get(model)
