@@ -309,6 +309,15 @@ def test_a_roofline_is_called_a_ceiling_until_one_rate_was_measured() -> None:
     assert not measured.is_ceiling and "eiling" not in " ".join([*measured.sentences, *measured.basis])
 
 
+def test_the_number_of_gpus_may_be_given_twice_or_either_way() -> None:
+    config, machines = AdviceConfig(run="none"), [("2x H100", 2), ("2x H100", 1), ("H100", 2)]
+    advice = [
+        advise(CostsConfig(model="Qwen3-8B", hardware=name, gpus=gpus), config, Seen()) for name, gpus in machines
+    ]
+    assert [each.machine for each in advice] == ["2 x H100"] * 3
+    assert advice[0] == advice[1] == advice[2]
+
+
 def test_advice_and_plan_expect_the_same_of_a_target_without_a_curve() -> None:
     advice = advise(CostsConfig(model="Qwen3-8B", hardware="H100"), AdviceConfig(run="none"), Seen())
     for step in advice.steps[::3]:

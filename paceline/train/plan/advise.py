@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.config import EngineConfig
 from paceline.report.tables import with_interval
-from paceline.simulate.answer import DEFAULT_MODEL, Setup, set_up
+from paceline.simulate.answer import DEFAULT_MODEL, Setup, counted, set_up
 from paceline.simulate.assumed import assumed
 from paceline.simulate.config import AdviceConfig, CostsConfig
 from paceline.simulate.costs.roofline import memory_need
@@ -161,9 +161,10 @@ def _replicas(setup: Setup, load: Load, now: dict[str, float]) -> list[str]:
 
 def _device(costs: CostsConfig) -> str | None:
     """Returns the machine in the format of --device-name."""
-    if costs.hardware in (None, "this", "cpu"):
+    number, name = counted(costs.hardware)
+    if name in (None, "this", "cpu"):
         return None
-    return costs.hardware if costs.gpus == 1 else f"{costs.gpus}x {costs.hardware}"
+    return name if max(number, costs.gpus) == 1 else f"{max(number, costs.gpus)}x {name}"
 
 
 def _plan(model: str, answers: int, answer_tokens: int, device: str | None) -> Plan:
