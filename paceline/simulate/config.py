@@ -80,7 +80,7 @@ class PredictConfig:
     """Tokens in each sequence's cache."""
     acceptance: str | None = None
     """One chance (0.8), a chance for each draft position (0.8,0.75,0.7), survival:.77,.57,.42, histogram:20,10,5, or a
-    bench decode run, its results.json, a trace, or a log or the metrics of vLLM, SGLang or llama.cpp (FILE:MODEL if
+    run of bench decode or evaluate, traces (a file or their folder), or a log or the metrics of vLLM, SGLang or llama.cpp (FILE:MODEL if
     they cover several models) [default: 0.8, with --tree that of the marginals]."""
     max_draft: DraftLength = 16
     """Longest draft considered, at most that of --block or the one that was measured."""

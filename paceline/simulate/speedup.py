@@ -7,7 +7,7 @@ target pass of g + 1 positions + drafting of g + host. N(g) comes from acceptanc
     0.8,0.75,0.7              a chance for each position, given that earlier ones are accepted
     survival:.77,.57,.42      shares of rounds whose first 1, 2, 3 drafts are accepted
     histogram:20,10,5,2       counts of rounds with 0, 1, 2, 3 accepted drafts
-    runs/bench-decode-x       a bench run (or its results.json), or a trace in JSON lines or Parquet
+    runs/bench-decode-x       a run of bench decode or evaluate (or its file), or traces in JSON lines or Parquet
     vllm.log                  a log of vLLM or SGLang, or the text of GET /metrics (`server_logs.py`)
 
 If a bench run has several settings, the one with the most accepted drafts counts; runs/x:default selects a drafter.
@@ -158,7 +158,7 @@ WRITTEN = {
 def parse_acceptance(text: str) -> Acceptance:
     """Parses acceptance: a chance for every draft (0.8) or for each position (0.8,0.75), survival:.77,.57 (shares of
     rounds whose first 1, 2 drafts are accepted), histogram:20,10,5 (counts of rounds with 0, 1, 2 accepted drafts), or
-    the path of a bench run, a trace or a server's log. Raises ConfigError, which shows the forms."""
+    the path of a run of bench decode or evaluate, of traces or of a server's log. Raises ConfigError, which shows the forms."""
     kind, colon, rest = text.partition(":")
     if colon and kind.strip().lower() in WRITTEN:
         return WRITTEN[kind.strip().lower()](_numbers(rest, text))
@@ -180,21 +180,25 @@ def _numbers(text: str, whole: str) -> list[float]:
 
 
 def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
-    """Reads the acceptance of a bench run, a trace or a server's log. `drafter`: in a bench run, the drafter whose
+    """Reads the acceptance of a run of bench decode or evaluate, of traces or of a server's log; of the first two, and
+    of traces, `path` may be the folder. `drafter`: in a bench run, the drafter whose
     result to use (default: the one with the most tokens per round); in a server's log, the model. Raises ConfigError
     for any other file."""
-    file = path / "results.json" if path.is_dir() else path
+    named = [path / "results.json", path / "evaluation.json"]
+    stored = [file for file in named if file.exists()] or sorted(path.glob("*.parquet"))
+    files = (stored or named) if path.is_dir() else [path]
+    file = files[0]
     if _is_servers(file):
         return _of_server(file, drafter or None)
-    is_table, remedy = file.suffix == ".parquet", "give a bench run, results.json or a trace"
-    lines = _parquet_lines(file) if is_table else read_objects(file, remedy)
+    is_table, remedy = file.suffix == ".parquet", "give a run of bench decode or evaluate, or traces"
+    lines = [line for each in files for line in _parquet_lines(each)] if is_table else read_objects(file, remedy)
     if len(lines) == 1 and isinstance(lines[0].get("results"), list):
         return from_histogram(_best_histogram(lines[0]["results"], drafter, file))
     if histograms := [line["accepted_histogram"] for line in lines if line.get("accepted_histogram")]:
         return from_histogram(add_histograms(histograms))
     rounds = [pair for line in lines for pair in _pairs(line.get("drafted"), line.get("accepted"))]
     if not rounds:
-        raise ConfigError(f"{file} holds no accepted_histogram: give the folder of paceline bench decode, or a trace")
+        raise ConfigError(f"{file} holds no accepted_histogram: give the folder of paceline bench decode, or traces")
     return from_rounds(rounds)
 
 
@@ -309,8 +313,8 @@ def most_drafts(costs: StepCosts, wanted: int) -> int:
     if isinstance(costs, MeasuredCosts) and costs.draft:
         return min(wanted, costs.max_draft or wanted)
     drafter = costs.drafter if isinstance(costs, MeasuredCosts | RooflineCosts) else NO_COST
-    block = drafter.max_draft if isinstance(drafter, DraftFit) else drafter.block if drafter.block != 1 else None
-    return min(wanted, block or wanted)
+    limit = drafter.max_draft if isinstance(drafter, DraftFit) else drafter.block if drafter.block != 1 else None
+    return min(wanted, limit or wanted)
 
 
 def predict(costs: StepCosts, acceptance: Acceptance, load: Load, has_unit: bool = True) -> Prediction:

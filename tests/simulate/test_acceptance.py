@@ -137,6 +137,21 @@ def test_traces_in_json_lines_and_parquet(tmp_path: Path) -> None:
     assert parse_acceptance(str(file)).conditional == pytest.approx(expected)
 
 
+def test_folders_of_traces_and_of_an_evaluation(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    for number, accepted in enumerate(([2, 0], [1, 1])):
+        rows = [{"drafted": [2, 2], "accepted": accepted}]
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"traces-{number}.parquet")
+    assert parse_acceptance(str(tmp_path)) == from_rounds([(2, 2), (2, 0), (2, 1), (2, 1)])
+    (tmp_path / "evaluation.json").write_text('{"results": [{"drafter": "d", "accepted_histogram": [5, 15]}]}')
+    assert parse_acceptance(str(tmp_path)) == from_histogram([5, 15]), "a run's figures come first"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty/results.json .*give a run of bench decode"):
+        parse_acceptance(str(tmp_path / "empty"))
+
+
 def test_files_without_rounds_say_what_to_give(tmp_path: Path) -> None:
     empty = tmp_path / "empty.json"
     empty.write_text("{}")
