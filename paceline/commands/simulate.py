@@ -12,7 +12,7 @@ import typer
 
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import Json, say
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 from paceline.report.statistics import LOAD_GAIN, Tone, tone_of
 from paceline.report.tables import Column, Table, block, spread_column
 from paceline.runs.folder import RunFolder, check_own, plain, write_whole
@@ -116,6 +116,12 @@ def simulate(
     """
     if list_known:
         return _list_known(as_json)
+    is_prediction = flags or (config, price) != (PredictConfig(), PriceConfig())
+    refuse(
+        ConfigError,
+        (out is not None and not calibrate, "--out is written by --calibrate: add that, or leave --out out"),
+        (bool(calibrate) and is_prediction, "--calibrate fits costs alone: predict after it, with --calibration"),
+    )
     if calibrate:
         return _fit_and_report(costs, calibrate, out, as_json)
     from paceline.simulate.answer import predict_all
@@ -219,10 +225,7 @@ def _bar(prediction: Prediction, length: int, speedup: float) -> str:
 def print_notes(setup: Setup, *, stderr: bool) -> None:
     """Print a prediction's assumptions, warnings and first two limits (what it leaves out), to stdout or `stderr`."""
     lines = [*filter(None, [setup.assumed]), *(f"warning: {warning}" for warning in setup.warnings)]
-    lines += [
-        "Limits:",
-        *(f"- {sentence}" for sentence in setup.limits[:2]),
-    ]  # the same after each answer: two are enough
+    lines += ["Limits:", *(f"- {sentence}" for sentence in setup.limits[:2])]  # the same after each answer
     if left := setup.limits[2:]:
         lines.append(f"- {len(left)} more: with --json under limits; docs/explanation/prediction.md, What is left out")
     (say if stderr else print)("\n".join(lines))
@@ -234,12 +237,9 @@ def _list_known(as_json: bool) -> dict[str, Any]:
 
     known, shapes = catalogue.entries(), catalogue.all_shapes()
     unavailable = {name: entry["unavailable"] for name, entry in known.items() if "unavailable" in entry}
+    sizes = {name: (each.num_parameters / 1e9, each.num_active / 1e9) for name, each in shapes.items()}
     for name in () if as_json else known:
-        shape = shapes.get(name)
-        size = (
-            f"{shape.num_parameters / 1e9:.4g}B, {shape.num_active / 1e9:.3g}B active" if shape else unavailable[name]
-        )
-        print(f"{name:22s} {size}")
+        print(f"{name:22s} {'{:.4g}B, {:.3g}B active'.format(*sizes[name]) if name in sizes else unavailable[name]}")
     if not as_json:
         print("machines: " + ", ".join([*catalogue.machines(), "this"]))
     return {"models": list(shapes), "unavailable": unavailable, "machines": list(catalogue.machines())}

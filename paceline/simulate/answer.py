@@ -24,7 +24,7 @@ from paceline.hardware import Machine, this_machine
 from paceline.plan.marginals import Marginals
 from paceline.simulate import limits
 from paceline.simulate.assumed import ACCEPTANCE, assumed
-from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig
+from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig, given_of
 from paceline.simulate.costs import catalogue
 from paceline.simulate.costs.overhead import Overhead, overhead_of, with_overhead
 from paceline.simulate.costs.roofline import Deployment, check_shares
@@ -53,6 +53,8 @@ from paceline.simulate.trees import BEST, TreePrediction, expected_of, parse_siz
 MAX_ROWS, MAX_DRAFT = 8, 16
 SHARES = (0.3, 0.6, 0.8, 0.95, 1.2)
 """Default request rates of open loops, as shares of the capacity of plain decoding."""
+MACHINE = ("hardware", "precision", "expert_locality", "per_layer")
+"""Options of the roofline's machine that measured and toy costs do not use."""
 DEFAULT_MODEL = "smollm2-135m"
 THIS = "this"
 
@@ -80,8 +82,7 @@ class Setup:
     def ignore(self, config: CostsConfig, *names: str) -> Setup:
         """Adds a warning about the options in `names` that are set in `config` but have no effect with these costs.
         Returns the setup."""
-        given = [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) is not None]
-        if given:
+        if given := given_of(config, *names):
             self.warnings.append(f"{', '.join(given)} has no effect here: the {self.kind} model knows better")
         return self
 
@@ -107,7 +108,7 @@ def _source(config: CostsConfig, loads: Sequence[Load]) -> Setup:
         shape = catalogue.find(config.model) if config.model else None
         title = f"{shape.name}, toy model" if shape else "toy model"
         setup = Setup(ToyCosts(), title, "toy", shape, limits=list(limits.TEXTS["toy"]))
-        return setup.ignore(config, "hardware", "precision", "drafter_cost", "drafter_params", "block")
+        return setup.ignore(config, *MACHINE, "drafter_cost", "drafter_params", "block")
     if config.table:
         return _measured(config, read_table(config.table), loads)
     if config.calibration:
@@ -134,7 +135,7 @@ def _measured(config: CostsConfig, table: MeasuredCosts, loads: Sequence[Load]) 
             f"the table was measured for batch {low:g} to {high:g} and up to {widest:g} positions: "
             "what is beyond is extrapolated"
         )
-    return setup.ignore(config, "hardware", "precision", *(("drafter_cost", "block") if table.draft else ()))
+    return setup.ignore(config, *MACHINE, *(("drafter_cost", "block") if table.draft else ()))
 
 
 def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:

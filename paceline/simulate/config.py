@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from paceline.bounds import Count, Positive, Rate, Share, Whole, check, within
 from paceline.errors import ConfigError, refuse
 from paceline.simulate.assumed import CONTEXT
+
+
+def _check(settings: Any) -> None:
+    """Raises ConfigError for a value outside its limits and for an empty text, which is not the default."""
+    check(settings)
+    if empty := next((field.name for field in fields(settings) if getattr(settings, field.name) == ""), None):
+        raise ConfigError(f"{empty} is empty: give a value, or leave it out")
+
+
+def given_of(settings: Any, *names: str) -> list[str]:
+    """Returns the options in `names` whose values are not the defaults."""
+    own = {field.name: field.default for field in fields(settings)}
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name) != own[name]]
+
 
 DraftLength = Annotated[int, within("between 0 and 1024", least=0, most=1024)]
 
@@ -57,7 +71,7 @@ class CostsConfig:
         num_sources = sum((self.toy, self.table is not None, self.calibration is not None))
         is_double = None not in (self.drafter_cost, self.drafter_params)
         overheads = [each is not None for each in (self.overhead_ms, self.plain_rate, self.server_log)]
-        check(self)
+        _check(self)
         refuse(
             ConfigError,
             (num_sources > 1, "--toy, --table and --calibration exclude each other: leave all but one out"),
@@ -80,8 +94,8 @@ class PredictConfig:
     """Tokens in each sequence's cache."""
     acceptance: str | None = None
     """One chance (0.8), a chance for each draft position (0.8,0.75,0.7), survival:.77,.57,.42, histogram:20,10,5, or a
-    run of bench decode or evaluate, traces (a file or their folder), or a log or the metrics of vLLM, SGLang or llama.cpp (FILE:MODEL if
-    they cover several models) [default: 0.8, with --tree that of the marginals]."""
+    run of bench decode or evaluate, traces (a file or their folder), or a log or the metrics of vLLM, SGLang or
+    llama.cpp (FILE:MODEL if they cover several models) [default: 0.8, with --tree that of the marginals]."""
     max_draft: DraftLength = 16
     """Longest draft considered, at most that of --block or the one that was measured."""
     tree: str | None = None
@@ -97,7 +111,7 @@ class PredictConfig:
     """Drafter in the server command lines: a folder or hub id."""
 
     def __post_init__(self) -> None:
-        check(self)
+        _check(self)
         if not self.batch:
             raise ConfigError("--batch is empty: write it as 1, or 1,8,32 for a sweep")
         if self.marginals and not self.tree:
@@ -142,9 +156,10 @@ class ServingConfig:
     figures."""
 
     def __post_init__(self) -> None:
-        check(self)
-        if self.against and (self.rate or self.concurrency):
-            raise ConfigError("--against has its own loads: leave --rate and --concurrency out")
+        _check(self)
+        loads = ("rate", "concurrency", "requests", "prompt_tokens", "answer_tokens", "policy")
+        if self.against and (given := given_of(self, *loads)):
+            raise ConfigError(f"--against has its own loads: leave {', '.join(given)} out")
         if self.marginals and (self.acceptance or self.against):
             raise ConfigError("--marginals say what stands, as --acceptance and --against do: leave one of them out")
 
@@ -194,6 +209,9 @@ class PriceConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        given = given_of(self, "prompt_tokens", "answer_tokens", "requests", "seed")
+        if given and not self.is_asked:
+            raise ConfigError(f"{', '.join(given)}: only with --price-per-hour or --slo: add one, or leave it out")
 
     @property
     def is_asked(self) -> bool:
@@ -228,6 +246,6 @@ class AdviceConfig:
     """Hours per day at this load."""
 
     def __post_init__(self) -> None:
-        check(self)
+        _check(self)
         if self.busy_hours > 24:
             raise ConfigError(f"busy_hours must be at most 24, not {self.busy_hours:g}")

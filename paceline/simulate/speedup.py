@@ -158,7 +158,8 @@ WRITTEN = {
 def parse_acceptance(text: str) -> Acceptance:
     """Parses acceptance: a chance for every draft (0.8) or for each position (0.8,0.75), survival:.77,.57 (shares of
     rounds whose first 1, 2 drafts are accepted), histogram:20,10,5 (counts of rounds with 0, 1, 2 accepted drafts), or
-    the path of a run of bench decode or evaluate, of traces or of a server's log. Raises ConfigError, which shows the forms."""
+    the path of a run of bench decode or evaluate, of traces or of a server's log. Raises ConfigError, which shows the
+    forms."""
     kind, colon, rest = text.partition(":")
     if colon and kind.strip().lower() in WRITTEN:
         return WRITTEN[kind.strip().lower()](_numbers(rest, text))

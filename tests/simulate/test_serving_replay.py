@@ -383,7 +383,9 @@ def test_a_policy_that_is_none_is_refused_before_the_work(monkeypatch: pytest.Mo
         (("--steps", "/no/such.json"), "there is no /no/such.json"),
         (("--model", "no-such-model"), "no model 'no-such-model'"),
         (("--against", "/no/such/run"), "takes the folder of a run of paceline bench serving"),
-        (("--against", "/no/such/run", "--rate", "1"), "--against has its own loads"),
+        (("--against", "/no/such/run", "--rate", "1"), "--against has its own loads: leave --rate out"),
+        (("--against", "/no/such/run", "--requests", "3", "--policy", "off"), "leave --requests, --policy out"),
+        (("--acceptance", ""), "--acceptance is empty"),
     ],
 )
 def test_bad_words(words: tuple[str, ...], message: str) -> None:

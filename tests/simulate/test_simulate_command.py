@@ -133,6 +133,8 @@ def test_a_table_of_step_times(tmp_path: Path) -> None:
     beyond = line("--table", str(file), "--batch", "16", "--hardware", "B200")
     assert any("extrapolated" in warning for warning in beyond["warnings"])
     assert any("--hardware has no effect" in warning for warning in beyond["warnings"])
+    rooflines = line("--table", str(file), "--per-layer", "--expert-locality", "0.2")["warnings"]
+    assert any("--expert-locality, --per-layer has no effect" in warning for warning in rooflines)
 
 
 def test_calibrate_and_predict(tmp_path: Path) -> None:
@@ -195,6 +197,14 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--calibration", "no-such.json"], "--calibrate makes one"),
         (["--calibrate", "no-such"], "bench steps"),
         (["--flags", "--method", "magic"], "choose from"),
+        (["--acceptance", ""], "--acceptance is empty"),
+        (["--tree", "best", "--marginals", ""], "--marginals is empty"),
+        (["--method", ""], "--method is empty"),
+        (["--precision", ""], "--precision is empty"),
+        (["--requests", "3", "--seed", "5"], "--requests, --seed: only with --price-per-hour or --slo"),
+        (["--out", "somewhere"], "--out is written by --calibrate"),
+        (["--calibrate", "no-such", "--acceptance", "0.3"], "--calibrate fits costs alone"),
+        (["--calibrate", "no-such", "--flags"], "--calibrate fits costs alone"),
     ],
 )
 def test_nonsense_is_one_line(words: list[str], remedy: str) -> None:

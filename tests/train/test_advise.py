@@ -337,6 +337,7 @@ def test_what_8000_answers_brought_elsewhere_lies_inside() -> None:
     ("words", "remedy"),
     [
         (["--busy-hours", "25"], "--busy-hours must be at most 24"),
+        (["--hardware", ""], "--hardware is empty"),
         (["--traffic", "other"], "--traffic"),
         (["--hardware", "0x H100"], "at least one machine"),
         (["--hardware", "2x H100", "--gpus", "4"], "two numbers"),
