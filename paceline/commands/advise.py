@@ -30,6 +30,12 @@ COLUMNS = (
     Column("pays off after", lambda each: _days(each.pays_back_days), align="right"),
     Column("one of its own", lambda each: each.objection or "yes"),
 )
+NOW = Changed(
+    drafter_cost=Opt(
+        help="A pass of the drafter that serves now, in target passes [default: by the traces' drafter, else 0.1]."
+    ),
+    block=Opt(help="Drafts of one pass of the drafter that serves now [default: by the traces' drafter, else 1]."),
+)
 MOST_CUSTOMERS = 20
 """Rows of the printed table of customers; --json has all."""
 MOST_BYTES = 64 * 2**20
@@ -38,7 +44,7 @@ MOST_BYTES = 64 * 2**20
 
 @options
 def advise(
-    costs: Annotated[CostsConfig, Without("toy", "expert_locality", "per_layer", "drafter_params")],
+    costs: Annotated[CostsConfig, Without("toy", "expert_locality", "per_layer", "drafter_params"), NOW],
     config: Annotated[AdviceConfig, Changed(streams=Opt("--streams", "--batch"))],
     traces: Annotated[
         Path | None, typer.Argument(help="Traces from paceline serve --traces or paceline record.")

@@ -24,6 +24,7 @@ from paceline.data.answers import Answer, AnswerShards
 from paceline.errors import ConfigError
 from paceline.simulate.config import AdviceConfig, CostsConfig
 from paceline.simulate.server_logs import parse_server
+from paceline.simulate.speedup import constant
 from paceline.train.plan.advise import advise
 from paceline.train.plan.current_traffic import Seen, seen_in_server, seen_in_traces, with_server
 from paceline.train.plan.customers import HORIZON_DAYS
@@ -197,6 +198,30 @@ def test_a_server_that_reports_only_its_acceptance_length_is_as_fast_as_that() -
     seen = seen_in_server(parse_server(page), "here")
     advice = advise(CostsConfig(model="Qwen3-8B", hardware="H100"), AdviceConfig(run="none"), seen)
     assert advice.now["speedup"] > 1.7
+
+
+def test_the_drafter_that_serves_now_is_priced_by_its_method(tmp_path: Path) -> None:
+    """A block is one pass, as of the drafter that training makes, and prompt lookup none; options come first."""
+    costs = CostsConfig(model="Qwen3-8B", hardware="H100")
+    seen = Seen("t", constant(0.8), tokens_per_round=4.2, num_drafted=7)
+
+    def now(drafter: str, costs: CostsConfig = costs) -> tuple[float, str]:
+        advice = advise(costs, AdviceConfig(run="none"), replace(seen, drafter=drafter))
+        return advice.now["speedup"], next(each for each in advice.basis if each.startswith("Now: t."))
+
+    speedups = {name: now(name)[0] for name in ("ngram", "dflash", "dspark", "mtp", "mine", "")}
+    assert speedups["ngram"] > speedups["dflash"] == speedups["dspark"] > 1.3 * speedups["mtp"]
+    assert speedups["mtp"] == speedups["mine"] == speedups[""]
+    assert "mtp, is priced as one pass of 10% of a target pass for each draft (--drafter-cost" in now("mtp")[1]
+    assert "for each round" in now("dflash")[1] and now("ngram")[1].count(" 0% ") == 1
+    given = now("dflash", replace(costs, drafter_cost=0.2, block=7))
+    assert given[0] < speedups["dflash"] and "one pass of 20% of a target pass for each round" in given[1]
+    assert "priced" not in " ".join(advise(costs, AdviceConfig(run="none"), Seen("t")).basis)
+    for number, names in enumerate((["dflash2"] * 2, ["dflash2", None])):
+        rows = [{"answer_ids": [1], "drafted": [7], "accepted": [3], "drafter": name} for name in names]
+        rows.append({"answer_ids": [1], "drafted": [0], "accepted": [0], "drafter": "none"})
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"{number}.parquet")
+    assert seen_in_traces(tmp_path / "0.parquet").drafter == "dflash2" and seen_in_traces(tmp_path).drafter == ""
 
 
 def customers(folder: Path) -> Path:

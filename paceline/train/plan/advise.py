@@ -22,6 +22,7 @@ from paceline.simulate.assumed import assumed
 from paceline.simulate.config import AdviceConfig, CostsConfig
 from paceline.simulate.costs.roofline import memory_need
 from paceline.simulate.costs.rounds import FractionDrafter, MeasuredCosts, RooflineCosts, StepCosts
+from paceline.simulate.limits import LOOKUPS
 from paceline.simulate.speedup import Load, chance_for, constant, predict
 from paceline.train.config import AnswerConfig, PromptsConfig, TrainConfig
 from paceline.train.plan.current_traffic import Seen
@@ -35,6 +36,8 @@ WORTH = 1.10
 """Smallest gain over the current speed that is worth training and maintaining a drafter."""
 CEILING = "(A ceiling, {rate} tokens/s plainly: give --plain-rate, one measured rate.)"
 MOST_DRAFTS = 1024
+BLOCKS = ("dflash", "dflash2", "dspark")
+"""Drafting methods that draft a block in one pass."""
 Interval = tuple[float, float]
 
 
@@ -109,7 +112,9 @@ def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
     model = costs.model or (setup.shape.name if setup.shape else DEFAULT_MODEL)
     device = config.train_on or _device(costs)
     plans = [_plan(model, number, tokens, device) for number in numbers]
-    last, now = plans[-1], _now(setup, seen, load)
+    last = plans[-1]
+    serving = partial(_serving, setup, costs, last.share_of_pass)
+    now, price = _now(serving(seen)[0], seen, load), serving(seen)[1]
     run = find_run(config.run, last.target)
     drafter = _Drafter(setup, last, load, run.at if run else lambda number: published(number, config.traffic))
     steps = [
@@ -119,14 +124,15 @@ def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
     ideal, _ = drafter.speed(float(last.sizes.block_size))
     verdict, sentences = _decide(now, chosen, known, ideal, config)
     is_ceiling = setup.kind == "roofline" and setup.overhead is None
-    basis = [_now_sentence(seen), _acceptance_sentence(run, config.traffic), *_basis(last, has_answers, device)]
+    basis = [_now_sentence(seen) + price, _acceptance_sentence(run, config.traffic), *_basis(last, has_answers, device)]
     basis += [*_replicas(setup, load, now), *setup.warnings]
     acceptance = f"length {chosen.tokens_per_round:.2f}"
     basis.insert(0, assumed(config.context, f"{now['streams']:.0f}", acceptance))
     if is_ceiling:
         rate = f"{now['plain_tokens_per_s']:,.0f}"
         sentences[0] = f"{sentences[0]} {CEILING.format(rate=rate)}"
-    customers = _customers(drafter, seen, config, cache(partial(_plan, model, device=device)))
+    rates = {tag: _now(serving(one)[0], one, load)["tokens_per_s"] for tag, one in seen.by_tag.items()}
+    customers = _customers(drafter, seen, config, rates, cache(partial(_plan, model, device=device)))
     return Advice(
         verdict, sentences, setup.title, now, steps, chosen, ideal, last.machine, basis, setup.limits, customers,
         deserving(customers), is_ceiling,
@@ -178,13 +184,30 @@ def _plan(model: str, answers: int, answer_tokens: int, device: str | None) -> P
     return make_plan(config, device)
 
 
-def _now(setup: Setup, seen: Seen, load: Load) -> dict[str, float]:
+def _serving(setup: Setup, config: CostsConfig, share: float, seen: Seen) -> tuple[StepCosts, str]:
+    """Returns the costs with the drafter that serves now, and a sentence on its price, empty without drafts. A block
+    drafter takes one pass per round, of the planned drafter's `share` of a target pass, and prompt lookup no time;
+    --drafter-cost, --block and measured drafting come first. A drafter that is not known costs the default."""
+    costs = setup.costs
+    if seen.acceptance is None or seen.tokens_per_round <= 1:
+        return costs, ""
+    drafter = costs.drafter if isinstance(costs, RooflineCosts | MeasuredCosts) else None
+    if not isinstance(drafter, FractionDrafter) or (isinstance(costs, MeasuredCosts) and costs.draft):
+        return costs, ""
+    if (config.drafter_cost, config.block) == (None, None) and seen.drafter in (*BLOCKS, *LOOKUPS):
+        drafter = FractionDrafter(0.0 if seen.drafter in LOOKUPS else share, seen.num_drafted)
+        costs = _with_drafter(costs, drafter)
+    each = f"pass of {drafter.fraction:.0%} of a target pass for each {'round' if drafter.block else 'draft'}"
+    return costs, f" Its drafter, {seen.drafter or 'not named'}, is priced as one {each} (--drafter-cost, --block)."
+
+
+def _now(costs: StepCosts, seen: Seen, load: Load) -> dict[str, float]:
     """Returns the current speed: with the drafter that was measured, else of plain decoding."""
-    plain = load.batch / setup.costs.round_s(load.batch, 0, load.context)
+    plain = load.batch / costs.round_s(load.batch, 0, load.context)
     speedup = 1.0
     if seen.acceptance and seen.tokens_per_round > 1:
         most = min(max(seen.num_drafted, 1), MOST_DRAFTS)
-        speedup = predict(setup.costs, seen.acceptance, replace(load, max_draft=most)).speedup
+        speedup = predict(costs, seen.acceptance, replace(load, max_draft=most)).speedup
     rates = {"streams": float(load.batch), "plain_tokens_per_s": plain, "tokens_per_s": plain * speedup}
     return {**rates, "speedup": speedup, "tokens_per_round": seen.tokens_per_round}
 
@@ -248,13 +271,12 @@ def _training_hour(drafter: _Drafter, plan: Plan, config: AdviceConfig) -> float
 
 
 def _customers(
-    drafter: _Drafter, seen: Seen, config: AdviceConfig, plan_of: Callable[[int, int], Plan]
+    drafter: _Drafter, seen: Seen, config: AdviceConfig, rates: dict[str, float], plan_of: Callable[[int, int], Plan]
 ) -> list[Customer]:
     """Returns the expected gain of each tag with a drafter of its own, those that save most time first. A gain is never
-    below 1: a slower drafter is not rolled out. `plan_of`: (number of answers, their mean tokens) -> plan of
-    a training on them."""
+    below 1: a slower drafter is not rolled out. `rates`: tag -> current tokens per second. `plan_of`: (number of
+    answers, their mean tokens) -> plan of a training on them."""
     tokens = {tag: (one.answers or 0) * (one.answer_tokens or 0.0) for tag, one in seen.by_tag.items()}
-    rates = {tag: _now(drafter.setup, one, drafter.load)["tokens_per_s"] for tag, one in seen.by_tag.items()}
     seconds = {tag: tokens[tag] / rates[tag] for tag in tokens}
     customers = []
     for tag, one in seen.by_tag.items():

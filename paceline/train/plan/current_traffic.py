@@ -39,6 +39,8 @@ class Seen:
     streams: int | None = None
     num_drafted: int = 0
     """Most drafts of a round; 0 without drafts."""
+    drafter: str = ""
+    """Method or name of the drafter of all rounds with drafts; empty if the traces name none or several."""
     by_tag: dict[str, Seen] = field(default_factory=dict)
     """Tag of the requests -> measurements of its traffic; {} if there are not several tags."""
 
@@ -62,7 +64,7 @@ def with_server(traces: Seen, server: Seen) -> Seen:
     if traces.acceptance is None:
         added = replace(
             added, acceptance=server.acceptance, tokens_per_round=server.tokens_per_round,
-            num_drafted=server.num_drafted,
+            num_drafted=server.num_drafted, drafter=server.drafter,
         )  # fmt: skip
     return replace(added, by_tag={tag: with_server(seen, server) for tag, seen in traces.by_tag.items()})
 
@@ -74,6 +76,8 @@ class _Counts:
     rounds: list[tuple[int, int]] = field(default_factory=list)
     """(drafted, accepted)"""
     lengths: list[int] = field(default_factory=list)
+    drafters: set[str] = field(default_factory=set)
+    """Names of the drafters of answers with drafts."""
     num_prompts: int = 0
     """Prompts without an answer whose tokens are known."""
 
@@ -83,13 +87,16 @@ class _Counts:
             return
         self.lengths.append(len(row["answer_ids"]))
         self.rounds += zip(row.get("drafted") or (), row.get("accepted") or (), strict=False)
+        if any(row.get("drafted") or ()):
+            self.drafters.add(row.get("drafter") or "")
 
     @classmethod
     def sum(cls, parts: Iterable[_Counts]) -> _Counts:
         listed = list(parts)
         rounds = itertools.chain.from_iterable(part.rounds for part in listed)
         lengths = itertools.chain.from_iterable(part.lengths for part in listed)
-        return cls(list(rounds), list(lengths), sum(part.num_prompts for part in listed))
+        drafters = set().union(*(part.drafters for part in listed))
+        return cls(list(rounds), list(lengths), drafters, sum(part.num_prompts for part in listed))
 
     def seen(self, where: str) -> Seen:
         checked = [pair for pair in self.rounds if pair[0] > 0]
@@ -102,7 +109,7 @@ class _Counts:
         return Seen(
             f"{len(self.lengths):,} answers{alone} in {where}, {drafts}", acceptance, mean if acceptance else 1.0,
             len(self.lengths), sum(self.lengths) / len(self.lengths) if self.lengths else None, None,
-            acceptance.depth if acceptance else 0,
+            acceptance.depth if acceptance else 0, drafter="".join(self.drafters) if len(self.drafters) == 1 else "",
         )  # fmt: skip
 
 
@@ -132,7 +139,7 @@ def _read(folder: Path) -> dict[str, _Counts]:
         what = f"{file} is no trace"
         with reraised(ConfigError, what, "give traces of paceline serve or record", ArrowException, OSError, KeyError):
             # answers of regenerate have neither rounds nor tags
-            columns = {"drafted", "accepted", "tag"} & set(parquet.read_schema(file).names)
+            columns = {"drafted", "accepted", "tag", "drafter"} & set(parquet.read_schema(file).names)
             table = parquet.read_table(file, columns=["answer_ids", *sorted(columns)])
         for row in table.to_pylist():
             by_tag.setdefault(tag_of(row), _Counts()).add(row)
