@@ -151,10 +151,10 @@ def test_blocks_of_other_dialects_keep_the_answers_order(is_drafted: bool) -> No
         "responses": [function | {"type": "function"}],
     }
     with serving(load) as live:
-        asked = {"max_tokens": 120, "temperature": 0, "messages": messages, "tools": tools["messages"]}
-        blocks = live.post("/v1/messages", asked)[1]["content"]
-        asked = {"max_output_tokens": 120, "temperature": 0, "input": "hi", "tools": tools["responses"]}
-        items = live.post("/v1/responses", asked)[1]["output"]
+        request = {"max_tokens": 120, "temperature": 0, "messages": messages, "tools": tools["messages"]}
+        blocks = live.post("/v1/messages", request)[1]["content"]
+        request = {"max_output_tokens": 120, "temperature": 0, "input": "hi", "tools": tools["responses"]}
+        items = live.post("/v1/responses", request)[1]["output"]
     expected = ["f", "Done: I called f for you."]
     assert [block.get("text") or block["name"] for block in blocks] == expected
     assert [item["content"][0]["text"] if item["type"] == "message" else item["name"] for item in items] == expected
