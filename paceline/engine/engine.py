@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,7 +26,7 @@ from paceline.engine.threads import limit_threads, restore_threads
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.lossy import NOT_ALLOWED, Ledger
 from paceline.model.sampling.logits import logprobs_of_rows
-from paceline.model.target import ForwardBatch, Target
+from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.model.text.tokenizer import TextStream, Tokenizer
 from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Plan, Planner, Row
 from paceline.plan.routes import Router
@@ -296,7 +296,7 @@ class Engine:
         if scores is not None and out.logits_TV is not None:
             following = seq.tokens[begin + 1 : end + 1]
             seq.prompt_logprobs += logprobs_of_rows(out.logits_TV[: len(following)], following, scores)
-            out = replace(out, logits_TV=out.logits_TV[-1:])
+            out = ForwardOutput(out.logits_TV[-1:], out.taps_TF, out.argmax_T and out.argmax_T[-1:])
         if is_last:
             verdict = self.judge(batch, DraftBlock.certain([[]]), out)
             fail(batch, verdict)

@@ -166,6 +166,7 @@ def test_scores_of_a_prompt_are_the_targets_own(name: str, monkeypatch: pytest.M
         assert [each.logprob for each in seq.prompt_logprobs] == pytest.approx(own, abs=1e-4)
         assert all(len(each.top) == 2 and each.top[0][1] >= each.logprob - 1e-6 for each in seq.prompt_logprobs)
         assert len(seq.logprobs) == seq.num_output
+        assert seq.output_ids == target.greedy(seq.tokens[: seq.prompt_len], 3)
     assert batched.count(3) >= 13 + 6, "a chunk of three tokens is scored at once"
 
 
