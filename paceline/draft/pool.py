@@ -247,11 +247,13 @@ class Pool:
         return drafter.adopt(seq, source, length)
 
     def drop(self, seq: Sequence) -> None:
-        member = self._leases.pop(seq.row)
-        for source in self._sources(member.drafter):
-            source.drop(seq)
-        if not self._is_here(member):
-            self._let_go()
+        member = self._leases.pop(seq.row, self._plain)
+        try:
+            for source in self._sources(member.drafter):
+                source.drop(seq)
+        finally:
+            if not self._is_here(member):
+                self._let_go()
 
     def offers(self, seq: Sequence, planner: Planner, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
         """Returns the possible drafts of the sequence's next round, with predicted acceptance and cost: at most one

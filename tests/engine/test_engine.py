@@ -15,7 +15,7 @@ from paceline.engine.round import RuleJudge
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.report.statistics import Rounds
-from paceline.types import SamplingParams
+from paceline.types import SamplingParams, Sequence
 from paceline.verify.rules import mocked
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [3, 1]]
@@ -237,6 +237,27 @@ def test_abort_frees_the_row_wherever_the_request_is() -> None:
     engine.check_integrity()
     assert not engine.has_work
     assert engine.abort(last) is None
+
+
+@pytest.mark.parametrize("where", ["start", "drop"])
+def test_a_drafter_that_raises_loses_no_row(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = byte_target(num_rows=2, is_width_invariant=True)
+    drafter = ScriptedDrafter(target)
+    engine = Engine(target, ByteTokenizer(), drafter)
+    running = engine.add([1, 2], SamplingParams(max_tokens=30))
+
+    def broken(seq: Sequence) -> None:
+        drafter.num_observed.pop(seq.row, None)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, where, broken)
+        with pytest.raises(ZeroDivisionError):
+            engine.abort(engine.add([3, 4]))
+    engine.check_integrity()
+    run(engine, [[5], [6]], SamplingParams(max_tokens=3))
+    engine.check_integrity()
+    assert not engine.has_work and engine.abort(running) is None and engine.pool.num_rows(engine.pool.default) == 0
 
 
 def test_mocked_acceptance_is_labelled() -> None:
