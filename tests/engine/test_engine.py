@@ -16,7 +16,7 @@ from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.report.statistics import Rounds
 from paceline.types import SamplingParams, Sequence
-from paceline.verify.rules import mocked
+from paceline.verify.rules import RULES, mocked
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [3, 1]]
 NAMES = list(drafters(FakeTarget()))
@@ -95,6 +95,17 @@ def test_with_certain_drafts_a_seed_gives_plain_decodings_text(name: str) -> Non
     plain = run(Engine(target, ByteTokenizer()), PROMPTS, params)
     drafted = run(Engine(target, ByteTokenizer(), drafters(target)[name]), PROMPTS, params)
     assert [seq.output_ids for seq in drafted] == [seq.output_ids for seq in plain]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_with_every_rule_a_seed_gives_plain_decodings_text(rule: str) -> None:
+    target = byte_target(sharpness=1.5)
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=20)
+    plain = run(Engine(target, ByteTokenizer()), PROMPTS[:2], params)
+    drafter = ScriptedDrafter(target, accuracy=0.9)
+    drafted = run(Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule])), PROMPTS[:2], params)
+    assert [seq.output_ids for seq in drafted] == [seq.output_ids for seq in plain]
+    assert sum(each.num_accepted for seq in drafted for each in seq.rounds) > 0
 
 
 class _Spelling(FakeTarget):
