@@ -190,8 +190,9 @@ class Engine:
         vocab_size, max_len = self.target.vocab_size, self.target.cache.max_len
         if wrong := next((token for token in prompt_ids if not 0 <= token < vocab_size), None):
             raise PromptError(f"token {wrong} is outside the model's vocabulary of {vocab_size}: check the tokenizer")
-        if wrong := next((token for token in params.logit_bias or {} if not 0 <= token < vocab_size), None):
-            raise SamplingError(f"logit_bias names token {wrong}, outside the vocabulary of {vocab_size}: remove it")
+        for name in ("logit_bias", "stop_token_ids"):
+            if wrong := next((token for token in getattr(params, name) or () if not 0 <= token < vocab_size), None):
+                raise SamplingError(f"{name} names token {wrong}, outside the vocabulary of {vocab_size}: remove it")
         if params.lossy and not self.allow_lossy:
             raise SamplingError(NOT_ALLOWED)
         if self.judge.rule.name == MOCKED:

@@ -287,6 +287,8 @@ def test_mocked_acceptance_is_labelled() -> None:
         ([300], SamplingParams(), PromptError, "vocabulary of 258"),
         ([1] * 60, SamplingParams(max_tokens=10), ContextLengthError, "raise max_len"),
         ([1], SamplingParams(logit_bias={999: 1.0}, max_tokens=4), SamplingError, "remove it"),
+        ([1], SamplingParams(stop_token_ids=(-1,), max_tokens=4), SamplingError, "stop_token_ids names token -1"),
+        ([1], SamplingParams(stop_token_ids=(5, 258), max_tokens=4), SamplingError, "remove it"),
     ],
 )
 def test_bad_requests_are_refused_at_the_door(
