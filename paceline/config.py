@@ -107,6 +107,10 @@ class EngineConfig:
                 "mocked_marginals",
             ),
             (
+                speculation.num_nodes > 0 and self.rule in ("rejection", "block"),
+                f"rule {self.rule} verifies no trees: leave it out with speculate {self.speculate}, or choose match",
+            ),
+            (
                 bool(speculation.num_drafted) and self.num_drafted is not None,
                 f"speculate {self.speculate} and num_drafted both set the number of drafts: leave one out",
             ),

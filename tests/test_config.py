@@ -16,6 +16,7 @@ from paceline.errors import ConfigError
         ({"plan": "fixed"}, r"plan is now speculate: auto, full \(was fixed\)"),
         ({"speculate": "sometimes"}, "speculate 'sometimes' is not known: choose auto, full, off, N"),
         ({"speculate": 3, "num_drafted": 4}, "speculate 3 and num_drafted both set the number of drafts"),
+        ({"speculate": "tree:8", "rule": "rejection"}, "rule rejection verifies no trees"),
         ({"dtype": "int3"}, "dtype must be one of"),
         ({"max_batch": 0}, "max_batch"),
         ({"mocked_tokens_per_round": 0.5}, "the target's own token"),

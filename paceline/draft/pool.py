@@ -251,11 +251,13 @@ class Pool:
         return drafter.adopt(seq, source, length)
 
     def drop(self, seq: Sequence) -> None:
-        member = self._leases.pop(seq.row)
-        for source in self._sources(member.drafter):
-            source.drop(seq)
-        if not self._is_here(member):
-            self._let_go()
+        member = self._leases.pop(seq.row, self._plain)
+        try:
+            for source in self._sources(member.drafter):
+                source.drop(seq)
+        finally:
+            if not self._is_here(member):
+                self._let_go()
 
     def offers(self, seq: Sequence, planner: Planner, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
         """Returns the possible drafts of the sequence's next round, with predicted acceptance and cost: at most one
@@ -296,7 +298,9 @@ class Pool:
             for index, place in enumerate(places):
                 block.tokens_B[place], block.probs_B[place] = drafted.tokens_B[index], drafted.probs_B[index]
                 confidence_B[place] = drafted.confidence_B[index] if drafted.confidence_B else None
-                candidates_B[place] = drafted.candidates_B[index] if drafted.candidates_B else None
+                candidates = candidates_B[place] = drafted.candidates_B[index] if drafted.candidates_B else None
+                if candidates and (limit := rows[index].params.max_drafted) is not None:
+                    candidates.most = min(candidates.most, limit)
             spent = time.perf_counter() - began - (self.target.recording_s - recording_s)
             block.source_s[drafter.name] = block.source_s.get(drafter.name, 0.0) + spent
         block.confidence_B = confidence_B

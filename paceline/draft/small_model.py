@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.draft.base import Drafter, Observed, sample_draft
 from paceline.errors import ConfigError, DrafterMismatchError, refuse
 from paceline.model.target import ForwardBatch, Target
+from paceline.report.statistics import num_common
 from paceline.types import Batch, DraftBlock, Sequence
 
 
@@ -28,6 +29,8 @@ class SmallModelDrafter(Drafter):
     def __init__(self, model: Target, *, num_drafted: int | None = None) -> None:
         """`model`: the smaller model, as a Target of its own. Raises ConfigError if `num_drafted` is negative."""
         self.model, self.has_own_threads = model, model.has_own_threads
+        self._drafted: dict[int, tuple[int, list[int]]] = {}
+        """Row -> (position of its first draft, drafts) of the latest round."""
         self.num_drafted = 4 if num_drafted is None else num_drafted
         refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
 
@@ -61,6 +64,7 @@ class SmallModelDrafter(Drafter):
 
     def start(self, seq: Sequence) -> None:
         self.model.cache.free(seq.row)
+        self._drafted.pop(seq.row, None)
         row = self.model.cache.allocate()
         assert row == seq.row
 
@@ -70,10 +74,11 @@ class SmallModelDrafter(Drafter):
         return length
 
     def observe(self, observed: list[Observed]) -> None:
-        """Remove rejected drafts from the model's cache, and run new prompt tokens through the model."""
+        """Remove rejected and replaced drafts from the model's cache, and run new prompt tokens through the model."""
         cache = self.model.cache
         rows, ends = [one.sequence.row for one in observed], [one.start + one.count for one in observed]
-        cache.rollback(rows, [min(cache.lengths[row], end) for row, end in zip(rows, ends, strict=True)])
+        kept = [min(cache.lengths[one.sequence.row], self._sound(one)) for one in observed]
+        cache.rollback(rows, kept)
         prompts = [
             (one.sequence, end) for one, end in zip(observed, ends, strict=True) if end <= one.sequence.prompt_len
         ]
@@ -81,6 +86,13 @@ class SmallModelDrafter(Drafter):
             self.model.forward(
                 self._lacking([seq for seq, _ in prompts], [seq.tokens[:end] for seq, end in prompts], "none")
             )
+
+    def _sound(self, one: Observed) -> int:
+        """Returns the number of positions at which the model's cache may hold the sequence's own tokens: a grammar may
+        have replaced a draft, and then the replacement was accepted."""
+        end = one.start + one.count
+        first, drafts = self._drafted.pop(one.sequence.row, (end, []))
+        return min(end, first + num_common(drafts, one.sequence.tokens[first:]))
 
     def propose(self, batch: Batch) -> DraftBlock:
         limits = batch.draft_limits_B(self.num_drafted)
@@ -101,6 +113,8 @@ class SmallModelDrafter(Drafter):
                 block.tokens_B[index].append(token)
             drafting = [index for index in drafting if len(block.tokens_B[index]) < limits[index]]
         for index, probs_K in probs_BK.items():
+            seq = batch.sequences[index]
+            self._drafted[seq.row] = len(seq.tokens), block.tokens_B[index]
             block.probs_B[index] = torch.stack(probs_K) if probs_K else None
         return block
 

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,7 +26,7 @@ from paceline.engine.threads import limit_threads, restore_threads
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.lossy import NOT_ALLOWED, Ledger
 from paceline.model.sampling.logits import logprobs_of_rows
-from paceline.model.target import ForwardBatch, Target
+from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.model.text.tokenizer import TextStream, Tokenizer
 from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Plan, Planner, Row
 from paceline.plan.routes import Router
@@ -174,10 +174,8 @@ class Engine:
             seq.ledger, seq.lossless = Ledger(params.lossy.within(self.max_tv).max_tv), False
         seq.timings.arrival_s = time.perf_counter()
         seq.forbidden = forbidden_ids(self.tokenizer, params)
-        self._requests[seq.request_id] = (
-            seq,
-            TextStream(self.tokenizer.stream(params.skip_special_tokens), stop, params.min_tokens),
-        )
+        stream = TextStream(self.tokenizer.stream(params.skip_special_tokens), stop, params.min_tokens)
+        self._requests[seq.request_id] = seq, stream
         if trial_drafter:
             self._trial_drafters[seq.request_id] = trial_drafter
             self.scheduler.waiting.appendleft(seq)
@@ -192,19 +190,16 @@ class Engine:
         vocab_size, max_len = self.target.vocab_size, self.target.cache.max_len
         if wrong := next((token for token in prompt_ids if not 0 <= token < vocab_size), None):
             raise PromptError(f"token {wrong} is outside the model's vocabulary of {vocab_size}: check the tokenizer")
-        if wrong := next((token for token in params.logit_bias or {} if not 0 <= token < vocab_size), None):
-            raise SamplingError(f"logit_bias names token {wrong}, outside the vocabulary of {vocab_size}: remove it")
+        for name in ("logit_bias", "stop_token_ids"):
+            if wrong := next((token for token in getattr(params, name) or () if not 0 <= token < vocab_size), None):
+                raise SamplingError(f"{name} names token {wrong}, outside the vocabulary of {vocab_size}: remove it")
+        if params.lossy and not self.allow_lossy:
+            raise SamplingError(NOT_ALLOWED)
         if self.judge.rule.name == MOCKED:
-            for name in ("grammar", "min_tokens", "bad_words"):
+            for name in ("grammar", "min_tokens", "bad_words", "lossy"):
                 if getattr(params, name):
                     looks_at = "cannot hold with a mocked acceptance, which looks at no token"
                     raise SamplingError(f"{name} {looks_at}: leave one of them out")
-        if params.lossy and not self.allow_lossy:
-            raise SamplingError(NOT_ALLOWED)
-        if params.lossy and self.judge.rule.name == MOCKED:
-            raise SamplingError(
-                "lossy does not go with a mocked acceptance, which looks at no token: leave one of them out"
-            )
         needed = len(prompt_ids) + params.max_tokens
         if needed > max_len:
             raise ContextLengthError(
@@ -270,14 +265,17 @@ class Engine:
 
     def _admit(self) -> None:
         for seq in self.scheduler.admit(self.prefix.best_row if self.prefix else None):
-            if self.router and seq.route and not seq.drafter and seq.params.max_drafted is None:
-                seq.drafter, seq.cluster = self.router.choose(seq.request_id, seq.route.clusters, self.pool.open)
-            chosen = seq.drafter
-            self.pool.start(seq, self._trial_drafters.get(seq.request_id))
-            if self.router and seq.drafter != chosen:
-                self.router.cancel(seq.request_id)  # the chosen one is released
-            if self.prefix:
-                self.prefix.admitted(seq)
+            with contextlib.ExitStack() as on_error:
+                on_error.callback(self._release, seq)
+                if self.router and seq.route and not seq.drafter and seq.params.max_drafted is None:
+                    seq.drafter, seq.cluster = self.router.choose(seq.request_id, seq.route.clusters, self.pool.open)
+                chosen = seq.drafter
+                self.pool.start(seq, self._trial_drafters.get(seq.request_id))
+                if self.router and seq.drafter != chosen:
+                    self.router.cancel(seq.request_id)  # the chosen one is released
+                if self.prefix:
+                    self.prefix.admitted(seq)
+                on_error.pop_all()
 
     def _prefill(self, num_tokens: int) -> list[Chunk]:
         if not self.scheduler.prefilling:
@@ -296,7 +294,7 @@ class Engine:
         if scores is not None and out.logits_TV is not None:
             following = seq.tokens[begin + 1 : end + 1]
             seq.prompt_logprobs += logprobs_of_rows(out.logits_TV[: len(following)], following, scores)
-            out = replace(out, logits_TV=out.logits_TV[-1:])
+            out = ForwardOutput(out.logits_TV[-1:], out.taps_TF, out.argmax_T and out.argmax_T[-1:])
         if is_last:
             verdict = self.judge(batch, DraftBlock.certain([[]]), out)
             fail(batch, verdict)
@@ -328,10 +326,8 @@ class Engine:
         batch.takes_B, batch.whole_blocks = plan.drafts, plan.whole_blocks
         takes_trees = self.target.takes_trees and self.judge.takes_trees
         batch.noise_aware = self.judge.rule.draws
-        batch.num_candidates, batch.reports_target_ranks = (
-            self.planner.num_candidates if takes_trees else 0,
-            self.planner.reports_target_ranks,
-        )
+        batch.num_candidates = self.planner.num_candidates if takes_trees else 0
+        batch.reports_target_ranks = self.planner.reports_target_ranks
         stats = self.device_rounds(batch) if self.device_rounds else None
         if stats is None:
             stats = decode_round(batch, self.target, self.pool, self.judge, partial(self.planner.narrow, plan))
@@ -377,18 +373,20 @@ class Engine:
         return Chunk(seq, tokens, text, seq.finish_reason)
 
     def _release(self, seq: Sequence) -> None:
-        if seq.row >= 0:
-            if self.prefix:
-                self.prefix.released(seq, is_sound=seq.error is None)
-            self.pool.drop(seq)
-        if self.router:
-            self.router.ended(seq.request_id)
-        self.scheduler.remove(seq)
-        if seq.constraint is not None and seq.constraint.has_failed and seq.finish_reason == "stop":
-            seq.finish_reason = "length"  # cut short: the answer does not match its grammar
-        seq.constraint = None
-        del self._requests[seq.request_id]
-        self._trial_drafters.pop(seq.request_id, None)
+        try:
+            if seq.row >= 0:
+                if self.prefix:
+                    self.prefix.released(seq, is_sound=seq.error is None)
+                self.pool.drop(seq)
+        finally:  # also if the drafter raised
+            if self.router:
+                self.router.ended(seq.request_id)
+            self.scheduler.remove(seq)
+            if seq.constraint is not None and seq.constraint.has_failed and seq.finish_reason == "stop":
+                seq.finish_reason = "length"  # cut short: the answer does not match its grammar
+            seq.constraint = None
+            del self._requests[seq.request_id]
+            self._trial_drafters.pop(seq.request_id, None)
 
     def check_integrity(self) -> None:
         """Assert that the engine's bookkeeping is consistent. Fast enough to call after every step of a test."""

@@ -203,7 +203,7 @@ class Grammar:
         )
         # The grammar has priority: a token forbidden by other settings is accepted where the grammar allows no other.
         is_shaped = seq.params.logit_bias or seq.shapes_logits
-        masked_JV = logits_JV.clamp(min=_LEAST) if is_shaped else logits_JV.clone()
+        masked_JV = logits_JV.float().clamp(min=_LEAST) if is_shaped else logits_JV.clone()
         masked_JV[:num_masked].masked_fill_(refused.bool(), float("-inf"))
         return masked_JV
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,7 +28,7 @@ from paceline.engine.completion import Completion, GenerationStats
 from paceline.engine.engine import Chunk, Engine
 from paceline.engine.residency import Residency, create
 from paceline.engine.round import RuleJudge
-from paceline.errors import ConfigError, EngineReplacedError, MemoryBudgetError, way_out
+from paceline.errors import ConfigError, EngineReplacedError, MemoryBudgetError, PromptError, SamplingError, way_out
 from paceline.hub import resolve as resolve_model
 from paceline.model.backends import load_target, settle
 from paceline.model.measure import measure_passes
@@ -81,6 +81,8 @@ class LLM:
         self.config = settle(EngineConfig.of(model=model, drafter=name, **settings))
         if self.config.speculation.is_off:
             drafters, specs = None, {"": None}
+        elif drafters and drafter not in ("default", first):
+            raise ConfigError("drafter and drafters both set the drafter: leave one out")
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
             if native_lib.load() is not None:
@@ -269,7 +271,7 @@ class LLM:
     def chat(
         self,
         conversations: list[list[Message]],
-        params: SamplingParams | list[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
         """Answers each conversation, a list of messages, with `params` for all or a list of one for each. Returns the
@@ -281,25 +283,33 @@ class LLM:
     def generate(
         self,
         prompts: list[str],
-        params: SamplingParams | list[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
-        """Continues each raw text, without a chat template. Returns the answers in the same order."""
+        """Continues each raw text, without a chat template. Returns the answers in the same order. Raises the errors of
+        `generate_ids`."""
+        if isinstance(prompts, str):
+            raise PromptError("prompts is one text: give a list of texts, as in [text]")
         return self.generate_ids([self.tokenizer.encode(prompt) for prompt in prompts], params, on_chunk)
 
     def generate_ids(
         self,
         prompts: list[list[int]],
-        params: SamplingParams | list[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
         """Continues each prompt, a list of token ids. Returns the answers in the same order. An error or interrupt
-        aborts every request of this call.
+        aborts every request of this call. Raises PromptError for one prompt instead of a list, SamplingError if
+        `params` are not as many as the prompts.
 
         Without `on_chunk` and without other streams, prompts are prefilled in chunks of maximum size: the batch as a
         whole finishes sooner.
         """
-        each = params if isinstance(params, list) else [params] * len(prompts)
+        if any(isinstance(prompt, int) for prompt in prompts):
+            raise PromptError("prompts is one list of token ids: give a list of such lists, as in [token_ids]")
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise SamplingError(f"{len(each)} params for {len(prompts)} prompts: give one for each, or one for all")
         texts, done = [""] * len(prompts), dict[int, Completion]()
         with (
             contextlib.nullcontext() if on_chunk or self._inboxes else self.engine.whole_chunks(),

@@ -27,7 +27,7 @@ from paceline.model.sampling.race import race
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.plan.trees import Candidates, Outcome, Said, Tree, target_ranks
 from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, Verdict
-from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms, match_prefix
+from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms, match, match_prefix
 
 Narrow = Callable[[list[list[float] | None], list[Candidates | None] | None], list[int | Tree]]
 """Function (confidence_B, candidates_B of a DraftBlock) -> for each row the number of drafts, or the tree, to verify.
@@ -174,8 +174,8 @@ def _observed(
 
 class RuleJudge:
     """Decides which drafts are accepted, by the verification rule `rule`, such as rejection sampling. If the rule needs
-    the drafts' probabilities, greedy rows are judged by the longest match with the target's most probable tokens. A
-    request's own lossy rule comes first."""
+    the drafts' probabilities, greedy rows are judged by the longest match with the target's most probable tokens, and
+    certain (deterministic) drafts of sampled rows by `match`. A request's own lossy rule comes first."""
 
     def __init__(self, rule: Rule = RULES["auto"]) -> None:
         self.rule = rule
@@ -283,10 +283,11 @@ class RuleJudge:
             logits_JV = seq.constraint.mask(seq, logits_JV)
         if seq.params.is_greedy:
             return self._judge_greedy(seq, tokens, ForwardOutput(logits_JV, None).best_T())
+        probs_KV = draft_probs_KV if self.rule.needs_probs else None
+        # Certain drafts by match: it accepts as many as the other lossless rules, and a seed fixes the text.
+        verify = match if self.rule.needs_probs and self.rule.lossless and probs_KV is None else self.rule.verify
         try:
-            return self.rule.verify(
-                checked_row(seq, tokens, draft_probs_KV if self.rule.needs_probs else None, logits_JV)
-            )
+            return verify(checked_row(seq, tokens, probs_KV, logits_JV))
         except NumericsError:
             return RowVerdict(0, _NONE)
 

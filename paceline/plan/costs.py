@@ -135,6 +135,11 @@ class RoundCosts:
         step = min(seconds, (4 if count else 2) * known) - known
         self._draft_s[source, num_rows] = known + max(DRAFT_WEIGHT, 1 / (1 + count)) * step, count + 1
 
+    def forget(self, source: str) -> None:
+        """Discard the drafting seconds of a source (drafter's name), because its drafter was replaced."""
+        self._first_s.pop(source, None)
+        self._draft_s = {key: known for key, known in self._draft_s.items() if key[0] != source}
+
     def _compare(self, size: int, measured: float) -> None:
         """Correct the factors of two sizes by comparing consecutive rounds. The first comparisons have full weight,
         later ones little; outliers are clipped."""

@@ -396,6 +396,9 @@ class AdaptivePlanner:
     def forget(self, source: str) -> None:
         for history in self._histories.values():
             history.pauses.forget(source)
+            history.costs.forget(source)
+        for sources in (self._blocks, self._computed, self._stepwise):
+            sources.discard(source)
         for records in (self._chances, self._lifts, self._calibrations):
             for key in [key for key in records if key[0] == source]:
                 del records[key]

@@ -35,7 +35,7 @@ class Candidates:
     slots."""
     logprobs_KM: list[list[float]]
     most: int = MOST_NODES
-    """Maximum nodes of the tree: the free positions in the row's cache."""
+    """Maximum nodes of the tree: the free positions in the row's cache, and the request's `max_drafted`."""
     behind: Callable[[int, int], Likely] | None = None
     """Function (slot, token drafted at the previous slot) -> candidates of the slot. Set if candidates depend on that
     token."""

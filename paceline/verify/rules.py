@@ -104,10 +104,11 @@ class Rule:
     lossless: bool
     """True if answers have plain decoding's distribution, with any drafter. The statistics of an answer include it."""
     needs_probs: bool
-    """True if the rule uses the drafts' distributions. Otherwise it treats all drafts as certain (probability 1)."""
+    """True if the rule uses the drafts' distributions. Otherwise it treats all drafts as certain (probability 1).
+    The engine judges certain drafts of sampled rows by `match`, if the rule is lossless and uses distributions."""
     draws: bool = False
-    """True if the rule compares certain drafts with tokens that the target samples. Drafters may then predict these
-    tokens from the same noise."""
+    """True if drafters may predict the target's samples, with which certain drafts are compared, from the same
+    noise."""
     takes_trees: bool = False
     """True if the rule can judge draft trees, by the target's own samples or by `walk`."""
     walk: Callable[[Tree, Uniforms], list[int]] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from doubles import FakeTarget
+from grammar_engines import byte_engine
 from round_loop import admit, generate, ready
 
 from paceline.draft.small_model import SmallModelDrafter
@@ -12,7 +13,7 @@ from paceline.errors import DrafterMismatchError
 from paceline.model.checkpoint import random_tensors
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.torch.decoder import Decoder
-from paceline.types import Batch, SamplingParams
+from paceline.types import Batch, GrammarSpec, SamplingParams
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [8, 2, 8, 1, 8]]
 
@@ -28,6 +29,18 @@ def test_the_target_s_twin_is_always_right() -> None:
     _, rounds = generate(decoder(), SmallModelDrafter(decoder(), num_drafted=3), PROMPTS, 41, chunk=3)
     assert all(stats.num_accepted_B == stats.num_drafted_B for stats in rounds)
     assert len(rounds) == 10
+
+
+def test_a_draft_that_a_grammar_replaced_leaves_its_cache() -> None:
+    target, model = (FakeTarget(vocab_size=258, order=400) for _ in range(2))
+    engine = byte_engine(target, SmallModelDrafter(model))
+    engine.add([1, 2, 3], SamplingParams(max_tokens=40, grammar=GrammarSpec("regex", "Dear friends, [a-c]{30}")))
+    while engine.has_work:
+        rounds = [len(chunk.sequence.rounds) for chunk in engine.step()]
+        for seq in engine.scheduler.running:
+            held = model.fake_cache.content(seq.row)
+            assert held == seq.tokens[: len(held)]
+    assert rounds[0] > 0
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from paceline.engine.round import RuleJudge
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.report.statistics import Rounds
-from paceline.types import SamplingParams
-from paceline.verify.rules import mocked
+from paceline.types import SamplingParams, Sequence
+from paceline.verify.rules import RULES, mocked
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [3, 1]]
 NAMES = list(drafters(FakeTarget()))
@@ -95,6 +95,17 @@ def test_with_certain_drafts_a_seed_gives_plain_decodings_text(name: str) -> Non
     plain = run(Engine(target, ByteTokenizer()), PROMPTS, params)
     drafted = run(Engine(target, ByteTokenizer(), drafters(target)[name]), PROMPTS, params)
     assert [seq.output_ids for seq in drafted] == [seq.output_ids for seq in plain]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_with_every_rule_a_seed_gives_plain_decodings_text(rule: str) -> None:
+    target = byte_target(sharpness=1.5)
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=20)
+    plain = run(Engine(target, ByteTokenizer()), PROMPTS[:2], params)
+    drafter = ScriptedDrafter(target, accuracy=0.9)
+    drafted = run(Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule])), PROMPTS[:2], params)
+    assert [seq.output_ids for seq in drafted] == [seq.output_ids for seq in plain]
+    assert sum(each.num_accepted for seq in drafted for each in seq.rounds) > 0
 
 
 class _Spelling(FakeTarget):
@@ -239,6 +250,27 @@ def test_abort_frees_the_row_wherever_the_request_is() -> None:
     assert engine.abort(last) is None
 
 
+@pytest.mark.parametrize("where", ["start", "drop"])
+def test_a_drafter_that_raises_loses_no_row(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = byte_target(num_rows=2, is_width_invariant=True)
+    drafter = ScriptedDrafter(target)
+    engine = Engine(target, ByteTokenizer(), drafter)
+    running = engine.add([1, 2], SamplingParams(max_tokens=30))
+
+    def broken(seq: Sequence) -> None:
+        drafter.num_observed.pop(seq.row, None)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, where, broken)
+        with pytest.raises(ZeroDivisionError):
+            engine.abort(engine.add([3, 4]))
+    engine.check_integrity()
+    run(engine, [[5], [6]], SamplingParams(max_tokens=3))
+    engine.check_integrity()
+    assert not engine.has_work and engine.abort(running) is None and engine.pool.num_rows(engine.pool.default) == 0
+
+
 def test_mocked_acceptance_is_labelled() -> None:
     target = byte_target()
     drafter = ScriptedDrafter(target, num_drafted=7, accuracy=0.0)
@@ -255,6 +287,8 @@ def test_mocked_acceptance_is_labelled() -> None:
         ([300], SamplingParams(), PromptError, "vocabulary of 258"),
         ([1] * 60, SamplingParams(max_tokens=10), ContextLengthError, "raise max_len"),
         ([1], SamplingParams(logit_bias={999: 1.0}, max_tokens=4), SamplingError, "remove it"),
+        ([1], SamplingParams(stop_token_ids=(-1,), max_tokens=4), SamplingError, "stop_token_ids names token -1"),
+        ([1], SamplingParams(stop_token_ids=(5, 258), max_tokens=4), SamplingError, "remove it"),
     ],
 )
 def test_bad_requests_are_refused_at_the_door(

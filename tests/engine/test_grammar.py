@@ -7,6 +7,9 @@ import gc
 import json
 import re
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -240,6 +243,20 @@ def test_neighbours_without_a_grammar_say_what_they_would(name: str) -> None:
     for prompt, seq, own in zip(PROMPTS, answers, params, strict=True):
         expected = constrained_greedy(target, own.grammar, prompt, own) if own.grammar else target.greedy(prompt, 30)
         assert seq.output_ids == expected[: expected.index(EOS) + 1 if EOS in expected else None]
+
+
+@pytest.mark.parametrize("shape", [{"min_tokens": 3}, {"bad_words": ("b",)}])
+def test_a_grammar_and_other_masks_go_together_in_float16(shape: dict[str, Any]) -> None:
+    """Float16 has no number as low as the one below all logits."""
+
+    class Half(FakeTarget):
+        def logits_after(self, tokens: Sequence[int]) -> torch.Tensor:
+            return super().logits_after(tokens).half()
+
+    params = SamplingParams(max_tokens=9, grammar=GrammarSpec("regex", "[a-c]{3,9}"), **shape)
+    for temperature in (0.0, 1.0):
+        [seq] = run(byte_engine(Half(vocab_size=258)), [[1, 2]], replace(params, temperature=temperature, seed=1))
+        assert seq.error is None and re.fullmatch("[a-c]{3,9}.?", ByteTokenizer().decode(seq.output_ids))
 
 
 @pytest.mark.slow

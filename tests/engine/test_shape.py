@@ -16,7 +16,7 @@ from paceline.draft.ngram import NgramDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.engine.shape import forbidden_ids, shape
-from paceline.errors import SamplingError
+from paceline.errors import PromptError, SamplingError
 from paceline.types import SamplingParams, Sequence
 from paceline.verify.rules import RULES
 
@@ -166,7 +166,21 @@ def test_scores_of_a_prompt_are_the_targets_own(name: str, monkeypatch: pytest.M
         assert [each.logprob for each in seq.prompt_logprobs] == pytest.approx(own, abs=1e-4)
         assert all(len(each.top) == 2 and each.top[0][1] >= each.logprob - 1e-6 for each in seq.prompt_logprobs)
         assert len(seq.logprobs) == seq.num_output
+        assert seq.output_ids == target.greedy(seq.tokens[: seq.prompt_len], 3)
     assert batched.count(3) >= 13 + 6, "a chunk of three tokens is scored at once"
+
+
+def test_prompts_and_params_of_the_library_are_lists_of_one_length() -> None:
+    llm, params = fake_llm(byte_target()), SamplingParams(max_tokens=2)
+    [answer] = llm.generate(["a"], (params,))
+    assert len(answer.token_ids) == 2
+    for ask in (lambda: llm.generate(cast(Any, "text")), lambda: llm.generate_ids(cast(Any, [1, 2]))):
+        with pytest.raises(PromptError, match="as in"):
+            ask()
+    with pytest.raises(PromptError, match="messages"):
+        llm.chat(cast(Any, [{"role": "user", "content": "a"}]))
+    with pytest.raises(SamplingError, match="1 params for 2 prompts"):
+        llm.generate(["a", "b"], [params])
 
 
 def test_an_answer_of_the_library_has_the_scores_of_its_prompt() -> None:

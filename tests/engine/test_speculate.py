@@ -39,6 +39,11 @@ def test_a_number_is_that_of_every_drafter(folder: Path) -> None:
         LLM(str(folder), speculate=2, num_drafted=3, **SETTINGS)
 
 
+def test_drafter_and_drafters_exclude_each_other(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="drafter and drafters both set"):
+        LLM(str(folder), drafter="none", drafters={"a": "ngram"}, **SETTINGS)
+
+
 def test_full_is_all_that_the_drafter_makes(folder: Path) -> None:
     llm = LLM(str(folder), drafter="random-dflash", speculate="full", num_drafted=3, **SETTINGS)
     assert llm.drafter.num_drafted == most_verified(llm) == 3

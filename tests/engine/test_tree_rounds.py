@@ -83,6 +83,15 @@ def test_the_text_is_plain_decodings(num_nodes: int, name: str, way: str) -> Non
     assert (accepted == 0) == (name == "never" and way == "greedy") or name == "never" or accepted > 0
 
 
+def test_max_drafted_limits_the_nodes_of_a_tree() -> None:
+    target = FakeTarget(vocab_size=258)
+    engine = Engine(target, ByteTokenizer(), TreeDrafter(target, accuracy=0.8), planner=FixedPlanner(num_nodes=16))
+    for most in (0, 1, 2, 3):
+        target.calls.clear()
+        run(engine, [[1, 2, 3]], SamplingParams(max_tokens=20, max_drafted=most))
+        assert max(call.num_tokens for call in target.calls[1:]) == 1 + most
+
+
 @pytest.mark.slow
 def test_a_tree_keeps_more_than_its_spine() -> None:
     """The target's token is among three at any rank: one path finds it a third of the time, a tree of them nearly

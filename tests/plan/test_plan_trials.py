@@ -46,6 +46,21 @@ class TestUnsteady:
         planner.forget("dflash")
         assert not pauses.next()
 
+    def test_a_new_drafter_begins_without_the_costs_of_the_replaced_one(self) -> None:
+        planner = AdaptivePlanner(self.PASSES)
+        histories = planner._histories.values()
+        for source in ("dflash", "other"):
+            planner.offer(source, "greedy", 4, is_stepwise=True)
+            planner._blocks.add(source)
+            for costs in [history.costs for history in histories for _ in range(5)]:
+                costs.drafted(source, 1, 50.0)
+        planner.forget("dflash")
+        for history in histories:
+            history.costs.drafted("dflash", 1, 1.0)
+            assert history.costs.drafting_s("dflash", 1) == 0.0, "one pass is not enough for an estimate"
+            assert history.costs.drafting_s("other", 1) == 50.0
+        assert planner._blocks == planner._computed == planner._stepwise == {"other"}
+
     def test_a_source_does_not_pause_right_after_a_gain(self) -> None:
         """Its first rounds were slow, as those of a process that has just started; the latest eight were not."""
         pauses = Pauses()

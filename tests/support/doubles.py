@@ -176,7 +176,9 @@ class FakeTarget(Target):
             logits += [self.logits_after([*cached, *paths[place]]) for place in firsts[batch.logits]]
             if self.tap_layers:
                 taps += [self.taps_of(path[-1:], start + len(path) - 1) for path in paths]
-        return ForwardOutput(torch.stack(logits) if logits else None, torch.cat(taps) if taps else None)
+        out = ForwardOutput(torch.stack(logits) if logits else None, torch.cat(taps) if taps else None)
+        out.argmax_T = out.best_T() if logits else None  # as the native pass
+        return out
 
     def matrix_embed(self, tokens_T: Tensor) -> Tensor:
         return self.embedding_VD[tokens_T]
