@@ -141,7 +141,7 @@ def serve(
             _check_mock(serving, tracing)
             llm, named = _mocked(llm, mock, named, Path(scratch))
         llm = replace(llm, drafter=next(iter(named.values())))
-        drafters = None if "" in named or llm.drafter == NONE else named
+        drafters = None if "" in named or llm.speculation.is_off else named
         adapts = llm.speculation.adapts and serving.route == "auto" and mock is None
         if drafters and len(drafters) > 1 and serving.route == "auto" and not adapts:
             needed = "--speculate auto, and no --mock" if mock else "--speculate auto"
