@@ -151,7 +151,7 @@ class Metrics(Collector):
             self._traces.offer(sequence, outcome, tag)
 
     def refused(self, reason: str) -> None:
-        """Count a request rejected before it reached the engine, under `reason`, one of a few fixed codes."""
+        """Count a request rejected before it reached the engine, under `reason`, the code of its error response."""
         with self._lock:
             self._refusals[reason] += 1
 

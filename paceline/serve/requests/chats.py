@@ -114,6 +114,7 @@ async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[
 async def respond(http: Request, exchange: Exchange) -> Response:
     """Return the HTTP response with the answers, complete or streamed; aborts the request if the client disconnects."""
     pace: Pace | None = http.app.state.pace
+    http.state.is_queued = True
     try:
         if not exchange.is_stream:
             return json_response(await unless_gone(http.receive, exchange.whole()), multiple=BODY if pace else 1)
