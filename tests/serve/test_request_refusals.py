@@ -118,7 +118,7 @@ def test_a_seed_that_is_none_is_refused(live: Live, seed: Any) -> None:
         ({"reasoning_effort": "high"}, "reasoning_effort", "template does not read it"),
         ({"documents": [{"text": "x"}]}, "documents", "template does not read it"),
         ({"stop": ["<|im_end|>\n\nx"]}, "stop", "give it alone"),
-        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "at most max_tokens"),
+        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "must not exceed max_tokens (5)"),
         ({"bad_words": [""]}, "bad_words", "no empty string"),
         ({"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens", "differ"),
         ({"top_p": -0.1}, "top_p", "greater than or equal to 0"),

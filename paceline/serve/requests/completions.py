@@ -145,10 +145,10 @@ def jobs_of(
             raise RequestRefused(message, param=prompt_field, code="context_length_exceeded")
         room = model.max_len - len(prompt)
         longest = max_tokens or min(room, config.default_max_tokens)
-        if (least := request.min_tokens or 0) > longest:
-            message = f"min_tokens must be at most max_tokens, {longest} here, not {least}"
-            raise RequestRefused(message, param="min_tokens")
-        each = replace(common, max_tokens=longest, min_tokens=least)
+        try:
+            each = replace(common, max_tokens=longest, min_tokens=request.min_tokens or 0)
+        except PacelineError as error:
+            raise RequestRefused.of(error) from error
         seeds = [None if each.seed is None else each.seed + index for index in range(n)]
         jobs += [Job(prompt, replace(each, seed=seed), grammar_field=field) for seed in seeds]
     if len(jobs) > model.num_rows + config.max_queue:
