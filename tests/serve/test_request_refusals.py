@@ -93,6 +93,8 @@ def test_a_seed_that_is_none_is_refused(live: Live, seed: Any) -> None:
         ({"n": 99}, "n", "n must be at most"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "by their number"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "vocabulary"),
+        ({"stop_token_ids": [2, 99999]}, "stop_token_ids", "names token 99999, outside the vocabulary"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "vocabulary"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs", "less than or equal to"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
