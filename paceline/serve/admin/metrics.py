@@ -55,7 +55,7 @@ class Metrics(Collector):
 
     def __init__(self, model: str, traces: TraceWriter | None = None, *, lossless: bool = True) -> None:
         """`model` is the label model_name. `traces` gets every finished request; its counts are reported too.
-        Without `lossless`, every series has the label lossless="false"."""
+        Without `lossless`, every series but those of the process has the label lossless="false"."""
         self.lossless = lossless
         self.registry = CollectorRegistry()
         self.totals = SimpleNamespace(**{name: 0 for names in TOTALS.values() for name in names})
