@@ -50,6 +50,7 @@ Amount = Annotated[float, at_least(0)]
 Positive = Annotated[float, within("above 0", above=0, finite=False)]
 Rate = Annotated[float, within("above 0", above=0)]
 Share = Annotated[float, within("between 0 and 1", least=0, most=1)]
+Name = Annotated[str, Must("a name, not empty", lambda value: bool(value.strip()))]
 
 
 def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:

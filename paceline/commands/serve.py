@@ -14,6 +14,7 @@ from paceline.commands.shared import Json, introduce, say, starting
 from paceline.commands.start_engine import check_own, serve_with_other
 from paceline.config import EngineConfig, read_api_keys
 from paceline.errors import ConfigError, refuse
+from paceline.hub import short_name
 from paceline.loop.adapt.config import OtherEngineConfig
 from paceline.plan.routes import Router
 from paceline.runs.settings_file import read_settings_file
@@ -141,7 +142,7 @@ def serve(
             _check_mock(serving, tracing)
             llm, named = _mocked(llm, mock, named, Path(scratch))
         llm = replace(llm, drafter=next(iter(named.values())))
-        drafters = None if "" in named or llm.drafter == NONE else named
+        drafters = None if "" in named or llm.speculation.is_off else named
         adapts = llm.speculation.adapts and serving.route == "auto" and mock is None
         if drafters and len(drafters) > 1 and serving.route == "auto" and not adapts:
             needed = "--speculate auto, and no --mock" if mock else "--speculate auto"
@@ -201,7 +202,7 @@ def _run(
     from paceline.engine.llm import LLM
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    name = serving.served_names[0] if serving.served_names else Path(engine.model).name
+    name = serving.served_names[0] if serving.served_names else short_name(engine.model)
     traces = None
     if tracing.folder:
         from paceline.serve.admin.traces import TraceWriter

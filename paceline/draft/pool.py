@@ -163,6 +163,8 @@ class Pool:
     def member(self, name: str) -> Member:
         """Returns the pool entry with this name. Raises ConfigError for an unknown name."""
         if name not in self.members:
+            if name == NONE:
+                raise ConfigError("none, plain decoding, is always available: name another drafter")
             raise ConfigError(f"there is no drafter {name!r} here: there are {', '.join([*self.members, NONE])}")
         return self.members[name]
 

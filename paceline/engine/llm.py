@@ -98,7 +98,7 @@ class LLM:
         self.router = router
         self.allow_lossy, self.max_tv = allow_lossy, max_tv
         _fit_budget(self.config, self.target, list(created.values()))
-        if loaded_drafters is not None and drafters:
+        if loaded_drafters is not None:
             self.residency = Residency(loaded_drafters, self.target, make, self.config.kv_memory)
         self.pass_costs: PassCosts | None = None
         """Seconds of target passes; None until an adaptive planner first needs them and they are measured."""

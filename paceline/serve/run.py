@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -36,6 +37,7 @@ SWITCH_SECONDS = 0.0005
 """Switch interval of Python's threads: the default of 5 ms would delay the engine's rounds when the event loop is
 busy."""
 CLOSE_SECONDS = 5
+"""Least time to send answers that the engine has ended, after a signal."""
 BEGINNING = b"HTTP/1.1 "
 """First bytes of every response."""
 PROBE_SECONDS = 0.1
@@ -181,7 +183,10 @@ class Server(uvicorn.Server):
             self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
+        due = time.monotonic() + self._worker.config.drain_seconds
         await self._worker.drain(self._worker.config.drain_seconds)
+        # Complete answers may still have to be sent: with --even-chunks at a steady rate, or to a slow client.
+        self.config.timeout_graceful_shutdown = max(CLOSE_SECONDS, round(due - time.monotonic()))
         self.should_exit = True
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from paceline.bounds import Amount, Count, Positive, Share, Whole, at_least, check, within
+from paceline.bounds import Amount, Count, Name, Positive, Share, Whole, at_least, check, within
 from paceline.config import Bytes
 from paceline.errors import ConfigError, refuse
 from paceline.lossy import LOSSY
@@ -53,7 +53,7 @@ class ServeConfig:
     allowed_hosts: tuple[str, ...] = ()
     """Host name by which clients may address the server, * for any [default: loopback names on a loopback address, else
     any]."""
-    served_names: tuple[str, ...] = ()
+    served_names: tuple[Name, ...] = ()
     """Model name for clients [default: the model's own name]."""
     max_body_bytes: Bytes = 4 * 2**20
     """Longest request body: 512K, 4M or bytes."""

@@ -276,6 +276,8 @@ class TestMembers:
         assert [texts[number] for number in range(6)] == [target.greedy(prompt, 60) for prompt in prompts[:6]]
         with pytest.raises(ConfigError, match="there is no drafter 'a' here"):
             engine.remove("a")
+        with pytest.raises(ConfigError, match="is always available"):
+            engine.remove("none")
 
     def test_a_member_that_does_not_fit_changes_nothing(self) -> None:
         target = FakeTarget()

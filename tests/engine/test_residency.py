@@ -122,6 +122,17 @@ def test_twenty_drafters_with_three_in_memory(model: Path, folders: dict[str, st
     assert residency.misses.total() == seen_misses > 10 and residency.loads.total() >= 2
 
 
+@pytest.mark.parametrize("speculate", ["4", "off"])
+def test_the_limit_holds_for_drafters_added_to_one_without_a_name(
+    model: Path, folders: dict[str, str], speculate: str
+) -> None:
+    llm = LLM(str(model), drafter=folders["c0"], loaded_drafters=2, **SIZES | {"speculate": speculate})
+    first = next(iter(llm.members))
+    for name in ("c1", "c2", "c3"):
+        llm.put_drafter(name, llm.make_drafter(folders[name]))
+    assert in_memory(llm) == ([first, "c3"] if speculate == "4" else [first, "c2", "c3"])
+
+
 def test_a_drafter_is_replaced_by_one_that_is_requested_more_than_twice_as_often(
     model: Path, folders: dict[str, str]
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import anthropic
 import pytest
 from doubles import ScriptedDrafter
-from live_server import Live, chat_body, serving
+from live_server import Live, chat_body, serving, talker, wait_until
 from small_llm import Talker, fake_llm
 
 from paceline import LLM
@@ -154,6 +154,18 @@ def test_official_clients_read_the_same_answers(live: Live, even: Live) -> None:
             ) as events:
                 texts[-1].append("".join(events.text_stream))
     assert texts[0] == texts[1] and all(texts[0])
+
+
+def test_a_drain_sends_streams_to_their_end() -> None:
+    """The engine ends long before the stream does; uvicorn would wait for it no longer than it is told."""
+    with serving(talker(0.0), even_chunks=True, even_interval_s=0.01) as live:
+        live.server.config.timeout_graceful_shutdown = 0
+        with live.open_stream(chat_body(max_tokens=40, temperature=0)) as stream:
+            wait_until(lambda: live.seen.outcomes)
+            live.drain()
+            text = b"".join(iter(lambda: stream.recv(65536), b""))
+        assert text.count(b"data: {") == 40 and b"[DONE]" in text
+        assert live.server.config.timeout_graceful_shutdown > 20, "the rest of drain_seconds"
 
 
 def test_whole_bodies_are_padded(even: Live) -> None:

@@ -80,6 +80,12 @@ def test_every_answer_says_that_it_is_not_lossless_and_what_it_cost(live: Live) 
     assert ask(live, lossy="lenience:1", paceline_timings=True)[1]["paceline"]["lossless"] is False
 
 
+def test_what_does_not_go_with_a_lossy_rule_is_refused(live: Live) -> None:
+    for more in ({"min_tokens": 3}, {"bad_words": ["x"]}):
+        status, answer = ask(live, lossy=EVERYTHING, **more)
+        assert (status, answer["error"]["param"]) == (400, "lossy") and "leave one" in answer["error"]["message"]
+
+
 def test_every_chunk_says_so(live: Live) -> None:
     body = chat_body(
         max_tokens=60,

@@ -107,7 +107,9 @@ def test_a_file_without_a_curve_is_refused(tmp_path: Path) -> None:
             read_mock(str(tmp_path / "curve.json"))
 
 
-def test_a_config_alone_gets_random_weights(config_only: Path, tmp_path: Path) -> None:
+def test_a_config_alone_gets_random_weights(
+    config_only: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = mocked_engine(EngineConfig(model=str(config_only)), "3", tmp_path)
     assert (folder.model, folder.weights, folder.mocked, folder.mocked_as) == (
         str(config_only),
@@ -115,7 +117,9 @@ def test_a_config_alone_gets_random_weights(config_only: Path, tmp_path: Path) -
         3.0,
         "3 tokens a round",
     )
-    file = mocked_engine(EngineConfig(model=str(config_only / "config.json")), ".5,.25", tmp_path)
+    (config_only / "x").mkdir()
+    monkeypatch.chdir(config_only / "x")
+    file = mocked_engine(EngineConfig(model="../config.json"), ".5,.25", tmp_path)
     assert Path(file.model) == tmp_path / "small" and file.weights == "random", "called as its folder"
     assert (file.mocked, file.mocked_as) == ((0.5, 0.25), "survival 0.5, 0.25")
     assert json.loads((tmp_path / "small" / "config.json").read_text()) == SHAPE

@@ -181,6 +181,18 @@ def test_options_from_a_file(call: Call, tmp_path: Path) -> None:
     assert "deadline" in call("serve", "--config", str(file), "--max-queue", "3", "--deadline", "-1").stderr
 
 
+def test_plain_decoding_may_be_the_first_of_several_drafters(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[object, ...]] = []
+    monkeypatch.setattr("paceline.commands.serve._run", lambda llm, *rest: started.append((llm.drafter, rest[2])))
+    words = ("serve", "--model", str(tmp_path), "--route", "tag", "--drafter", "plain=none", "--drafter", "acme=ngram")
+    assert call(*words).returncode == call(*words, "--speculate", "off").returncode == 0
+    assert started == [("none", {"plain": "none", "acme": "ngram"}), ("none", None)]
+    done = call(*words, "--route", "auto", "--speculate", "4")
+    assert done.returncode == 2 and "it needs --speculate auto" in done.stderr
+
+
 def test_what_cannot_start_says_why_in_one_line(call: Call, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

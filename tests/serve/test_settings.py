@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from paceline.errors import ConfigError
+from paceline.loop.record.config import RecordConfig
 from paceline.serve.requests.protocol import ChatRequest, CompletionRequest
 from paceline.serve.requests.routing import route_of
 from paceline.serve.settings import ServeConfig, named_drafters
@@ -41,6 +44,12 @@ def test_names_of_drafters(options: tuple[str, ...], named: dict[str, str]) -> N
 def test_names_that_cannot_be(options: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ServeConfig(drafters=options)
+
+
+def test_an_empty_model_name_is_refused() -> None:
+    for owner in (ServeConfig, partial(RecordConfig, "tiny", "http://localhost:8000")):
+        with pytest.raises(ConfigError, match="served_names must be a name, not empty"):
+            owner(served_names=("mine", ""))
 
 
 @pytest.mark.parametrize("route", ["", "random", "header:", "header:a b", "auto "])

@@ -57,6 +57,25 @@ def test_redaction_reaches_tags_and_parameters(tmp_path: Path) -> None:
     assert b"a.de" not in path.read_bytes() and "y.zz" not in row["sampling"]
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (r"bob@example\.com|eve@x\.org", "[redacted]"),
+        (r"bob\x40example\u002ecom", "[redacted]"),
+        (r'{"enum": ["M\u00fcller", "M\ud83d\ude00"]}', "[redacted]"),
+        (r'{"description": "for:\nMeyer"}', "[redacted]"),
+        (r'{"pattern": "bob@example\\.com"}', "[redacted]"),
+        (r"Müller|\d+\.\w", r"[redacted]|\d+\.\w"),
+        ("aMüller", "[redacted]"),
+        (r"\[a\]|\ud800", r"\[a\]|\ud800"),
+    ],
+)
+def test_escaped_text_in_grammars_is_redacted(text: str, kept: str) -> None:
+    """Choices are a regex, whose dots are escaped; JSON may escape whatever is not ASCII."""
+    redactor = Redactor([r"[\w.+-]+@[\w-]+\.[\w.-]+", "a\\[red", "Müller", r"\bMeyer"], BYTES)
+    assert redactor.value({"grammar": {"kind": "regex", "text": text}})["grammar"]["text"] == kept
+
+
 def test_what_cannot_be_redacted_is_not_kept(tmp_path: Path) -> None:
     """A pattern that matches around the placeholder too; and one that sees only text without special tokens."""
     one = writer(tmp_path, redact=[r"secret|a\[red"])

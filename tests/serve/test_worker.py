@@ -79,6 +79,25 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         assert live.post("/v1/chat/completions", chat_body(max_tokens=2))[0] == 200
 
 
+def test_each_refused_request_is_counted_once_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    chats: list[Any] = [{"x": 1}, {"model": "gpt"}, {"lossy": "typical"}, {"n": 3}, {"guided_regex": "("}]
+    reasons = ["invalid_value", "model_not_found", "lossy_not_allowed", "invalid_value", "invalid_value"]
+    with serving(talker(), max_n=2, deadline=1e-6) as live:
+        for body in (*(chat_body(**more) for more in chats), chat_body("x" * 500), b"{", b"\xff"):
+            live.post("/v1/chat/completions", body)
+        live.post("/v1/messages", chat_body(max_tokens=4096))  # the engine's own check
+        live.post("/nothing", {})
+        live.worker.state = "loading"
+        assert live.post("/v1/completions", {"prompt": "x"})[0] == live.request("GET", "/ready")[0] == 503
+        live.worker.state = "ready"
+        reasons += ["context_length_exceeded", "invalid_json", "invalid_http", "context_length_exceeded", "not_found"]
+        assert live.seen.refusals == [*reasons, "loading"]
+        assert live.post("/v1/completions", {"prompt": "x"})[0] == 504
+        monkeypatch.setattr(live.llm.engine, "_check", lambda *_: 1 / 0)
+        assert live.post("/v1/completions", {"prompt": "x"})[0] == 500
+        assert live.seen.refusals == [*reasons, "loading"], "neither a deadline nor a failure is a refusal"
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_row(stream: bool) -> None:
     with serving(talker(0.01)) as live:

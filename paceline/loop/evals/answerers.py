@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.engine.llm import LLM
 from paceline.errors import TOKEN_PROMPTS, ConfigError, ContextLengthError, DownloadError, way_out
+from paceline.hub import short_name
 from paceline.loop.evals.config import EvalSampling
 from paceline.loop.evals.scores import Reply
 from paceline.loop.evals.suite import Case
@@ -27,11 +28,6 @@ TRIES = 2
 """Number of attempts per request. After the last failure the eval stops, because a score needs every answer."""
 
 
-def named(model: str) -> str:
-    """Returns the display name of a model: the last part of its path or hub id."""
-    return model.rstrip("/").rpartition("/")[2] or model
-
-
 class LLMAnswerer:
     """Answers a suite's cases with a local model."""
 
@@ -39,8 +35,8 @@ class LLMAnswerer:
 
     def __init__(self, llm: LLM, sampling: EvalSampling | None = None, name: str | None = None) -> None:
         self.llm, self.sampling = llm, sampling or EvalSampling()
-        drafter = "" if llm.drafter.num_drafted == 0 else f" + {named(llm.config.drafter)}"
-        self.name = name or f"{named(llm.config.model)}{drafter}"
+        drafter = "" if llm.drafter.num_drafted == 0 else f" + {short_name(llm.config.drafter)}"
+        self.name = name or f"{short_name(llm.config.model)}{drafter}"
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
         """Returns a list of `samples` replies for each case; calls `advance` after each finished case.

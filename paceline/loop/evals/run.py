@@ -18,7 +18,8 @@ from paceline.bench.config import BASELINE
 from paceline.config import EngineConfig, read_api_keys
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, refuse
-from paceline.loop.evals.answerers import EndpointAnswerer, LLMAnswerer, named
+from paceline.hub import short_name
+from paceline.loop.evals.answerers import EndpointAnswerer, LLMAnswerer
 from paceline.loop.evals.compare import Comparison, Gate, compare
 from paceline.loop.evals.config import EndpointConfig, EvalSampling, JudgeConfig, PricesConfig
 from paceline.loop.evals.judge import Judge
@@ -117,7 +118,7 @@ def evaluate(
         if isinstance(answerer, LLMAnswerer) and checks_drafter:
             drafter = answerer.llm.drafter
             answerer.llm.use_drafter(None)
-            alone = LLMAnswerer(answerer.llm, config.sampling, f"{named(engine.model)} alone")
+            alone = LLMAnswerer(answerer.llm, config.sampling, f"{short_name(engine.model)} alone")
             alone_scores = run_suite(suite, alone, **options)
             answerer.llm.use_drafter(drafter)
         scores = run_suite(suite, answerer, **options)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from paceline.bounds import check, within
+from paceline.bounds import Name, check, within
 from paceline.errors import ConfigError, refuse
 
 ADD_FIELDS = ("none", "vllm", "sglang")
@@ -25,7 +25,7 @@ class RecordConfig:
     """Address of an OpenAI-compatible server, without /v1; clients send their requests to this proxy instead."""
     imports: tuple[Path, ...] = ()
     """Files to import in place of a proxy: logs of vllm serve, or OpenTelemetry spans as OTLP JSON lines."""
-    served_names: tuple[str, ...] = ()
+    served_names: tuple[Name, ...] = ()
     """Record only requests for this model name [default: any]."""
     add_fields: Annotated[str, ADD_FIELDS] = "none"
     """Engine whose fields for token ids the proxy adds to requests that lack them (vLLM: return_token_ids; SGLang also:

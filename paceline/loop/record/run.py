@@ -15,7 +15,7 @@ from socket import socket
 from types import FrameType
 
 from paceline.errors import CacheError, ConfigError, PromptError, needing, reraised
-from paceline.hub import resolve
+from paceline.hub import resolve, short_name
 from paceline.loop.record import otlp, vllm_log
 from paceline.loop.record.config import RecordConfig
 from paceline.loop.record.defaults import defaults_of, described
@@ -165,7 +165,7 @@ def _store(config: RecordConfig, tracing: TraceConfig) -> tuple[TraceWriter, Rea
         tracing.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     model = resolve(config.model)
     tokenizer, defaults = Tokenizer.from_path(model), defaults_of(config.sampling_defaults, model)
-    writer = TraceWriter(tracing, config.served_names[0] if config.served_names else Path(config.model).name)
+    writer = TraceWriter(tracing, config.served_names[0] if config.served_names else short_name(config.model))
     writer.begin(tokenizer)
     return writer, Reader(tokenizer, config.served_names, defaults, writer.lose)
 

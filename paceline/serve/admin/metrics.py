@@ -55,7 +55,7 @@ class Metrics(Collector):
 
     def __init__(self, model: str, traces: TraceWriter | None = None, *, lossless: bool = True) -> None:
         """`model` is the label model_name. `traces` gets every finished request; its counts are reported too.
-        Without `lossless`, every series has the label lossless="false"."""
+        Without `lossless`, every series but those of the process has the label lossless="false"."""
         self.lossless = lossless
         self.registry = CollectorRegistry()
         self.totals = SimpleNamespace(**{name: 0 for names in TOTALS.values() for name in names})
@@ -152,7 +152,7 @@ class Metrics(Collector):
             self._traces.offer(sequence, outcome, tag)
 
     def refused(self, reason: str) -> None:
-        """Count a request rejected before it reached the engine, under `reason`, one of a few fixed codes."""
+        """Count a request rejected before it reached the engine, under `reason`, the code of its error response."""
         with self._lock:
             self._refusals[reason] += 1
 

@@ -11,12 +11,14 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
+from string import ascii_letters
 from typing import Any
 
 from paceline.errors import ConfigError, reraised
 from paceline.model.text.tokenizer import Tokenizer
 
 PLACEHOLDER = "[redacted]"
+ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 Redacted = tuple[list[int], list[int]]
 """(prompt token ids, answer token ids) of a trace after redaction."""
 
@@ -40,9 +42,15 @@ class Redactor:
             self._patterns.append(compiled)
 
     def text(self, text: str) -> str:
-        """Return the text with every match replaced by the placeholder."""
+        """Return the text with every match replaced by the placeholder. Returns only the placeholder if a match
+        remains, or appears once the escapes of JSON or a regular expression are resolved, as in a grammar."""
         for pattern in self._patterns:
             text = pattern.sub(PLACEHOLDER, text)
+        plain, escaped = text, ""
+        while plain != escaped:  # a JSON schema may contain an escaped pattern
+            if any(pattern.search(plain) for pattern in self._patterns):
+                return PLACEHOLDER
+            plain, escaped = _unescaped(plain), plain
         return text
 
     def value(self, value: Any) -> Any:
@@ -96,6 +104,17 @@ class Redactor:
         ends = [0, *accumulate(map(len, pieces))]
         ends[-2:] = [ends[-1]]  # the flushed text belongs to the last token
         return "".join(pieces), ends
+
+
+def _unescaped(text: str) -> str:
+    """Return the text with one level of backslash escapes resolved. Those of a control character or a class of
+    characters, such as \\n and \\w, become spaces."""
+
+    def plain(match: re.Match[str]) -> str:
+        code, other = match[1] or match[2], match[3]
+        return chr(int(code, 16)) if code else " " if other in ascii_letters else other
+
+    return ESCAPE.sub(plain, text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _tokens_of(span: tuple[int, int], ends: list[int]) -> tuple[int, int]:

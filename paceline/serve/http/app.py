@@ -17,6 +17,7 @@ from starlette.responses import FileResponse, Response
 import paceline
 from paceline.report.style import LOOK
 from paceline.serve.admin.api import add_admin
+from paceline.serve.admin.metrics import Metrics
 from paceline.serve.dialects.messages import add_messages
 from paceline.serve.dialects.responses import add_responses
 from paceline.serve.http.clock import Clock
@@ -84,7 +85,7 @@ def create_app(worker: EngineWorker) -> FastAPI:
         },
     )
     app.state.pace = Pace(config.even_interval_s) if config.even_chunks else None
-    _add_failures(app)
+    _add_failures(app, worker.metrics)
     _add_system(app, worker)
     _add_tokens(app, worker)
     _add_answers(app, worker)
@@ -95,9 +96,13 @@ def create_app(worker: EngineWorker) -> FastAPI:
     return app
 
 
-def _add_failures(app: FastAPI) -> None:
+def _add_failures(app: FastAPI, metrics: Metrics) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
+        # Probes (GET) are no requests, and a 503 after a request was queued is the engine's.
+        is_refusal = error.status < 500 or (error.status == 503 and not getattr(request.state, "is_queued", False))
+        if request.method == "POST" and is_refusal:
+            metrics.refused(error.code or "invalid_http")
         return error_response(error, request.url.path)
 
     @app.exception_handler(ClientDisconnect)
@@ -106,8 +111,8 @@ def _add_failures(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        path = request.url.path
-        return error_response(invalid_body(error, request.headers.get("content-type", ""), path), path)
+        content_type = request.headers.get("content-type", "")
+        return await refused(request, invalid_body(error, content_type, request.url.path))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -119,8 +124,9 @@ def _add_failures(app: FastAPI) -> None:
             messages.get(error.status_code, str(error.detail)),
             "not_found" if error.status_code == 404 else None,
         )
-        own = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
-        return error_response(own, request.url.path)
+        return await refused(
+            request, ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
+        )
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Header, Request
 from starlette.responses import Response
 
+from paceline.hub import short_name
 from paceline.serve.http.clock import Clock
 from paceline.serve.http.failures import RequestRefused, json_response
 from paceline.serve.replies.choices import ChatReply
@@ -43,7 +43,7 @@ Drafter = Annotated[
 
 def names_of(worker: EngineWorker) -> tuple[str, ...]:
     """Return the model names that clients may use; by default only the last part of the model's path."""
-    return worker.config.served_names or (Path(worker.serving().name).name,)
+    return worker.config.served_names or (short_name(worker.serving().name),)
 
 
 def check_model(name: str | None, worker: EngineWorker) -> tuple[str, ModelInfo]:
@@ -114,6 +114,7 @@ async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[
 async def respond(http: Request, exchange: Exchange) -> Response:
     """Return the HTTP response with the answers, complete or streamed; aborts the request if the client disconnects."""
     pace: Pace | None = http.app.state.pace
+    http.state.is_queued = True
     try:
         if not exchange.is_stream:
             return json_response(await unless_gone(http.receive, exchange.whole()), multiple=BODY if pace else 1)

@@ -136,9 +136,10 @@ def jobs_of(
     common, jobs = params_of(request, model.vocab_size, logprobs, spec), list[Job]()
     if common.lossy and not config.allow_lossy:
         raise RequestRefused(LOSSY_IS_OFF, param="lossy", code="lossy_not_allowed", status=403)
-    if wrong := next((token for token in common.logit_bias or {} if token >= model.vocab_size), None):
-        message = f"logit_bias names token {wrong}, outside the vocabulary of {model.vocab_size}: remove it"
-        raise RequestRefused(message, param="logit_bias")
+    for name, tokens in (("logit_bias", common.logit_bias or {}), ("stop_token_ids", common.stop_token_ids)):
+        if wrong := next((token for token in tokens if not 0 <= token < model.vocab_size), None):
+            message = f"{name} names token {wrong}, outside the vocabulary of {model.vocab_size}: remove it"
+            raise RequestRefused(message, param=name)
     prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
     most = min(model.max_len - 1, config.max_prompt_tokens or model.max_len)
     for prompt in prompts:
@@ -147,10 +148,10 @@ def jobs_of(
             raise RequestRefused(message, param=prompt_field, code="context_length_exceeded")
         room = model.max_len - len(prompt)
         longest = max_tokens or min(room, config.default_max_tokens)
-        if (least := request.min_tokens or 0) > longest:
-            message = f"min_tokens must be at most max_tokens, {longest} here, not {least}"
-            raise RequestRefused(message, param="min_tokens")
-        each = replace(common, max_tokens=longest, min_tokens=least)
+        try:
+            each = replace(common, max_tokens=longest, min_tokens=request.min_tokens or 0)
+        except PacelineError as error:
+            raise RequestRefused.of(error) from error
         seeds = [None if each.seed is None else each.seed + index for index in range(n)]
         jobs += [Job(prompt, replace(each, seed=seed), grammar_field=field) for seed in seeds]
     if len(jobs) > model.num_rows + config.max_queue:

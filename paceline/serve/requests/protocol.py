@@ -231,7 +231,7 @@ class Sampling(Closed):
     """Adds `metrics.speculative_decoding`: mean_acceptance_length, draft_acceptance_rate, acceptance_histogram,
     drafter, and rounds_by_source with the figures of each draft source."""
     return_token_ids: Flag | None = False
-    """Adds `token_ids` to each choice, and `prompt_token_ids`, as in vLLM."""
+    """Adds `token_ids` and `prompt_token_ids` to each choice, as vLLM's text completions have them."""
     return_timings: Flag | None = False
     """Adds `timings` to the answer or its last chunk: seconds of each phase in the server, which add up to total_s."""
     paceline_timings: Flag | None = False

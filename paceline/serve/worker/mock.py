@@ -108,7 +108,7 @@ def mocked_engine(engine: EngineConfig, mock: str, scratch: Path) -> EngineConfi
         config = read_json(path, "give a model's config.json", ModelNotFoundError)
         if not isinstance(config, dict):
             raise UnsupportedModelError(f"{path} is no JSON object: give the model's config.json")
-        name = path.absolute().parent.name if path.name == "config.json" else path.stem
+        name = hub.short_name(str(path.parent)) if path.name == "config.json" else path.stem
         return _with_config(engine, config, scratch / name)
     if (
         path.is_file()

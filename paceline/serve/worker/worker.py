@@ -127,7 +127,6 @@ class EngineWorker:
         try:
             grammars = await self._loop.run_in_executor(self._compiling, lambda: [compile_one(spec) for _ in jobs])
         except PacelineError as error:
-            self.metrics.refused("invalid")
             raise RequestRefused.of(error, jobs[0].grammar_field) from error
         return [replace(job, constraint=grammar) for job, grammar in zip(jobs, grammars, strict=True)]
 
@@ -137,7 +136,6 @@ class EngineWorker:
         requests."""
         num_rows, num_open = self.serving().num_rows, self.num_open
         if num_open + len(jobs) > num_rows + self.config.max_queue:
-            self.metrics.refused("queue_full")
             raise ApiError.known("queue_full", seconds=max(1, round(self._mean_s * (num_open - num_rows) / num_rows)))
         deadline = time.perf_counter() + (self.config.deadline or math.inf)
         ticket = Ticket(jobs, self.abort, tag=tag[:MAX_TAG] if tag else None, route=route, deadline=deadline)
@@ -317,7 +315,6 @@ class EngineWorker:
                 ticket.request_ids.append(request_id)
                 self._live[request_id] = _Live(ticket, index)
         except PacelineError as error:
-            self._watch(self.metrics.refused, "invalid")
             self._drop(ticket, RequestRefused.of(error))
         except Exception:
             log.exception("a request could not be queued")
