@@ -240,6 +240,37 @@ def test_gguf_refusals(tmp_path: Path) -> None:
         load_config(one_tensor_gguf(tmp_path / "part.gguf", np.zeros((1, 144), dtype=np.uint8), Quant.Q4_K))
 
 
+@pytest.mark.parametrize(
+    ("arch", "metadata", "named"),
+    [
+        ("granite", {"add_sliding_window": 8}, "granite.attention.sliding_window"),
+        ("llama", {"add_sliding_window": 8, "add_sliding_window_pattern": [True, False]}, "attention.sliding_window"),
+        ("qwen2", {"add_sliding_window": 8, "add_sliding_window_pattern": 2}, "attention.sliding_window"),
+    ],
+)
+def test_gguf_keys_that_no_layer_computes_are_refused(
+    arch: str, metadata: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "a.gguf", transformers_model("LlamaForCausalLM"), arch, **metadata)
+    with pytest.raises(UnsupportedModelError, match=named):
+        config_json(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("arch", "metadata", "windows"),
+    [
+        ("olmo2", {}, (8, 8)),  # all but every fourth
+        ("olmo2", {"add_sliding_window_pattern": 2}, (8, None)),
+        ("gemma3", {"add_sliding_window_pattern": [False, True]}, (None, 8)),
+        ("llama", {"add_sliding_window_pattern": [True, True]}, (8, 8)),
+    ],
+)
+def test_gguf_windows(arch: str, metadata: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
+    model = transformers_model("LlamaForCausalLM")
+    write_gguf(tmp_path / "a.gguf", model, arch, add_sliding_window=8, **metadata)
+    assert load_config(tmp_path / "a.gguf").windows == windows
+
+
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.5, 0.999])
 def test_truncated_gguf(share: float, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"

@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.errors import ModelFileError, UnsupportedModelError, reraised
 from paceline.model.config.values import MAX_SIZE, TABLES
 from paceline.model.gguf.blocks import BLOCK_KINDS, BlockKind, Blocks, Weight
-from paceline.model.gguf.by_layer import first_of_lists, keys_by_layer
+from paceline.model.gguf.by_layer import first_of_lists, keys_by_layer, window_keys
 from paceline.model.gguf.container import GGUFFile, StoredTensor, open_gguf
 from paceline.model.gguf.package import gguf_package
 
@@ -52,7 +52,6 @@ def config_json(path: Path) -> dict[str, Any]:
         raise ModelFileError(
             f"{path} has not the {num_layers} layers of its {arch}.block_count: fetch the whole model again"
         )
-    window = file.get(f"{arch}.attention.sliding_window", int) or None
     counts = GGUF["counts"] | (known.get("counts", {}) if has_experts else {})
     fractions = GGUF["fractions"] | known.get("fractions", {})
     values: dict[str, Any] = {
@@ -67,9 +66,7 @@ def config_json(path: Path) -> dict[str, Any]:
         **{field: tensor in file.tensors for field, tensor in GGUF["biases"].items()},
         "rope_scaling": _rope_scaling(file, arch),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-        "max_window_layers": 0,
+        **window_keys(file, arch, TABLES["families"][name]["traits"].get("windows")),
         **known.get("values", {}),
     }
     values |= _heads(file, arch, values)
