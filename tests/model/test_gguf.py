@@ -246,6 +246,7 @@ def test_gguf_refusals(tmp_path: Path) -> None:
         ("granite", {"add_sliding_window": 8}, "granite.attention.sliding_window"),
         ("llama", {"add_sliding_window": 8, "add_sliding_window_pattern": [True, False]}, "attention.sliding_window"),
         ("qwen2", {"add_sliding_window": 8, "add_sliding_window_pattern": 2}, "attention.sliding_window"),
+        ("granite", {"add_head_count_kv": [2, 4]}, "granite.attention.head_count_kv with different numbers"),
     ],
 )
 def test_gguf_keys_that_no_layer_computes_are_refused(
@@ -254,6 +255,16 @@ def test_gguf_keys_that_no_layer_computes_are_refused(
     write_gguf(tmp_path / "a.gguf", transformers_model("LlamaForCausalLM"), arch, **metadata)
     with pytest.raises(UnsupportedModelError, match=named):
         config_json(tmp_path / "a.gguf")
+
+
+def test_equal_numbers_by_layer_are_one(tmp_path: Path) -> None:
+    """As converters of Granite 4 write them, whose rows of keys are permuted by head."""
+    model = transformers_model("LlamaForCausalLM")
+    write_gguf(tmp_path / "one.gguf", model, "granite")
+    write_gguf(tmp_path / "list.gguf", model, "granite", add_head_count_kv=[2, 2])
+    assert config_json(tmp_path / "list.gguf") == config_json(tmp_path / "one.gguf")
+    one, listed = (dict(load_tensors(tmp_path / f"{name}.gguf")) for name in ("one", "list"))
+    assert all(one[name].equal(listed[name]) for name in one)
 
 
 @pytest.mark.parametrize(

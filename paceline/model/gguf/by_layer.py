@@ -19,9 +19,18 @@ PATTERN, LISTED = "attention.sliding_window_pattern", ("attention.head_count_kv"
 """Keys of lists with a value for each layer; those of LISTED may hold one number."""
 
 
-def first_of_lists(file: GGUFFile, arch: str) -> GGUFFile:
-    """Return the file with the first number in place of each list of numbers by layer."""
-    firsts = {f"{arch}.{key}": numbers[0] for key in LISTED if (numbers := _numbers(file, f"{arch}.{key}"))}
+def first_of_lists(file: GGUFFile, arch: str, *, may_differ: bool) -> GGUFFile:
+    """Return the file with the first number in place of each list of numbers by layer. Without `may_differ`, raises
+    UnsupportedModelError for a list of different numbers."""
+    firsts = dict[str, int]()
+    for key in (f"{arch}.{key}" for key in LISTED):
+        if numbers := _numbers(file, key):
+            firsts[key] = numbers[0]
+        if len(set(numbers)) > 1 and not may_differ:
+            raise UnsupportedModelError(
+                f"{file.path}: GGUF key {key} with different numbers by layer is not implemented for {arch}: use the "
+                "model's safetensors folder"
+            )
     return replace(file, metadata=file.metadata | firsts)
 
 

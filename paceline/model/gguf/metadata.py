@@ -37,10 +37,10 @@ HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 def config_json(path: Path) -> dict[str, Any]:
     """Build a config.json, as a dict, from the GGUF file's metadata. Raises UnsupportedModelError or ModelFileError,
     naming the metadata key."""
-    listed = file = open_gguf(path)
-    arch, name = _architecture(file)
-    known, has_experts = ARCHITECTURES[arch], bool(file.get(f"{arch}.expert_count", int))
-    file = first_of_lists(listed, arch) if known.get("by_layer") else file
+    listed = open_gguf(path)
+    arch, name = _architecture(listed)
+    known, has_experts = ARCHITECTURES[arch], bool(listed.get(f"{arch}.expert_count", int))
+    file = first_of_lists(listed, arch, may_differ=known.get("by_layer", False))
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or "blk.0.attn_output.weight" not in file.tensors:
         raise ModelFileError(
@@ -127,7 +127,8 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, W
     arch = _architecture(file)[0]
     heads_key, known, permuted = f"{arch}.attention.head_count", ARCHITECTURES[arch], dict[str, int]()
     if known.get("is_permuted"):
-        permuted = {"q_proj": _count(file, heads_key), "k_proj": _count(file, f"{heads_key}_kv", heads_key)}
+        single = first_of_lists(file, arch, may_differ=False)
+        permuted = {"q_proj": _count(single, heads_key), "k_proj": _count(single, f"{heads_key}_kv", heads_key)}
     expanded: set[str] = set()
     for stored in file.tensors.values():
         if stored.name in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS):
