@@ -207,15 +207,18 @@ def test_unknown_quantisation(tmp_path: Path) -> None:
         list(load_tensors(one_tensor_gguf(tmp_path / "q8.gguf", blocks, Quant.Q8_K)))
 
 
+YARN: dict[str, Any] = {
+    "add_rope_scaling_type": gguf.RopeScalingType.YARN,
+    "add_rope_scaling_factor": 4.0,
+    "add_rope_scaling_orig_ctx_len": 64,
+}
+
+
 def test_gguf_rope_scaling(tmp_path: Path) -> None:
     model = transformers_model("Qwen2ForCausalLM")
-    yarn = {
-        "add_rope_scaling_type": gguf.RopeScalingType.YARN,
-        "add_rope_scaling_factor": 4.0,
-        "add_rope_scaling_orig_ctx_len": 64,
-    }
-    write_gguf(tmp_path / "yarn.gguf", model, "qwen2", **yarn)
+    write_gguf(tmp_path / "yarn.gguf", model, "qwen2", **YARN, add_rope_scaling_yarn_attn_factor=1.5)
     scaling = load_config(tmp_path / "yarn.gguf").rope_scaling or {}
+    assert scaling["attention_factor"] == 1.5
     assert (scaling["rope_type"], scaling["factor"], scaling["original_max_position_embeddings"]) == ("yarn", 4.0, 64)
 
 
@@ -246,6 +249,9 @@ def test_gguf_refusals(tmp_path: Path) -> None:
         ("granite", {"add_sliding_window": 8}, "granite.attention.sliding_window"),
         ("llama", {"add_sliding_window": 8, "add_sliding_window_pattern": [True, False]}, "attention.sliding_window"),
         ("qwen2", {"add_sliding_window": 8, "add_sliding_window_pattern": 2}, "attention.sliding_window"),
+        ("llama", {"add_causal_attention": False}, "llama.attention.causal False"),
+        ("qwen3", {"add_rope_dimension_count": 4}, "qwen3.rope.dimension_count 4"),
+        ("qwen2", YARN | {"add_rope_scaling_attn_factors": 1.5}, "qwen2.rope.scaling.attn_factor 1.5"),
         ("granite", {"add_head_count_kv": [2, 4]}, "granite.attention.head_count_kv with different numbers"),
     ],
 )

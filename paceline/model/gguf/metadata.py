@@ -23,6 +23,7 @@ from paceline.model.config.values import MAX_SIZE, TABLES
 from paceline.model.gguf.blocks import BLOCK_KINDS, BlockKind, Blocks, Weight
 from paceline.model.gguf.by_layer import first_of_lists, keys_by_layer, window_keys
 from paceline.model.gguf.container import GGUFFile, StoredTensor, open_gguf
+from paceline.model.gguf.limits import refuse_unread
 from paceline.model.gguf.package import gguf_package
 
 GGUF: dict[str, dict[str, Any]] = TABLES["gguf"]
@@ -40,6 +41,7 @@ def config_json(path: Path) -> dict[str, Any]:
     listed = open_gguf(path)
     arch, name = _architecture(listed)
     known, has_experts = ARCHITECTURES[arch], bool(listed.get(f"{arch}.expert_count", int))
+    refuse_unread(listed, arch)
     file = first_of_lists(listed, arch, may_differ=known.get("by_layer", False))
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or "blk.0.attn_output.weight" not in file.tensors:
