@@ -24,6 +24,7 @@ from paceline.model.backends import load_target
 from paceline.model.gguf.to_folder import write_folder
 from paceline.model.native.library import load as native_library
 from paceline.model.target import ForwardBatch, Target
+from paceline.model.text.tokenizer import Tokenizer
 
 WHOLE_BLOCKS = {"intermediate_size": 64}
 LENGTH = 40
@@ -209,6 +210,20 @@ def test_a_folder_of_it_is_transformers_s(name: str, tmp_path: Path) -> None:
     expected = reference(model, tokens)[0]
     torch.testing.assert_close(reference(read, tokens)[0], expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(logits_of(target_of(tmp_path / "folder"), tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_special_tokens_of_phi_3_swallow_the_white_space_behind_them(tmp_path: Path) -> None:
+    """As in its tokenizer.json: all but the three that also stand in texts."""
+    tokens = ["<unk>", "<s>", "</s>", "<|user|>", "<|endoftext|>", "▁", "a", "\n", "▁a"]
+    for arch, ids in (("phi3", [3, 8, 2, 8, 4, 5, 7, 6]), ("llama", [3, 5, 7, 6, 2, 5, 7, 6, 4, 5, 7, 6])):
+        writer = GGUFWriter(tmp_path / "t.gguf", arch)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_types([2, 3, 3, 3, 3, 1, 1, 1, 1])
+        writer.add_token_scores([0.0] * 9)
+        finish(writer)
+        tokenizer = Tokenizer.from_path(tmp_path / "t.gguf")
+        assert tokenizer.encode("<|user|>\na</s>\na<|endoftext|>\na", add_special_tokens=False) == ids
 
 
 def test_a_stack_of_experts_must_be_one(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +284,9 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
         else:
             backend, adds_bos = _sentencepiece_bpe(file, vocab, tokens, types), True
         special = [pair for pair in zip(tokens, types, strict=False) if pair[1] in (CONTROL, USER_DEFINED, UNKNOWN)]
-        backend.add_tokens([AddedToken(text, special=kind != USER_DEFINED, normalized=False) for text, kind in special])
+        arch, add = file.get("general.architecture", str), partial(AddedToken, normalized=False)
+        kept = GGUF["unstripped"].get(f"{model} {arch}", vocab)
+        backend.add_tokens([add(text, special=kind != USER_DEFINED, rstrip=text not in kept) for text, kind in special])
         _add_post_processor(backend, file, tokens, adds_bos)
     return backend, _ends(file, vocab, types)
 
