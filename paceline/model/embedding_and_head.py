@@ -94,8 +94,8 @@ def load_ends(settings: EngineConfig) -> Target:
     folder = light_folder(settings.model)
     if is_gguf(folder) or is_adapter(folder):
         return load_target(settings)
-    raw = read_json(folder / "config.json")
-    raw = raw.get("text_config", raw)
+    whole = read_json(folder / "config.json")
+    raw = whole.get("text_config", whole)
     config: DecoderConfig | None = None
     with contextlib.suppress(UnsupportedModelError):  # another architecture: the new drafter gets its default shape
         config = load_config(folder)
@@ -107,7 +107,7 @@ def load_ends(settings: EngineConfig) -> Target:
         )
     if HUB_ID.fullmatch(settings.model) and not Path(settings.model).exists():
         folder = _fetched(settings.model, (*LIGHT, *_files_of_ends(folder)))
-    is_tied = bool(raw.get("tie_word_embeddings", False)) if config is None else config.tie_embeddings
+    is_tied = bool(whole.get("tie_word_embeddings", False)) if config is None else config.tie_embeddings
     tensors = dict(_read(folder, (EMBEDDING,) if is_tied else (EMBEDDING, HEAD)))
     if EMBEDDING not in tensors:
         raise ModelFileError(f"{folder} holds no tensor that ends in {EMBEDDING}: give the target's own folder")

@@ -19,7 +19,7 @@ from paceline.model.checkpoint import expected_shapes
 from paceline.model.config.decoder import DecoderConfig, DeltaShape, RopeKind, decoder_config
 from paceline.model.torch.attention import rope_tables
 from paceline.simulate.costs import catalogue
-from paceline.simulate.costs.model_config import shape_of
+from paceline.simulate.costs.model_config import ConfigReader, shape_of
 
 HERE = Path("config.json")
 
@@ -302,7 +302,9 @@ def test_the_text_part_of_a_model_of_pictures() -> None:
     }
     whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "vision_config": {"depth": 2}}
     assert decoder_config(whole, HERE) == decoder_config(HUB["Qwen3.5-9B"], HERE)
-    assert decoder_config(whole | {"tie_word_embeddings": True}, HERE).tie_embeddings
+    for outer, inner in ((True, False), (False, True)):  # Transformers reads the outer one
+        tied = whole | {"tie_word_embeddings": outer, "text_config": text | {"tie_word_embeddings": inner}}
+        assert decoder_config(tied, HERE).tie_embeddings == ConfigReader(tied).is_tied == outer
     with pytest.raises(UnsupportedModelError, match="quantization_config"):
         decoder_config(whole | {"quantization_config": {"quant_method": "fp8"}}, HERE)
     with pytest.raises(ModelFileError, match="needs an object text_config"):

@@ -3,6 +3,7 @@ norms with their offset, rows of queries and keys in the order of ggml's rope, e
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ from paceline.model.backends import load_target
 from paceline.model.gguf.to_folder import write_folder
 from paceline.model.native.library import load as native_library
 from paceline.model.target import ForwardBatch, Target
+from paceline.model.text.tokenizer import Tokenizer
 
 WHOLE_BLOCKS = {"intermediate_size": 64}
 LENGTH = 40
+SLIDING, FULL = "sliding_attention", "full_attention"
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 500000.0}
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,13 @@ ARCHITECTURES = {
     ),
     "smollm3": Stored("smollm3", is_permuted=True),
     "olmo2": Stored("olmo2"),
+    "olmo3": Stored(
+        "olmo2",
+        {
+            "layer_types": [FULL, SLIDING, SLIDING, SLIDING],
+            "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}},
+        },
+    ),
     "phi3": Stored("phi3"),
     "phi4-mini": Stored("phi3"),
     "gemma2": Stored(
@@ -90,6 +101,8 @@ def write(path: Path, model: Any, name: str, kind: Quant = Quant.F32) -> Path:
         writer.add_float32(f"{stored.arch}.{key}", float(getattr(config, value)))
     if getattr(config, "sliding_window", None) and stored.arch not in ("smollm3", "qwen3moe"):
         writer.add_sliding_window(config.sliding_window)
+    if name == "olmo3":
+        writer.add_sliding_window_pattern([kind == SLIDING for kind in config.layer_types])
     if name in ("qwen3-moe", "mixtral"):
         writer.add_expert_count(5)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -105,6 +118,11 @@ def write_rope(writer: GGUFWriter, config: Any, stored: Stored, head_dim: int) -
     main = parameters.get("full_attention", parameters)
     writer.add_rope_freq_base(main["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * main.get("partial_rotary_factor", 1.0)))
+    if main.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(main["factor"])
+        writer.add_rope_scaling_attn_factors(0.1 * math.log(main["factor"]) + 1)
+        writer.add_rope_scaling_orig_ctx_len(main["original_max_position_embeddings"])
     if main.get("rope_type") == "longrope":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         for which in ("long", "short"):
@@ -192,6 +210,20 @@ def test_a_folder_of_it_is_transformers_s(name: str, tmp_path: Path) -> None:
     expected = reference(model, tokens)[0]
     torch.testing.assert_close(reference(read, tokens)[0], expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(logits_of(target_of(tmp_path / "folder"), tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_special_tokens_of_phi_3_swallow_the_white_space_behind_them(tmp_path: Path) -> None:
+    """As in its tokenizer.json: all but the three that also stand in texts."""
+    tokens = ["<unk>", "<s>", "</s>", "<|user|>", "<|endoftext|>", "▁", "a", "\n", "▁a"]
+    for arch, ids in (("phi3", [3, 8, 2, 8, 4, 5, 7, 6]), ("llama", [3, 5, 7, 6, 2, 5, 7, 6, 4, 5, 7, 6])):
+        writer = GGUFWriter(tmp_path / "t.gguf", arch)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_types([2, 3, 3, 3, 3, 1, 1, 1, 1])
+        writer.add_token_scores([0.0] * 9)
+        finish(writer)
+        tokenizer = Tokenizer.from_path(tmp_path / "t.gguf")
+        assert tokenizer.encode("<|user|>\na</s>\na<|endoftext|>\na", add_special_tokens=False) == ids
 
 
 def test_a_stack_of_experts_must_be_one(tmp_path: Path) -> None:

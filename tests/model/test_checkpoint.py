@@ -100,7 +100,8 @@ def test_rope_keys_old_and_new(tmp_path: Path) -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     old = load_config(write_config(tmp_path, rope_theta=5e5, rope_scaling=scaling | {"type": "llama3"}))
     new = load_config(write_config(tmp_path, rope_parameters=scaling | {"rope_type": "llama3", "rope_theta": 5e5}))
-    assert old == new
+    both = {"rope_theta": 5e5, "rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 5e5}}
+    assert old == new == load_config(write_config(tmp_path, **both, rope_scaling=scaling | {"type": "llama3"}))
     assert (new.rope_theta, new.rope_scaling) == (5e5, scaling | {"rope_type": "llama3"})
     assert (
         load_config(write_config(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 2.0})).rope_scaling
@@ -124,6 +125,11 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, UnsupportedModelError, "dynamic"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, UnsupportedModelError, "per-layer"),
         ({"rope_scaling": {"type": "linear"}}, ModelFileError, "factor"),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            UnsupportedModelError,
+            "rope_scaling and rope_parameters that differ",
+        ),
         ({"vocab_size": "absent"}, ModelFileError, "vocab_size"),
         ({"hidden_size": "32"}, ModelFileError, "hidden_size"),
         ({"num_hidden_layers": True}, ModelFileError, "num_hidden_layers"),

@@ -207,15 +207,18 @@ def test_unknown_quantisation(tmp_path: Path) -> None:
         list(load_tensors(one_tensor_gguf(tmp_path / "q8.gguf", blocks, Quant.Q8_K)))
 
 
+YARN: dict[str, Any] = {
+    "add_rope_scaling_type": gguf.RopeScalingType.YARN,
+    "add_rope_scaling_factor": 4.0,
+    "add_rope_scaling_orig_ctx_len": 64,
+}
+
+
 def test_gguf_rope_scaling(tmp_path: Path) -> None:
     model = transformers_model("Qwen2ForCausalLM")
-    yarn = {
-        "add_rope_scaling_type": gguf.RopeScalingType.YARN,
-        "add_rope_scaling_factor": 4.0,
-        "add_rope_scaling_orig_ctx_len": 64,
-    }
-    write_gguf(tmp_path / "yarn.gguf", model, "qwen2", **yarn)
+    write_gguf(tmp_path / "yarn.gguf", model, "qwen2", **YARN, add_rope_scaling_yarn_attn_factor=1.5)
     scaling = load_config(tmp_path / "yarn.gguf").rope_scaling or {}
+    assert scaling["attention_factor"] == 1.5
     assert (scaling["rope_type"], scaling["factor"], scaling["original_max_position_embeddings"]) == ("yarn", 4.0, 64)
 
 
@@ -238,6 +241,51 @@ def test_gguf_refusals(tmp_path: Path) -> None:
         load_config(tmp_path / "experts.gguf")
     with pytest.raises(ModelFileError, match=r"token_embd|embedding"):
         load_config(one_tensor_gguf(tmp_path / "part.gguf", np.zeros((1, 144), dtype=np.uint8), Quant.Q4_K))
+
+
+@pytest.mark.parametrize(
+    ("arch", "metadata", "named"),
+    [
+        ("granite", {"add_sliding_window": 8}, "granite.attention.sliding_window"),
+        ("llama", {"add_sliding_window": 8, "add_sliding_window_pattern": [True, False]}, "attention.sliding_window"),
+        ("qwen2", {"add_sliding_window": 8, "add_sliding_window_pattern": 2}, "attention.sliding_window"),
+        ("llama", {"add_causal_attention": False}, "llama.attention.causal False"),
+        ("qwen3", {"add_rope_dimension_count": 4}, "qwen3.rope.dimension_count 4"),
+        ("qwen2", YARN | {"add_rope_scaling_attn_factors": 1.5}, "qwen2.rope.scaling.attn_factor 1.5"),
+        ("granite", {"add_head_count_kv": [2, 4]}, "granite.attention.head_count_kv with different numbers"),
+    ],
+)
+def test_gguf_keys_that_no_layer_computes_are_refused(
+    arch: str, metadata: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "a.gguf", transformers_model("LlamaForCausalLM"), arch, **metadata)
+    with pytest.raises(UnsupportedModelError, match=named):
+        config_json(tmp_path / "a.gguf")
+
+
+def test_equal_numbers_by_layer_are_one(tmp_path: Path) -> None:
+    """As converters of Granite 4 write them, whose rows of keys are permuted by head."""
+    model = transformers_model("LlamaForCausalLM")
+    write_gguf(tmp_path / "one.gguf", model, "granite")
+    write_gguf(tmp_path / "list.gguf", model, "granite", add_head_count_kv=[2, 2])
+    assert config_json(tmp_path / "list.gguf") == config_json(tmp_path / "one.gguf")
+    one, listed = (dict(load_tensors(tmp_path / f"{name}.gguf")) for name in ("one", "list"))
+    assert all(one[name].equal(listed[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("arch", "metadata", "windows"),
+    [
+        ("olmo2", {}, (8, 8)),  # all but every fourth
+        ("olmo2", {"add_sliding_window_pattern": 2}, (8, None)),
+        ("gemma3", {"add_sliding_window_pattern": [False, True]}, (None, 8)),
+        ("llama", {"add_sliding_window_pattern": [True, True]}, (8, 8)),
+    ],
+)
+def test_gguf_windows(arch: str, metadata: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
+    model = transformers_model("LlamaForCausalLM")
+    write_gguf(tmp_path / "a.gguf", model, arch, add_sliding_window=8, **metadata)
+    assert load_config(tmp_path / "a.gguf").windows == windows
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.5, 0.999])

@@ -177,6 +177,8 @@ def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
     defaults = FAMILIES[architecture]
     values = defaults | raw | {"family": defaults["family"]}
     values["rope_parameters"] = raw.get("rope_parameters") or defaults.get("rope_parameters")
+    if values["rope_parameters"]:
+        values["rope_scaling"] = raw.get("rope_scaling")
     traits: dict[str, Any] = defaults["traits"]
     sizes = {field: whole(values, key, path) for field, key in TABLES["sizes"].items()}
     num_heads = sizes["num_heads"]

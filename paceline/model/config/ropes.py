@@ -19,7 +19,18 @@ def rope_fields(
 ) -> dict[str, Any]:
     """Return the fields of DecoderConfig for RoPE, by name. They are read from `rope_parameters` (Transformers 5; per
     layer type where they differ), or from `rope_theta` and `rope_scaling` (earlier versions). `traits`: the family's
-    properties in families.json. Raises ModelFileError (invalid value) or UnsupportedModelError (not implemented)."""
+    properties in families.json. Raises ModelFileError (invalid value) or UnsupportedModelError (not
+    implemented, or both are given and differ)."""
+    if values.get("rope_parameters") and values.get("rope_scaling"):
+        new, old = (
+            rope_fields({**values, key: None}, traits, max_position, head_dim, path)
+            for key in ("rope_scaling", "rope_parameters")
+        )
+        if new != old:
+            raise UnsupportedModelError(
+                f"{path}: rope_scaling and rope_parameters that differ are not implemented: write what applies into "
+                "rope_parameters, with rope_theta, and delete rope_scaling, or use the Transformers fallback"
+            )
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise ModelFileError(f"{path}: rope parameters must be an object (got {short(given)}): correct config.json")

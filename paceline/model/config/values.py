@@ -32,7 +32,8 @@ def text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     if not isinstance(text, dict):
         raise ModelFileError(f"{path}: {name} needs an object text_config (got {short(text)}): correct config.json")
     outer = {key: raw[key] for key in ("quantization_config", "tie_word_embeddings") if key in raw}
-    return {**outer, **text, "architectures": [TABLES["text_parts"][name]]}
+    own = {key: value for key, value in text.items() if key != "tie_word_embeddings"}  # Transformers reads outer's
+    return {**own, **outer, "architectures": [TABLES["text_parts"][name]]}
 
 
 def is_whole(value: object) -> bool:

@@ -1,4 +1,5 @@
-"""GGUF files of models whose layers differ in their sizes (Gemma 4): lists of numbers become keys of config.json.
+"""GGUF files whose layers differ, in their attention (sliding windows) or in their sizes (Gemma 4): values by layer
+become keys of config.json.
 
 The keys are those of llama.cpp's converter; `metadata.py` reads the rest.
 """
@@ -18,16 +19,46 @@ PATTERN, LISTED = "attention.sliding_window_pattern", ("attention.head_count_kv"
 """Keys of lists with a value for each layer; those of LISTED may hold one number."""
 
 
-def first_of_lists(file: GGUFFile, arch: str) -> GGUFFile:
+def first_of_lists(file: GGUFFile, arch: str, *, may_differ: bool) -> GGUFFile:
     """Return a copy of `file` in whose metadata each list with one number per layer (keys LISTED of family `arch`) is
-    replaced by its first number; it can then be read as a model with equal layers."""
-    firsts = {f"{arch}.{key}": numbers[0] for key in LISTED if (numbers := _numbers(file, f"{arch}.{key}"))}
+    replaced by its first number; it can then be read as a model with equal layers. Without `may_differ`, raises
+    UnsupportedModelError for a list of different numbers."""
+    firsts = dict[str, int]()
+    for key in (f"{arch}.{key}" for key in LISTED):
+        if numbers := _numbers(file, key):
+            firsts[key] = numbers[0]
+        if len(set(numbers)) > 1 and not may_differ:
+            raise UnsupportedModelError(
+                f"{file.path}: GGUF key {key} with different numbers by layer is not implemented for {arch}: use the "
+                "model's safetensors folder"
+            )
     return replace(file, metadata=file.metadata | firsts)
 
 
 def _numbers(file: GGUFFile, key: str) -> list[int]:
     """Numbers by layer; a single number gives a list of it alone."""
     return file.array(key, int) if file.length(key) else [number for number in [file.get(key, int)] if number]
+
+
+def window_keys(file: GGUFFile, arch: str, rule: str | int | None) -> dict[str, Any]:
+    """Build the keys of config.json that say which layers have a sliding window. `rule`: `windows` of the family's
+    traits. Raises UnsupportedModelError if the family's layers cannot be as the file says."""
+    window, key = file.get(f"{arch}.attention.sliding_window", int) or None, f"{arch}.{PATTERN}"
+    slides = file.array(key, bool) if window and file.length(key) else []
+    every = file.get(key, int) if window and not slides else None
+    is_other = (every is not None and not isinstance(rule, int)) or (rule == "all" and not all(slides))
+    if window and (rule is None or is_other):
+        raise UnsupportedModelError(
+            f"{file.path}: GGUF key {arch}.attention.sliding_window, with {PATTERN} {every or slides or 'missing'}, is "
+            f"not implemented for this {arch} model: use the model's safetensors folder"
+        )
+    return {
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "max_window_layers": 0,
+        "sliding_window_pattern": every,
+        "layer_types": [SLIDING if is_sliding else FULL for is_sliding in slides] or None,
+    }
 
 
 def keys_by_layer(file: GGUFFile, arch: str, divisors: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from torch import Tensor
 from paceline.errors import ModelFileError, UnsupportedModelError, reraised
 from paceline.model.config.values import MAX_SIZE, TABLES
 from paceline.model.gguf.blocks import BLOCK_KINDS, BlockKind, Blocks, Weight
-from paceline.model.gguf.by_layer import first_of_lists, keys_by_layer
+from paceline.model.gguf.by_layer import first_of_lists, keys_by_layer, window_keys
 from paceline.model.gguf.container import GGUFFile, StoredTensor, open_gguf
+from paceline.model.gguf.limits import refuse_unread
 from paceline.model.gguf.package import gguf_package
 
 GGUF: dict[str, dict[str, Any]] = TABLES["gguf"]
@@ -37,10 +39,11 @@ HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 def config_json(path: Path) -> dict[str, Any]:
     """Build a config.json, as a dict, from the GGUF file's metadata. Raises UnsupportedModelError or ModelFileError,
     naming the metadata key."""
-    listed = file = open_gguf(path)
-    arch, name = _architecture(file)
-    known, has_experts = ARCHITECTURES[arch], bool(file.get(f"{arch}.expert_count", int))
-    file = first_of_lists(listed, arch) if known.get("by_layer") else file
+    listed = open_gguf(path)
+    arch, name = _architecture(listed)
+    known, has_experts = ARCHITECTURES[arch], bool(listed.get(f"{arch}.expert_count", int))
+    refuse_unread(listed, arch)
+    file = first_of_lists(listed, arch, may_differ=known.get("by_layer", False))
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or "blk.0.attn_output.weight" not in file.tensors:
         raise ModelFileError(
@@ -52,7 +55,6 @@ def config_json(path: Path) -> dict[str, Any]:
         raise ModelFileError(
             f"{path} has not the {num_layers} layers of its {arch}.block_count: fetch the whole model again"
         )
-    window = file.get(f"{arch}.attention.sliding_window", int) or None
     counts = GGUF["counts"] | (known.get("counts", {}) if has_experts else {})
     fractions = GGUF["fractions"] | known.get("fractions", {})
     values: dict[str, Any] = {
@@ -67,9 +69,7 @@ def config_json(path: Path) -> dict[str, Any]:
         **{field: tensor in file.tensors for field, tensor in GGUF["biases"].items()},
         "rope_scaling": _rope_scaling(file, arch),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-        "max_window_layers": 0,
+        **window_keys(file, arch, TABLES["families"][name]["traits"].get("windows")),
         **known.get("values", {}),
     }
     values |= _heads(file, arch, values)
@@ -130,7 +130,8 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, W
     arch = _architecture(file)[0]
     heads_key, known, permuted = f"{arch}.attention.head_count", ARCHITECTURES[arch], dict[str, int]()
     if known.get("is_permuted"):
-        permuted = {"q_proj": _count(file, heads_key), "k_proj": _count(file, f"{heads_key}_kv", heads_key)}
+        single = first_of_lists(file, arch, may_differ=False)
+        permuted = {"q_proj": _count(single, heads_key), "k_proj": _count(single, f"{heads_key}_kv", heads_key)}
     expanded: set[str] = set()
     for stored in file.tensors.values():
         if stored.name in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS):
@@ -283,7 +284,9 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
         else:
             backend, adds_bos = _sentencepiece_bpe(file, vocab, tokens, types), True
         special = [pair for pair in zip(tokens, types, strict=False) if pair[1] in (CONTROL, USER_DEFINED, UNKNOWN)]
-        backend.add_tokens([AddedToken(text, special=kind != USER_DEFINED, normalized=False) for text, kind in special])
+        arch, add = file.get("general.architecture", str), partial(AddedToken, normalized=False)
+        kept = GGUF["unstripped"].get(f"{model} {arch}", vocab)
+        backend.add_tokens([add(text, special=kind != USER_DEFINED, rstrip=text not in kept) for text, kind in special])
         _add_post_processor(backend, file, tokens, adds_bos)
     return backend, _ends(file, vocab, types)
 

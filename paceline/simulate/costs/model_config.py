@@ -135,7 +135,7 @@ class ConfigReader:
     @property
     def is_tied(self) -> bool:
         """True if the embedding and the head are one tensor; the default depends on the family."""
-        value = self.config.get("tie_word_embeddings", self.whole_config.get("tie_word_embeddings"))
+        value = self.whole_config.get("tie_word_embeddings", self.config.get("tie_word_embeddings"))
         return self.family.startswith(tuple(KEYS["tied"])) if value is None else bool(value)
 
     @property

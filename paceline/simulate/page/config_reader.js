@@ -42,7 +42,7 @@ export class ConfigReader {
     for (const name of [...this.#seen].sort()) {
       const value = this.get(name) ?? this.get(name, false);
       if (value === undefined || name === "quantization_config") continue;
-      config[name] = value;
+      config[name] = name === "tie_word_embeddings" ? this.isTied : value;
     }
     const known = Object.entries(this.#quantization).filter(([name]) => QUANTIZATION.includes(name));
     return known.length ? { ...config, quantization_config: Object.fromEntries(known) } : config;
@@ -145,7 +145,7 @@ export class ConfigReader {
   }
 
   get isTied() {
-    const value = [this.get("tie_word_embeddings"), this.get("tie_word_embeddings", false)].find(
+    const value = [this.get("tie_word_embeddings", false), this.get("tie_word_embeddings")].find(
       (each) => each !== undefined,
     );
     return value == null ? CONFIG_KEYS.tied.some((family) => this.family.startsWith(family)) : isTrue(value);
