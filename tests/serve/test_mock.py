@@ -107,9 +107,7 @@ def test_a_file_without_a_curve_is_refused(tmp_path: Path) -> None:
             read_mock(str(tmp_path / "curve.json"))
 
 
-def test_a_config_alone_gets_random_weights(
-    config_only: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_alone_gets_random_weights(config_only: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = mocked_engine(EngineConfig(model=str(config_only)), "3", tmp_path)
     assert (folder.model, folder.weights, folder.mocked, folder.mocked_as) == (
         str(config_only),
