@@ -204,6 +204,11 @@ def _multiplies_bfloat16(device: str) -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # not on a Mac
 
 
+def short_name(name_or_path: str) -> str:
+    """Return a model's name for people and clients: the last part of its path or hub id, for "." the folder's name."""
+    return Path(os.path.abspath(Path(name_or_path).expanduser())).name or name_or_path
+
+
 def read_api_keys(given: tuple[str, ...], file: Path | None, variable: str = "PACELINE_API_KEY") -> tuple[str, ...]:
     """Return API keys without duplicates: those `given`, those in `file` (one per line, # starts a comment) and those
     in the environment variable `variable` (comma-separated). Raises ConfigError if the file cannot be read or has no

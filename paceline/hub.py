@@ -117,11 +117,6 @@ def resolve(name_or_path: str) -> Path:
     return _hub_folder(name_or_path)
 
 
-def short_name(name_or_path: str) -> str:
-    """Return a model's name for people and clients: the last part of its path or hub id, for "." the folder's name."""
-    return Path(os.path.abspath(Path(name_or_path).expanduser())).name or name_or_path
-
-
 def check_name(name_or_path: str) -> None:
     """Raises ModelNotFoundError unless the name is a path, a built-in model or a valid hub id; uses no network."""
     name, is_path = name_or_path, Path(name_or_path).expanduser().exists()

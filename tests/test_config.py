@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from paceline.config import EngineConfig, resolve
+from paceline.config import EngineConfig, resolve, short_name
 from paceline.errors import ConfigError
 
 
@@ -62,3 +64,13 @@ def test_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     assert resolve(EngineConfig()).device == "cpu"
     with pytest.raises(ConfigError, match="--device cpu"):
         resolve(EngineConfig(device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(".", "here"), ("./", "here"), ("..", "up"), ("../b/", "b"), ("x/link", "link"), ("org/m", "m"), ("/", "/")],
+)
+def test_short_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, name: str) -> None:
+    (here := tmp_path / "up" / "here").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    assert short_name(model) == name

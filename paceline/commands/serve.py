@@ -12,9 +12,8 @@ import typer
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import Json, introduce, say, starting
 from paceline.commands.start_engine import check_own, serve_with_other
-from paceline.config import EngineConfig, read_api_keys
+from paceline.config import EngineConfig, read_api_keys, short_name
 from paceline.errors import ConfigError, refuse
-from paceline.hub import short_name
 from paceline.loop.adapt.config import OtherEngineConfig
 from paceline.plan.routes import Router
 from paceline.runs.settings_file import read_settings_file

@@ -15,7 +15,7 @@ from tiny_builtin import raising
 
 from paceline import hub
 from paceline.errors import CacheError, DownloadError, ModelNotFoundError
-from paceline.hub import resolve, short_name
+from paceline.hub import resolve
 
 
 def hub_errors() -> list[tuple[Exception, type[Exception]]]:
@@ -35,16 +35,6 @@ def hub_errors() -> list[tuple[Exception, type[Exception]]]:
         (httpx.ConnectError("no route"), DownloadError),
         (OSError(errno.ENOSPC, "No space left on device"), CacheError),
     ]
-
-
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [(".", "here"), ("./", "here"), ("..", "up"), ("../b/", "b"), ("x/link", "link"), ("org/m", "m"), ("/", "/")],
-)
-def test_short_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, name: str) -> None:
-    (here := tmp_path / "up" / "here").mkdir(parents=True)
-    monkeypatch.chdir(here)
-    assert short_name(model) == name
 
 
 @pytest.mark.parametrize("case", range(6))

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from paceline.config import short_name
 from paceline.engine.llm import LLM
 from paceline.errors import TOKEN_PROMPTS, ConfigError, ContextLengthError, DownloadError, way_out
-from paceline.hub import short_name
 from paceline.loop.evals.config import EvalSampling
 from paceline.loop.evals.scores import Reply
 from paceline.loop.evals.suite import Case

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.config import BASELINE
-from paceline.config import EngineConfig, read_api_keys
+from paceline.config import EngineConfig, read_api_keys, short_name
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, refuse
-from paceline.hub import short_name
 from paceline.loop.evals.answerers import EndpointAnswerer, LLMAnswerer
 from paceline.loop.evals.compare import Comparison, Gate, compare
 from paceline.loop.evals.config import EndpointConfig, EvalSampling, JudgeConfig, PricesConfig

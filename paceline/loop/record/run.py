@@ -14,8 +14,9 @@ from pathlib import Path
 from socket import socket
 from types import FrameType
 
+from paceline.config import short_name
 from paceline.errors import CacheError, ConfigError, PromptError, needing, reraised
-from paceline.hub import resolve, short_name
+from paceline.hub import resolve
 from paceline.loop.record import otlp, vllm_log
 from paceline.loop.record.config import RecordConfig
 from paceline.loop.record.defaults import defaults_of, described

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import Header, Request
 from starlette.responses import Response
 
-from paceline.hub import short_name
+from paceline.config import short_name
 from paceline.serve.http.clock import Clock
 from paceline.serve.http.failures import RequestRefused, json_response
 from paceline.serve.replies.choices import ChatReply

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import hub
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, short_name
 from paceline.draft import shipped
 from paceline.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, reraised
 from paceline.model.config.decoder import FAMILIES
@@ -108,7 +108,7 @@ def mocked_engine(engine: EngineConfig, mock: str, scratch: Path) -> EngineConfi
         config = read_json(path, "give a model's config.json", ModelNotFoundError)
         if not isinstance(config, dict):
             raise UnsupportedModelError(f"{path} is no JSON object: give the model's config.json")
-        name = hub.short_name(str(path.parent)) if path.name == "config.json" else path.stem
+        name = short_name(str(path.parent)) if path.name == "config.json" else path.stem
         return _with_config(engine, config, scratch / name)
     if (
         path.is_file()
