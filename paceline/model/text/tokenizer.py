@@ -247,8 +247,10 @@ class IncrementalDetokenizer:
             whole = self._decode(self._context + group)
         # An invalid byte run can garble the context it follows; returned text stays, and the group is decoded alone.
         text = whole[len(before) :] if whole.startswith(before) else self._decode(group)
-        if text or not self._context:
+        if text:
             self._context = group
+        elif not before:  # remember a first space that was dropped, but no hidden token
+            self._context += [token for token in group if token not in self._tokenizer.special_ids.values()]
         return text
 
     def _decode(self, ids: list[int]) -> str:
