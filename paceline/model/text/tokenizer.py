@@ -152,11 +152,17 @@ class Tokenizer:
         is_added = token in self.backend.get_added_tokens_decoder()
         if self._is_byte_level and not is_added and set(piece) <= BYTES_OF.keys():
             return bytes(BYTES_OF[letter] for letter in piece)
+        if self._is_sentencepiece and not is_added:
+            return piece.replace("▁", " ").encode()
         return self.decode([token], skip_special=False).encode()
 
     @cached_property
     def _is_byte_level(self) -> bool:
         return b'"ByteLevel"' in self.backend.decoder.__getstate__() if self.backend.decoder else False
+
+    @cached_property
+    def _is_sentencepiece(self) -> bool:
+        return "▁".encode() in self.backend.decoder.__getstate__() if self.backend.decoder else False
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
