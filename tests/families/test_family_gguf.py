@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.backends import load_target
-from paceline.model.gguf.to_folder import write_folder
+from paceline.model.gguf.to_folder import LLAMA3_SCALING, write_folder
 from paceline.model.native.library import load as native_library
 from paceline.model.target import ForwardBatch, Target
 from paceline.model.text.tokenizer import Tokenizer
@@ -30,6 +30,7 @@ WHOLE_BLOCKS = {"intermediate_size": 64}
 LENGTH = 40
 SLIDING, FULL = "sliding_attention", "full_attention"
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 500000.0}
+LLAMA3 = LLAMA3_SCALING | {"factor": 32.0, "rope_theta": 500000.0}
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Stored:
 
 
 ARCHITECTURES = {
+    "llama": Stored("llama", {"rope_parameters": LLAMA3}, is_permuted=True),
     "granite": Stored(
         "granite",
         is_permuted=True,
@@ -123,6 +125,12 @@ def write_rope(writer: GGUFWriter, config: Any, stored: Stored, head_dim: int) -
         writer.add_rope_scaling_factor(main["factor"])
         writer.add_rope_scaling_attn_factors(0.1 * math.log(main["factor"]) + 1)
         writer.add_rope_scaling_orig_ctx_len(main["original_max_position_embeddings"])
+    if main.get("rope_type") == "llama3":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
+        plain = main["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
     if main.get("rope_type") == "longrope":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         for which in ("long", "short"):
@@ -210,6 +218,15 @@ def test_a_folder_of_it_is_transformers_s(name: str, tmp_path: Path) -> None:
     expected = reference(model, tokens)[0]
     torch.testing.assert_close(reference(read, tokens)[0], expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(logits_of(target_of(tmp_path / "folder"), tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_folder_of_frequencies_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
+    family = options_of("llama")
+    rope = {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}}
+    path = write(tmp_path / "a.gguf", transformers_model(replace(family, options=family.options | rope)), "llama")
+    with pytest.raises(UnsupportedModelError, match=r"its rope_freqs\.weight is not the scaling of Llama 3"):
+        write_folder(path, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
 
 
 def test_special_tokens_of_phi_3_swallow_the_white_space_behind_them(tmp_path: Path) -> None:

@@ -352,6 +352,19 @@ def test_sentencepiece_bytes_and_streams(sentencepiece: Tokenizer) -> None:
     assert "".join(stream.push([token]) for token in ids) == text
 
 
+def test_sentencepiece_stream_drops_one_first_space_behind_hidden_tokens(sentencepiece: Tokenizer) -> None:
+    space, hidden = sentencepiece.backend.token_to_id("▁"), 2
+    for ids in ([hidden, space, space], [hidden, space, hidden, space], [space, hidden, space]):
+        stream = sentencepiece.stream()
+        assert "".join(stream.push([token]) for token in ids) == sentencepiece.decode(ids) == " "
+
+
+def test_sentencepiece_tokens_have_their_leading_spaces(sentencepiece: Tokenizer) -> None:
+    ids = sentencepiece.encode("hello 你 world", add_special_tokens=False)
+    assert b"".join(map(sentencepiece.token_bytes, ids)) == " hello 你 world".encode()
+    assert sentencepiece.token_bytes(2) == b"</s>"
+
+
 def test_sentencepiece_broken_bytes(sentencepiece: Tokenizer) -> None:
     """A broken byte after a whole character spoils nothing that was returned, and the window stays small."""
     stream, whole = sentencepiece.stream(), sentencepiece.encode("hello你", add_special_tokens=False)

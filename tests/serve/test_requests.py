@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from live_server import Live
 from request_calls import CHAT, MESSAGES, SCHEMA, TEXT, ask, text_of
 
 from paceline import LLM, SamplingParams
 from paceline.model.text.tokenizer import Tokenizer
+from paceline.serve.replies.choices import TextReply
+from paceline.serve.requests.protocol import CompletionRequest
+from paceline.types import TokenLogprob
 
 pytest_plugins = ("tiny_server",)
 
@@ -122,6 +126,19 @@ def test_logprobs_of_a_completion_keep_pieces_of_characters_apart(live: Live, fo
     logprobs = ask(live, TEXT, logit_bias=bias, max_tokens=1, temperature=0, logprobs=2)["choices"][0]["logprobs"]
     assert logprobs["tokens"][0] in ("bytes:\\xc3", "bytes:\\xa9")
     assert len(logprobs["top_logprobs"][0]) == 2
+
+
+def test_offsets_of_sentencepiece_tokens_are_those_of_the_text() -> None:
+    """Decoding drops the text's first space, and no other."""
+    pieces = tokenizers.Tokenizer(tokenizers.models.BPE({"▁ab": 0, "▁a": 1, "▁": 2}, []))
+    steps = tokenizers.decoders
+    pieces.decoder = steps.Sequence([steps.Replace("▁", " "), steps.Fuse(), steps.Strip(" ", 1, 0)])
+    tokenizer, ids = Tokenizer(pieces), [0, 1, 2, 1]
+    reply = TextReply(0, tokenizer, CompletionRequest(prompt="", logprobs=0), "")
+    shown = [reply._shown_logprobs([TokenLogprob(token, -1.0) for token in part]) for part in (ids[:2], ids[2:])]
+    names, offsets = ([each for part in shown for each in part[key]] for key in ("tokens", "text_offset"))
+    assert "".join(names) == " " + tokenizer.decode(ids) == " ab a  a"
+    assert offsets == [0, 2, 4, 5]
 
 
 @pytest.mark.parametrize("speculate", ["off", "full"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,19 @@ from paceline.errors import CacheError, UnsupportedModelError, reraised
 from paceline.model import checkpoint
 from paceline.model.adapter import base_of, is_adapter
 from paceline.model.text.tokenizer import Tokenizer
+from paceline.model.torch.attention import inverse_frequencies
 from paceline.runs.folder import sync_folder, write_whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OTHER_NAMES = ("phi3",)
 """Model families that cannot be written, as their folders use other tensor names than paceline; the same is true of
 models with experts."""
+LLAMA3_SCALING: dict[str, Any] = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 LAST_FILE = "generation_config.json"
 """File that is written last: a folder that contains it is complete."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -53,14 +61,30 @@ def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
 
 def config_json_of(source: Path) -> dict[str, Any]:
     """Return config.json of a model in a GGUF file or folder, as a dict. For a GGUF file it is built from the metadata,
-    with the token ids of bos, eos and pad."""
+    with the token ids of bos, eos and pad. Raises UnsupportedModelError for a file whose RoPE Transformers lacks."""
     shape = checkpoint.config_json(source)
     if base_of(source).is_dir():
         return shape
+    if (shape.get("rope_scaling") or {}).get("rope_type") == "factors":
+        shape["rope_scaling"] = _llama3_scaling(source, max(shape["rope_scaling"]["factors"]))
     tokenizer = Tokenizer.from_path(source)
     names, ends = tokenizer.special_tokens, list(tokenizer.eos_token_ids)
     ids = {f"{name}_id": tokenizer.backend.token_to_id(names.get(name, "")) for name in ("bos_token", "pad_token")}
     return shape | ids | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
+
+
+def _llama3_scaling(source: Path, factor: float) -> dict[str, Any]:
+    """The `rope_scaling` from which llama.cpp's converter computed a file's frequency factors: that of Llama 3.1 and
+    3.2, where they differ in `factor` alone."""
+    scaling = LLAMA3_SCALING | {"factor": factor}
+    config = checkpoint.load_config(source)
+    stored, expected = (inverse_frequencies(each)[0] for each in (config, replace(config, rope_scaling=scaling)))
+    if not torch.allclose(stored, expected, rtol=1e-4, atol=0.0):
+        raise UnsupportedModelError(
+            f"{source}: its rope_freqs.weight is not the scaling of Llama 3, which alone Transformers has: fetch the "
+            "model's own folder"
+        )
+    return scaling
 
 
 def write_model(

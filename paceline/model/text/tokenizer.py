@@ -153,11 +153,17 @@ class Tokenizer:
         is_added = token in self.backend.get_added_tokens_decoder()
         if self._is_byte_level and not is_added and set(piece) <= BYTES_OF.keys():
             return bytes(BYTES_OF[letter] for letter in piece)
+        if self._is_sentencepiece and not is_added:
+            return piece.replace("▁", " ").encode()
         return self.decode([token], skip_special=False).encode()
 
     @cached_property
     def _is_byte_level(self) -> bool:
         return b'"ByteLevel"' in self.backend.decoder.__getstate__() if self.backend.decoder else False
+
+    @cached_property
+    def _is_sentencepiece(self) -> bool:
+        return "▁".encode() in self.backend.decoder.__getstate__() if self.backend.decoder else False
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
@@ -248,8 +254,10 @@ class IncrementalDetokenizer:
             whole = self._decode(self._context + group)
         # An invalid byte run can garble the context it follows; returned text stays, and the group is decoded alone.
         text = whole[len(before) :] if whole.startswith(before) else self._decode(group)
-        if text or not self._context:
+        if text:
             self._context = group
+        elif not before:  # remember a first space that was dropped, but no hidden token
+            self._context += [token for token in group if token not in self._tokenizer.special_ids.values()]
         return text
 
     def _decode(self, ids: list[int]) -> str:

@@ -97,9 +97,10 @@ class TextReply(Reply):
     def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         """Return OpenAI's logprobs object of text completions; a prompt's first token has no log-probability, so
         null."""
-        *offsets, self._offset = accumulate(
-            (len(self.token_text(one.token_id)) for one in logprobs), initial=self._offset
-        )
+        sizes = [len(self.token_text(one.token_id)) for one in logprobs]
+        if sizes and not self._offset:  # decoding drops a first space
+            sizes[0] = len(self.tokenizer.decode([logprobs[0].token_id], skip_special=False))
+        *offsets, self._offset = accumulate(sizes, initial=self._offset)
         is_first = [math.isnan(one.logprob) for one in logprobs]
         tops = [{self._name(token): finite(value) for token, value in one.top} for one in logprobs]
         return {

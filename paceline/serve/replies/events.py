@@ -89,7 +89,7 @@ class Reply(ABC):
         return choice | {"token_ids": ids} | ({} if prompt is None else {"prompt_token_ids": prompt})
 
     def token_text(self, token: int) -> str:
-        return self.tokenizer.decode([token], skip_special=False)
+        return self.tokenizer.token_bytes(token).decode(errors="replace")
 
     def _reason(self) -> str | None:
         return self.sequence.finish_reason if self.sequence else None
