@@ -33,8 +33,9 @@ class FakeServer:
         self.metrics = ""
         self.url = ""
 
-    def count(self, rounds: int, accepted: int, tokens: int, errors: int = 0, ended: int = 99) -> None:
-        """Set vLLM's counters, and paceline's; `ended`: requests that ended well."""
+    def count(self, rounds: int, accepted: int, tokens: int, errors: int = 0, ended: int | None = None) -> None:
+        """Set vLLM's counters, and paceline's; `ended`: requests that ended well [default: one in twenty rounds]."""
+        ended = rounds // 20 if ended is None else ended
         self.metrics = (
             f'vllm:spec_decode_num_drafts_total{{model_name="m",engine="0"}} {rounds}\n'
             f'vllm:spec_decode_num_accepted_tokens_total{{model_name="m",engine="0"}} {accepted}\n'

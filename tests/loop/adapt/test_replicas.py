@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from adapt_requests import HOUR
 from fake_servers import Vllm, counted, restarting
@@ -148,13 +149,17 @@ class TestEvidence:
         ("canary", "others", "words"),
         [
             (
-                Counts(rounds=1000, accepted=1000),
-                Counts(rounds=2000, accepted=4000),
+                Counts(rounds=1000, accepted=1000, requests=50),
+                Counts(rounds=2000, accepted=4000, requests=100),
                 "2.00 tokens a round on the canary",
             ),
             (Counts(rounds=1000, accepted=2100), Counts(rounds=2000, accepted=4000), None),
-            (Counts(rounds=1000, accepted=1960), Counts(rounds=2000, accepted=4000), None),  # less than 5%
-            (Counts(rounds=210, accepted=380), Counts(rounds=2000, accepted=4000), None),  # by chance
+            (Counts(1, 10000, 19600, requests=10**6), Counts(1, 20000, 40000, requests=10**6), None),  # less than 5%
+            (
+                Counts(rounds=1000, accepted=1000, requests=2),
+                Counts(rounds=2000, accepted=4000, requests=4),
+                None,
+            ),  # by chance
             (Counts(rounds=150, accepted=0), Counts(rounds=2000, accepted=4000), None),  # too few
             (Counts(rounds=1000, accepted=0), Counts(rounds=150, accepted=300), None),  # nothing to compare with
             (Counts(errors=20, requests=40), Counts(errors=1, requests=4000), "20 of 40 requests ended in an error"),
@@ -166,6 +171,24 @@ class TestEvidence:
     ) -> None:
         fault = self.stage(canary, others).fault_of_canary(WatchConfig())
         assert fault is None if words is None else words in (fault or "") and "on the other servers" in (fault or "")
+
+    @pytest.mark.parametrize(("mean", "is_worse"), [(3.0, False), (1.8, True)])
+    def test_an_equal_drafter_is_seldom_taken_back(self, mean: float, is_worse: bool) -> None:
+        """Thirty probations of sixty looks; requests differ by more than their rounds do. A fall of 40% is found within
+        ten minutes."""
+        draw, taken_back = np.random.default_rng(0), 0
+        for _ in range(30):
+            stage, counts = self.stage(Counts(), Counts()), [Counts(), Counts()]
+            for _ in range(10 if is_worse else 60):
+                for at, length in enumerate((mean, 3.0)):
+                    rounds = draw.integers(20, 80, 10)
+                    accepted = (rounds * (length * np.exp(draw.normal(0, 0.3, 10)) - 1)).clip(0)
+                    counts[at] += Counts(0, float(rounds.sum()), float(accepted.sum()), requests=10)
+                stage.look_apart((counts[0], counts[1]))
+                if stage.fault_of_canary(WatchConfig()):
+                    taken_back += 1
+                    break
+        assert taken_back >= 28 if is_worse else taken_back <= 2
 
     def test_both_sides_need_rounds(self) -> None:
         config = WatchConfig(probation_minutes=10.0)

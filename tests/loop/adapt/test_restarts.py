@@ -93,10 +93,10 @@ class TestRestartedServers:
         (tmp_path / "old").mkdir()
         one = beside_vllm(tmp_path, vllm, str(tmp_path / "old"), (0, ""), (0, PASSED))
         for minute in range(4):
-            vllm.count(rounds=200 * minute, accepted=600 * minute, tokens=800 * minute)
+            vllm.count(200 * minute, 600 * minute, 800 * minute, ended=200 * minute)
             one.tick(NOW + 60 * minute)
         assert events(one)[-1] == "swapped"
-        vllm.count(rounds=800, accepted=1900, tokens=2700)
+        vllm.count(rounds=800, accepted=1900, tokens=2700, ended=800)
         one.tick(NOW + 240)
         assert events(one)[-1] == "rolled back" and "3.38 tokens a round" in one.log.lines()[-1]["why"]
 

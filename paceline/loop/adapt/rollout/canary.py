@@ -41,6 +41,7 @@ class Canary:
     before: dict[str, float] = field(default_factory=dict)
     """Acceptance lengths before the latest probation, if its drafter was rolled back (`Stage.before`): the standard
     until there are readings of the time since."""
+    before_variances: dict[str, float] = field(default_factory=dict)
 
     def read(self, now: float) -> Counts:
         """Read the server's counters at `now` (seconds since 1970) and return them. If `counted` is set (the server's
@@ -75,8 +76,9 @@ class Canary:
         name = new[0]  # the others follow when this one has been judged
         stage = Stage("found", "probation", int(now // HOUR_S), (), name, drafter=members[name], served=members[name])
         stage.drafts = self.deployment.drafts(name)
-        stage.begin_probation(self.traces, self.readings[0][1], self.readings[-1][1], now)
+        stage.begin_probation(self.traces, [counts for _, counts in self.readings], self.readings[-1][1], now)
         stage.before = {**self.before, **stage.before}
+        stage.before_variances = {**self.before_variances, **stage.before_variances}
         self.deployment.loaded_by_hand(name, known.get(name))
         if len(new) == 1 and (apart := self.deployment.counts_apart()):
             stage.begin_counting(self.readings[-1][1], now, apart)
@@ -94,7 +96,7 @@ class Canary:
         if self.deployment.undo:  # retry: if the earlier response was lost, the new drafter may have served since
             stage.begin_counting(counts, now)
         else:
-            stage.begin_probation(self.traces, self.readings[0][1] if self.readings else None, counts, now)
+            stage.begin_probation(self.traces, [counts for _, counts in self.readings], counts, now)
         stage.name, began_s = "swap", time.monotonic()
 
         def save_undo() -> None:
@@ -165,13 +167,13 @@ class Canary:
     def keep(self) -> None:
         self.deployment.keep()
         self.readings.clear()
-        self.before = {}
+        self.before, self.before_variances = {}, {}
 
     def roll_back(self, stage: Stage) -> None:
         """Restore the state before the swap. Drafters that a user has loaded meanwhile are found by the next `look`."""
         self.deployment.roll_back()
         self.readings.clear()  # they reach into the probation
-        self.before = stage.before
+        self.before, self.before_variances = stage.before, stage.before_variances
         self._set_known(stage.member, self.deployment.members().get(stage.member))
 
     def forget(self, stage: Stage) -> None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from paceline.loop.adapt.traffic.hours import Sums
+
 LEAST_REQUESTS, LEAST_FAILED = 20, 3
 """Minimum numbers of finished and of failed requests for a verdict."""
 LEVEL = 1e-3
 """False-alarm probability of one test. A probation (trial period of a new drafter) makes about sixty tests."""
-FALL_ERRORS = 2.0
-"""Standard errors by which acceptance length must be lower than before, in addition to the allowed share."""
+FALL_ERRORS = 3.5
+"""Standard errors by which acceptance length must be lower than before, in addition to the allowed share: with a normal
+error, sixty tests then have a false alarm in at most 1.4% of probations."""
 PRIOR_FAILED, PRIOR_REQUESTS = 1, 100
 """Counts added to the requests before the swap, as a prior: a server without data is assumed to fail one request in a
 hundred."""
@@ -43,10 +46,10 @@ def fall(
     return f"{now:.2f} tokens a round{source}, {before:.2f} {where}" if is_less else None
 
 
-def variance_of_rounds(rate: float, rounds: float) -> float:
-    """Squared standard error of log(rate), where `rate` is the mean acceptance length of `rounds` rounds, geometrically
-    distributed."""
-    return (rate - 1) / (rate * rounds)
+def variance_of_readings(sums: Sums, requests: float) -> float:
+    """Squared standard error of the log of acceptance length, from the sums of tokens and rounds between readings of a
+    server's counters, in which this number of requests ended."""
+    return sums.log_variance_of(max(requests / max(sums.requests, 1), 1.0))
 
 
 def more_failures(before: Failures, now: Failures, most: float, where: str = "before") -> str | None:

@@ -19,16 +19,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from paceline.loop.adapt.config import WatchConfig
-from paceline.loop.adapt.rollout.evidence import Failures, fall, more_failures, variance_of_rounds
+from paceline.loop.adapt.rollout.evidence import Failures, fall, more_failures, variance_of_readings
+from paceline.loop.adapt.servers.counted_hours import pairs_of
 from paceline.loop.adapt.servers.counters import Counts, is_restarted, pace, tokens_per_round
-from paceline.loop.adapt.traffic.hours import HOUR_S, total
+from paceline.loop.adapt.traffic.hours import HOUR_S, Sums, total
 from paceline.loop.adapt.traffic.stored import read_span
 
 LEAST_ROUNDS = 200
@@ -81,6 +82,8 @@ class Stage:
     """Seconds that the current training has run under earlier daemons."""
     before: dict[str, float] = field(default_factory=dict)
     """Acceptance length before the swap, by cluster, and of the whole server ("")."""
+    before_variances: dict[str, float] = field(default_factory=dict)
+    """Squared standard error of the log of each value of `before`."""
     counted: list[float] = field(default_factory=list)
     """Values of the server's counters at the start of the probation, in the order of the fields of Counts."""
     pace: list[float] = field(default_factory=list)
@@ -93,6 +96,9 @@ class Stage:
     others_seen: list[float] = field(default_factory=list)
     """Counter values of the other servers at the start of a canary's probation, and at the latest reading; `counted`
     and `seen` are then the canary's. Empty if there is one server."""
+    sums: list[list[float]] = field(default_factory=list)
+    """Sums of tokens and rounds between the readings of the probation, each one request, in the order of the fields of
+    Sums: of the server, or of the canary and of the others."""
     served: str = ""
     """Name under which the server lists the drafter on probation."""
     drafts: float | None = None
@@ -148,18 +154,20 @@ class Stage:
         """Record that the server answers."""
         self.num_tries, self.wait_until, self.away_since = 0, 0.0, 0.0
 
-    def begin_probation(self, traces: Path, first: Counts | None, counts: Counts, now: float) -> None:
+    def begin_probation(self, traces: Path, earlier: Sequence[Counts], counts: Counts, now: float) -> None:
         """Begin the probation (trial period of a new drafter) at `now`, in seconds since 1970. Stores acceptance
         length, round time and failures of the time before it, with which later values are compared.
 
         `traces`: folder of traces, read for each cluster's acceptance length in the last 24 hours. `counts`: the
-        server's counters at `now`; `first`: an earlier reading of them, or None. Their difference gives round time,
-        failures and the whole server's acceptance length."""
+        server's counters at `now`; `earlier`: earlier readings of them, oldest first. Their differences give round
+        time, failures and the whole server's acceptance length."""
+        first = earlier[0] if earlier else counts
         spans = read_span(traces, now - SPAN_S, now)
         self.before = {name: sums.tokens_per_round for name, sums in spans.items() if sums.rounds >= LEAST_ROUNDS}
-        if first is not None and (rate := tokens_per_round(first, counts)):
-            self.before[WHOLE] = rate
-        first = first or counts
+        self.before_variances = {name: spans[name].log_variance for name in self.before}
+        sums, requests = Sums.of(pairs_of([*earlier, counts])), counts.requests - first.requests
+        if sums.requests and (rate := tokens_per_round(first, counts)):
+            self.before[WHOLE], self.before_variances[WHOLE] = rate, variance_of_readings(sums, requests)
         self.pace = list(pace(first, counts) or ())
         self.failures = [counts.errors - first.errors, counts.requests - first.requests]
         self.begin_counting(counts, now)
@@ -171,16 +179,25 @@ class Stage:
         self.name, self.began, self.skew = "probation", now, 0.0
         self.counted = self.seen = list(astuple(apart[0] if apart else counts))
         self.others = self.others_seen = list(astuple(apart[1])) if apart else []
+        self.sums = []
 
     def look(self, counts: Counts, drafts: float | None) -> None:
         """Store a reading of the server's counters during a probation. `drafts`: rounds drafted so far by this stage's
         drafter; None if the server does not count by drafter. Counters that decreased mean that the server was
         restarted; counting then begins again."""
         if is_restarted(Counts(*self.seen), counts):
-            self.counted = list(astuple(counts))
+            self.counted = self.seen = list(astuple(counts))
+            self.sums = []
         if drafts is not None and self.drafts is not None and drafts < self.drafts:
             self.drafts = 0.0  # the server was restarted with this drafter
+        self._add_readings((self.seen, counts))
         self.seen = list(astuple(counts))
+
+    def _add_readings(self, *readings: tuple[Sequence[float], Counts]) -> None:
+        """Add to `sums`, for each server, what was counted from its latest reading to this one."""
+        sums = [Sums(*each) for each in self.sums] if len(self.sums) == len(readings) else [Sums()] * len(readings)
+        gains = [Sums.of(pairs_of([Counts(*then), now])) for then, now in readings]
+        self.sums = [list(astuple(each + gain)) for each, gain in zip(sums, gains, strict=True)]
 
     def rounds(self, drafts: float | None) -> float:
         """Number of rounds since the start of the probation. `drafts`: the server's current count of rounds drafted by
@@ -198,6 +215,7 @@ class Stage:
 
     def look_apart(self, apart: tuple[Counts, Counts]) -> None:
         """Store a reading of the counters, `apart`: (counters of the canary, sum of the other servers' counters)."""
+        self._add_readings((self.seen, apart[0]), (self.others_seen, apart[1]))
         self.seen, self.others_seen = (list(astuple(counts)) for counts in apart)
 
     def fault_of_canary(self, config: WatchConfig) -> str | None:
@@ -211,8 +229,11 @@ class Stage:
         if min(canary.rounds, others.rounds) < LEAST_ROUNDS:
             return None
         lengths = [1 + each.accepted / each.rounds for each in (canary, others)]
-        variances = map(variance_of_rounds, lengths, (canary.rounds, others.rounds))
-        return fall(lengths[0], lengths[1], sum(variances), config.most_drop, " on the canary", where)
+        variance = sum(
+            variance_of_readings(Sums(*sums), each.requests)
+            for sums, each in zip(self.sums, (canary, others), strict=True)
+        )
+        return fall(lengths[0], lengths[1], variance, config.most_drop, " on the canary", where)
 
     def kept_why(self, drafts: float | None) -> str:
         """Returns a text on why the new drafter is kept after a probation: acceptance length and rounds of the canary
@@ -253,15 +274,24 @@ class Stage:
         )  # a drafter of one cluster: that one alone
         spans = {name: sums for name, sums in spans.items() if name in self.before and name in compared}
         if (seen := total(spans.values())).rounds >= LEAST_ROUNDS:
-            expected = seen.tokens / sum(sums.tokens / self.before[name] for name, sums in spans.items())
-            fallen = fall(seen.tokens_per_round, expected, seen.log_variance, config.most_drop)
+            rounds = {name: sums.tokens / self.before[name] for name, sums in spans.items()}
+            expected = seen.tokens / sum(rounds.values())
+            variance = seen.log_variance + self._variance_before(rounds)
+            fallen = fall(seen.tokens_per_round, expected, variance, config.most_drop)
             if fallen or self.skew >= 0:
                 return fallen
         rate = tokens_per_round(then, counts)
         if rate is None or WHOLE not in self.before or counts.rounds - then.rounds < LEAST_ROUNDS:
             return None
-        variance = variance_of_rounds(rate, counts.rounds - then.rounds)
+        variance = variance_of_readings(total(Sums(*each) for each in self.sums), now_failures.requests)
+        variance += self._variance_before({WHOLE: 1.0})
         return fall(rate, self.before[WHOLE], variance, config.most_drop, " by its metrics")
+
+    def _variance_before(self, rounds: Mapping[str, float]) -> float:
+        """Squared standard error of the log of the acceptance length in `before`, with these rounds of each cluster;
+        0 for a probation that a daemon without these errors began."""
+        whole = sum(rounds.values())
+        return sum((each / whole) ** 2 * self.before_variances.get(name, 0.0) for name, each in rounds.items())
 
 
 def _is_slower(before: Sequence[float], now: Sequence[float], most: float) -> bool:
@@ -303,11 +333,14 @@ def read_stage(fields: dict[str, Any]) -> Stage:
         or (stage.name != "choose" and len(stage.verdicts) < len(stage.candidates)),
         "window": not is_job or type(stage.window["since"]) is int,
         "folder": stage.name != "training" or type(stage.window["folder"]) is str,
-        "before": _all(stage.before, str) and _are_numbers(stage.before.values()),
+        "before": all(
+            _all(values, str) and _are_numbers(values.values()) for values in (stage.before, stage.before_variances)
+        ),
         "counts": all(
             _are_numbers(counts) and len(counts) in (0, NUM_COUNTS)
             for counts in (stage.counted, stage.seen, stage.others, stage.others_seen)
         ),
+        "sums": all(_are_numbers(sums) and len(sums) == len(astuple(Sums())) for sums in stage.sums),
         "counts of a canary": len(stage.others) == len(stage.others_seen),
         "counts of a probation": stage.name != "probation" or len(stage.counted) == len(stage.seen) == NUM_COUNTS,
         "pace": all(_are_numbers(pair) and len(pair) in (0, 2) for pair in (stage.pace, stage.failures)),

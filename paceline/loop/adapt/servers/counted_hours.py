@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,8 @@ class CountedHours:
     def read(self, now: float, counts: Counts) -> None:
         """Add a reading of the counters at `now` (seconds since 1970). The counts must not drop when the server is
         restarted; `Meter` ensures this."""
-        if self._before is not None:
-            rounds, accepted = counts.rounds - self._before[1].rounds, counts.accepted - self._before[1].accepted
-            if rounds > 0 and accepted >= 0:
-                self._pairs[int(self._before[0] // HOUR_S)].append((rounds + accepted, rounds))
+        if self._before is not None and (pairs := pairs_of([self._before[1], counts])):
+            self._pairs[int(self._before[0] // HOUR_S)] += pairs
         self._before = now, counts
 
     def hours(self, until: int, since: int = 0) -> dict[int, dict[str, Sums]]:
@@ -60,6 +60,12 @@ class CountedHours:
                 elif since <= line["hour"] < until:
                     hours[line["hour"]] = {ALL: hours.get(line["hour"], {}).get(ALL, Sums()) + Sums(*line["sums"])}
             return hours
+
+
+def pairs_of(readings: Iterable[Counts]) -> list[tuple[float, float]]:
+    """Returns (tokens, rounds) between each two consecutive readings of the counters, where there were any."""
+    gains = [(now.rounds - then.rounds, now.accepted - then.accepted) for then, now in pairwise(readings)]
+    return [(rounds + accepted, rounds) for rounds, accepted in gains if rounds > 0 and accepted >= 0]
 
 
 def stored_hours(store: StoreConfig) -> tuple[dict[int, dict[str, Sums]], Counter[str], str]:

@@ -71,11 +71,17 @@ class Sums:
     @property
     def log_variance(self) -> float:
         """Squared standard error of the log of acceptance length (`tokens_per_round`); infinite without a request."""
+        return self.log_variance_of(1.0)
+
+    def log_variance_of(self, requests_each: float) -> float:
+        """`log_variance` if every request of these sums is really this number of requests, as for a reading of a
+        server's counters. Assumes that they are independent: that few last from one reading to the next."""
         if not self.requests or self.tokens <= 0:
             return math.inf
         ratio, mean = self.tokens_per_round, self.tokens / self.requests
         squares = self.tokens_2 - 2 * ratio * self.tokens_rounds + ratio * ratio * self.rounds_2
-        relative = (max(squares, 0.0) / mean**2 + PRIOR_REQUESTS * PRIOR_VARIANCE) / (self.requests + PRIOR_REQUESTS)
+        prior = PRIOR_VARIANCE / requests_each
+        relative = (max(squares, 0.0) / mean**2 + PRIOR_REQUESTS * prior) / (self.requests + PRIOR_REQUESTS)
         return relative / self.requests
 
     @property
