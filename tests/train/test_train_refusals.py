@@ -123,7 +123,9 @@ def test_answers_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
 def test_prompts_that_are_all_held_out_teach_nothing(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(4)))
-    words = ("--max-tokens", "8", "--prompts", file, "--heldout", f"{file}=1", "--features", "streamed")
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n" + file.read_text())  # the same texts in other rows of another file
+    words = ("--max-tokens", "8", "--prompts", file, "--heldout", f"{other}=1", "--features", "streamed")
     with pytest.raises(PromptError, match="nothing is left to learn from: every document is held out"):
         paceline(*TINY, *words, "--out", tmp_path / "run")
 
