@@ -30,6 +30,13 @@ from paceline.train.tiny import write_tiny_target
         (("--block-size", "1"), ConfigError, "block-size must be at least 2"),
         (("--lr", "0"), ConfigError, "lr must be above 0"),
         (("--epochs", "0"), ConfigError, "must be above 0"),
+        (("--max-steps", "0"), ConfigError, "max-steps must be at least 1, not 0"),
+        (("--max-minutes", "0"), ConfigError, "max-minutes must be above 0, not 0"),
+        (("--seed", "-1"), ConfigError, "seed must be 0 or more, not -1"),
+        (("--taps", "0"), ConfigError, "taps must be at least 1, not 0"),
+        (("--tap-layers", "1,-1"), ConfigError, "tap-layers must be 0 or more, not -1"),
+        (("--sliding-window", "0"), ConfigError, "sliding-window must be at least 1, not 0"),
+        (("--mask-token", "-1"), ConfigError, "mask-token must be 0 or more, not -1"),
         (("--loss", "kl", "--loss-vocab", "100"), ConfigError, "leave the loss vocabulary out"),
         (("--temperature", "warm"), ConfigError, "--temperature 'warm' is no list of numbers"),
         (
