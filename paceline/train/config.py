@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from paceline.bounds import Checked, Count, Must, Positive, Share, Whole, at_least, check, within
+from paceline.bounds import Amount, Checked, Count, Must, Positive, Share, Whole, at_least, check, within
 from paceline.config import EngineConfig
 from paceline.data.prompts import Message, read_messages, read_tools
 from paceline.errors import ConfigError, PromptError, refuse, reraised
@@ -231,9 +231,9 @@ class LoopConfig(Checked):
 
     epochs: Positive = 6.0
     """Passes over the documents, each with new anchors."""
-    max_steps: int | None = None
+    max_steps: Count | None = None
     """Stop after this many steps, instead of after `epochs`."""
-    max_minutes: float | None = None
+    max_minutes: Positive | None = None
     """Stop training after this many minutes. The learning rate decays with steps or time, whichever ends first."""
     blocks_per_step: Count = 512
     """Blocks per optimiser step."""
@@ -251,11 +251,11 @@ class LoopConfig(Checked):
     """Attention implementation; auto uses flex on a GPU and split on a CPU."""
     gradient_checkpointing: bool = False
     """Use less memory and more time: each layer is recomputed in the backward pass."""
-    seed: int = 0
+    seed: Whole = 0
     """Seed of data order, anchors and initial weights."""
     heldout_every: Count = 50
     """Steps between evaluations on held-out documents."""
-    checkpoint_minutes: float = 5.0
+    checkpoint_minutes: Amount = 5.0
     """Minutes between checkpoints."""
     keep: Annotated[str, ("last", "best")] = "last"
     """Weights that become the drafter: the last, or those that served held-out prompts best."""
@@ -292,9 +292,9 @@ class DrafterShape(Checked):
     """Key and value heads of a draft layer [default: as many queries for each as the target has]."""
     block_size: Annotated[int, at_least(2)] = 8
     """Block size in tokens: the anchor and the draft tokens [default with --init: that drafter's]."""
-    num_taps: int | None = None
+    num_taps: Count | None = None
     """Number of target layers whose hidden states the drafter reads [default: 5, or as many as layers]."""
-    tap_layers: tuple[int, ...] | None = None
+    tap_layers: tuple[Whole, ...] | None = None
     """Indices of the target layers to read, comma-separated, 0-based."""
     start: Literal["random", "copied", "target"] = "random"
     """Initial layers: random, or copies of the target's (copied or target). mtp: the target's own layer, or a copy of
@@ -304,9 +304,9 @@ class DrafterShape(Checked):
     is_causal: bool | None = None
     """Whether draft positions attend only to earlier draft positions. Without, the format decides: they attend both
     ways."""
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     """Positions that draft layers attend to [default: all; with --init: as that drafter]."""
-    mask_token_id: int | None = None
+    mask_token_id: Whole | None = None
     """Token id that marks a position to be drafted [default: the last]."""
     draft_vocab: SomeTokens | None = None
     """Draft only the most frequent tokens, this many; 0 for all."""

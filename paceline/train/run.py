@@ -213,8 +213,8 @@ class _Stages:
             corpus = read_corpus(*options)
         if kept_out is not None:
             heldout = list(read_corpus([kept_out], longest_of(config), 0.0).train[:MAX_HELDOUT])
-            kept_out_keys = {document.key for document in heldout}
-            corpus = replace(corpus, train=without(corpus.train, kept_out_keys), heldout=heldout)
+            prompts = {document.prompt for document in heldout}
+            corpus = replace(corpus, train=without(corpus.train, lambda each: each.prompt in prompts), heldout=heldout)
             if not corpus.train:
                 raise PromptError(
                     "nothing is left to learn from: every document is held out; give --heldout other prompts"

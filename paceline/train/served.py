@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,8 @@ from paceline.draft.registry import Trained, read_trained
 from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.llm import LLM
 from paceline.hardware import free_bytes
+from paceline.hub import resolve
+from paceline.model.checkpoint import load_config
 from paceline.model.target import Target
 from paceline.plan.planner import FixedPlanner
 from paceline.report.statistics import Rounds, doubt
@@ -78,7 +80,7 @@ def serve_heldout(
     llm.use_drafter(drafter)
     llm.engine.planner = FixedPlanner()  # always draft full blocks: the drafter is measured, not this machine's speed
     prompts = [document.tokens[: document.answer_start].tolist() for document in documents]
-    answers = llm.generate_ids(prompts, SamplingParams(max_tokens=max_tokens))
+    answers = llm.generate_ids(prompts, [params_for(llm, prompt, max_tokens) for prompt in prompts])
     figures = HeldoutFigures(
         **asdict(Rounds.sum(answer.stats for answer in answers)),
         num_prompts=len(answers),
@@ -121,8 +123,21 @@ def heldout_server(
 
 
 def _loaded(target: EngineConfig, documents: list[Document], max_tokens: int) -> LLM:
+    return LLM.of(
+        replace(target, drafter="none", max_batch=SERVED_BATCH, max_len=length_for(target, documents, max_tokens))
+    )
+
+
+def length_for(target: EngineConfig, documents: Sequence[Document], max_tokens: int) -> int:
+    """Returns the cache length, in tokens, for answers of up to `max_tokens` tokens to the documents' prompts: at most
+    the target's context."""
     longest = max(document.answer_start for document in documents) + max_tokens
-    return LLM.of(replace(target, drafter="none", max_batch=SERVED_BATCH, max_len=longest))
+    return min(longest, load_config(resolve(target.model)).max_position)
+
+
+def params_for(llm: LLM, prompt: Sequence[int], max_tokens: int) -> SamplingParams:
+    """Returns sampling parameters for a greedy answer of up to `max_tokens` tokens, fewer if the cache ends before."""
+    return SamplingParams(max_tokens=max(1, min(max_tokens, llm.target.cache.max_len - len(prompt))))
 
 
 def has_room(target: Target) -> bool:
@@ -235,7 +250,7 @@ def _timed(llm: LLM, drafter: str | Drafter, documents: list[Document], max_toke
     for document in documents[:TIMED]:
         began = time.perf_counter()
         prompt = document.tokens[: document.answer_start].tolist()
-        answers += llm.generate_ids([prompt], SamplingParams(max_tokens=min(TIMED_TOKENS, max_tokens)))
+        answers += llm.generate_ids([prompt], params_for(llm, prompt, min(TIMED_TOKENS, max_tokens)))
         seconds += time.perf_counter() - began
     num_tokens = sum(len(answer.token_ids) for answer in answers)
     tokens_per_round = Rounds.sum(answer.stats for answer in answers).tokens_per_round

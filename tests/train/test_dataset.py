@@ -85,6 +85,12 @@ class TestCorpus:
         assert len(out) == 4 and len(corpus.heldout) == 16
         assert not out & {prompt_of(each.key) for each in corpus.train}
 
+    def test_a_text_is_held_out_wherever_it_stands(self, tmp_path: Path) -> None:
+        rows = [answer(f"{file}/{n}#{n % 20:08x}@0", [4, 5, 6]) for file in ("a", "b") for n in range(40)]
+        corpus = read_corpus([answers(tmp_path, *rows)], max_len=20, heldout_share=0.1)
+        assert len(corpus.heldout) == 8 and corpus.num_prompts == 18
+        assert not {each.prompt for each in corpus.heldout} & {each.prompt for each in corpus.train}
+
     def test_what_is_held_out_stays_so_when_answers_are_added(self) -> None:
         few, many = ([f"p{n}@0" for n in range(number)] for number in (200, 220))
         chosen = heldout_prompts(few, 0.1, 256)

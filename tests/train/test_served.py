@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from paceline.train.features.hidden_states import OnlineFeatures
 from paceline.train.learn.initial_weights import FirstNorm, network_for, scale_first_logits
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.packs import DFlashTrainable
-from paceline.train.served import agreement, serve_heldout, starts_of, walked
+from paceline.train.served import agreement, length_for, serve_heldout, starts_of, walked
 from paceline.train.tiny import write_tiny_target
 from paceline.types import SamplingParams
 
@@ -84,6 +85,17 @@ def test_an_untrained_drafter_gains_nothing_and_changes_nothing(llm: LLM) -> Non
     accepted = sum(count * rounds for count, rounds in enumerate(served.accepted_histogram))
     assert served.tokens_per_round == pytest.approx(1.0 + accepted / served.num_rounds)
     assert 1.0 <= served.tokens_per_round < 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [1, 8])
+def test_an_answer_ends_at_the_targets_context(llm: LLM, room: int) -> None:
+    context = llm.target.max_position
+    prompt = Document("long@0/0", np.full(context, 65, dtype=np.int32), context - room)
+    assert length_for(llm.config, [prompt], 96) == context and length_for(llm.config, [prompt], room - 1) == context - 1
+    longest = LLM.of(replace(llm.config, max_len=length_for(llm.config, [prompt], 96)))
+    figures, _ = serve_heldout(longest, DFlashDrafter.random(llm.target, head_dim=16, block_size=4), [prompt], 96)
+    assert figures.num_tokens == room
 
 
 def test_a_round_takes_the_accepted_drafts_and_one_token_more() -> None:

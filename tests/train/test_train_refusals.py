@@ -30,6 +30,13 @@ from paceline.train.tiny import write_tiny_target
         (("--block-size", "1"), ConfigError, "block-size must be at least 2"),
         (("--lr", "0"), ConfigError, "lr must be above 0"),
         (("--epochs", "0"), ConfigError, "must be above 0"),
+        (("--max-steps", "0"), ConfigError, "max-steps must be at least 1, not 0"),
+        (("--max-minutes", "0"), ConfigError, "max-minutes must be above 0, not 0"),
+        (("--seed", "-1"), ConfigError, "seed must be 0 or more, not -1"),
+        (("--taps", "0"), ConfigError, "taps must be at least 1, not 0"),
+        (("--tap-layers", "1,-1"), ConfigError, "tap-layers must be 0 or more, not -1"),
+        (("--sliding-window", "0"), ConfigError, "sliding-window must be at least 1, not 0"),
+        (("--mask-token", "-1"), ConfigError, "mask-token must be 0 or more, not -1"),
         (("--loss", "kl", "--loss-vocab", "100"), ConfigError, "leave the loss vocabulary out"),
         (("--temperature", "warm"), ConfigError, "--temperature 'warm' is no list of numbers"),
         (
@@ -123,7 +130,9 @@ def test_answers_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
 def test_prompts_that_are_all_held_out_teach_nothing(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(4)))
-    words = ("--max-tokens", "8", "--prompts", file, "--heldout", f"{file}=1", "--features", "streamed")
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n" + file.read_text())  # the same texts in other rows of another file
+    words = ("--max-tokens", "8", "--prompts", file, "--heldout", f"{other}=1", "--features", "streamed")
     with pytest.raises(PromptError, match="nothing is left to learn from: every document is held out"):
         paceline(*TINY, *words, "--out", tmp_path / "run")
 

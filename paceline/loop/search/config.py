@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from paceline.bounds import Checked, Count, Positive, at_least
+from paceline.bounds import Checked, Count, Positive, Whole, at_least
 from paceline.config import EngineConfig
 from paceline.train.config import AnswerConfig, PromptsConfig
 
@@ -40,7 +40,7 @@ class SearchConfig(Checked):
     """Longest answer in a measurement, in tokens."""
     repeat: Count = 3
     """Turns of a measurement; drafters alternate."""
-    seed: int = 0
+    seed: Whole = 0
     """Seed of the settings that are tried, and of each training."""
 
     @property

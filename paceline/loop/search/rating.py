@@ -16,7 +16,7 @@ from paceline.engine.llm import LLM
 from paceline.report.statistics import Interval, Rounds
 from paceline.report.tables import ignore
 from paceline.train.documents.dataset import Document
-from paceline.types import SamplingParams
+from paceline.train.served import length_for, params_for
 
 
 class Rated(NamedTuple):
@@ -45,7 +45,7 @@ class Rater:
         """Measures `drafter`: returns its tokens/s over those of the drafter `baseline`, or of plain decoding if that
         is None. `documents`: only their prompts are used. Calls `on_answer` after each answer."""
         requests = [Request(each.key, each.tokens[: each.answer_start].tolist()) for each in documents]
-        longest = max(len(request.token_ids) for request in requests) + self.max_tokens
+        longest = length_for(self.target, documents, self.max_tokens)
         llm = LLM.of(replace(self.target, drafter=BASELINE, max_batch=1, max_len=longest))
         engines, passes = Engines(llm), dict[str, list[Pass]]()
         for name in ("ours", "theirs"):
@@ -53,10 +53,10 @@ class Rater:
             drawn = make_drafter(str(folder) if folder else BASELINE, llm.target, target_name=self.target.model)
             engines.add(name, drawn)
             passes[name] = []
-        params = [SamplingParams(max_tokens=self.max_tokens)] * len(requests)
+        params = [params_for(llm, request.token_ids, self.max_tokens) for request in requests]
         for _ in range(self.repeat):
             for name, done in passes.items():
-                run_pass(engines.use(name), requests[:1], [SamplingParams(max_tokens=WARM_UP_TOKENS)], 1)
+                run_pass(engines.use(name), requests[:1], [params_for(llm, requests[0].token_ids, WARM_UP_TOKENS)], 1)
                 done.append(run_pass(engines.use(name), requests, params, 1, on_answer))
         ratio, interval = speedup_over(passes["ours"], passes["theirs"])
         rounds = [each for answer in passes["ours"][0].answers for each in answer.rounds]

@@ -110,8 +110,7 @@ class _Search:
         documents, of which no prompt is in the folders."""
         number = self.config.num_prompts
         everything = read_corpus(sources, 10**6, 0.0)
-        keys = [document.key.rsplit("/", 1)[0] for document in everything.train]
-        prompts = {prompt_of(key) for key in keys}
+        prompts = {document.prompt for document in everything.train}
         if len(prompts) < 2 * number:
             raise PromptError(
                 f"{len(prompts)} different prompts are too few to hold out {number}: give more prompts or answers, or "
@@ -126,7 +125,7 @@ class _Search:
                 scratch.mkdir(parents=True)
                 AnswerShards(scratch).write([a for a in answers_of([source]) if prompt_of(a.key) not in chosen])
                 scratch.rename(folder)
-        first = {prompt_of(key): document for key, document in zip(keys, everything.train, strict=True)}
+        first = {document.prompt: document for document in everything.train}
         return folders, [first[prompt] for prompt in sorted(chosen)]
 
     def _space(self, sources: list[Path]) -> Space:
@@ -184,6 +183,7 @@ def _opened(config: SearchConfig) -> RunFolder:
     settings = plain(asdict(replace(config, trial_minutes=config.rung_minutes[-1])))
     for name in ("out", *LENGTH):
         settings.pop(name)
+    settings["held_out_by"] = "text"  # a search begun when prompts of other rows counted as others cannot go on
     return opened_run(config.out, "search", settings)
 
 

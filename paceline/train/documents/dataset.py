@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,6 +48,11 @@ class Document:
         return len(self.tokens)
 
     @property
+    def prompt(self) -> str:
+        """Identifier of the prompt (see `prompt_of`)."""
+        return prompt_of(self.key.rsplit("/", 1)[0])
+
+    @property
     def num_anchors(self) -> int:
         """Number of positions that can be anchors (where a block of drafts begins): those of the answer that have a
         next token to draft."""
@@ -74,7 +80,7 @@ class Corpus:
     def num_prompts(self) -> int:
         """Number of different prompts to learn from; all messages of a conversation and all temperatures count as
         one."""
-        return len({prompt_of(document.key.rsplit("/", 1)[0]) for document in self.train})
+        return len({document.prompt for document in self.train})
 
     def told(self) -> str:
         """Returns a text with the numbers of documents that were left out or cut, by reason; empty if no document
@@ -237,9 +243,11 @@ def has_vocabulary(document: Document, vocab_size: int) -> bool:
 
 
 def prompt_of(key: str) -> str:
-    """Returns the part of a conversation's key that identifies its prompt: the key without temperature and sample
-    number. All answers to a prompt share it, and are held out together."""
-    return key.rsplit("@", 1)[0]
+    """Returns the part of a conversation's key that identifies its prompt: the hash of the prompt's text, the same in
+    any file and row, or without one the key without temperature and sample number. All answers to a prompt share it,
+    and are held out together."""
+    name = key.rsplit("@", 1)[0]
+    return name[-8:] if re.search("#[0-9a-f]{8}$", name) else name
 
 
 def heldout_prompts(keys: Iterable[str], share: float, most: int, fewest: int = 1) -> set[str]:

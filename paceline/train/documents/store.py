@@ -14,7 +14,7 @@ import os
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -91,11 +91,11 @@ class _Bytes:
         return os.pread(self._file, part.stop - part.start, part.start)
 
 
-def without(documents: Sequence[Document], keys: Set[str]) -> Sequence[Document]:
-    """Returns the documents whose keys are not in `keys`; stored documents stay on disk."""
+def without(documents: Sequence[Document], is_out: Callable[[Document], bool]) -> Sequence[Document]:
+    """Returns the documents for which `is_out` returns False; stored documents stay on disk."""
     if not isinstance(documents, StoredDocuments):
-        return [document for document in documents if document.key not in keys]
-    is_kept = [document.key not in keys for document in documents]
+        return [document for document in documents if not is_out(document)]
+    is_kept = [not is_out(document) for document in documents]
     return StoredDocuments(documents.folder, documents.rows[np.array(is_kept, dtype=bool)])
 
 
@@ -169,7 +169,7 @@ def known_only(corpus: Corpus, vocab_size: int, strict: bool = False) -> Corpus:
         check_vocabulary(corpus, vocab_size)
     corpus.dropped.add("with tokens that the target does not have", f"answer {min(foreign)}", len(foreign))
     heldout = [document for document in corpus.heldout if document.key not in foreign]
-    return replace(corpus, train=without(corpus.train, foreign), heldout=heldout)
+    return replace(corpus, train=without(corpus.train, lambda document: document.key in foreign), heldout=heldout)
 
 
 def _sorted_once(every: StoredDocuments) -> tuple[NDArray[np.int64], int]:

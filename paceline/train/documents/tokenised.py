@@ -10,6 +10,7 @@ the target processes once.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def tokenised_answers(path: Path, dropped: Dropped | None = None) -> Iterator[An
         try:
             if isinstance(row, RowError):
                 raise row
-            yield from _answers_of(row, where, printable(f"{path.name}/{row.get('id', number)}@given"), path.name)
+            yield from _answers_of(row, where, printable(f"{path.name}/{row.get('id', number)}"), path.name)
         except RowError as error:
             if dropped is None:
                 raise
@@ -62,6 +63,7 @@ def _answers_of(row: Row, where: str, key: str, source: str) -> list[Answer]:
     spans = [(start, end) for start, end in spans if end - start >= 2]
     if not spans:
         raise RowError(f"{where}: no two neighbouring tokens are to be learned from", "with nothing to learn from")
+    key += f"#{zlib.crc32(repr((ids, spans)).encode()):08x}@given"  # files may share a name, and rows an id
     return [
         Answer(key, source, turn, float("nan"), ids[:start], ids[start:end], "unknown", "")
         for turn, (start, end) in enumerate(spans)
