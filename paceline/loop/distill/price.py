@@ -113,10 +113,10 @@ def _estimate(
 ) -> Price:
     teaching, documents, num_heldout = config.teaching, corpus.train, len(few_a_prompt(corpus.heldout))
     steps = teaching.num_steps(len(documents))
-    if teaching.minutes is not None:
-        steps = min(steps, max(1, int(60 * teaching.minutes / step_s)))
     if teaching.method == "gkd":
         step_s *= 1 + sum(weights[0]) / sum(weights[1]) / 3  # plus the teacher's pass, a third of forward and backward
+    if teaching.minutes is not None:
+        steps = min(steps, max(1, int(60 * teaching.minutes / step_s)))
     num_read = num_heldout + (len(documents) if teaching.method == "soft" else 0)
     (layers, ends), (own_layers, own_ends) = weights
     share = (own_layers + own_ends) / (layers + ends)
