@@ -25,6 +25,8 @@ from paceline.errors import PromptError, reraised
 LIMIT_S, LIMIT_BYTES, WAIT_S = 5, 2**30, 15
 PASSED = 42
 """Exit status of a process in which all tests passed; an answer that ends the process early fails."""
+NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d[\d,]*\.?\d*|(?<![\w.])\.\d+)(?:[eE][+-]?\d+)?")
+"""A number; the dash of a range, as in 2023-2024, is not a sign."""
 Row = dict[str, Any]
 
 
@@ -86,7 +88,7 @@ def score_ticket(row: Row, text: str) -> bool:
 
 def score_number(row: Row, text: str) -> bool:
     """Return True if the last number in the text equals the published answer (GSM8K)."""
-    numbers = re.findall(r"-?\d[\d,]*\.?\d*", text)
+    numbers = NUMBER.findall(text)
     wanted = row["answer"].rpartition("####")[2].strip().replace(",", "")
     right = float(wanted)
     return bool(numbers) and float(numbers[-1].replace(",", "")) == right

@@ -74,6 +74,7 @@ def test_answers_are_scored() -> None:
         {"answer": "#### 5"}, "5 or 6"
     )
     assert not score_number({"answer": "#### 5"}, "none")
+    assert score_number({"answer": "#### 2024"}, "2023-2024")
     assert score_code(ADD, "```python\ndef add(a, b):\n    return a + b\n```") and score_code(ADD, "    return a + b\n")
     assert not score_code(ADD, "```python\ndef add(a, b):\n    return a - b\n```") and not score_code(
         ADD, "I cannot.\0"

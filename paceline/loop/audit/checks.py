@@ -14,6 +14,8 @@ from paceline.loop.audit.evidence import Draw, Group, Trial, detectable
 
 Outcome = Literal["passed", "fault", "note", "not offered", "not judged"]
 Verdict = Literal["honest", "faulty", "unsure"]
+LEAST_TOKENS = 32
+"""Minimum number of tokens whose log-probabilities are compared: the median of a few says little."""
 MOST_LOST = 0.2
 """Share of answers with unknown tokens above which the other answers are not representative."""
 NEEDED = ("sampled", "greedy")
@@ -186,6 +188,10 @@ def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
     `allowed`, in nats. `pairs`: (server's, local model's) for each token."""
     if not pairs:
         return Finding("logprobs", "not offered", "the server tells no log-probabilities")
+    if len(pairs) < LEAST_TOKENS:
+        text = f"log-probabilities of only {len(pairs)} tokens, {LEAST_TOKENS} are needed"
+        text += ": raise --max-tokens, or give more --prompts"
+        return Finding("logprobs", "not judged", text, {"tokens": len(pairs)})
     apart = [abs(reported - own) for reported, own in pairs]
     middle, largest = statistics.median(apart), max(apart)
     text = (

@@ -231,13 +231,14 @@ def audit(
 
 def _examine(auditor: Auditor) -> tuple[list[Finding], list[Group], list[Trial]]:
     config, endpoint = auditor.config, auditor.endpoint
-    findings: list[Finding] = []
-    if config.greedy_tokens:
-        findings += auditor.greedy()
-    counts = checks.usage(auditor.usage, endpoint.kind != "ids")
-    if counts.outcome == "not judged":
-        return [counts], [], []
-    groups = [auditor.sampled(f"temperature {temperature:g}", temperature) for temperature in config.temperatures]
+    findings = [*auditor.greedy()] if config.greedy_tokens else []
+    groups: list[Group] = []
+    for temperature in (None, *config.temperatures):
+        if temperature is not None:
+            groups.append(auditor.sampled(f"temperature {temperature:g}", temperature))
+        counts = checks.usage(auditor.usage, endpoint.kind != "ids")
+        if counts.outcome == "not judged":
+            return [counts], [], []
     if config.top_p < 1:
         groups.append(auditor.sampled(f"temperature 1, top-p {config.top_p:g}", 1.0, config.top_p))
     seeded, seeds = auditor.seeded()

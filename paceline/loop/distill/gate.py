@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,13 +23,15 @@ from paceline.loop.distill.config import GateConfig
 from paceline.loop.distill.reading import AnswerLogprobs
 from paceline.report.statistics import Interval, bootstrap, ratio_of_sums
 from paceline.report.tables import Progress
-from paceline.train.documents.dataset import Document
+from paceline.train.documents.dataset import Document, prompt_of
 from paceline.types import SamplingParams
 
 MORE_TOKENS = 32
 """Number of tokens by which the student's answer may be longer than the teacher's."""
 AT_ONCE = 8
 """Number of held-out prompts that the student answers concurrently."""
+A_PROMPT = 4
+"""Number of answers of one held-out prompt that are read at most: frequent prompts have hundreds."""
 MOSTLY = 0.9
 """Fields are compared only if at least this share of the teacher's answers are JSON objects."""
 
@@ -52,7 +55,7 @@ class GateInputs:
     llm: LLM
     """The finished student, loaded without a drafter."""
     documents: Sequence[Document]
-    """Held-out prompts with the teacher's answers."""
+    """Held-out prompts with the teacher's answers, at most 4 (A_PROMPT) of each prompt."""
     teacher: Sequence[AnswerLogprobs]
     """The teacher's log-probabilities along each document's answer."""
     student: Sequence[AnswerLogprobs]
@@ -82,6 +85,16 @@ def same_first(one: AnswerLogprobs, other: AnswerLogprobs) -> tuple[float, float
     return float((one.ids_NK[:, 0] == other.ids_NK[:, 0]).sum()), float(len(one.ids_NK))
 
 
+def few_a_prompt(documents: Iterable[Document], most: int = A_PROMPT) -> list[Document]:
+    """Returns the documents, in order, without those that come after the first `most` of their prompt."""
+    counts, kept = Counter[str](), list[Document]()
+    for document in documents:
+        counts[prompt_of(document.key)] += 1
+        if counts[prompt_of(document.key)] <= most:
+            kept.append(document)
+    return kept
+
+
 def mean_loss(logprobs: Sequence[AnswerLogprobs]) -> float:
     """Returns the mean negative log-likelihood of the answers' tokens, in nats per token."""
     return -float(np.concatenate([each.own_N for each in logprobs]).mean())
@@ -96,7 +109,11 @@ class Agreement:
     name: str = "agreement"
 
     def __call__(self, inputs: GateInputs) -> Finding:
-        pairs = [same_first(student, teacher) for student, teacher in zip(inputs.student, inputs.teacher, strict=True)]
+        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # [equal, all] positions of each prompt
+        for document, student, teacher in zip(inputs.documents, inputs.student, inputs.teacher, strict=True):
+            own = sums[prompt_of(document.key)]
+            own[:] = map(sum, zip(own, same_first(student, teacher), strict=True))
+        pairs = list(map(tuple, sums.values()))
         share, interval = ratio_of_sums(pairs), bootstrap(pairs, ratio_of_sums)
         losses = {
             "teacher": mean_loss(inputs.teacher),
@@ -121,7 +138,7 @@ class OwnAnswers:
     name: str = "answers"
 
     def __call__(self, inputs: GateInputs) -> Finding:
-        documents = inputs.documents[: self.config.num_answers]
+        documents = few_a_prompt(inputs.documents, 1)[: self.config.num_answers]
         references = [inputs.llm.tokenizer.decode(each.tokens[each.answer_start :].tolist()) for each in documents]
         answers = own_answers(inputs.llm, documents, inputs.progress)
         identical = sum(one.strip() == other.strip() for one, other in zip(answers, references, strict=True)) / len(

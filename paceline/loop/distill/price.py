@@ -22,6 +22,7 @@ from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, PromptError, needing
 from paceline.hub import resolve
 from paceline.loop.distill.config import DistillConfig
+from paceline.loop.distill.gate import few_a_prompt
 from paceline.loop.distill.reading import Reader
 from paceline.loop.distill.start import check_layers, check_same_words, kept_layers, num_weights
 from paceline.model import checkpoint
@@ -110,12 +111,12 @@ def _estimate(
     step_s: float,
     read_s: float,
 ) -> Price:
-    teaching, documents, num_heldout = config.teaching, corpus.train, len(corpus.heldout)
+    teaching, documents, num_heldout = config.teaching, corpus.train, len(few_a_prompt(corpus.heldout))
     steps = teaching.num_steps(len(documents))
-    if teaching.minutes is not None:
-        steps = min(steps, max(1, int(60 * teaching.minutes / step_s)))
     if teaching.method == "gkd":
         step_s *= 1 + sum(weights[0]) / sum(weights[1]) / 3  # plus the teacher's pass, a third of forward and backward
+    if teaching.minutes is not None:
+        steps = min(steps, max(1, int(60 * teaching.minutes / step_s)))
     num_read = num_heldout + (len(documents) if teaching.method == "soft" else 0)
     (layers, ends), (own_layers, own_ends) = weights
     share = (own_layers + own_ends) / (layers + ends)

@@ -20,7 +20,7 @@ from paceline.engine.llm import LLM
 from paceline.errors import CacheError, PromptError, reraised
 from paceline.hub import resolve
 from paceline.loop.distill.config import DistillConfig
-from paceline.loop.distill.gate import Agreement, Finding, GateInputs, Judge, OwnAnswers
+from paceline.loop.distill.gate import Agreement, Finding, GateInputs, Judge, OwnAnswers, few_a_prompt
 from paceline.loop.distill.influence import influences
 from paceline.loop.distill.reading import Reader, Stored, read_all
 from paceline.loop.distill.start import num_weights, write_start
@@ -133,6 +133,7 @@ class _Stages:
         check_answers(sources, Tokenizer.from_path(self.teacher).decode)
         longest = min(teaching.max_len, checkpoint.load_config(self.teacher).max_position)
         corpus = read_corpus(sources, longest, teaching.heldout_share, teaching.max_heldout, 8)
+        corpus = replace(corpus, heldout=few_a_prompt(corpus.heldout))
         check_vocabulary(corpus, checkpoint.load_config(self.teacher).vocab_size)
         if not corpus.heldout:
             raise PromptError(

@@ -4,9 +4,10 @@
     comparison.difference, comparison.interval, comparison.chance, comparison.verdict
 
 The interval is the 95% percentile bootstrap of the paired difference over cases (Efron and Tibshirani 1993, chapter
-13). `chance` is the two-sided p-value of a permutation test that flips the sign of each case's difference (Fisher; for
-scores of 0 and 1 it is McNemar's exact test). A difference counts if `chance` is below `level`, 0.01: at 0.05 a gate
-that runs twenty times would give one false alarm on average.
+13) and two pseudo-cases, one gained and one lost (see `scores.resampled`). `chance` is the two-sided p-value of a
+permutation test that flips the sign of each case's difference (Fisher; for scores of 0 and 1 it is McNemar's exact
+test). A difference counts if `chance` is below `level`, 0.01: at 0.05 a gate that runs twenty times would give one
+false alarm on average.
 """
 
 from __future__ import annotations
@@ -69,12 +70,10 @@ class Comparison:
     def loss_above(self, margin: float) -> str:
         """Returns a reason to fail the gate if the 95% interval of the difference includes a loss of more than
         `margin`, in mean score (0 to 1); else ""."""
-        is_possible = self.interval[0] < -margin
-        return (
-            f"a loss of more than {margin:g} compared with {self.before} is not ruled out: {self}"
-            if is_possible
-            else ""
-        )
+        if self.interval[0] >= -margin:
+            return ""
+        text = f"a loss of more than {margin:g} compared with {self.before} is not ruled out: {self}"
+        return f"{text}; more cases narrow this"
 
 
 def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) -> Comparison:
@@ -109,7 +108,7 @@ def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) 
         score_before=float(one.mean()),
         score_after=float(two.mean()),
         difference=difference,
-        interval=resampled(gains, seed) if len(gains) > 1 else (-1.0, 1.0),
+        interval=resampled(gains, -1.0, seed) if len(gains) > 1 else (-1.0, 1.0),
         chance=chance,
         gained=int((gains > 0).sum()),
         lost=int((gains < 0).sum()),

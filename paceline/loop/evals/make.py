@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.bench.tasks import score_ticket
+from paceline.bench.tasks import NUMBER, score_ticket
 from paceline.data.prompts import GSM8K, HUMANEVAL, read_messages, read_tools, read_variables, unread_keys
 from paceline.data.rows import Dropped, RowError, rows_of
 from paceline.errors import ConfigError, PromptError, refuse
 from paceline.loop.evals.config import MakeConfig
-from paceline.loop.evals.scorers import NUMBER, check_scorer, object_in
+from paceline.loop.evals.scorers import check_scorer, object_in
 from paceline.loop.evals.suite import Case, Suite, suite_of
 from paceline.runs.folder import plain
 from paceline.simulate.files import read_json

@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.tasks import code_of
+from paceline.bench.tasks import NUMBER, code_of
 from paceline.errors import ConfigError, PromptError, needing
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Verdict = tuple[float, str]
 """Score of an answer and the reason for it; the reason is "" for a score of 1."""
-NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][+-]?\d+)?")
 MOST_SCANNED = 100_000
 """Number of characters at the beginning or end of an answer that are searched at most."""
 RIGHT: Verdict = (1.0, "")

@@ -9,6 +9,7 @@ student's evals are scaled by its share of the teacher's weights. CPU seconds co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,8 +137,9 @@ def price_of(config: FlywheelConfig, progress: Progress) -> TurnPrice:
     student_s, disk, share = _student(turn, material, notes)
     evals_share = config.split.evals_share
     suite = turn.folder / "suite.jsonl"
-    cases = len(read_suite(config.suite or suite)) if config.suite or suite.is_file() else evals_share * material.rows
-    cases = min(cases, config.evals.limit or cases)
+    cases = min(evals_share * material.rows, config.evals.limit or math.inf)
+    if config.suite or suite.is_file():
+        cases = len(read_suite(config.suite or suite))
     answer_s = _answer_seconds(config, turn.serving.model, material)
     eval_tokens, answers = cases * material.answer_tokens, 0 if material.sources else material.rows
     train_tokens = (1 - evals_share) * material.rows * material.answer_tokens

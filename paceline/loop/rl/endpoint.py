@@ -155,7 +155,8 @@ class Endpoint:
         address = f"/attempts/{name}/v1"
         if not PATH.fullmatch(address) or name in self.attempts:
             raise ConfigError(
-                f"an attempt cannot be called {name!r:.120}: take letters, digits, points and dashes, a name once"
+                f"an attempt cannot be called {name!r:.120}: take 1 to 100 letters, digits, points, dashes and "
+                "underscores, a name once"
             )
         attempt = self.attempts[name] = Attempt(name, self.url + address, NAME)
         return attempt

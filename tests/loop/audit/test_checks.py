@@ -104,9 +104,11 @@ def test_seeds() -> None:
 
 
 def test_logprobs_are_judged_by_their_median() -> None:
-    near = [(-1.0, -1.01), (-2.0, -2.02), (-9.0, -8.0)]
+    near = [(-1.0, -1.01), (-2.0, -2.02), (-9.0, -8.0)] * 11
     assert checks.logprobs(near, 0.15).outcome == "passed" and checks.logprobs([], 0.15).outcome == "not offered"
     assert checks.logprobs([(reported - 0.5, own) for reported, own in near], 0.15).outcome == "fault"
+    few = checks.logprobs([(-5.0, -1.0)] * 7, 0.15)
+    assert few.outcome == "not judged" and "7 tokens, 32 are needed" in few.text
 
 
 def test_stop_strings() -> None:

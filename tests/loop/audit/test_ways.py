@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def _our_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.report.pages.ranges", lambda title, *_, **__: (title, ""))
 
 
-def examined(live: Live, change: Change, out: Path) -> Audited:
+def examined(live: Live, change: Change, out: Path, config: AuditConfig = CONFIG) -> Audited:
     def answer(request: Asked) -> Iterable[bytes]:
         if request.method == "GET":
             return whole({"data": [{"id": "fake"}]})
@@ -47,7 +48,7 @@ def examined(live: Live, change: Change, out: Path) -> Audited:
         return whole(reply, status=f"{status} So")
 
     with answering(answer) as upstream:
-        return audit(upstream.url, EngineConfig(model="fake"), CONFIG, limit=6, out=out)
+        return audit(upstream.url, EngineConfig(model="fake"), config, limit=6, out=out)
 
 
 def outcomes(done: Audited) -> dict[str, str]:
@@ -79,13 +80,14 @@ def test_what_a_server_does_not_offer_is_no_fault(live: Live, tmp_path: Path, ch
     assert json.loads((tmp_path / "config.json").read_text())["sent_as"] == kind
 
 
-def test_another_template_cannot_be_compared(live: Live, tmp_path: Path) -> None:
+@pytest.mark.parametrize("greedy_tokens", [12, 0])
+def test_another_template_cannot_be_compared(live: Live, tmp_path: Path, greedy_tokens: int) -> None:
     def change(path: str, body: dict[str, Any]) -> str:
         if "messages" in body:
             body["messages"] = [{"role": "system", "content": "Be brief."}, *body["messages"]]
         return chat_alone(path, body)
 
-    done = examined(live, change, tmp_path)
+    done = examined(live, change, tmp_path, replace(CONFIG, greedy_tokens=greedy_tokens))
     assert done.verdict == "unsure" and outcomes(done) == {"usage": "not judged"}
     assert "Not decided" in (tmp_path / "report.md").read_text()
 

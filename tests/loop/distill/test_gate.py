@@ -7,7 +7,7 @@ import pytest
 from small_llm import EOS, Parrot, fake_llm
 
 from paceline.loop.distill.config import GateConfig
-from paceline.loop.distill.gate import Agreement, GateInputs, OwnAnswers, json_object, same_fields
+from paceline.loop.distill.gate import Agreement, GateInputs, OwnAnswers, few_a_prompt, json_object, same_fields
 from paceline.loop.distill.reading import AnswerLogprobs
 from paceline.report.tables import Progress
 from paceline.train.documents.dataset import Document
@@ -55,6 +55,17 @@ def test_the_lower_end_of_the_interval_counts() -> None:
     )
     finding = Agreement(GateConfig())(mixed)
     assert finding.figures["agreement"] == pytest.approx(0.917, abs=1e-3) and not finding.passed
+
+
+def test_answers_of_one_prompt_count_as_one_prompt() -> None:
+    """Three of ten prompts go wrong; the first, which goes right, has many answers."""
+    documents = [Document(f"p{max(0, place - 40)}@0#{place}", np.ones(15, dtype=np.int32), 5) for place in range(50)]
+    assert [each.key for each in few_a_prompt(documents)][3:6] == ["p0@0#3", "p1@0#41", "p2@0#42"]
+    right, wrong = answer_logprobs(10, 0.2), answer_logprobs(0, 0.2)
+    teacher, start = [answer_logprobs(10, 0.1)] * 50, [answer_logprobs(1, 4.0)] * 50
+    inputs = GateInputs(fake_llm(), documents, teacher, [right] * 47 + [wrong] * 3, start, Progress())
+    finding = Agreement(GateConfig(least_agreement=0.8))(inputs)
+    assert finding.figures["num_prompts"] == 10 and not finding.passed, "few prompts: the interval is wide"
 
 
 def answers_of(answer: str, expected: str) -> tuple[bool, str, dict]:

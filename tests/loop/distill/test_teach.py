@@ -240,6 +240,15 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(taught: tuple[Path, Pat
     )
 
 
+def test_a_dry_run_of_gkd_keeps_to_its_minutes(
+    taught: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.loop.distill.price._step_seconds", lambda *_: 2.0)
+    figures = price(distill_config(taught, tmp_path / "run", method="gkd", minutes=0.1)).figures
+    assert figures["step_s"] > 2.0 and figures["steps"] == int(6 / figures["step_s"])
+    assert figures["minutes"]["train"] <= 0.1
+
+
 def test_forms_and_files(taught: tuple[Path, Path], tmp_path: Path) -> None:
     config = distill_config(taught, tmp_path / "run", max_steps=1, method="hard")
     result = distill(replace(config, files=FilesConfig(gguf="none", save_dtype="float32")))

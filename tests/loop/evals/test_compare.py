@@ -35,7 +35,7 @@ def test_the_interval_covers_as_often_as_it_says() -> None:
     generator, hits = np.random.default_rng(1), 0
     for seed in range(200):
         gains = generator.choice([-1.0, 0.0, 1.0], 150, p=[0.15, 0.65, 0.2])
-        low, high = resampled(gains, seed, draws=500)
+        low, high = resampled(gains, -1.0, seed, draws=500)
         hits += low <= 0.05 <= high
     assert 180 <= hits <= 199  # 95% of 200
 
@@ -81,3 +81,16 @@ def test_gates() -> None:
     assert "is not ruled out" in Gate(margin=0.01).refusals(near, compare(good, near))[0]
     other_words = scores([1.0] * 90 + [0.0] * 10, "drafted", texts=["x"] * 100)
     assert "100 of 100 answers differ" in Gate(same_text=True).refusals(other_words, compare(good, other_words))[0]
+
+
+def test_agreement_of_few_cases_proves_little() -> None:
+    right = scores([1.0] * 5)
+    assert right.interval == pytest.approx((0.025**0.2, 1.0)), "Clopper and Pearson"
+    assert compare(right, right).interval == pytest.approx((0.025**0.2 - 1, 1 - 0.025**0.2))
+    assert Gate(fail_below=0.9, surely=True).refusals(right) and Gate(margin=0.05).refusals(
+        right, compare(right, right)
+    )
+    assert not Gate(margin=0.05).refusals(right, compare(scores([1.0] * 72), scores([1.0] * 72)))
+    assert scores([0.5] * 5).interval == pytest.approx((0.5 * 0.025**0.2, 1 - 0.5 * 0.025**0.2))
+    one_lost = compare(scores([1.0] * 100), scores([0.0] + [1.0] * 99))
+    assert one_lost.interval[0] < -0.04, "a loss of 0.04 leaves one lost case or none in 9 of 100 runs"

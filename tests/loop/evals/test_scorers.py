@@ -22,6 +22,11 @@ SCHEMA = {"type": "object", "required": ["action"], "properties": {"action": {"e
         ({"kind": "numeric", "answer": 1234}, "1,234 it is, or 5", 0.0),
         ({"kind": "numeric", "answer": 0.5, "tolerance": 0.01}, "about 0.505", 1.0),
         ({"kind": "numeric", "answer": 3}, "none", 0.0),
+        ({"kind": "numeric", "answer": 0.5}, "The answer is .5", 1.0),
+        ({"kind": "numeric", "answer": -0.5}, "$-.5$", 1.0),
+        ({"kind": "numeric", "answer": 2024}, "It ran in 2023-2024.", 1.0),
+        ({"kind": "numeric", "answer": -7}, "x=-7.", 1.0),
+        ({"kind": "numeric", "answer": 5}, "so...5", 1.0),
         ({"kind": "regex", "pattern": r"\bRF-\d+"}, "use RF-204 here", 1.0),
         ({"kind": "regex", "pattern": r"RF-\d+", "full": True}, "use RF-204 here", 0.0),
         (

@@ -68,12 +68,12 @@ def test_the_table_shows_what_there_is() -> None:
 
 
 def test_a_loss_is_refused_unless_it_is_ruled_out() -> None:
-    before = scores([1.0] * 40, "teacher")
-    good, bad = scores([1.0] * 39 + [0.0]), scores([1.0] * 30 + [0.0] * 10)
+    before = scores([1.0] * 80, "teacher")
+    good, bad = scores([1.0] * 79 + [0.0]), scores([1.0] * 60 + [0.0] * 20)
     assert lost(compare(before, good), 0.1) is None
     why = lost(compare(before, bad), 0.1)
     assert why is not None and "compared with teacher is not ruled out: -0.250 [" in why
-    some = compare(before, scores([1.0] * 36 + [0.0] * 4))
+    some = compare(before, scores([1.0] * 72 + [0.0] * 8))
     assert some.difference > -0.12 and lost(some, 0.12) is not None, "its mean is within, its interval is not"
     assert lost(some, 0.3) is None and lost(compare(before, good), 0.0) is not None
 

@@ -97,6 +97,12 @@ def test_a_dry_run_over_a_store_and_over_prompts(tmp_path: Path, model: Path, mo
     assert configs[0].answers == (kept.path / "train",) and by_name["student"].minutes == 4.0
     assert by_name["record"].minutes == 0 and by_name["drafter"].minutes == pytest.approx(2.0, rel=0.01)
     assert estimate.as_json()["price"] == pytest.approx(estimate.minutes / 60 * estimate.threads * 6.0)
+    suite = tmp_path / "suite.jsonl"
+    case = {"messages": [{"role": "user", "content": "q"}], "scorer": {"kind": "exact", "answer": "a"}}
+    suite.write_text("".join(json.dumps({"id": f"{n}"} | case) + "\n" for n in range(12)))
+    own = price(replace(config, suite=suite, evals=replace(config.evals, limit=3)))
+    assert own.stages[2].tokens == 12 / 2 * by_name["evals"].tokens, "2 of 20 answers are for evals; the suite is whole"
+    configs.pop()
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Say something about number {n}."}) + "\n" for n in range(40)))
     later = price(replace(config, record=(), prompts=(str(file),)))

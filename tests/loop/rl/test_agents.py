@@ -172,7 +172,7 @@ def test_what_would_not_be_the_policys_is_refused(endpoint: Endpoint) -> None:
                 access.chat(messages, **more)
         with pytest.raises(RolloutError, match="base_url"):
             Access(endpoint.url + "/v1", attempt.model).chat(messages)
-        with pytest.raises(ConfigError, match="cannot be called"):
+        with pytest.raises(ConfigError, match="cannot be called 'refused': take 1 to 100 .*underscores"):
             endpoint.begin("refused")
     finally:
         endpoint.end(attempt)

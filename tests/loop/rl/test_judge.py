@@ -121,3 +121,5 @@ def test_rankings_are_read_out_of_talk() -> None:
     assert ranking_of("I first thought A > B, but:\n**RANKING: B > A**", "AB") == "BA"
     assert ranking_of("ranking: C, A, B", "ABC") == "CAB"
     assert ranking_of("A and B are equal", "AB") == ""
+    why = "RANKING: C > A > B\n\nAll three attempts (A, B, C) are fluent, but only C is right."
+    assert ranking_of(why, "ABC") == "CAB" and ranking_of("RANKING:\nB > A", "AB") == "BA"
