@@ -172,8 +172,7 @@ class Engine:
         seq.prediction = predicted_ids(self.tokenizer, params, self.target.vocab_size)
         if params.lossy:
             seq.ledger, seq.lossless = Ledger(params.lossy.within(self.max_tv).max_tv), False
-        seq.timings.arrival_s = time.perf_counter()
-        seq.forbidden = forbidden_ids(self.tokenizer, params)
+        seq.timings.arrival_s, seq.forbidden = time.perf_counter(), forbidden_ids(self.tokenizer, params)
         stream = TextStream(self.tokenizer.stream(params.skip_special_tokens), stop, params.min_tokens)
         self._requests[seq.request_id] = seq, stream
         if trial_drafter:
@@ -369,7 +368,10 @@ class Engine:
         seq.timings.token_s.extend([now] * len(tokens))
         seq.stopped_by = stream.stopped_by
         if seq.finish_reason is not None:
-            self._release(seq)
+            try:
+                self._release(seq)
+            except Exception as error:  # noqa: BLE001  (a drafter's; the step's other chunks are not lost)
+                seq.finish_reason, seq.error = "error", error
         return Chunk(seq, tokens, text, seq.finish_reason)
 
     def _release(self, seq: Sequence) -> None:

@@ -271,6 +271,20 @@ def test_a_drafter_that_raises_loses_no_row(where: str, monkeypatch: pytest.Monk
     assert not engine.has_work and engine.abort(running) is None and engine.pool.num_rows(engine.pool.default) == 0
 
 
+def test_an_answer_whose_drafter_raises_at_its_end_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = byte_target(num_rows=2)
+    engine = Engine(target, ByteTokenizer(), ScriptedDrafter(target))
+    running = engine.add([1, 2], SamplingParams(max_tokens=30))
+    broken = engine.add([3, 4], SamplingParams(max_tokens=9))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.drafter, "drop", lambda seq: 1 / 0 if seq.request_id == broken else None)
+        chunks = [chunk for _ in range(20) for chunk in engine.step()]
+    errors = {chunk.sequence.request_id: chunk.sequence.error for chunk in chunks if chunk.finish_reason}
+    assert errors[running] is None and isinstance(errors[broken], ZeroDivisionError)
+    own = [token for chunk in chunks if chunk.sequence.request_id == running for token in chunk.token_ids]
+    assert own == target.greedy([1, 2], 30)
+
+
 def test_mocked_acceptance_is_labelled() -> None:
     target = byte_target()
     drafter = ScriptedDrafter(target, num_drafted=7, accuracy=0.0)
