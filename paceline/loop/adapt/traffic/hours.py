@@ -44,7 +44,7 @@ class Sums:
     """Sums over requests: their number, their tokens and rounds, and the squares and products of tokens and rounds, for
     the standard error of acceptance length. Each answer's first token is not counted: it needs no round."""
 
-    requests: int = 0
+    requests: float = 0
     tokens: float = 0.0
     rounds: float = 0.0
     tokens_2: float = 0.0
