@@ -202,7 +202,7 @@ def check_own(out: str | Path | None, what: str, *sources: str | Path | None) ->
     config, before = Path(out) / "config.json", "of unknown type"
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         before = json.loads(config.read_text(encoding="utf-8"))["what"]
-    is_used, folder = config.exists() or config.with_name("metrics.jsonl").exists(), config.parent.resolve()
+    is_used, folder = config.exists(), config.parent.resolve()
     is_read = any(folder in (Path(each).resolve(), Path(each).resolve().parent) for each in sources if each)
     if is_used and (before != what or is_read):
         raise ConfigError(f"--out {out} is the folder of another run ({before}), which would be lost: {REMEDY}")

@@ -255,7 +255,7 @@ class LoopConfig(Checked):
     """Seed of data order, anchors and initial weights."""
     heldout_every: Count = 50
     """Steps between evaluations on held-out documents."""
-    checkpoint_minutes: Amount = 5.0
+    checkpoint_minutes: float = 5.0
     """Minutes between checkpoints."""
     keep: Annotated[str, ("last", "best")] = "last"
     """Weights that become the drafter: the last, or those that served held-out prompts best."""

@@ -84,7 +84,7 @@ CHANGES = [
     ("#batch=4096&context=1048576", "attention", "float8"),
     ("#context=1048576", "indexer", "bfloat16"),
     (MOE, "locality", "0.255"),
-    ("#model=Qwen3.5-27B&hardware=RTX 4090&batch=64&max_draft=63&block.chance=1", "per_layer", True),
+    ("#model=Qwen3.5-27B&hardware=RTX 4090&batch=64&max_draft=63&block.block=63&block.chance=1", "per_layer", True),
     ("", "batch", "9"),
     ("", "context", "100000"),
     ("", "max_draft", "9"),
