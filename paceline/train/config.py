@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from paceline.bounds import Amount, Checked, Count, Must, Positive, Share, Whole, at_least, check, within
+from paceline.bounds import Checked, Count, Must, Positive, Share, Whole, at_least, check, within
 from paceline.config import EngineConfig
 from paceline.data.prompts import Message, read_messages, read_tools
 from paceline.errors import ConfigError, PromptError, refuse, reraised
