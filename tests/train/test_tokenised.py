@@ -26,7 +26,7 @@ def test_every_stretch_is_an_answer(tmp_path: Path) -> None:
     first, second = tokenised_answers(write(tmp_path, row))
     assert (first.prompt_ids, first.answer_ids, first.turn) == ([1, 2], [3, 4], 0)
     assert (second.prompt_ids, second.answer_ids, second.turn) == ([1, 2, 3, 4, 5, 6], [7, 8], 1)
-    assert first.key == second.key and first.key.startswith("given.jsonl/c#")
+    assert first.key == second.key and first.key.startswith("given.jsonl/c-")
     labels = {"id": "c", "input_ids": row["input_ids"], "labels": [-100, -100, 3, 4, -100, -100, 7, 8]}
     assert [each.answer_ids for each in tokenised_answers(write(tmp_path, labels))] == [[3, 4], [7, 8]]
     whole = {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}
@@ -37,7 +37,7 @@ def test_every_stretch_is_an_answer(tmp_path: Path) -> None:
 
 def test_they_are_learned_from(tmp_path: Path) -> None:
     rows = [
-        {"input_ids": [1, 2, number, number + 1, number + 2], "loss_mask": [0, 0, 1, 1, 1]} for number in range(5, 25)
+        {"input_ids": [1, number, 2, number + 1, number + 2], "loss_mask": [0, 0, 1, 1, 1]} for number in range(5, 25)
     ]
     corpus = read_corpus(
         [write(tmp_path, *rows, {"input_ids": [1]}, {"input_ids": [1, 2, 3], "loss_mask": [0, 1]})], 64, 0.1
@@ -58,7 +58,16 @@ def test_rows_of_one_id_and_files_of_one_name_are_told_apart(tmp_path: Path) -> 
         write(tmp_path, row | {"input_ids": [9, 2, 3, 4, 5]}),
     ]
     corpus = read_corpus(files, 64)
-    assert (len(corpus.train), corpus.num_prompts, corpus.num_repeated) == (3, 3, 1)
+    assert (len(corpus.train), corpus.num_prompts, corpus.num_repeated) == (3, 2, 1)
+
+
+def test_answers_to_one_prompt_are_held_out_together(tmp_path: Path) -> None:
+    answers = [{"input_ids": [1, n % 20, 50, 60 + n], "loss_mask": [0, 0, 1, 1]} for n in range(40)]
+    corpus = read_corpus([write(tmp_path, *answers)], 64, 0.1)
+    assert len(corpus.heldout) == 4 and corpus.num_prompts == 18
+    assert not {each.tokens[1] for each in corpus.heldout} & {each.tokens[1] for each in corpus.train}
+    whole = [{"input_ids": [1, 2, 3, n], "loss_mask": [1, 1, 1, 1]} for n in range(4)]
+    assert read_corpus([write(tmp_path, *whole)], 64).num_prompts == 4
 
 
 def test_parquet(tmp_path: Path) -> None:

@@ -63,7 +63,9 @@ def _answers_of(row: Row, where: str, key: str, source: str) -> list[Answer]:
     spans = [(start, end) for start, end in spans if end - start >= 2]
     if not spans:
         raise RowError(f"{where}: no two neighbouring tokens are to be learned from", "with nothing to learn from")
-    key += f"#{zlib.crc32(repr((ids, spans)).encode()):08x}@given"  # files may share a name, and rows an id
+    prompt = ids[: spans[0][0]] if spans[0][0] > 1 else ids  # rows without a prompt are texts of their own
+    row_hash, prompt_hash = (f"{zlib.crc32(repr(part).encode()):08x}" for part in ((ids, spans), prompt))
+    key += f"-{row_hash}#{prompt_hash}@given"  # files may share a name, and rows an id
     return [
         Answer(key, source, turn, float("nan"), ids[:start], ids[start:end], "unknown", "")
         for turn, (start, end) in enumerate(spans)
