@@ -297,6 +297,8 @@ def test_absurd_numbers_do_no_harm(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason in ("stop", "length")
     hot = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=2, max_tokens=20)
     assert hot.choices[0].finish_reason in ("stop", "length")
+    with pytest.raises(openai.BadRequestError, match="stop_token_ids names token"):
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"stop_token_ids": [10**20]})
 
 
 def test_half_surrogates_are_no_text(live: Live) -> None:
