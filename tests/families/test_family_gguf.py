@@ -230,7 +230,7 @@ def test_a_folder_of_frequencies_that_transformers_lacks_is_refused(tmp_path: Pa
 
 
 def test_special_tokens_of_phi_3_swallow_the_white_space_behind_them(tmp_path: Path) -> None:
-    """As in its tokenizer.json: all but the three that also stand in texts."""
+    """The special tokens of Phi-3 do, but for the three that also stand in texts, as in the model's tokenizer.json."""
     tokens = ["<unk>", "<s>", "</s>", "<|user|>", "<|endoftext|>", "▁", "a", "\n", "▁a"]
     for arch, ids in (("phi3", [3, 8, 2, 8, 4, 5, 7, 6]), ("llama", [3, 5, 7, 6, 2, 5, 7, 6, 4, 5, 7, 6])):
         writer = GGUFWriter(tmp_path / "t.gguf", arch)

@@ -264,7 +264,7 @@ def test_gguf_keys_that_no_layer_computes_are_refused(
 
 
 def test_equal_numbers_by_layer_are_one(tmp_path: Path) -> None:
-    """As converters of Granite 4 write them, whose rows of keys are permuted by head."""
+    """Converters of Granite 4 write a list of equal numbers of key heads, and permute the rows of keys by head."""
     model = transformers_model("LlamaForCausalLM")
     write_gguf(tmp_path / "one.gguf", model, "granite")
     write_gguf(tmp_path / "list.gguf", model, "granite", add_head_count_kv=[2, 2])
