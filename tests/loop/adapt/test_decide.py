@@ -198,6 +198,43 @@ def sums(tokens_per_round: float, requests: int = 100) -> Sums:
     return Sums.of([(120.0, 120.0 / tokens_per_round)] * requests)
 
 
+class TestClustersThatEnded:
+    """Old requests, of the lowest acceptance length, came for two and a half days only."""
+
+    def test_a_returning_mix_proposes_one_that_is_there(self) -> None:
+        def traffic(at: int) -> dict[str, Sums]:
+            east = 150 if at % DAY < 12 else 50
+            mixed = {"east": sums(3.0, east), "west": sums(1.8, 200 - east)}
+            return mixed | ({"old": sums(1.2, 60)} if at < 60 else {})
+
+        policy = SeasonalPolicy(prices=PriceConfig(training_price=1e9))
+        assert actions(6, traffic, policy) == {}
+        policy.prices = PriceConfig()
+        decision = policy.hour(EPOCH + 6 * DAY, traffic(6 * DAY)).decision
+        assert (decision.action, decision.clusters) == ("propose", ("west",))
+
+    def test_a_mix_that_moved_is_about_one_that_is_there(self) -> None:
+        def traffic(at: int) -> dict[str, Sums]:
+            seen = {"east": sums(3.0, 150)} | ({"old": sums(1.2, 100)} if at < 60 else {})
+            return seen | ({"new": sums(1.5, 150)} if at >= 9 * DAY else {})
+
+        policy = SeasonalPolicy()
+        first = next(iter(actions(20, traffic, policy).values()))
+        assert (first.action, first.clusters) == ("retrain", ("new",))
+        quiet = policy.hour(EPOCH + 22 * DAY, {}).decision
+        assert quiet.action == "none" and "no cluster fell" in quiet.declined["retrain"], "nothing came for two days"
+
+    def test_a_fall_of_one_that_is_gone_is_no_alarm(self) -> None:
+        """Its last hours are those of a fall; then nothing of it comes, while the others are as they were."""
+        policy = SeasonalPolicy(prices=PriceConfig(training_price=0.0))
+        fell = {"a": sums(3.0), "b": sums(2.0)}
+        actions(8, lambda at: {"a": sums(3.0), "b": sums(3.0)}, policy)
+        for at in range(8 * DAY, 10 * DAY):
+            policy.hour(EPOCH + at, fell)
+        assert policy.hour(EPOCH + 10 * DAY, {"a": sums(3.0)}).decision.clusters == ("b",)
+        assert policy.hour(EPOCH + 18 * DAY, {"a": sums(3.0)}).decision.is_idle
+
+
 class TestPolicy:
     def test_a_clock_that_goes_back_is_ignored(self) -> None:
         policy = SeasonalPolicy()

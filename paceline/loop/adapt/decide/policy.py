@@ -226,17 +226,15 @@ class SeasonalPolicy:
         return replace(each, value=-math.log(mean), variance=spread / mean**2 / each.num_effective)
 
     def _view(self, number: int) -> View:
-        all_tokens = total(cluster.last_day for cluster in self.clusters.values()).tokens
-        alarms = []
-        for name, cluster in self.clusters.items():
-            day = cluster.last_day
-            if cluster.series.state == "held" and day.tokens >= LEAST_SHARE * all_tokens:
-                alarms.append(
-                    Alarm(name, cluster.series.loss, day.tokens_per_round, day.tokens / DAY, self.scores(name))
-                )
+        rates, alarms = self._rates(number), []
+        for name, rate in rates.items():
+            cluster = self.clusters[name]
+            if cluster.series.state == "held" and rate >= LEAST_SHARE * sum(rates.values()):
+                now = cluster.last_day.tokens_per_round
+                alarms.append(Alarm(name, cluster.series.loss, now, rate, self.scores(name)))
         mix = self._mix(number)
         if mix.has_moved and not alarms:
-            alarms.append(self._newcomer())
+            alarms += self._newcomers(number)
         proposed, too_little = frozenset(self.proposed), self._too_little()
         falling = tuple(name for name, cluster in self.clusters.items() if cluster.series.state == "raised")
         customers = self._customers(number)
@@ -244,10 +242,11 @@ class SeasonalPolicy:
 
     def _customers(self, number: int) -> list[Customer]:
         """Compares every tag that has a baseline and no alarm with all other traffic."""
-        rates = {name: cluster.tokens_per_hour(number) for name, cluster in self.clusters.items()}
-        everything = total(cluster.last_day for cluster in self.clusters.values())
+        rates = self._rates(number)
+        everything = total(self.clusters[name].last_day for name in rates)
         customers = []
-        for name, cluster in self.clusters.items():
+        for name in rates:
+            cluster = self.clusters[name]
             own, rest = cluster.last_day, everything - cluster.last_day
             if is_tag(name) and cluster.series.state == "calm" and rest.requests and own.requests:
                 ratio, error = (
@@ -265,27 +264,38 @@ class SeasonalPolicy:
         counts = {"request": self.num_requests, "hour": self.num_hours}
         return ", ".join(f"{count:,} {unit}{'' if count == 1 else 's'}" for unit, count in counts.items())
 
-    def _newcomer(self) -> Alarm:
-        """Alarm for a lasting mix shift, about the cluster that costs the most rounds: it lacks a drafter."""
-        weakest = self._weakest()
-        assert weakest is not None, "the mix moved, so there are clusters"
-        name, day, best = weakest
-        loss = max(self.mix.loss, 1 - day.tokens_per_round / best)  # no baseline: it could at best equal the best
-        return Alarm(name, loss, day.tokens_per_round, day.tokens / DAY, self.scores(name))
+    def _rates(self, number: int, hours: int = WEEK) -> dict[str, float]:
+        """Tokens per hour of every cluster with traffic in the last `hours`; the figures of others are of the past."""
+        lately = {name: each for name, each in self.clusters.items() if number - each.hours[-1] < hours}
+        return {name: cluster.tokens_per_hour(number) for name, cluster in lately.items()}
+
+    def _newcomers(self, number: int) -> list[Alarm]:
+        """Alarm for a lasting mix shift, about the cluster that costs the most rounds now: it lacks a drafter. None
+        without traffic in the last day."""
+        rates = self._rates(number, DAY)
+        if not rates:
+            return []
+        name, best = self._weakest(rates)
+        now = self.clusters[name].last_day.tokens_per_round
+        loss = max(self.mix.loss, 1 - now / best)  # no baseline: it could at best equal the best
+        return [Alarm(name, loss, now, rates[name], self.scores(name))]
 
     def _mix(self, number: int) -> Mix:
         has_moved = self.mix.state == "held"
         is_known = not self._mixes or self._relearning.keys().isdisjoint(self._mixes[-1].shares)
         if number % LOOK_HOURS == 0 and is_known:
             self._period = next((period for period in (DAY, WEEK) if self._returns(period)), None)
-        period, weakest = self._period, self._weakest(known_only=True)
-        if period is None or weakest is None:
+        if (period := self._period) is None:
+            return Mix(has_moved)
+        lately = self._rates(number, period)
+        rates = {name: rate for name, rate in lately.items() if self.clusters[name].series.state == "calm"}
+        if len(rates) < 2:
             return Mix(has_moved)
         newest = sorted(mix_hour.value for mix_hour in self._mixes if mix_hour.hour > number - PERIODS_SEEN * period)
         quarter = max(len(newest) // 4, 1)
         swing = 1 - math.exp(float(np.mean(newest[:quarter])) - float(np.mean(newest[-quarter:])))
-        name, day, best = weakest
-        return Mix(has_moved, period, swing, name, day.tokens_per_round, day.tokens / DAY, best)
+        name, best = self._weakest(rates)
+        return Mix(has_moved, period, swing, name, self.clusters[name].last_day.tokens_per_round, rates[name], best)
 
     def _returns(self, period: int) -> bool:
         """True if the mix is autocorrelated at lag `period` over the newest periods."""
@@ -296,21 +306,12 @@ class SeasonalPolicy:
         whole, half = (_correlation(by_hour, lag) for lag in (period, period // 2))
         return whole >= RETURNS and whole - half >= RETURNS
 
-    def _weakest(self, known_only: bool = False) -> tuple[str, Sums, float] | None:
-        """Returns (cluster that costs the most rounds beyond the best one's rate, its last day, acceptance length of
-        the best).
-
-        With `known_only` only calm clusters count, and fewer than two give None."""
-        days = {
-            name: cluster.last_day
-            for name, cluster in self.clusters.items()
-            if cluster.last_day.rounds and not (known_only and cluster.series.state != "calm")
-        }
-        if len(days) < 2 and known_only:
-            return None
-        best = max((day.tokens_per_round for day in days.values()), default=1.0)
-        name = max(days, key=lambda name: days[name].rounds - days[name].tokens / best, default=None)
-        return None if name is None else (name, days[name], best)
+    def _weakest(self, rates: Mapping[str, float]) -> tuple[str, float]:
+        """Returns (cluster that costs the most rounds beyond the best one's, acceptance length of the best) of those
+        in `rates`, their tokens per hour."""
+        lengths = {name: self.clusters[name].last_day.tokens_per_round for name in rates}
+        best = max(lengths.values())
+        return max(rates, key=lambda name: rates[name] * (1 / lengths[name] - 1 / best)), best
 
     def _observed(self, grouped: Mapping[str, Sums]) -> dict[str, dict[str, Any]]:
         """Log entry of every cluster in this hour."""
