@@ -149,7 +149,7 @@ def adapt_watch(
     store: StoreConfig,
     policy: PolicyConfig,
     prices: PriceConfig,
-    candidate: Annotated[CandidateConfig, Without("cluster", "tags", "since", "held_out_only")],
+    candidate: Annotated[CandidateConfig, Without("cluster", "tags", "tracked", "since", "held_out_only")],
     retrain: RetrainConfig,
     deploy: Annotated[DeployConfig, SERVERS],
     watch: Annotated[WatchConfig, Changed(every_s=Opt("--every"))],

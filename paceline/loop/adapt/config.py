@@ -106,6 +106,9 @@ class CandidateConfig:
     """Cluster whose acceptance fell [default: the one with the most traffic]."""
     tags: tuple[str, ...] = ()
     """Judge by all requests with this tag (x-paceline-tag) and no others, as for a drafter that serves only them."""
+    tracked: tuple[str, ...] = ()
+    """Cluster that stays separate; all clusters that are not named so form one, "other" [default: every cluster stays
+    separate]."""
     since: int = 0
     """First hour of the requests to judge by, counted from 1970."""
     ood: tuple[Path, ...] = ()

@@ -138,7 +138,7 @@ class Watcher(Steps):
             assert self.deployment is not None
             stage.incumbent, members = others(self.deployment, decision.clusters[0], self.incumbent)
             stage.names, stage.candidates = list(members), list(members.values())
-            stage.window = {"since": self._since(number, decision.clusters)}
+            stage.window = {"since": self._since(number, decision.clusters), "tracked": self.policy.tracked}
         else:
             if decision.action == "propose" and self.deployment is not None:
                 stage.incumbent = others(self.deployment, decision.clusters[0], self.incumbent)[0]
@@ -159,9 +159,8 @@ class Watcher(Steps):
         name, clusters = f"{stage.hour}-{word_of(stage.clusters)}", stage.clusters
         since = self._since(stage.hour, clusters)
         try:
-            window = write_window(
-                self.store.traces, clusters, since, stage.hour + 1, self.store.state / "windows" / name
-            )
+            folder = self.store.state / "windows" / name
+            window = write_window(self.store.traces, clusters, since, stage.hour + 1, folder, self.policy.tracked)
         except CacheError:
             raise  # a full disk says nothing about the window: it is decided again
         except PacelineError as error:

@@ -32,6 +32,7 @@ from paceline.loop.adapt.traffic.hours import HOUR_S
 from paceline.loop.mcp.calls import CallLog
 from paceline.loop.mcp.jobs import Jobs
 from paceline.loop.mcp.rollout import Rollout
+from paceline.plan.clusters import OTHER
 from paceline.runs.folder import plain
 from paceline.train.plan.current_traffic import seen_in_traces
 
@@ -94,7 +95,8 @@ class Operations:
                 raise ConfigError(f"a candidate {name} was trained on another cluster: choose another name")
             latest = max(stored_hours(self.store)[0], default=int(time.time() // HOUR_S))
             since = latest + 1 - self.retrain.window_hours
-            window = write_window(self.store.traces, [cluster], since, latest + 1, self._state / "windows" / name)
+            out = self._state / "windows" / name
+            window = write_window(self.store.traces, [cluster], since, latest + 1, out, self._tracked(cluster))
             stage = self._stage("training", folder / "drafter", cluster, plain(window))
             return {"command": self._command(stage), "drafter": folder / "drafter"}
 
@@ -126,7 +128,8 @@ class Operations:
         def command() -> dict[str, Any]:
             before = self.lineage.is_known_bad(folder)
             refuse(ConfigError, (before is not None, f"the very same weights were turned away before: {before}"))
-            return {"command": self._command(self._stage("gate", folder, cluster, {"since": 0}))}
+            tracked = self._tracked(cluster)
+            return {"command": self._command(self._stage("gate", folder, cluster, {"since": 0, "tracked": tracked}))}
 
         return self.jobs.begin("gate", given, command)
 
@@ -191,6 +194,11 @@ class Operations:
         """Return the daemon's stage of this step, so that training and gate are the daemon's own."""
         serving = self.rollout.serving
         return Stage("retrain", step, 0, (cluster,), incumbent=serving, window=window, candidates=[str(drafter)])
+
+    def _tracked(self, cluster: str) -> list[str]:
+        """Clusters that the policy's cluster "other" leaves out; [] for another cluster."""
+        seen = decide_once(self.store, self.policy, self.prices).get("seen", {}) if cluster == OTHER else {}
+        return [name for name in seen if name != OTHER]
 
     def _command(self, stage: Stage) -> list[str]:
         return command_of(stage, self.store, self.engine, self.candidate, self.retrain)

@@ -66,6 +66,17 @@ def test_requests_of_a_window(tmp_path: Path) -> None:
     assert left_out == {"cut short": 1, "unknown sampling": 1}
 
 
+def test_clusters_that_are_not_tracked_are_read_as_one(tmp_path: Path) -> None:
+    names = ("tickets", "chat", "code", "other")
+    store(tmp_path, [keyed(number, tag=name) for number, name in enumerate(names)])
+    assert [each.cluster for each in read_requests(tmp_path)[0]] == [*names]
+    assert [each.cluster for each in read_requests(tmp_path, tracked=["tickets"])[0]] == ["tickets", *3 * ["other"]]
+    assert [each.prompt for each in read_requests(tmp_path, "other", tracked=["tickets", "chat"])[0]] == [
+        "traces/2",
+        "traces/3",
+    ]
+
+
 def test_a_temperature_that_nobody_knows_is_not_greedy(tmp_path: Path) -> None:
     """Another server's answers, as `paceline record` keeps them: the client gave no temperature, and rounds are not
     told."""

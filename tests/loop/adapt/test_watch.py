@@ -15,7 +15,7 @@ from played import NOW, PASSED, Deciding, Played, events, ticked, traffic, watch
 
 from paceline.data.answers import AnswerShards
 from paceline.errors import ConfigError
-from paceline.loop.adapt.config import CandidateConfig, RetrainConfig
+from paceline.loop.adapt.config import CandidateConfig, PolicyConfig, RetrainConfig
 from paceline.loop.adapt.decide.decide import Decision
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
 from paceline.loop.adapt.gate.examine import is_held_out
@@ -206,6 +206,23 @@ class TestProbation:
         server.count(rounds=3500, accepted=2900, tokens=7000)
         again.tick(NOW + 300)
         assert events(again)[-1] == "rolled back" and server.members == {"general": "default"}
+
+
+def test_traffic_beyond_the_tracked_clusters_is_trained_and_judged_together(tmp_path: Path) -> None:
+    """The policy's "other" is the name of no cluster in traces."""
+    rows = [keyed(each, answer_ids=[3, 4, each], tag=f"tag{each // 40}") for each in range(160)]
+    store(tmp_path / "traces", rows)
+    policy, jobs = Deciding(Decision("retrain", ("other",))), Played((0, ""), (0, PASSED))
+    policy.config = PolicyConfig(max_clusters=2)
+    one = watcher(tmp_path, None, jobs, policy=policy)
+    ticked(one, 0, 3)
+    assert events(one)[0] == "training"
+    [window] = (tmp_path / "state" / "windows").iterdir()
+    numbers = {answer.answer_ids[-1] for answer in AnswerShards(window)}
+    assert 50 <= len(numbers) <= 80 and min(numbers) >= 80
+    gate = jobs.commands[1]
+    assert gate[gate.index("--cluster") + 1] == "other"
+    assert [gate[at + 1] for at, word in enumerate(gate) if word == "--tracked"] == ["tag0", "tag1"]
 
 
 def test_a_dry_run_and_no_server_only_say(tmp_path: Path, server: FakeServer) -> None:

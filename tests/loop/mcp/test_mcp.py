@@ -325,6 +325,26 @@ def test_a_job_of_a_killed_server_is_resumed_by_the_same_call(tmp_path: Path) ->
     assert other.status(first["id"])["state"] == "done"
 
 
+def test_a_training_on_the_clusters_that_are_not_tracked(tmp_path: Path) -> None:
+    """`propose` names them "other"."""
+    one, commands = operations(tmp_path), list[list[str]]()
+    one.policy = PolicyConfig(max_clusters=1)
+    rows = [keyed(n, tag=f"tag{n % 2}", answer_ids=[3, 4, n]) for n in range(200, 360)]
+    store(tmp_path / "traces", rows, "traces-2.parquet")
+
+    def start(command: list[str], output: Path) -> Job:
+        commands.append(command)
+        job = Job(["true"], output)
+        assert job._process is not None
+        job._process.wait()
+        return job
+
+    one.jobs.start = start
+    one.train("a", "other")
+    one.gate(str(drafter(tmp_path / "state" / "mine")), "other")
+    assert commands[1][commands[1].index("--tracked") + 1] == "tickets"
+
+
 def test_only_loopback_and_a_long_key() -> None:
     for host in ("0.0.0.0", "10.0.0.1", "localhost", "::"):
         with pytest.raises(ConfigError, match="loopback"):

@@ -20,10 +20,8 @@ from paceline.loop.adapt.config import PolicyConfig, PriceConfig
 from paceline.loop.adapt.decide.decide import Alarm, Customer, Decision, Mix, View, decide
 from paceline.loop.adapt.traffic.drift import Series
 from paceline.loop.adapt.traffic.hours import DAY, WEEK, Sums, total
-from paceline.plan.clusters import is_tag
+from paceline.plan.clusters import OTHER, is_tag
 
-OTHER = "other"
-"""Cluster for all traffic beyond the `max_clusters` that are tracked."""
 RETURNS = 0.5
 """Minimum autocorrelation, at a lag of one period, of a periodic cluster mix. At half a period it must be lower by this
 amount: a single shift would be high there, too."""
@@ -125,6 +123,11 @@ class SeasonalPolicy:
         """Cluster -> hour since which another drafter serves it, until its new usual level is known."""
         self._last: int | None = None
         self._period: int | None = None
+
+    @property
+    def tracked(self) -> list[str]:
+        """Clusters that "other" leaves out, once there is more traffic than that of the `max_clusters` tracked."""
+        return [name for name in self.clusters if name != OTHER] if OTHER in self.clusters else []
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
         """Observe the traffic of hour `number` (since 1970) and decide on an action, such as "retrain", "route" or

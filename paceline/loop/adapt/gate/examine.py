@@ -70,7 +70,9 @@ def examine(
     traffic, blends of the two (averaged weights, shares from `config`) are written next to it and judged instead.
     Raises ConfigError if there are no such requests, and the errors of loading the target `engine.model`."""
     usual, source = usual_settings(engine.model, config.temperature)
-    requests, left_out = read_requests(traces, since=config.since, usual=usual, tags=config.tags)
+    requests, left_out = read_requests(
+        traces, since=config.since, usual=usual, tags=config.tags, tracked=config.tracked
+    )
     if config.held_out_only:
         requests = [request for request in requests if is_held_out(request.prompt)]
     if not requests:

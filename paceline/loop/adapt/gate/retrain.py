@@ -50,17 +50,22 @@ class Window:
     requests: int
     sha256: str
     """Hash of the keys of the window's requests."""
+    tracked: tuple[str, ...] = ()
+    """Clusters that "other" leaves out; empty if every cluster is separate."""
 
 
-def write_window(traces: Path, clusters: Sequence[str], since: int, until: int, folder: Path) -> Window:
+def write_window(
+    traces: Path, clusters: Sequence[str], since: int, until: int, folder: Path, tracked: Sequence[str] = ()
+) -> Window:
     """Writes the stored answers of these clusters (groups of similar requests) in hours [since, until) since 1970 to
-    `folder`, one per prompt and none of held-out prompts, in the format of `paceline train --answers`.
+    `folder`, one per prompt and none of held-out prompts, in the format of `paceline train --answers`. `tracked`: the
+    clusters that "other" leaves out (empty: only requests named so).
 
     Raises ConfigError if there are too few answers, CacheError if the folder cannot be written."""
     requests = [
         request
         for cluster in (None if name == ALL else name for name in clusters)
-        for request in one_a_prompt(read_requests(traces, cluster, since, until, exact=False)[0])
+        for request in one_a_prompt(read_requests(traces, cluster, since, until, exact=False, tracked=tracked)[0])
         if not is_held_out(request.prompt)
     ]
     if len(requests) < LEAST_ANSWERS:
@@ -84,7 +89,8 @@ def write_window(traces: Path, clusters: Sequence[str], since: int, until: int, 
         for request in sorted(requests, key=lambda request: request.key)
     ]
     AnswerShards(folder).write(answers)
-    return Window(folder, since, until, len(requests), window_hash(request.key for request in requests))
+    sha256 = window_hash(request.key for request in requests)
+    return Window(folder, since, until, len(requests), sha256, tuple(tracked))
 
 
 def _temperature(request: Request) -> float:
@@ -114,7 +120,8 @@ def command_of(
     cluster = None if stage.clusters[0] == ALL else stage.clusters[0]
     options: dict[str, Any] = {"--traces": store.traces, "--model": engine.model, "--dtype": engine.dtype}
     options |= {"--device": engine.device, "--incumbent": stage.incumbent, "--cluster": cluster}
-    options |= {"--since": stage.window["since"], "--requests": candidate.requests, "--held-out-only": True}
+    options |= {"--tracked": stage.window.get("tracked"), "--since": stage.window["since"]}
+    options |= {"--requests": candidate.requests, "--held-out-only": True}
     options |= {"--least-requests": candidate.least_requests, "--temperature": candidate.temperature}
     shares = (1.0,) if stage.kind == "score" else candidate.shares  # a pool drafter is not blended
     options |= {"--shares": ",".join(f"{share:g}" for share in shares)}

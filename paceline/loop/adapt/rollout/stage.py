@@ -332,6 +332,7 @@ def read_stage(fields: dict[str, Any]) -> Stage:
         "number of verdicts": len(stage.verdicts) == len(stage.candidates)
         or (stage.name != "choose" and len(stage.verdicts) < len(stage.candidates)),
         "window": not is_job or type(stage.window["since"]) is int,
+        "tracked": _all(stage.window.get("tracked", ()), str),
         "folder": stage.name != "training" or type(stage.window["folder"]) is str,
         "before": all(
             _all(values, str) and _are_numbers(values.values()) for values in (stage.before, stage.before_variances)

@@ -24,6 +24,7 @@ import numpy as np
 from paceline.data.tags import check_tags, has_tag
 from paceline.errors import ConfigError, PacelineError, needing
 from paceline.loop.adapt.traffic.hours import HOUR_S, Sums
+from paceline.plan.clusters import OTHER
 from paceline.types import GrammarSpec, SamplingParams
 
 with needing(ConfigError, "traces are Parquet, which needs pyarrow: pip install 'paceline[adapt]'"):
@@ -108,6 +109,7 @@ def read_requests(
     exact: bool = True,
     usual: Mapping[str, Any] | None = None,
     tags: Sequence[str] = (),
+    tracked: Sequence[str] = (),
 ) -> tuple[list[Request], Counter[str]]:
     """Returns requests of hours [since, until), counted from 1970, of one cluster or all, and {reason: number of traces
     left out}. `now`: current time in seconds since 1970 [default: the clock's]; traces more than an hour later are left
@@ -116,7 +118,8 @@ def read_requests(
     `usual`: the server's default sampling settings, such as {"temperature": 0.6, "top_p": 0.95}; they complete the
     settings of requests whose trace has no temperature. Without `usual` such requests are left out, or with
     `exact=False` returned, but can then only be used for training. `tags`: only requests whose tag is in `tags` (empty:
-    all); raises ConfigError for a tag that no trace has."""
+    all); raises ConfigError for a tag that no trace has. `tracked`: all clusters but these are read as one, "other", as
+    by a policy (empty: every cluster stays separate)."""
     check_tags(folder, tags)
     requests: list[Request] = []
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
@@ -124,6 +127,7 @@ def read_requests(
         if not has_tag(row, tags):
             continue
         hour, own_cluster = _hour_of(row, since, now, seen, left_out, needs_rounds=False), _cluster(row)
+        own_cluster = OTHER if tracked and own_cluster not in tracked else own_cluster
         if hour is None or (until is not None and hour >= until) or cluster not in (None, own_cluster):
             continue
         has_temperature = row["temperature"] is not None
