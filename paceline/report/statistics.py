@@ -163,15 +163,18 @@ def survival(histogram: Sequence[float], num_drafted: int = 0) -> list[float]:
 
 
 def bootstrap(
-    items: Sequence[tuple[float, ...]], figure: Callable[[list[tuple[float, ...]]], float], num_draws: int = 1000
+    items: Sequence[tuple[float, ...]],
+    figure: Callable[[list[tuple[float, ...]]], float],
+    num_draws: int = 1000,
+    level: float = 0.95,
 ) -> Interval:
-    """Return the 95% percentile interval of `figure` (a statistic of a list of items) over `num_draws` resampled lists
-    (Efron and Tibshirani, chapter 13)."""
+    """Return the percentile interval of `figure` (a statistic of a list of items) over `num_draws` resampled lists, at
+    this confidence level (Efron and Tibshirani, chapter 13)."""
     if len(items) < 2:
         return None, None
     draw = random.Random(0)
     values = sorted(figure(draw.choices(items, k=len(items))) for _ in range(num_draws))
-    return values[int(0.025 * num_draws)], values[int(0.975 * num_draws)]
+    return values[int((1 - level) / 2 * num_draws)], values[int((1 + level) / 2 * num_draws)]
 
 
 def ratio_of_sums(pairs: Sequence[tuple[float, ...]]) -> float:

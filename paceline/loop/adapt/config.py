@@ -120,9 +120,10 @@ class CandidateConfig:
     held_out_only: bool = False
     """Judge only by held-out prompts, which trainings never use."""
     least_requests: Count = 20
-    """Minimum number of prompts of the fallen cluster for a verdict."""
+    """Minimum number of prompts of the fallen cluster for a verdict, and of another cluster to count."""
     most_loss: Share = 0.02
-    """Loss of tokens/s on other clusters or on out-of-domain answers at which a candidate is refused."""
+    """Loss of tokens/s on another cluster or on out-of-domain answers at which a candidate is refused, if the loss is
+    more than chance."""
     shares: tuple[Annotated[float, within("above 0 and at most 1", above=0, most=1)], ...] = (1.0, 0.75, 0.5)
     """Comma-separated weight shares of the candidate; one that loses too much on other traffic is tried again as a
     blend of the incumbent's weights and this share of its own."""

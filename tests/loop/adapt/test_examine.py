@@ -178,7 +178,7 @@ def test_what_was_lost_is_scored_first_and_may_spare_the_rest(
     lengths, score = iter([lost, replace(lost, gain=0.0)]), module.score
     monkeypatch.setattr(module, "draft_seconds", lambda llm, drafters: [1.0] * len(drafters))
     monkeypatch.setattr(module, "judge", lambda *_: next(ends))
-    monkeypatch.setattr(module, "compare", lambda *_: next(lengths))
+    monkeypatch.setattr(module, "compare", lambda *_, **__: next(lengths))
 
     def counted(llm: LLM, one: Any, chosen: Any) -> Any:
         scored.append((Path(one.source).name, len(chosen)))

@@ -56,6 +56,22 @@ class TestJudge:
     def test_a_small_loss_is_let_through(self) -> None:
         assert judge(pairs(0.4, 0.7), {"chat": pairs(0.6, 0.597)}, FLAT).passed
 
+    @pytest.mark.slow
+    def test_chance_on_many_clusters_is_no_loss(self) -> None:
+        """Eight clusters without a change; then one of them loses, and is named among the noise."""
+        number = 40
+        same = {f"c{n}": Pairs(answers(0.6, number, 2 * n + 1), answers(0.6, number, 2 * n + 2)) for n in range(8)}
+        verdict = judge(pairs(0.4, 0.7), same, FLAT)
+        assert verdict.passed and min(gain.gain for gain in verdict.gains.values()) < -CandidateConfig().most_loss
+        worse = {**same, "chat": Pairs(answers(0.6, number, 17), answers(0.5, number, 18))}
+        verdict = judge(pairs(0.4, 0.7), worse, FLAT)
+        assert verdict.loses and "'chat'" in verdict.reason
+        assert judge(pairs(0.4, 0.7), worse, FLAT, config=CandidateConfig(most_loss=0.5)).passed
+
+    def test_a_few_requests_of_another_cluster_refuse_nothing(self) -> None:
+        verdict = judge(pairs(0.4, 0.7), {"rare": pairs(0.6, 0.4, number=3)}, FLAT, pairs(0.6, 0.4, number=3))
+        assert verdict.passed and "no answers of another kind" in verdict.reason
+
     def test_few_requests_prove_nothing(self) -> None:
         verdict = judge(pairs(0.1, 0.9, number=19), {}, FLAT, config=CandidateConfig(least_requests=20))
         assert not verdict.passed and "too few" in verdict.reason

@@ -119,7 +119,7 @@ class _Comparison:
         incumbent's) with less and less of the candidate, until a blend does not lose too much."""
         reasons, verdict = list[str](), Verdict(False, "")
         for share in sorted(self._config.shares, reverse=True):
-            verdict = self._verdict_at(candidate, share, target_name, worst_of(verdict.gains))
+            verdict = self._verdict_at(candidate, share, target_name, worst_of(verdict.gains, self._config))
             prefix = "" if share == 1.0 else f"{share:.0%} of the way from {self._config.incumbent}: "
             reasons.append(prefix + verdict.reason)
             if not verdict.loses:
@@ -157,8 +157,10 @@ class _Comparison:
             if name not in self._figures:
                 self._figures[name] = _figures(score(llm, incumbent, chosen))
             pairs[name] = Pairs(self._figures[name], _figures(score(llm, drafter, chosen)))
-            if name == lost and (refused := lost_elsewhere({name: compare(pairs[name], times)}, self._config)):
-                return refused
+            if name == lost:
+                gain = compare(pairs[name], times, num_sets=len(self._sets) - 1)
+                if refused := lost_elsewhere({name: gain}, self._config):
+                    return refused
         drifted, ood = pairs.pop("drifted"), pairs.pop("ood", None)
         return judge(drifted, pairs, times, ood, self._config)
 

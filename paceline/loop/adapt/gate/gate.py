@@ -6,9 +6,11 @@ same stored requests (`score.py`).
 
 tokens/s = tokens / (rounds x time of a round), at the number of drafts per round that gives the highest rate. The
 confidence interval of the gain is a paired bootstrap over requests (Efron and Tibshirani, chapter 16). It must be above
-zero on the cluster (group of similar requests) whose acceptance fell; on other clusters and on out-of-domain answers
-the candidate may lose less than 2%. Each prompt counts once, and repetitive answers do not count, so that one repeating
-client does not decide."""
+zero on the cluster (group of similar requests) whose acceptance fell. A loss of 2% or more on another cluster, or on
+out-of-domain answers, refuses the candidate if it is more than chance: if its interval, at a level at which those of
+all sets hold together at 95% (Bonferroni), is below zero. This assumes independent requests, and enough of them for a
+bootstrap. Each prompt counts once, and repetitive answers do not count, so that one repeating client does not
+decide."""
 
 from __future__ import annotations
 
@@ -52,8 +54,8 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Relative gain of the candidate's tokens/s over the incumbent's (0.1: 10% faster), with its 95% confidence
-    interval `low` to `high`."""
+    """Relative gain of the candidate's tokens/s over the incumbent's (0.1: 10% faster), with its confidence interval
+    `low` to `high`: at 95% for the drifted cluster; for the other sets wider, so that all hold together at 95%."""
 
     requests: int
     incumbent: float
@@ -104,13 +106,15 @@ def judge(
 ) -> Verdict:
     """Decides by the limits in `config` whether the candidate may replace the incumbent. `drifted`: rounds with both
     drafters on the cluster whose acceptance fell; `elsewhere`: cluster name -> rounds on each other cluster; `ood`:
-    rounds on out-of-domain answers; `times`: seconds of one round with each drafter."""
+    rounds on out-of-domain answers; `times`: seconds of one round with each drafter. Sets of fewer than
+    `config.least_requests` requests are left out."""
     config = config or CandidateConfig()
     if refused := too_few(len(drifted), config):
         return refused
     gains = {"drifted": compare(drifted, times)}
     others = {**elsewhere, **({"ood": ood} if ood is not None else {})}
-    gains |= {name: compare(pairs, times) for name, pairs in others.items() if len(pairs) >= 2}
+    judged = {name: pairs for name, pairs in others.items() if len(pairs) >= config.least_requests}
+    gains |= {name: compare(pairs, times, num_sets=len(others)) for name, pairs in judged.items()}
     fell = gains["drifted"]
     if not all(math.isfinite(gain.gain) for gain in gains.values()):
         return Verdict(False, "a figure is no finite number", gains)
@@ -120,32 +124,37 @@ def judge(
         )
     if lost := lost_elsewhere(gains, config):
         return lost
-    without = "; no answers of another kind were there to look at" if ood is None else ""
+    without = "; no answers of another kind were there to look at" if "ood" not in gains else ""
     return Verdict(True, f"{fell.gain:+.1%} tokens/s on what fell (95% from {fell.low:+.1%}){without}", gains)
 
 
-def worst_of(gains: Mapping[str, Gain]) -> str | None:
-    """Returns the request set with the smallest gain, other than "drifted"; None if there is no other."""
-    return min((name for name in gains if name != "drifted"), key=lambda name: gains[name].gain, default=None)
+def worst_of(gains: Mapping[str, Gain], config: CandidateConfig) -> str | None:
+    """Returns the request set with the largest loss of tokens/s among those, other than "drifted", on which the
+    candidate loses `config.most_loss` or more, and more than chance explains; None if there is none."""
+    lost = {
+        name: gain.gain
+        for name, gain in gains.items()
+        if name != "drifted" and gain.gain <= -config.most_loss and gain.high <= 0
+    }
+    return min(lost, key=lost.__getitem__, default=None)
 
 
 def lost_elsewhere(gains: Mapping[str, Gain], config: CandidateConfig) -> Verdict | None:
-    """Returns a verdict that refuses the candidate if it loses more than `config.most_loss` of its tokens/s on any
-    request set other than "drifted"; else None."""
-    worst = worst_of(gains)
-    if worst is None or gains[worst].gain > -config.most_loss:
+    """Returns a verdict that refuses the candidate if it loses too much on a set other than "drifted" (`worst_of`);
+    else None."""
+    if (worst := worst_of(gains, config)) is None:
         return None
     why = f"it loses {-gains[worst].gain:.1%} on {worst!r}, {config.most_loss:.0%} is the limit"
     return Verdict(False, why, gains, loses=True)
 
 
-def compare(pairs: Pairs, times: RoundTimes, num_draws: int = NUM_DRAWS) -> Gain:
+def compare(pairs: Pairs, times: RoundTimes, num_draws: int = NUM_DRAWS, num_sets: int = 1) -> Gain:
     """Computes the candidate's gain in tokens/s; the confidence interval is a bootstrap of `num_draws` samples of
-    requests, the same samples for both drafters."""
+    requests, the same samples for both drafters. `num_sets`: number of sets whose intervals hold together at 95%."""
     candidate = _tokens_and_seconds(pairs.candidate, times.passes, times.candidate_s)
     incumbent = _tokens_and_seconds(pairs.incumbent, times.passes, times.incumbent_s)
     items = [(*one, *other) for one, other in zip(candidate, incumbent, strict=True)]
-    gain, (low, high) = _gain(items), bootstrap(items, _gain, num_draws)
+    gain, (low, high) = _gain(items), bootstrap(items, _gain, num_draws, 1 - 0.05 / num_sets)
     before, after = (Rounds.sum(rounds).tokens_per_round for rounds in (pairs.incumbent, pairs.candidate))
     return Gain(len(pairs), before, after, gain, gain if low is None else low, gain if high is None else high)
 
