@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def noise(seed: int, number: int, sd: float = 0.03) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, sd, number)
 
 
-def run(values: np.ndarray, sd: float = 0.03, skip: range = range(0)) -> tuple[Series, list[int]]:
+def run(values: np.ndarray, sd: float = 0.03, skip: Sequence[int] = ()) -> tuple[Series, list[int]]:
     """A series over hourly values; the hours at which an alarm was held."""
     series, held = Series(PolicyConfig()), []
     for at, value in enumerate(values):
@@ -141,6 +142,29 @@ class TestSeries:
         series, held = run(values, skip=range(9 * DAY + 9, 10 * DAY + 9))
         assert series.raised_at is not None and series.raised_at - FIRST < 9 * DAY + 9
         assert held == [series.raised_at - FIRST + 2 * DAY - 1]
+
+    @pytest.mark.parametrize(("hours", "days"), [(10, 3), (6, 5)])
+    def test_a_fall_of_office_hours_is_held(self, hours: int, days: int) -> None:
+        """Traffic of ten or six hours on five days of the week: two workdays, with six hours and a weekend."""
+        values = noise(13, 8 * WEEK)
+        values[5 * WEEK :] -= 0.12  # a Thursday
+        closed = [at for at in range(8 * WEEK) if at // DAY % 7 in (2, 3) or not 8 <= at % DAY < 8 + hours]
+        series, held = run(values, skip=closed)
+        assert len(held) == 1 and held[0] < 5 * WEEK + days * DAY
+        assert series.state == "calm" and series.season.level == pytest.approx(-0.12, abs=0.03), "two weeks later"
+
+    def test_no_fall_of_office_hours_is_held(self) -> None:
+        closed = [at for at in range(8 * WEEK) if at // DAY % 7 in (2, 3) or not 8 <= at % DAY < 18]
+        ended = [run(noise(seed, 8 * WEEK), skip=closed) for seed in range(200, 208)]
+        assert [held for _, held in ended] == 8 * [[]] and all(series.state == "calm" for series, _ in ended)
+
+    def test_an_alarm_without_traffic_ends(self) -> None:
+        """A few low hours, and nothing since: they do not become the usual ones."""
+        values = noise(11, 4 * WEEK)
+        values[9 * DAY :] -= 0.3
+        series, held = run(values, skip=range(9 * DAY + 9, 4 * WEEK))
+        assert series.num_raised == 1 and held == [] and series.state == "calm"
+        assert series.season.level == pytest.approx(0.0, abs=0.03)
 
     def test_an_alarm_that_nobody_acts_on_becomes_the_usual(self) -> None:
         values = noise(12, 5 * WEEK)

@@ -12,6 +12,10 @@ Residuals are in standard deviations, clipped at `CLIP`. Page-Hinkley with allow
 one false alarm in exp(2k(h + 1.17)) / (2 k^2)
 hours, 19,000 per series (Siegmund, Sequential Analysis, 1985, 2.5), and detects a drop of three standard deviations in
 about four hours. ADWIN (Bifet and Gavalda, 2007) with its authors' delta of 0.002 detects slower or smaller drops.
+
+An alarm is judged at the end of each day since it was raised, by the hours with traffic since the last verdict, once
+there are LEAST_HOURS of them: a cluster of ten office hours is judged every other day. They are assumed to be as
+correlated as consecutive hours, which is cautious across a night, and to share the season's error on the first day.
 """
 
 from __future__ import annotations
@@ -39,8 +43,11 @@ PRIOR_HOURS = 12.0
 them, the first hours of a drop early in the life of a series look like autocorrelation, and hide that it lasts."""
 MEMORY_HOURS = 100.0
 """Time constant, in hours, of the running estimates of residual spread and autocorrelation."""
+LEAST_HOURS = DAY // 2
+"""Hours with traffic that a verdict on an alarm needs."""
 MOST_ALARM_DAYS = 14
-"""Days after which an alarm without action ends: the lower level is then the usual one."""
+"""Days, with or without traffic, after which an alarm without action ends: the lower level is then the usual one, if it
+was seen for LEAST_HOURS."""
 State = Literal["learning", "calm", "raised", "held"]
 
 
@@ -67,7 +74,7 @@ class Series:
     raised_at: int | None = None
     held_at: int | None = None
     loss: float = 0.0
-    """Mean drop below the season during the latest whole day of an alarm, as a share."""
+    """Mean drop below the season in the hours that the latest verdict on an alarm is about, as a share."""
     z: float = 0.0
     """Latest residual in standard deviations, for the log."""
     expected: float | None = None
@@ -82,7 +89,10 @@ class Series:
     _level_residuals: list[float] | None = None
     """Residuals since another drafter took over, until a day of them gives the new level."""
     _changed_at: int = 0
-    _judged: int = 0
+    _num_days: int = 0
+    """Days since the alarm was raised."""
+    _num_judged: int = 0
+    """Number of hours of `evidence` that earlier verdicts were about."""
     _previous: float = 0.0
     _products: tuple[float, float] = (0.0, PRIOR_HOURS)
     """Exponentially weighted sums of (residual x previous residual) and of squared residuals."""
@@ -108,37 +118,38 @@ class Series:
             if not fell:
                 self._learn(hour, value, variance)
                 return
-            self.state, self.raised_at, self._judged = "raised", hour, 0
+            self.state, self.raised_at = "raised", hour
             self.num_raised += 1
         self.evidence.append(Residual(hour, value - predicted, total_variance, value, variance))
 
     def tick(self, hour: int) -> None:
         """At the end of each day since the alarm (a drop below the usual course) was raised, decide whether it
         continues, is confirmed, or ends. Must be called after every hour, with or without traffic."""
-        if self.raised_at is None or (hour + 1 - self.raised_at) // DAY <= self._judged:
+        if self.raised_at is None or (hour + 1 - self.raised_at) // DAY <= self._num_days:
             return
-        self._judged += 1
-        day = [residual for residual in self.evidence if residual.hour >= self.raised_at + DAY * (self._judged - 1)]
-        if len(day) < DAY / 2:
-            return  # too little traffic: the alarm stays as it is
-        verdict = self._judge(day)
+        self._num_days = (hour + 1 - self.raised_at) // DAY
+        verdict = self._judge(self.evidence[self._num_judged :])
         needed = self.config.hold_periods if self.season.has_week else self.config.early_periods
         if verdict == "lapsed":
             self.end_alarm()
-        elif self._judged > MOST_ALARM_DAYS:
-            self.season.shift(sum(residual.value for residual in self.evidence) / len(self.evidence))
+        elif self._num_days > MOST_ALARM_DAYS:
+            if len(self.evidence) >= LEAST_HOURS:
+                self.season.shift(sum(residual.value for residual in self.evidence) / len(self.evidence))
             self.end_alarm()
-        elif verdict == "lasts" and self._judged >= needed and self.state == "raised":
+        elif verdict == "lasts" and self._num_days >= needed and self.state == "raised":
             self.state, self.held_at = "held", hour
 
-    def _judge(self, day: list[Residual]) -> Literal["lasts", "undecided", "lapsed"]:
-        """Judge a day by its mean, so that each hour counts the same, and by its median: a short incident, however
-        deep, is no drift."""
-        mean = sum(residual.value for residual in day) / len(day)
-        own = self._inflation * sum(residual.variance for residual in day) / len(day) ** 2
-        error = math.sqrt(own + self.season.shared_variance(day[0].hour))
+    def _judge(self, hours: list[Residual]) -> Literal["lasts", "undecided", "lapsed"]:
+        """Judge hours by their mean, so that each counts the same, and by their median: a short incident, however
+        deep, is no drift. Too few hours are undecided, and are judged together with later ones."""
+        if len(hours) < LEAST_HOURS:
+            return "undecided"
+        self._num_judged = len(self.evidence)
+        mean = sum(residual.value for residual in hours) / len(hours)
+        own = self._inflation * sum(residual.variance for residual in hours) / len(hours) ** 2
+        error = math.sqrt(own + self.season.shared_variance(hours[0].hour))
         self.loss = 1.0 - math.exp(mean)
-        typical = 1.0 - math.exp(_median(day))
+        typical = 1.0 - math.exp(_median(hours))
         if mean > -LEAST_ERRORS * error or min(self.loss, typical) < self.config.least_loss / 2:
             return "lapsed"
         return "lasts" if self.loss >= self.config.least_loss else "undecided"
@@ -176,7 +187,7 @@ class Series:
     def _calm(self) -> None:
         self.state = "calm" if self.season.has_day else "learning"
         self.raised_at = self.held_at = None
-        self.loss, self._judged = 0.0, 0
+        self.loss, self._num_days, self._num_judged = 0.0, 0, 0
         self.evidence, self._detectors = [], []
 
     @property
@@ -221,10 +232,10 @@ class Series:
         self.correlation = min(max(self._products[0] / (self._products[1] + 1.0), 0.0), MOST_CORRELATION)
 
 
-def _median(day: list[Residual]) -> float:
+def _median(hours: list[Residual]) -> float:
     """Median of the residuals, weighted by inverse variance."""
-    ordered = sorted(day, key=lambda residual: residual.value)
-    half, weight = sum(1 / residual.variance for residual in day) / 2, 0.0
+    ordered = sorted(hours, key=lambda residual: residual.value)
+    half, weight = sum(1 / residual.variance for residual in hours) / 2, 0.0
     for residual in ordered:
         weight += 1 / residual.variance
         if weight >= half:
