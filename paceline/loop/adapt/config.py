@@ -37,7 +37,7 @@ class PolicyConfig:
     horizon_days: Positive = 7.0
     """Days within which a training must pay for itself."""
     recovered: Share = 0.5
-    """Share of a loss that a training is expected to recover, until trainings in this folder have been measured."""
+    """Share of a loss that a training is expected to recover."""
     max_clusters: Count = 16
     """Maximum number of clusters that are tracked separately; all further traffic forms one more cluster."""
 
@@ -59,7 +59,7 @@ class PriceConfig(Checked):
     training_hours: Positive = 1.0
     """Core- or GPU-hours of one training, until a training in this folder has been measured."""
     round_ms: Positive = 20.0
-    """Milliseconds of one round, until traces give it."""
+    """Milliseconds of one round, as measured on the server."""
     units: Positive = 1.0
     """Cores or GPUs that one round keeps busy."""
 
