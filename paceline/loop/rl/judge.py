@@ -128,12 +128,12 @@ class RelativeJudge:
 
 def ranking_of(text: str, letters: str) -> str:
     """Returns the attempts' letters, best first, by the last valid ranking in the judge's answer `text`, in lines
-    that begin with RANKING if one has any; "" without one.
+    that begin with RANKING, or below a line with only this word, if one has any; "" without one.
 
     `letters`: the letters that name the attempts. A valid ranking names each of them once.
     """
     text = text.replace("*", "")
-    marked = re.findall(r"^\W*RANKING\b.*", text, re.MULTILINE | re.IGNORECASE)
+    marked = re.findall(r"^\W*RANKING\b\W*.*", text, re.MULTILINE | re.IGNORECASE)
     for match in reversed([*RANKING.findall(text), *RANKING.findall("\n".join(marked))]):
         ranking = "".join(re.findall("[A-Z]", match))
         if sorted(ranking) == sorted(letters):

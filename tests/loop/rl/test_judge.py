@@ -123,3 +123,4 @@ def test_rankings_are_read_out_of_talk() -> None:
     assert ranking_of("A and B are equal", "AB") == ""
     why = "RANKING: C > A > B\n\nAll three attempts (A, B, C) are fluent, but only C is right."
     assert ranking_of(why, "ABC") == "CAB" and ranking_of("RANKING:\nB > A", "AB") == "BA"
+    assert ranking_of(why.replace(": ", ":\n\n", 1), "ABC") == "CAB"
