@@ -119,8 +119,9 @@ class CandidateConfig:
     """Maximum number of requests that are scored per set."""
     held_out_only: bool = False
     """Judge only by held-out prompts, which trainings never use."""
-    least_requests: Count = 20
-    """Minimum number of prompts of the fallen cluster for a verdict, and of another cluster to count."""
+    least_requests: Annotated[int, within("at least 6", least=6)] = 20
+    """Minimum number of prompts of the fallen cluster for a verdict, and of another cluster to count; at least 6, as
+    fewer may all gain by chance."""
     most_loss: Share = 0.02
     """Loss of tokens/s on another cluster or on out-of-domain answers at which a candidate is refused, if the loss is
     more than chance."""

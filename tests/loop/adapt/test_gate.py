@@ -76,6 +76,12 @@ class TestJudge:
         verdict = judge(pairs(0.1, 0.9, number=19), {}, FLAT, config=CandidateConfig(least_requests=20))
         assert not verdict.passed and "too few" in verdict.reason
 
+    def test_requests_that_may_all_gain_by_chance_are_no_limit(self) -> None:
+        """The interval over few requests that agree has no width: two gained by 1% and 2%."""
+        with pytest.raises(ConfigError, match="least_requests must be at least 6"):
+            CandidateConfig(least_requests=5)
+        assert CandidateConfig(least_requests=6).least_requests == 6
+
     def test_tokens_a_round_alone_do_not_count(self) -> None:
         """A drafter that is twice as good and takes longer than it saves is refused."""
         slow = RoundTimes(FLAT.passes, incumbent_s=0.001, candidate_s=0.05)
