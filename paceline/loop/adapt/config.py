@@ -59,7 +59,7 @@ class PriceConfig(Checked):
     training_hours: Positive = 1.0
     """Core- or GPU-hours of one training, until a training in this folder has been measured."""
     round_ms: Positive = 20.0
-    """Milliseconds of one round, as measured on the server."""
+    """Milliseconds of one round on your server."""
     units: Positive = 1.0
     """Cores or GPUs that one round keeps busy."""
 

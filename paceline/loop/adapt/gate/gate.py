@@ -129,8 +129,8 @@ def judge(
 
 
 def worst_of(gains: Mapping[str, Gain], config: CandidateConfig) -> str | None:
-    """Returns the request set with the largest loss of tokens/s among those, other than "drifted", on which the
-    candidate loses `config.most_loss` or more, and more than chance explains; None if there is none."""
+    """Returns the request set, other than "drifted", with the largest loss of tokens/s of those that are at least
+    `config.most_loss` and more than chance explains; None without such a loss."""
     lost = {
         name: gain.gain
         for name, gain in gains.items()
