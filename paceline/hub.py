@@ -114,7 +114,7 @@ def resolve(name_or_path: str) -> Path:
     if name_or_path in BUILTINS:
         return _builtin_file(BUILTINS[name_or_path])
     check_name(name_or_path)
-    return _hub_folder(name_or_path)
+    return hub_folder(name_or_path)
 
 
 def check_name(name_or_path: str) -> None:
@@ -141,12 +141,13 @@ def _home() -> Path:
     return Path(os.environ.get("PACELINE_HOME") or "~/.cache/paceline").expanduser().absolute()
 
 
-def _hub_folder(repo_id: str) -> Path:
-    """Download a repository's safetensors, configs and tokenizer (never pickles or code) to the Hugging Face cache."""
+def hub_folder(repo_id: str, patterns: tuple[str, ...] = HUB_FILES) -> Path:
+    """Download a repository's files of these `patterns` to the Hugging Face cache [default: safetensors, configs and
+    tokenizer, never pickles or code]; returns the folder. Raises the errors of `resolve`."""
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)))
+        return Path(snapshot_download(repo_id, allow_patterns=list(patterns), ignore_patterns=list(HUB_IGNORED)))
     except errors.GatedRepoError as error:
         raise DownloadError(
             f"{repo_id} asks for permission: accept its terms on the hub, then run `hf auth login`"

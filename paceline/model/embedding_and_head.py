@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config import EngineConfig
-from paceline.errors import DownloadError, ModelFileError, UnsupportedModelError, reraised
-from paceline.hub import HUB_ID, resolve
+from paceline.errors import ModelFileError, UnsupportedModelError, reraised
+from paceline.hub import HUB_ID, hub_folder, resolve
 from paceline.model.adapter import is_adapter
 from paceline.model.backends import keep_sums_in_float32, load_target
 from paceline.model.checkpoint import check_header, load_config, read_json
@@ -64,24 +64,7 @@ def light_folder(model: str) -> Path:
     Raises the errors of `hub.resolve`."""
     if Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
         return resolve(model)
-    return _fetched(model, LIGHT)
-
-
-def _fetched(repo_id: str, patterns: tuple[str, ...]) -> Path:
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    unreached = (
-        errors.HTTPError,
-        errors.HFValidationError,
-        errors.LocalEntryNotFoundError,
-        ConnectionError,
-        TimeoutError,
-    )
-    with reraised(
-        DownloadError, f"{repo_id} cannot be fetched", "check the network, or give a local folder", *unreached
-    ):
-        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
+    return hub_folder(model, LIGHT)
 
 
 def load_ends(settings: EngineConfig) -> Target:
@@ -106,7 +89,7 @@ def load_ends(settings: EngineConfig) -> Target:
             f"a target elsewhere with {what} is not implemented: its embedding or head is scaled"
         )
     if HUB_ID.fullmatch(settings.model) and not Path(settings.model).exists():
-        folder = _fetched(settings.model, (*LIGHT, *_files_of_ends(folder)))
+        folder = hub_folder(settings.model, (*LIGHT, *_files_of_ends(folder)))
     is_tied = bool(whole.get("tie_word_embeddings", False)) if config is None else config.tie_embeddings
     tensors = dict(_read(folder, (EMBEDDING,) if is_tied else (EMBEDDING, HEAD)))
     if EMBEDDING not in tensors:

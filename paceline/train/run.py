@@ -23,6 +23,7 @@ from paceline.draft.dflash2.codebooks import materialised
 from paceline.draft.vocabulary import Vocabulary
 from paceline.errors import ModelNotFoundError, PromptError, UnsupportedModelError
 from paceline.hardware import this_machine
+from paceline.hub import BUILTINS
 from paceline.model.backends import load_target, settle
 from paceline.model.embedding_and_head import light_folder, load_ends
 from paceline.model.target import Target
@@ -49,9 +50,8 @@ from paceline.train.learn.step_log import newest_rates, risen_rate, tracked
 from paceline.train.methods.kinds import draft_ids_of, initial_drafter, use_scaled_units
 from paceline.train.methods.mtp import check_mtp
 from paceline.train.plan.choices import for_chains
-from paceline.train.plan.expected_acceptance import Learned, expected_lines, expected_of
 from paceline.train.plan.lengths import longest_of, stored_length, with_length
-from paceline.train.plan.stored_plan import apply_stored, stored_plan
+from paceline.train.plan.stored_plan import apply_stored, stored_plan, update_expected
 from paceline.train.plan.target_facts import MachineFacts
 from paceline.train.plan.training_plan import make_plan
 from paceline.train.processes.group import process_group
@@ -110,12 +110,18 @@ def _planned(config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progre
     before, length = stored_plan(config.out), stored_length(config.out)
     wait()
     if before is None and ranks.is_first:
+        if config.target.model not in BUILTINS:  # whose sizes are known; of a hub id, config.json is fetched
+            light_folder(config.target.model)
+        plan: dict[str, Any] = {"target": config.target.model, "values": {}}
+        if config.minutes is not None and not config.is_given("loop.max_minutes"):
+            plan["values"]["loop.max_minutes"] = config.minutes
         try:
-            plan = make_plan(config)
-            progress.say(plan.text)
-            RunFolder(config.out).write_json(PLAN, {**plan.as_json(), "minutes": config.minutes})
+            chosen = make_plan(config)
+            progress.say(chosen.text)
+            plan = chosen.as_json()
         except (ModelNotFoundError, UnsupportedModelError) as error:
-            progress.say(f"note: no plan, so defaults hold: {error}")
+            progress.say(f"note: no plan, so defaults hold, also when the run is resumed: {error}")
+        RunFolder(config.out).write_json(PLAN, plan | {"minutes": config.minutes})
     wait()
     stored = before or stored_plan(config.out) or {}
     planned = with_length(apply_stored(config, stored), length)
@@ -311,22 +317,11 @@ class _Stages:
             plan["values"]["loop.max_minutes"] = minutes
             if abs(minutes - planned) > 0.05 * planned:
                 self.progress.say(f"{minutes:.3g} minutes are left for learning, where {planned:.3g} were planned")
-                self._update_expected(plan, minutes / planned)
+                update_expected(plan, minutes / planned, self.progress.say)
             RunFolder(config.out).write_json(PLAN, plan)
         self.wait()
         plan = stored_plan(config.out) or {}
         trainer.config = replace(trainer.config, max_minutes=float(plan["values"]["loop.max_minutes"]))
-
-    def _update_expected(self, plan: dict[str, Any], share: float) -> None:
-        """Updates the expectations in plan.json to this share of the planned blocks, and reports them."""
-        expected = plan.get("expected") or {}
-        if not {"answers", "places"} <= expected.keys():  # a plan of an earlier version, or of a drafter of chains
-            return
-        plan["blocks"] = share * float(plan["blocks"])
-        learned = Learned(plan["blocks"], expected["answers"], expected["places"])
-        plan["expected"] = expected_of(plan["target"], learned)
-        for line in expected_lines(plan["target"], plan["expected"]):
-            self.progress.say(line)
 
     def _best(self, trainer: Trainer) -> tuple[dict[str, Tensor], float] | None:
         """Returns the best weights and their expected accepted length."""

@@ -16,6 +16,7 @@ from tiny_builtin import raising
 from paceline import hub
 from paceline.errors import CacheError, DownloadError, ModelNotFoundError
 from paceline.hub import resolve
+from paceline.model.embedding_and_head import light_folder
 
 
 def hub_errors() -> list[tuple[Exception, type[Exception]]]:
@@ -41,9 +42,10 @@ def hub_errors() -> list[tuple[Exception, type[Exception]]]:
 def test_hub_errors(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
     error, expected = hub_errors()[case]
     monkeypatch.setattr("huggingface_hub.snapshot_download", raising(error))
-    with pytest.raises(expected) as caught:
-        resolve("org/name")
-    assert caught.value.__cause__ is error
+    for fetch in (resolve, light_folder):
+        with pytest.raises(expected) as caught:
+            fetch("org/name")
+        assert caught.value.__cause__ is error
 
 
 def test_hub_never_asks_for_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

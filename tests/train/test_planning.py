@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 from model_folders import write_config
+from shown import Shown
 from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError, ModelNotFoundError
+from paceline.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from paceline.hardware import Machine
+from paceline.report.tables import Progress
+from paceline.runs.ranks import Ranks
+from paceline.train import run as train_run
 from paceline.train.config import (
     AnswerConfig,
     DrafterShape,
@@ -297,3 +301,35 @@ def test_a_plan_speaks_in_options_that_train_has(tmp_path: Path) -> None:
     reasons = [line.rpartition(": ")[2] for line in lines if line.startswith("  chosen")]
     assert len(reasons) == len(set(reasons)) and not any("shape." in line or "loop." in line for line in lines)
     assert "of them held out" in plan.text
+
+
+def planned(config: TrainConfig, shown: Shown | None = None) -> TrainConfig:
+    return train_run._planned(config, Ranks(), lambda: None, shown or Progress())
+
+
+def test_config_json_of_a_hub_id_is_fetched_before_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it there was no plan, `minutes` was ignored, and the next start, which had one, was refused."""
+    write_config(tmp_path)
+    raw, fetched = json.loads((tmp_path / "config.json").read_text()), list[str]()
+    monkeypatch.setattr(train_run, "light_folder", fetched.append)
+    monkeypatch.setattr(facts, "_hub_config", lambda name: raw if name in fetched else None)
+    config = planned(train_config(tmp_path, "org/new-model", minutes=60.0))
+    assert fetched == ["org/new-model"] and config.loop.max_minutes is not None
+    values = json.loads((tmp_path / "run" / "plan.json").read_text())["values"]
+    assert {"loop.max_minutes", "loop.blocks_per_step"} <= values.keys()
+
+
+def test_a_run_without_a_plan_has_none_later_either_and_keeps_its_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(config: TrainConfig) -> None:
+        raise UnsupportedModelError("its sizes are not known")
+
+    monkeypatch.setattr(train_run, "light_folder", str)
+    shown, config = Shown(), train_config(tmp_path, "org/new-model", minutes=60.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(train_run, "make_plan", fail)
+        first = planned(config, shown)
+    note = "note: no plan, so defaults hold, also when the run is resumed: its sizes are not known"
+    assert shown.lines == [note] and first.loop == LoopConfig(max_minutes=60.0)
+    assert planned(config, shown).loop == first.loop and shown.lines == [note]

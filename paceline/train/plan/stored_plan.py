@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.train.config import TrainConfig
+from paceline.train.plan.expected_acceptance import Learned, expected_lines, expected_of
 from paceline.train.run_file import value_of, with_value
 
 
@@ -30,3 +32,15 @@ def stored_plan(out: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return plan if isinstance(plan, dict) else None
+
+
+def update_expected(plan: dict[str, Any], share: float, say: Callable[[str], None]) -> None:
+    """Updates the expectations in `plan` (contents of plan.json) to this share of its blocks, and reports them through
+    `say`."""
+    expected = plan.get("expected") or {}
+    if not {"answers", "places"} <= expected.keys():  # a plan of an earlier version, or of a drafter of chains
+        return
+    plan["blocks"] = share * float(plan["blocks"])
+    plan["expected"] = expected_of(plan["target"], Learned(plan["blocks"], expected["answers"], expected["places"]))
+    for line in expected_lines(plan["target"], plan["expected"]):
+        say(line)
