@@ -155,6 +155,8 @@ def _merged(config: asks.TrainConfig, run_file: Path | None, names: set[str]) ->
     if "loop.seed" in typed_names:
         typed_names.add("answering.seed")
     tree = read_run_file(run_file) if run_file else {}
+    if "minutes" in typed_names:  # the file's minutes for steps are those of another plan
+        tree.get("loop", {}).pop("max_minutes", None)
     return config_of(overlaid(tree, config, typed_names), run_file or "--config")
 
 

@@ -51,11 +51,11 @@ from paceline.train.methods.kinds import draft_ids_of, initial_drafter, use_scal
 from paceline.train.methods.mtp import check_mtp
 from paceline.train.plan.choices import for_chains
 from paceline.train.plan.lengths import longest_of, stored_length, with_length
-from paceline.train.plan.stored_plan import apply_stored, stored_plan, update_expected
+from paceline.train.plan.stored_plan import apply_stored, stored_plan, update_expected, with_minutes
 from paceline.train.plan.target_facts import MachineFacts
 from paceline.train.plan.training_plan import make_plan
 from paceline.train.processes.group import process_group
-from paceline.train.run_file import TRAINED, with_defaults, with_given, with_value, write_run_file
+from paceline.train.run_file import TRAINED, with_defaults, with_given, write_run_file
 from paceline.train.served import agreement, final_figures, finished_drafter, has_room, heldout_server
 from paceline.train.tiny import TINY, write_tiny_target
 
@@ -102,6 +102,8 @@ def _planned(config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progre
     """Returns the config with a choice for every setting that the user did not give. The first process makes the plan
     and reports it; a resumed run uses its stored plan."""
     if config.scale == "tiny":
+        if config.minutes is not None:
+            progress.say("note: --minutes has no effect with --scale tiny: give --max-minutes")
         if ranks.is_first:
             write_run_file(config)
         wait()  # the first process writes the target
@@ -123,12 +125,12 @@ def _planned(config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progre
             progress.say(f"note: no plan, so defaults hold, also when the run is resumed: {error}")
         RunFolder(config.out).write_json(PLAN, plan | {"minutes": config.minutes})
     wait()
-    stored = before or stored_plan(config.out) or {}
+    before = before or stored_plan(config.out) or {}
+    stored = with_minutes(before, config, progress.say)
     planned = with_length(apply_stored(config, stored), length)
-    if config.minutes is not None and stored.get("minutes") and not config.is_given("loop.max_minutes"):
-        more = config.minutes - float(stored["minutes"])
-        planned = with_value(planned, "loop.max_minutes", max(0.1, (planned.loop.max_minutes or config.minutes) + more))
     if ranks.is_first:
+        if stored != before:
+            RunFolder(config.out).write_json(PLAN, stored)
         write_run_file(planned)
     return planned
 

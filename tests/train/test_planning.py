@@ -333,3 +333,43 @@ def test_a_run_without_a_plan_has_none_later_either_and_keeps_its_minutes(
     note = "note: no plan, so defaults hold, also when the run is resumed: its sizes are not known"
     assert shown.lines == [note] and first.loop == LoopConfig(max_minutes=60.0)
     assert planned(config, shown).loop == first.loop and shown.lines == [note]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "steps"),
+    [
+        ({}, {"minutes": 30.0}, 30.0),
+        ({"minutes": 60.0}, {"minutes": 90.0}, 75.0),
+        ({"minutes": 60.0}, {"minutes": 50.0}, 35.0),
+        ({"minutes": 60.0}, {"minutes": 10.0}, 0.1),
+        ({"minutes": 60.0}, {}, 45.0),
+        ({"loop": LoopConfig(max_minutes=5.0)}, {"minutes": 30.0}, 30.0),
+    ],
+)
+def test_a_resumed_run_gets_the_minutes_that_are_given_now(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], steps: float
+) -> None:
+    """They were ignored if the first start had none, and bounded by the first plan until there was a checkpoint."""
+    answers = {"prompting": PromptsConfig(), "answers": (tmp_path / "answers",)}
+    config = replace(train_config(tmp_path), **answers)
+    planned(replace(config, **before))
+    file = tmp_path / "run" / "plan.json"
+    plan = json.loads(file.read_text())
+    if "minutes" in before:
+        assert plan["values"]["loop.max_minutes"] == 60.0
+        file.write_text(json.dumps(plan | {"values": plan["values"] | {"loop.max_minutes": 45.0}}))
+    for _ in range(2):  # a third start changes nothing more
+        assert planned(replace(config, **after)).loop.max_minutes == steps
+    if after:
+        plan = json.loads(file.read_text())
+        assert plan["minutes"] == after["minutes"] and plan["values"]["loop.max_minutes"] == steps
+
+
+def test_minutes_without_effect_are_noted(tmp_path: Path) -> None:
+    config, shown = replace(train_config(tmp_path, minutes=60.0), loop=LoopConfig(max_minutes=5.0)), Shown()
+    planned(config, shown)
+    planned(config, shown)
+    assert not any("has no effect" in line for line in shown.lines)
+    assert planned(replace(config, minutes=90.0), shown).loop.max_minutes == 5.0
+    planned(replace(config, scale="tiny"), shown)
+    assert ["--max-minutes" in line for line in shown.lines if "--minutes has no effect" in line] == [True, True]

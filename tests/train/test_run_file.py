@@ -80,6 +80,19 @@ def test_what_is_typed_wins_over_the_file(tmp_path: Path, started_configs: list[
     assert as_tree(config)["loop"]["loss"] == as_tree(whole(tmp_path))["loop"]["loss"]
 
 
+def test_typed_minutes_end_the_steps_of_a_file_with_minutes_of_its_own(
+    tmp_path: Path, started_configs: list[TrainConfig]
+) -> None:
+    """The file's plan had chosen loop.max_minutes, which counts as given, so that --minutes had no effect."""
+    file = write_run_file(with_value(with_value(whole(tmp_path), "minutes", 60.0), "loop.max_minutes", 45.0))
+    typed("--config", file, "--minutes", "120")
+    typed("--config", file, "--minutes", "120", "--max-minutes", "7")
+    typed("--config", file)
+    limits = [(config.minutes, config.loop.max_minutes) for config in started_configs]
+    assert limits == [(120.0, None), (120.0, 7.0), (60.0, 45.0)]
+    assert not started_configs[0].is_given("loop.max_minutes") and started_configs[0].is_given("loop.epochs")
+
+
 def test_an_option_typed_at_its_default_counts_as_asked_for(tmp_path: Path, started_configs: list[TrainConfig]) -> None:
     typed("--layers", "3", "--loss-vocab", "0", "--first-layers", "copied", "--heads", "4", "--intermediate-size", "64")
     (config,) = started_configs

@@ -34,6 +34,23 @@ def stored_plan(out: Path) -> dict[str, Any] | None:
     return plan if isinstance(plan, dict) else None
 
 
+def with_minutes(plan: dict[str, Any], config: TrainConfig, say: Callable[[str], None]) -> dict[str, Any]:
+    """Returns `plan` (contents of plan.json) for `config.minutes`: the steps get as many more or fewer minutes as those
+    differ from the plan's; all of them, with the steps taken before, if the plan had none. Reports changes through
+    `say`, also that `config.minutes` has no effect next to a given `loop.max_minutes`."""
+    values, before, minutes = plan.get("values") or {}, plan.get("minutes"), config.minutes
+    if minutes is None or config.is_given("loop.max_minutes"):
+        if minutes not in (None, before):
+            say("note: --minutes has no effect next to --max-minutes, which ends the steps: leave one out")
+        return plan
+    planned = values.get("loop.max_minutes")
+    steps = max(0.1, planned + minutes - before) if planned and before else minutes
+    plan = {**plan, "minutes": minutes, "values": {**values, "loop.max_minutes": steps}}
+    if planned and steps != planned:
+        update_expected(plan, steps / planned, say)
+    return plan
+
+
 def update_expected(plan: dict[str, Any], share: float, say: Callable[[str], None]) -> None:
     """Updates the expectations in `plan` (contents of plan.json) to this share of its blocks, and reports them through
     `say`."""
