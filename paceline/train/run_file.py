@@ -44,8 +44,12 @@ def write_run_file(config: TrainConfig) -> Path:
 
 
 def as_tree(config: TrainConfig) -> dict[str, Any]:
-    """Returns all fields of `config` except `given` and None values, as nested dicts of YAML and JSON types."""
-    return _without_none({name: value for name, value in plain(config).items() if name not in LEFT_OUT})
+    """Returns all fields of `config` except `given` and None values, as nested dicts of YAML and JSON types; with
+    `init`, `shape.block_size` only if it was given, else the drafter would not keep its own."""
+    tree = _without_none({name: value for name, value in plain(config).items() if name not in LEFT_OUT})
+    if config.init is not None and not config.is_given("shape.block_size"):
+        del tree["shape"]["block_size"]
+    return tree
 
 
 def read_run_file(file: Path) -> dict[str, Any]:

@@ -44,6 +44,15 @@ def test_written_and_read_back_it_is_the_same_run(tmp_path: Path) -> None:
     assert not again.is_given("init")
 
 
+def test_a_continued_drafter_keeps_its_block_size_when_the_file_is_run_again(tmp_path: Path) -> None:
+    """The file said 8, the default of new drafters, and a drafter of 12 became one of 8."""
+    config = with_value(with_value(whole(tmp_path), "init", "some/drafter"), "given", ("init",))
+    again = config_of(read_run_file(write_run_file(config)))
+    assert again.init == "some/drafter" and not again.is_given("shape.block_size")
+    config = with_value(config, "given", ("init", "shape.block_size"))
+    assert config_of(read_run_file(write_run_file(config))).is_given("shape.block_size"), "8 as an option"
+
+
 def test_what_differs_from_the_default_was_given(tmp_path: Path) -> None:
     config = whole(tmp_path)
     assert config.is_given("shape.num_layers") and config.is_given("loop.optim.lr")
