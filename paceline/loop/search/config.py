@@ -27,7 +27,7 @@ class SearchConfig(Checked):
     minutes: Positive = 60.0
     """Minutes of the whole search: answers, trials and the last comparison. A higher number continues a search."""
     trial_minutes: Positive | None = None
-    """Minutes of training steps of a trial that is never stopped [default: a tenth of `minutes`]."""
+    """Minutes of training steps of a trial that is never stopped [default: a tenth of the first start's `minutes`]."""
     rungs: Count = 3
     """How often a trial is measured: at its end, and when it may be stopped before."""
     reduction: Annotated[int, at_least(2)] = 3

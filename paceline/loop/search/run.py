@@ -9,6 +9,8 @@ judge     runs/x/drafter/        the winner, if held-out prompts that no trial w
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -76,7 +78,8 @@ class _OnlyBars(Progress):
 
 class _Search:
     def __init__(self, config: SearchConfig, progress: Progress) -> None:
-        self.config, self.progress, self.folder = config, progress, _opened(config)
+        self.config = config = _with_trial_minutes(config)
+        self.progress, self.folder = progress, _opened(config)
         self.rater = Rater(config.target, config.measured_tokens, config.repeat)
 
     def run(self) -> SearchResult:
@@ -167,8 +170,9 @@ class _Search:
         chosen = trials.folder(number)
         shutil.rmtree(self.folder.path / "drafter", ignore_errors=True)
         shutil.copytree(chosen / "drafter", self.folder.path / "drafter")
-        config = space.config(trials.settings(number), self.folder.path, self.config.rung_minutes[-1])
-        write_run_file(replace(config, answers=self.config.answers, prompting=self.config.prompting))
+        write_run_file(
+            self._again(space.config(trials.settings(number), self.folder.path, self.config.rung_minutes[-1]))
+        )
         ratio, interval = (judged.ratio, judged.interval) if judged else (None, (None, None))
         result = SearchResult(
             self.folder.path / "drafter", self.folder.path, measured[number].settings, number > 0, ratio, interval,
@@ -178,9 +182,28 @@ class _Search:
         write(result, self.config, self.folder, self.progress)
         return result
 
+    def _again(self, trial: TrainConfig) -> TrainConfig:
+        """Returns the training of a trial on its sources as they were given to the search, of which it holds out
+        prompts of its own."""
+        config, kept = self.config, {int(folder.name) for folder in trial.answers}
+        answers = tuple(source for place, source in enumerate(config.answers) if place in kept)
+        prompting = config.prompting
+        if len(config.answers) not in kept:  # the last source: answers to the prompts
+            prompting = replace(prompting, prompts=(), self_written=0)
+        return replace(trial, answers=answers, prompting=prompting, heldout_share=TrainConfig().heldout_share)
+
+
+def _with_trial_minutes(config: SearchConfig) -> SearchConfig:
+    """Returns the config with `trial_minutes` set: to its own value if given, else to that of the search that is
+    resumed."""
+    stored = None
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a new one, or damaged: `_opened` raises
+        stored = json.loads((config.out / "config.json").read_text(encoding="utf-8"))["search"]["trial_minutes"]
+    return replace(config, trial_minutes=config.trial_minutes or stored or config.rung_minutes[-1])
+
 
 def _opened(config: SearchConfig) -> RunFolder:
-    settings = plain(asdict(replace(config, trial_minutes=config.rung_minutes[-1])))
+    settings = plain(asdict(config))
     for name in ("out", *LENGTH):
         settings.pop(name)
     settings["held_out_by"] = "text"  # a search begun when prompts of other rows counted as others cannot go on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,32 @@ def test_a_trial_is_a_training_with_every_field_decided() -> None:
     assert (config.shape.num_layers, config.answers, config.loop.max_minutes) == (1, (Path("a/0"),), 2.5)
     assert config.is_given("loop.max_minutes") and config.is_given("shape.num_layers")
     assert SPACE.differences(SPACE.planned | {"shape.num_layers": 1}) == "num_layers 1"
+
+
+def test_a_search_goes_on_with_more_minutes_and_its_first_length_of_trials(tmp_path: Path) -> None:
+    """A tenth of the new minutes was another length, so they were refused."""
+    first = SearchConfig(out=tmp_path / "run", minutes=60.0)
+    rungs = search_run._Search(first, Progress()).config.rung_minutes
+    more = search_run._Search(replace(first, minutes=90.0), Progress()).config
+    assert more.minutes == 90.0 and more.rung_minutes == rungs == first.rung_minutes
+    with pytest.raises(ConfigError, match="trial_minutes: 6.0 there, 7.0 now"):
+        search_run._Search(replace(first, trial_minutes=7.0), Progress())
+    (first.out / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        search_run._Search(first, Progress())
+
+
+@pytest.mark.parametrize(("left_out", "answers", "prompts"), [("0", "b", "p"), ("1", "a", "p"), ("2", "ab", "")])
+def test_run_yaml_has_the_sources_of_the_winner_and_held_out_prompts(
+    tmp_path: Path, left_out: str, answers: str, prompts: str
+) -> None:
+    """It had all sources, and no held-out prompts, which are the search's own."""
+    config = SearchConfig(out=tmp_path / "run", answers=(Path("a"), Path("b")), prompting=PromptsConfig(("p",)))
+    space = Space.around(TrainConfig(answers=tuple(map(Path, ("s/0", "s/1", "s/2"))), heldout_share=0.0), 4)
+    trial = space.config(space.planned | {SOURCES: f"without {left_out}"}, config.out, 6.0)
+    again = search_run._Search(config, Progress())._again(trial)
+    assert again.answers == tuple(map(Path, answers)) and again.prompting.prompts == tuple(prompts)
+    assert again.heldout_share == TrainConfig().heldout_share and again.loop == trial.loop
 
 
 def test_verdicts() -> None:
