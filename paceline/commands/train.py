@@ -133,8 +133,10 @@ def kept_files(run: Path) -> list[str]:
 
 def _dry_run(config: asks.TrainConfig, device_name: str | None) -> dict[str, Any]:
     """Print the plan; also writes it to the run folder, if one is given."""
+    from paceline.train.methods.kinds import check_drafter
     from paceline.train.plan.training_plan import make_plan
 
+    check_drafter(config)
     if config.is_given("out"):
         check_folder(config.out)
     plan = make_plan(config, device_name, reads_answers=True)

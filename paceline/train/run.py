@@ -47,7 +47,7 @@ from paceline.train.learn.checkpoint import best_checkpoint
 from paceline.train.learn.initial_weights import continued_vocabulary, init_folder, scale_first_logits
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.step_log import newest_rates, risen_rate, tracked
-from paceline.train.methods.kinds import draft_ids_of, initial_drafter, use_scaled_units
+from paceline.train.methods.kinds import check_drafter, draft_ids_of, initial_drafter, use_scaled_units
 from paceline.train.methods.mtp import check_mtp
 from paceline.train.plan.choices import for_chains
 from paceline.train.plan.lengths import longest_of, stored_length, with_length
@@ -112,18 +112,14 @@ def _planned(config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progre
     before, length = stored_plan(config.out), stored_length(config.out)
     wait()
     if before is None and ranks.is_first:
-        if config.target.model not in BUILTINS:  # whose sizes are known; of a hub id, config.json is fetched
-            light_folder(config.target.model)
-        plan: dict[str, Any] = {"target": config.target.model, "values": {}}
-        if config.minutes is not None and not config.is_given("loop.max_minutes"):
-            plan["values"]["loop.max_minutes"] = config.minutes
+        plan: dict[str, Any] = {"target": config.target.model, "values": {}}  # if none can be made
         try:
             chosen = make_plan(config)
             progress.say(chosen.text)
-            plan = chosen.as_json()
+            plan = {**chosen.as_json(), "minutes": config.minutes}
         except (ModelNotFoundError, UnsupportedModelError) as error:
             progress.say(f"note: no plan, so defaults hold, also when the run is resumed: {error}")
-        RunFolder(config.out).write_json(PLAN, plan | {"minutes": config.minutes})
+        RunFolder(config.out).write_json(PLAN, plan)
     wait()
     before = before or stored_plan(config.out) or {}
     stored = with_minutes(before, config, progress.say)
@@ -140,6 +136,9 @@ def _check_inputs(config: TrainConfig) -> None:
     check_tracker(config.log_to)
     init_folder(config.init, config.target.model)
     check_mtp(config)
+    if config.scale == "default" and config.target.model not in BUILTINS:  # whose sizes are known
+        light_folder(config.target.model)  # fetches config.json of a hub id
+    check_drafter(config)
     check_begun(config)
     for prompts in (config.ood, config.heldout):
         read_mixture(others_of(config, prompts), config.answering.seed, ignore)

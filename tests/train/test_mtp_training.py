@@ -13,6 +13,7 @@ import pytest
 import torch
 from family_models import target_of, text, write_model
 from gguf_files import write_gguf
+from model_folders import write_config
 from mtp_models import Folder, mtp_folders, shaken
 from round_loop import generate, ready
 from small_training import assert_resumes
@@ -37,7 +38,7 @@ from paceline.train.learn.initial_weights import scale_first_logits
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.losses import Slots, slot_weights
 from paceline.train.learn.packs import Packer
-from paceline.train.methods.kinds import initial_drafter
+from paceline.train.methods.kinds import check_drafter, initial_drafter
 from paceline.train.methods.mtp import MtpNetwork, MtpTrainable, check_mtp, head_for, mtp_for, new_layer
 from paceline.train.plan.choices import for_chains
 from paceline.train.plan.training_plan import make_plan
@@ -231,6 +232,9 @@ def test_a_target_without_such_a_layer_says_what_to_do(folder_of: Folder, tmp_pa
     target.vocab_size += 1
     with pytest.raises(DrafterMismatchError, match="vocabulary: the mtp layer has 258, the target 259"):
         mtp_for(target, replace(asks(folder_of("qwen3+")), init=str(tmp_path / "drafter")))
+    write_config(tmp_path, vocab_size=259)
+    with pytest.raises(DrafterMismatchError, match="--init .*drafter: .*: the mtp layer has"):
+        check_drafter(replace(asks(tmp_path), init=str(tmp_path / "drafter")))
 
 
 def test_a_new_layer_of_a_gguf_file_is_that_of_the_folder(tmp_path: Path) -> None:

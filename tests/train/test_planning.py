@@ -313,6 +313,7 @@ def test_config_json_of_a_hub_id_is_fetched_before_the_plan(tmp_path: Path, monk
     raw, fetched = json.loads((tmp_path / "config.json").read_text()), list[str]()
     monkeypatch.setattr(train_run, "light_folder", fetched.append)
     monkeypatch.setattr(facts, "_hub_config", lambda name: raw if name in fetched else None)
+    train_run._check_inputs(train_config(tmp_path, "org/new-model"))
     config = planned(train_config(tmp_path, "org/new-model", minutes=60.0))
     assert fetched == ["org/new-model"] and config.loop.max_minutes is not None
     values = json.loads((tmp_path / "run" / "plan.json").read_text())["values"]
@@ -325,7 +326,6 @@ def test_a_run_without_a_plan_has_none_later_either_and_keeps_its_minutes(
     def fail(config: TrainConfig) -> None:
         raise UnsupportedModelError("its sizes are not known")
 
-    monkeypatch.setattr(train_run, "light_folder", str)
     shown, config = Shown(), train_config(tmp_path, "org/new-model", minutes=60.0)
     with monkeypatch.context() as patched:
         patched.setattr(train_run, "make_plan", fail)

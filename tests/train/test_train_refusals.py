@@ -10,7 +10,12 @@ import pytest
 from tiny_runs import TINY, figures, paceline
 
 from paceline.data.answers import Answer, AnswerShards
-from paceline.errors import CacheError, ConfigError, PromptError
+from paceline.draft.dflash.config import DFlashConfig, new_config
+from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
+from paceline.draft.eagle3 import checkpoint as eagle3
+from paceline.draft.eagle3.checkpoint import Eagle3Config
+from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
+from paceline.errors import CacheError, ConfigError, DrafterMismatchError, PromptError
 from paceline.train.tiny import write_tiny_target
 
 
@@ -63,6 +68,34 @@ def test_bad_options_are_refused_before_anything_is_loaded(
     monkeypatch.setattr("paceline.train.answers.regenerate._load", loaded)
     with pytest.raises(error, match=message):
         paceline("train", "--target", write_tiny_target(tmp_path / "target"), "--out", tmp_path / "run", *words)
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--tap-layers", "2,99"), "--tap-layers: the target has layers 0 to 5"),
+        (("--tap-layers", "2,2"), "--tap-layers names a layer twice"),
+        (("--tap-layers", "2,99", "--drafter-kind", "eagle3"), "--tap-layers: the target has layers 0 to 5"),
+        (("--mask-token", "260"), "--mask-token 260: the target has tokens 0 to 259"),
+        (("--heads", "3", "--kv-heads", "2"), "3 query heads over 2 key heads do not divide evenly"),
+        (("--init", "dflash"), "--init .*dflash: hidden size: the drafter says 32, the target has 64"),
+        (("--init", "eagle3", "--drafter-kind", "eagle3"), "--init .*eagle3: hidden size: the drafter says 32, the"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused_before_prompts_are_answered(
+    words: tuple[str, ...], message: str, more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All prompts were answered first, and the message blamed a drafter that nobody had given."""
+    target = write_tiny_target(tmp_path / "target")
+    dflash = DFlashConfig.from_json(new_config(32, 260, 6, num_layers=1, head_dim=16))
+    DFlashDrafter(DFlashNetwork.random(dflash)).save(tmp_path / "dflash")
+    eagle = Eagle3Config.from_json(eagle3.new_config(32, 260, 6, draft_vocab_size=260, head_dim=16))
+    Eagle3Drafter(Eagle3Network.random(eagle)).save(tmp_path / "eagle3")
+    monkeypatch.setattr("paceline.train.run.regenerate", lambda *args: pytest.fail("prompts are answered"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigError, DrafterMismatchError), match=message):
+        paceline("train", "--target", target, "--out", tmp_path / "run", *words, *more)
 
 
 @pytest.mark.parametrize(

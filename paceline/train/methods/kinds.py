@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.draft.eagle3.drafter import Eagle3Network
 from paceline.draft.vocabulary import Vocabulary
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DrafterMismatchError, ModelNotFoundError, UnsupportedModelError, refuse
+from paceline.model.config.decoder import has_llama_layers
 from paceline.model.target import Target
-from paceline.train.config import TrainConfig
+from paceline.train.config import DrafterShape, TrainConfig
 from paceline.train.documents.dataset import Corpus
 from paceline.train.learn.initial_weights import (
     OWN_HEAD,
@@ -27,14 +29,16 @@ from paceline.train.learn.initial_weights import (
     init_folder,
     most_frequent,
     network_for,
+    own_sizes,
 )
 from paceline.train.learn.losses import Head
 from paceline.train.learn.packs import Trainable
-from paceline.train.methods.copied_layers import settle_units
+from paceline.train.methods.copied_layers import REMEDY, settle_units
 from paceline.train.methods.eagle3 import Eagle3Trainable, drafted_ids, eagle3_for, target_head, use_scaled_eagle3_units
 from paceline.train.methods.mtp import MtpNetwork, MtpTrainable, head_for, mtp_for
 from paceline.train.methods.selector import trainable_of
 from paceline.train.plan.choices import is_trained_already
+from paceline.train.plan.target_facts import TargetFacts, read_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,46 @@ class InitialDrafter:
         if isinstance(self.network, MtpNetwork):
             return FirstNorm(self.network.get_parameter("final_norm.weight"), self.network.config.norm_offset)
         return FirstNorm(self.network.norm.weight)
+
+
+def check_drafter(config: TrainConfig) -> None:
+    """Checks the drafter against its target's sizes, if these are known without the weights, before prompts are
+    answered. Raises ConfigError for a setting of a new drafter, DrafterMismatchError if the drafter in `config.init`
+    belongs to another target, and the errors of reading it. Does nothing for tiny targets."""
+    if config.scale != "default":
+        return
+    init = init_folder(config.init, config.target.model)
+    try:
+        target = read_target(config.target)
+    except (ModelNotFoundError, UnsupportedModelError):
+        return
+    sizes = cast(Target, target.shape)  # no more of a target is read with --init
+    try:
+        if init is None:
+            _check_new(config.shape, target)
+        elif config.shape.kind == "mtp":
+            mtp_for(sizes, config)
+        elif config.shape.kind == "eagle3":
+            eagle3_for(sizes, config.shape, init, torch.empty(0), config.loop.seed)
+        else:
+            network_for(sizes, config.target.model, config.shape, init, config.loop.seed)
+    except DrafterMismatchError as error:
+        raise DrafterMismatchError(f"--init {config.init}: {error}") from error
+
+
+def _check_new(shape: DrafterShape, target: TargetFacts) -> None:
+    taps, mask, sizes = shape.tap_layers or (), shape.mask_token_id or 0, target.shape
+    own_sizes(shape, target.raw if target.family else {})
+    refuse(
+        ConfigError,
+        (max(taps, default=0) >= sizes.num_layers, f"--tap-layers: the target has layers 0 to {sizes.num_layers - 1}"),
+        (len(set(taps)) < len(taps), "--tap-layers names a layer twice: leave one out"),
+        (mask >= sizes.vocab_size, f"--mask-token {mask}: the target has tokens 0 to {sizes.vocab_size - 1}"),
+        (
+            shape.is_copied and not shape.is_chained and not has_llama_layers(target.family or "llama"),
+            f"--first-layers copied: layers of {target.family} cannot be copied: {REMEDY}",
+        ),
+    )
 
 
 def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:

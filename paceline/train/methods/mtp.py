@@ -181,7 +181,7 @@ def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNet
         ("vocabulary", layer.config.vocab_size, target.vocab_size),
     ):
         if mine != theirs:
-            raise DrafterMismatchError(f"--init {init}: {what}: the mtp layer has {mine}, the target {theirs}")
+            raise DrafterMismatchError(f"{what}: the mtp layer has {mine}, the target {theirs}")
     return layer.marked(config.shape.ttt_steps), MtpNetwork(layer)
 
 
