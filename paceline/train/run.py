@@ -256,6 +256,7 @@ class _Stages:
             return RunFolder.open(config.out)
         settings = {"target": identity_of(config.target.model), "prompts": config.prompting.prompts}
         settings |= {"answers": config.answers, "init": config.init, "train": config.loop, "shape": config.shape}
+        settings["max_len"] = config.max_len
         return RunFolder.create("train", settings | {"regenerate": config.answering}, config.out)
 
     def _load_target(self) -> Target:

@@ -29,8 +29,9 @@ from paceline.model.checkpoint import load_config, load_named, load_tensors
 from paceline.model.gguf.to_folder import write_folder
 from paceline.model.target import ForwardBatch
 from paceline.model.text.tokenizer import Tokenizer
-from paceline.train.answers.run_identity import check_adapter
+from paceline.train.answers.run_identity import check_same_training
 from paceline.train.card import target_hash
+from paceline.train.config import TrainConfig
 from paceline.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -225,10 +226,10 @@ def test_a_target_is_told_from_the_same_with_an_adapter(base: Path, tmp_path: Pa
         target_hash(str(linked[0])) == target_hash(str(linked[1])) and len(set(map(identity_of, map(str, linked)))) == 2
     )
     (tmp_path / "config.json").write_text(json.dumps({"target": before}))
-    check_adapter(tmp_path, str(adapter))
+    check_same_training(TrainConfig(tmp_path, EngineConfig(str(adapter))))
     assert identity_of(str(base)) == str(base) and target_hash(str(base)) in card != target_hash(str(base))
     write_adapter(adapter, base, lora_alpha=9)
     assert identity_of(str(adapter)) != before and target_hash(str(adapter)) != card
     for model in (adapter, base):
         with pytest.raises(ConfigError, match="choose another --out"):
-            check_adapter(tmp_path, str(model))
+            check_same_training(TrainConfig(tmp_path, EngineConfig(str(model))))

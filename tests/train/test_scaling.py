@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.draft.dflash.config import DFlashConfig, new_config
@@ -85,14 +86,23 @@ def test_a_new_network_is_blind_to_the_mean() -> None:
     assert 0.5 < float(quiet.median() / loud.median()) < 2
 
 
+def test_a_scale_of_other_features_is_measured_again(tmp_path: Path) -> None:
+    file, other = tmp_path / "scale.safetensors", torch.ones(3)
+    save_file({"scale": other, "mean": other + 1}, file, {"features": "other taps"})
+    scale_F, _ = stored_scale(file, Loud(), DOCUMENTS, is_first=True, mark="a")
+    assert torch.equal(scale_F, measure_scale(Loud(), DOCUMENTS)[0]) and torch.equal(load_file(file)["scale"], scale_F)
+
+
 def test_a_run_keeps_its_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "run" / "scale.safetensors"
-    first = stored_scale(file, Loud(), DOCUMENTS, is_first=True)
+    first = stored_scale(file, Loud(), DOCUMENTS, is_first=True, mark="a")
     monkeypatch.setattr(
         "paceline.train.features.hidden_states.measure_scale", lambda *arguments: pytest.fail("measured again")
     )
-    again = stored_scale(file, Loud(), DOCUMENTS, is_first=True)
+    again = stored_scale(file, Loud(), DOCUMENTS, is_first=True, mark="a")
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    save_file(load_file(file), file)  # as an earlier version wrote it
+    stored_scale(file, Loud(), DOCUMENTS, is_first=True, mark="a")
     file.write_bytes(b"cut")
     with pytest.raises(CacheError, match="another --out"):
-        stored_scale(file, Loud(), DOCUMENTS, is_first=True)
+        stored_scale(file, Loud(), DOCUMENTS, is_first=True, mark="a")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_runs import TINY, figures, paceline
 
+from paceline.config import EngineConfig
 from paceline.data.answers import Answer, AnswerShards
 from paceline.draft.dflash.config import DFlashConfig, new_config
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
@@ -16,6 +19,9 @@ from paceline.draft.eagle3 import checkpoint as eagle3
 from paceline.draft.eagle3.checkpoint import Eagle3Config
 from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
 from paceline.errors import CacheError, ConfigError, DrafterMismatchError, PromptError
+from paceline.runs.folder import RunFolder
+from paceline.train.answers.mixture import check_begun
+from paceline.train.config import TrainConfig
 from paceline.train.tiny import write_tiny_target
 
 
@@ -112,6 +118,34 @@ def test_bad_prompts_are_named_by_line(text: str, message: str, tmp_path: Path) 
     (tmp_path / "prompts.jsonl").write_text(text)
     with pytest.raises(PromptError, match=message):
         paceline(*TINY, "--strict", "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": EngineConfig("b")}, "--target a, not b"),
+        ({"init": "default"}, "--init none, not default"),
+        ({"max_len": 128}, "--max-len 256, not 128"),
+        ({}, None),
+        ({"max_len": 256}, None),
+    ],
+)
+def test_a_run_with_checkpoints_keeps_its_target_its_init_and_its_longest_document(
+    tmp_path: Path, change: dict[str, Any], message: str | None
+) -> None:
+    """It went on with the weights of the one and the answers or hidden states of the other."""
+    RunFolder.create("train", {"target": "a", "init": None, "max_len": 256}, tmp_path)
+    config = replace(TrainConfig(tmp_path, EngineConfig("a")), **change)
+    check_begun(config)
+    (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
+    with (
+        pytest.raises(ConfigError, match=f"was begun with {message}: choose another --out")
+        if message
+        else nullcontext()
+    ):
+        check_begun(config)
+    RunFolder(tmp_path).write_json("config.json", {"what": "train"})
+    check_begun(config)  # nothing is stored of an earlier version
 
 
 def written(folder: Path, token: int, text: str) -> Path:

@@ -92,11 +92,11 @@ def others_of(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
 
 
 def check_begun(config: TrainConfig) -> None:
-    """Raises ConfigError if the run in `config.out` was begun with another adapter or other tags, or if one of the
-    requested tags does not occur in a source of prompts."""
-    from paceline.train.answers.run_identity import check_adapter  # imports PyTorch, which plans do without
+    """Raises ConfigError if the run in `config.out` was begun with another target, `init`, `max_len` or other tags, or
+    if one of the requested tags does not occur in a source of prompts."""
+    from paceline.train.answers.run_identity import check_same_training  # imports PyTorch, which plans do without
 
-    check_adapter(config.out, config.target.model)
+    check_same_training(config)
     tags, file = config.prompting.tags, config.out / RUN_FILE
     if file.is_file():
         parts = read_settings_file(file, "delete it, or choose another --out").get("prompting") or {}

@@ -19,7 +19,7 @@ from paceline.model.backends import settle
 from paceline.model.checkpoint import read_json
 from paceline.runs.folder import RunFolder, plain
 from paceline.runs.ranks import Ranks
-from paceline.train.config import RegenerateConfig
+from paceline.train.config import RegenerateConfig, TrainConfig
 from paceline.train.learn.checkpoint import check_same
 
 
@@ -43,14 +43,20 @@ def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> di
     return plain(settings)
 
 
-def check_adapter(out: Path, model: str) -> None:
-    """Raises ConfigError if the training in the folder `out` was begun with another adapter than that of the target
-    `model`, or if only one of the two targets has an adapter."""
-    file = out / "config.json"
-    before = read_json(file).get("target") if file.is_file() else None
-    now = identity_of(model)
-    if isinstance(before, str) and before != now and MARK in before + now:
-        raise ConfigError(f"{out} was begun with the target {before}, not {now}: choose another --out")
+def check_same_training(config: TrainConfig) -> None:
+    """Raises ConfigError if the run in `config.out` was begun with another adapter or, as soon as it has checkpoints,
+    with another target, drafter to continue (`init`) or given `max_len`. What it has not stored is not compared."""
+    file, has_steps = config.out / "config.json", any((config.out / "checkpoints").glob("step-*"))
+    stored = read_json(file) if file.is_file() else {}
+    now = {"init": config.init, "max_len": stored.get("max_len") if config.max_len is None else config.max_len}
+    if config.scale == "default":  # the target of a tiny run is in its own folder
+        now["target"] = identity_of(config.target.model)
+    for name, value in now.items():
+        before, option = stored.get(name, value), f"--{name.replace('_', '-')}"
+        if before != value and (has_steps or MARK in f"{before}{value}"):
+            raise ConfigError(
+                f"{config.out} was begun with {option} {before or 'none'}, not {value or 'none'}: choose another --out"
+            )
 
 
 def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -302,20 +302,22 @@ def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple
 
 
 def stored_scale(
-    file: Path, source: FeatureSource, documents: Sequence[Document], is_first: bool
+    file: Path, source: FeatureSource, documents: Sequence[Document], is_first: bool, mark: str
 ) -> tuple[Tensor, Tensor]:
     """Returns (scale [F], mean [F]) of the features: a power of two near the inverse of each feature's magnitude, and
     the means of the scaled features. They are measured on `documents` at the run's first start (`measure_scale`) and
     later read from `file`, so that a resumed run scales features in the same way. `is_first`: True in the process that
-    writes the file. Raises CacheError if the file is damaged or cannot be written."""
+    writes the file. `mark`: identifies the features; a file with another one is replaced. Raises CacheError if the file
+    is damaged or cannot be written."""
     with reraised(CacheError, f"{file} cannot be read", "use another --out", OSError, SafetensorError, KeyError):
         if file.is_file():
-            stored = load_file(file)
-            return stored["scale"], stored["mean"]
+            with safe_open(file, "pt") as stored:
+                if (stored.metadata() or {}).get("features", mark) == mark:  # earlier versions wrote none
+                    return stored.get_tensor("scale"), stored.get_tensor("mean")
         scale_F, mean_F = measure_scale(source, documents)
     if is_first:
         with whole_file(file, "use another --out") as scratch:
-            save_file({"scale": scale_F, "mean": mean_F}, scratch)
+            save_file({"scale": scale_F, "mean": mean_F}, scratch, {"features": mark})
     return scale_F, mean_F
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from paceline.errors import CacheError
+from paceline.model.adapter import identity_of
 from paceline.model.target import Target
 from paceline.report.tables import Progress
 from paceline.runs.ranks import Ranks
@@ -35,6 +36,7 @@ from paceline.train.features.hidden_states import (
     MeasuredSource,
     OnlineFeatures,
     cache_features,
+    fingerprint,
     stored_scale,
 )
 from paceline.train.features.on_ray import cache_on_ray, mark_of_target, stored_features
@@ -91,7 +93,8 @@ class Sources:
         feature's magnitude, and the means of the scaled features. Measured once per run, then read from its folder."""
         if self._scale is None:
             file = self.config.out / "feature-scale.safetensors"
-            self._scale = stored_scale(file, features, self.documents, self.ranks.is_first)
+            mark = fingerprint(identity_of(self.config.target.model), self.target.dtype, self.taps, needs_final=False)
+            self._scale = stored_scale(file, features, self.documents, self.ranks.is_first, mark)
             self.wait()
         return self._scale
 
