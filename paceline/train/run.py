@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from paceline.model.embedding_and_head import light_folder, load_ends
 from paceline.model.target import Target
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.report.tables import Progress, ignore
-from paceline.runs.folder import RunFolder, write_whole
+from paceline.runs.folder import RunFolder
 from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
 from paceline.runs.stopping import Stop, stopped_by_signal
@@ -39,7 +39,7 @@ from paceline.train.answers.on_ray import run as regenerate
 from paceline.train.answers.run_identity import identity_of
 from paceline.train.card import push, write_card
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
-from paceline.train.documents.dataset import MAX_HELDOUT, MIN_HELDOUT, Corpus, check_answers, read_corpus
+from paceline.train.documents.dataset import MAX_HELDOUT, MIN_HELDOUT, Corpus, Document, check_answers, read_corpus
 from paceline.train.documents.store import known_only, stored_corpus, without
 from paceline.train.features.hidden_states import ScaledFeatures
 from paceline.train.features.sources import Sources
@@ -55,9 +55,9 @@ from paceline.train.plan.stored_plan import apply_stored, stored_plan, update_ex
 from paceline.train.plan.target_facts import MachineFacts
 from paceline.train.plan.training_plan import make_plan
 from paceline.train.processes.group import process_group
-from paceline.train.run_file import TRAINED, with_defaults, with_given, write_run_file
+from paceline.train.run_file import TRAINED, with_given, write_run_file
 from paceline.train.served import agreement, final_figures, finished_drafter, has_room, heldout_server
-from paceline.train.tiny import TINY, write_tiny_target
+from paceline.train.tiny import at_scale
 
 SERVED_PROMPTS, SERVED_WHILE_TRAINING = 16, 8
 SERVED_TOKENS = 96
@@ -93,7 +93,7 @@ def run(config: TrainConfig, progress: Progress) -> TrainResult:
         only_run(config.out, "training", ranks, progress.say),
         process_group(ranks, config.target.device, config.step_timeout_minutes) as wait,
     ):
-        config = _planned(_at_scale(for_chains(config), ranks), ranks, wait, progress if ranks.is_first else Progress())
+        config = _planned(at_scale(for_chains(config), ranks), ranks, wait, progress if ranks.is_first else Progress())
         with stopped_by_signal(progress.say if ranks.is_first else Progress().say) as stop:
             return _Stages(config, ranks, wait, progress, stop).run()
 
@@ -145,26 +145,6 @@ def _check_inputs(config: TrainConfig) -> None:
     if config.answers:
         decode = Tokenizer.from_path(light_folder(config.target.model)).decode if config.scale == "default" else None
         check_answers(tagged(config.answers, config.prompting.tags), decode, strict=config.prompting.strict)
-
-
-def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Replaces the target by a random tiny one with --scale tiny, and shrinks every setting that the user did not
-    give."""
-    if config.scale == "default":
-        return config
-    folder, file = config.out / "target", config.out / "prompts.jsonl"
-    if ranks.is_first:
-        write_tiny_target(folder)
-    prompts = config.prompting.prompts
-    if not prompts and not config.answers:
-        prompts = (str(file),)
-        if ranks.is_first and not file.exists():
-            write_whole(file, "".join(f'{{"prompt": "Say something about number {n}."}}\n' for n in range(96)))
-    taps = {} if config.shape.is_chained else {"shape.num_layers": 2, "shape.num_taps": 2}
-    target = replace(config.target, model=str(folder))
-    return with_defaults(
-        replace(config, target=target, prompting=replace(config.prompting, prompts=prompts)), TINY | taps
-    )
 
 
 class _Stages:
@@ -361,13 +341,23 @@ class _Stages:
             heldout_head=initial.drafting_head,
             wait=self.wait,
         )  # fmt: skip
-        ood_documents = read_corpus([ood], longest_of(config), 0.0).train[:MAX_HELDOUT] if ood else []
-        for name, documents in (("heldout", corpus.heldout), ("ood", ood_documents)):
+        for name, documents in (("heldout", corpus.heldout), ("ood", self._ood(ood, corpus) if ood else ())):
             if documents:
                 trainer.heldout[name] = documents, ScaledFeatures(sources.of(documents), scale_F)
         if not trainer.resume() and (norm := initial.first_norm) is not None:
             scale_first_logits(norm, initial.head, *trainer.first_slots())
         return trainer
+
+    def _ood(self, answers: Path, corpus: Corpus) -> Sequence[Document]:
+        """Returns the out-of-distribution documents in the folder `answers`, without prompts that are learned from."""
+        learned = {document.prompt for document in corpus.train}
+        every = read_corpus([answers], longest_of(self.config), 0.0).train
+        documents = without(every, lambda each: each.prompt in learned)
+        if num_left_out := len(every) - len(documents):
+            self.progress.say(
+                f"note: {num_left_out} of {len(every)} --ood documents are left out: their prompts are learned from"
+            )
+        return documents[:MAX_HELDOUT]
 
     def _serve_while_training(self, trainer: Trainer, corpus: Corpus, target: Target, draft_ids: Tensor | None) -> None:
         """Makes the trainer select the weights that serve held-out prompts best, if every process has memory to load

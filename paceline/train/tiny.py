@@ -4,6 +4,7 @@ tiny` uses it to run every stage in seconds; its answers are meaningless."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -11,6 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.errors import CacheError, reraised
 from paceline.model.checkpoint import load_config, random_tensors
+from paceline.runs.folder import write_whole
+from paceline.runs.ranks import Ranks
+from paceline.train.config import TrainConfig
+from paceline.train.run_file import with_defaults
 
 PARTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 TINY = {
@@ -18,6 +23,26 @@ TINY = {
     "answering.max_tokens": 48, "answering.max_prompt_tokens": 128, "max_len": 256,
 }  # fmt: skip
 """Settings used with --scale tiny, except for those that the user gave."""
+
+
+def at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
+    """Replaces the target by a random tiny one with --scale tiny, and shrinks every setting that the user did not
+    give."""
+    if config.scale == "default":
+        return config
+    folder, file = config.out / "target", config.out / "prompts.jsonl"
+    if ranks.is_first:
+        write_tiny_target(folder)
+    prompts = config.prompting.prompts
+    if not prompts and not config.answers:
+        prompts = (str(file),)
+        if ranks.is_first and not file.exists():
+            write_whole(file, "".join(f'{{"prompt": "Say something about number {n}."}}\n' for n in range(96)))
+    taps = {} if config.shape.is_chained else {"shape.num_layers": 2, "shape.num_taps": 2}
+    target = replace(config.target, model=str(folder))
+    return with_defaults(
+        replace(config, target=target, prompting=replace(config.prompting, prompts=prompts)), TINY | taps
+    )
 
 
 def write_tiny_target(folder: Path, seed: int = 0) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shown import Shown
 from tiny_runs import TINY, figures, paceline
 
 from paceline.config import EngineConfig
@@ -20,8 +21,12 @@ from paceline.draft.eagle3.checkpoint import Eagle3Config
 from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
 from paceline.errors import CacheError, ConfigError, DrafterMismatchError, PromptError
 from paceline.runs.folder import RunFolder
+from paceline.runs.ranks import Ranks
+from paceline.runs.stopping import Stop
+from paceline.train import run as train_run
 from paceline.train.answers.mixture import check_begun
 from paceline.train.config import TrainConfig
+from paceline.train.documents.dataset import read_corpus
 from paceline.train.tiny import write_tiny_target
 
 
@@ -154,6 +159,16 @@ def written(folder: Path, token: int, text: str) -> Path:
     ]
     AnswerShards(folder).write(answers)
     return folder
+
+
+def test_prompts_that_are_learned_from_are_not_out_of_distribution(tmp_path: Path) -> None:
+    learned, shown = read_corpus([written(tmp_path / "learned", 70, "")], 64, 0.0), Shown()
+    rows = [Answer(f"p{n}@0", "here", 0, 0.0, [65, 66], [70, 71, 72, n], "stop", "") for n in range(7, 12)]
+    AnswerShards(tmp_path / "ood").write(rows)
+    stages = train_run._Stages(TrainConfig(tmp_path, max_len=64), Ranks(), lambda: None, shown, Stop(shown.say))
+    documents = stages._ood(tmp_path / "ood", learned)
+    assert sorted(document.prompt for document in documents) == ["p10", "p11", "p9"]
+    assert shown.lines == ["note: 2 of 5 --ood documents are left out: their prompts are learned from"]
 
 
 @pytest.mark.slow

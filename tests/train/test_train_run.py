@@ -47,7 +47,7 @@ from paceline.train.methods.kinds import draft_ids_of, initial_drafter
 from paceline.train.plan import target_facts as facts
 from paceline.train.plan.expected_acceptance import Learned, expected_lines, expected_of
 from paceline.train.run_file import config_of, read_run_file
-from paceline.train.tiny import PARTS
+from paceline.train.tiny import PARTS, at_scale
 
 STEPS = 6
 FORWARD = ("--max-steps", str(STEPS))
@@ -366,7 +366,7 @@ def test_a_continued_drafter_also_drafts_what_its_new_answers_hold(tmp_path: Pat
 
 def test_a_tiny_run_keeps_what_was_given(tmp_path: Path) -> None:
     loop, answering = LoopConfig(epochs=5.0, max_steps=3), AnswerConfig(max_tokens=20)
-    tiny = train_run._at_scale(TrainConfig(tmp_path, scale="tiny", loop=loop, answering=answering), Ranks())
+    tiny = at_scale(TrainConfig(tmp_path, scale="tiny", loop=loop, answering=answering), Ranks())
     assert (tiny.loop.epochs, tiny.loop.max_steps, tiny.answering.max_tokens) == (5.0, 3, 20)
     assert (tiny.loop.anchors, tiny.answering.max_prompt_tokens, tiny.max_len, tiny.shape.num_layers) == (
         16,
