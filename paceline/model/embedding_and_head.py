@@ -71,8 +71,9 @@ def load_ends(settings: EngineConfig) -> Target:
     """Load only the embedding and LM head of a target, as `Ends`, in the dtype of the resolved settings. For a GGUF
     file or an adapter the whole target is loaded.
 
-    Raises ModelFileError if the embedding is missing (a missing head is replaced by the embedding),
-    UnsupportedModelError if a model of an unknown family scales its embedding or head.
+    Raises ModelFileError if the embedding is missing, or the head of a config that does not tie it to the embedding (an
+    unknown family ties it unless its config denies that, as in Transformers), UnsupportedModelError if a model of an
+    unknown family scales its embedding or head.
     """
     folder = light_folder(settings.model)
     if is_gguf(folder) or is_adapter(folder):
@@ -90,10 +91,11 @@ def load_ends(settings: EngineConfig) -> Target:
         )
     if HUB_ID.fullmatch(settings.model) and not Path(settings.model).exists():
         folder = hub_folder(settings.model, (*LIGHT, *_files_of_ends(folder)))
-    is_tied = bool(whole.get("tie_word_embeddings", False)) if config is None else config.tie_embeddings
+    is_tied = {**raw, **whole}.get("tie_word_embeddings") if config is None else config.tie_embeddings
     tensors = dict(_read(folder, (EMBEDDING,) if is_tied else (EMBEDDING, HEAD)))
-    if EMBEDDING not in tensors:
-        raise ModelFileError(f"{folder} holds no tensor that ends in {EMBEDDING}: give the target's own folder")
+    for name in (EMBEDDING, HEAD) if is_tied is False else (EMBEDDING,):
+        if name not in tensors:
+            raise ModelFileError(f"{folder} holds no tensor that ends in {name}: give the target's own folder, whole")
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     keep_sums_in_float32(device)
     embedding = tensors[EMBEDDING].to(device, dtype)

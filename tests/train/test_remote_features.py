@@ -16,6 +16,7 @@ import torch
 from elsewhere_server import Elsewhere, served
 from hidden_states_server import VLLM, loaded
 from live_server import Live, serving, wait_until
+from model_folders import SHAPE
 from safetensors.torch import load, load_file, save_file
 from shown import Shown
 from small_llm import tiny_model
@@ -23,7 +24,14 @@ from small_llm import tiny_model
 from paceline.config import EngineConfig
 from paceline.data.answers import Answer, AnswerShards
 from paceline.engine.llm import LLM
-from paceline.errors import CacheError, ConfigError, DownloadError, NumericsError, UnsupportedModelError
+from paceline.errors import (
+    CacheError,
+    ConfigError,
+    DownloadError,
+    ModelFileError,
+    NumericsError,
+    UnsupportedModelError,
+)
 from paceline.hardware import Machine
 from paceline.model.backends import settle
 from paceline.model.embedding_and_head import Ends, load_ends
@@ -287,6 +295,10 @@ def test_the_ends_are_the_target_s(engine: EngineConfig, tmp_path: Path) -> None
     save_file({"language_model.model.embed_tokens.weight": torch.ones(7, 4)}, folder / "model-3.safetensors")
     alien = load_ends(settle(replace(engine, model=str(folder))))
     assert (alien.vocab_size, alien.hidden_size, alien.num_layers) == (7, 4, 48), "one that we do not run"
+    for untied in (config, {"architectures": ["LlamaForCausalLM"], **SHAPE}):
+        (folder / "config.json").write_text(json.dumps(untied | {"tie_word_embeddings": False}))
+        with pytest.raises(ModelFileError, match=r"holds no tensor that ends in lm_head.weight"):
+            load_ends(settle(replace(engine, model=str(folder))))
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "gemma3"}))
     with pytest.raises(UnsupportedModelError, match="gemma3 is not implemented"):
         load_ends(settle(replace(engine, model=str(folder))))
