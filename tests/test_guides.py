@@ -148,6 +148,15 @@ def test_a_command_line_is_taken(line: str) -> None:
     parse(words_of(" ".join(line.split())))
 
 
+def test_the_table_of_errors_has_every_code_that_the_server_sends() -> None:
+    sources = [path.read_text() for path in (ROOT / "paceline" / "serve").rglob("*.py")]
+    codes = {code for text in sources for code in re.findall(r'(?:code=|\bknown\()"(\w+)"', text)}
+    unread = {"aborted", "stopped"}  # the client has gone; sent as draining
+    page = (DOCS / "reference" / "http-api.md").read_text()
+    table = page.partition("\n## Errors\n")[2].partition("\n## ")[0]
+    assert len(codes) > 20 and codes - unread - set(re.findall(r"`(\w+)`", table)) == set()
+
+
 def test_commands_were_found() -> None:
     assert len(lines()) > 120
 
