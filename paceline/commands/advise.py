@@ -83,6 +83,8 @@ def advise(
 
     if tag is not None and traces is None:
         raise ConfigError("--tag selects among traces: give their folder, too")
+    if served_name is not None and url is None:
+        raise ConfigError("--served-name selects among a server's models: give its --url, too")
     if by is not None and (traces is None or tag is not None):
         raise ConfigError("--by tag compares all customers of a folder of traces: give it, and leave --tag out")
     seen = seen_in_traces(traces, tag) if traces is not None else Seen()

@@ -16,7 +16,7 @@ from paceline.commands.shared import MOCK, Json, Raw, System, TerminalProgress, 
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.runs.folder import RunFolder, check_folder, check_own, write_whole
-from paceline.simulate.config import ChartConfig, CostsConfig
+from paceline.simulate.config import ChartConfig, CostsConfig, given_of
 from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ def compare(
         --block 16 --acceptance 0.85 --columns columns.svg
     """
     if simulate:
-        if prompt is not None or recorded is not None or svg_speed is not None:
-            raise ConfigError("--simulate answers nothing: leave the prompt, --from and --svg-speed out")
+        if raw or any(each is not None for each in (prompt, recorded, svg_speed, system)):
+            raise ConfigError("--simulate answers nothing: leave the prompt, --raw, --system, --from, --svg-speed out")
         return _simulated(engine, costs, chart, out, svg)
     _refuse_predicting(chart, costs)
     _check_values(svg_speed, repeat)
@@ -141,9 +141,12 @@ def _simulated(
     if out is not None:
         check_folder(out)
         check_own(out, "compare")
+    has_columns = config.columns is not None or config.columns_png is not None
+    if not has_columns and (given := given_of(config, "acceptance", "max_draft")):
+        raise ConfigError(f"{', '.join(given)}: only with --columns or --columns-png: add one, or leave it out")
     has_model = engine.model != EngineConfig().model or not (costs.table or costs.calibration)
     costs = replace(costs, model=engine.model if has_model else None)
-    columns = _columns(costs, config) if config.columns or config.columns_png else {}
+    columns = _columns(costs, config) if has_columns else {}
     is_chart = not columns or svg or config.png or out or config.results
     return {**(_chart(costs, config, out, svg) if is_chart else {}), **columns}
 

@@ -249,3 +249,5 @@ class AdviceConfig:
         _check(self)
         if self.busy_hours > 24:
             raise ConfigError(f"busy_hours must be at most 24, not {self.busy_hours:g}")
+        if self.train_price_per_hour is not None and self.price_per_hour is None:
+            raise ConfigError("--train-price-per-hour: only with --price-per-hour: add it, or leave it out")

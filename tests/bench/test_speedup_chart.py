@@ -114,6 +114,10 @@ def test_the_command(runs: list[Path], tmp_path: Path) -> None:
     ("words", "remedy"),
     [
         (["--simulate", "a prompt"], "leave the prompt"),
+        (["--simulate", "--raw"], "leave the prompt, --raw"),
+        (["--simulate", "--system", "Be brief."], "leave the prompt, --raw, --system"),
+        (["--simulate", "--acceptance", "0.9"], "--acceptance: only with --columns or --columns-png"),
+        (["--simulate", "--max-draft", "4", "--png", "x.png"], "--max-draft: only with --columns or --columns-png"),
         (["a prompt", "--png", "x.png"], "go with --simulate"),
         (["a prompt", "--hardware", "B200"], "go with --simulate"),
     ],

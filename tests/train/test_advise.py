@@ -288,6 +288,18 @@ def test_a_drafter_must_pay_off_within_the_horizon(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (("--train-price-per-hour", "3"), "--train-price-per-hour: only with --price-per-hour"),
+        (("--served-name", "a"), "--served-name .*: give its --url, too"),
+    ],
+)
+def test_options_that_have_no_effect_are_refused(words: tuple[str, ...], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        line("--model", "Qwen3-8B", "--hardware", "H100", *words)
+
+
 def test_customers_alone_are_printed_by_tag(tmp_path: Path) -> None:
     words = [str(many_customers(tmp_path)), "--by", "tag", "--model", "Qwen3-8B", "--hardware", "H100"]
     shown = CliRunner().invoke(app, ["advise", *words], catch_exceptions=False).output
