@@ -76,7 +76,6 @@ STAGES = (
     Stage("real", "real", 60, 25),
     Stage("profile", "speed", 25, 12),
     Stage("train", "training", 60, 25),
-    Stage("resume", "training", 30, 12),
     Stage("batch", "speed", 40, 20),
     Stage("mixtures", "speed", 50, 20),
     Stage("peers", "peers", 60, 25),

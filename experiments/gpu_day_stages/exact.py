@@ -1,4 +1,5 @@
-"""Stages 2 to 4: the device computes what the CPU computes, recorded passes what others do, drafts change no text."""
+"""The stages `tiny`, `graphs` and `seeds`: the device computes what the CPU does, its tests pass, drafts change no
+text."""
 
 from __future__ import annotations
 
@@ -35,7 +36,6 @@ from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.model.torch.decoder import Decoder
 from paceline.types import SamplingParams
 
-Shape = tuple[int, int]
 ROOT = Path(__file__).parents[2]
 CLOSE = 2e-4
 """Largest difference of logits and taps in float32, relative to the largest of them."""
@@ -43,8 +43,6 @@ COMPILED_ONCE = "not test_the_compiled_kernel or 128-bfloat16"
 """Each case of that test compiles for up to a minute."""
 IN_TINY = ("LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5ForCausalLM")
 """Dense, with windows, a mixture of experts, a hybrid."""
-RECORDED = ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "Qwen3_5ForCausalLM", "Qwen3NextForCausalLM")
-"""Mixtures and hybrids whose recorded passes are compared."""
 LEAST_P, MOST_SAMPLES = 1e-4, 20_000
 
 
@@ -138,81 +136,14 @@ def greedy(visit: Visit, name: str, config: DecoderConfig) -> None:
 
 
 def graphs(visit: Visit) -> None:
-    """Recorded passes of every shape against ordinary ones; recording beside a thread that pins memory."""
-    config = replace(tiny_llama(), windows=(40, None, 40, None))
-    tensors = loud_tensors(config)
-    with visit.part("replay"):
-        for taps in visit.sized(((), (0, 3)), ((0, 3),)):
-            replay_all(visit, "", config, taps)
-    for name in visit.sized(RECORDED, RECORDED[::2]):
-        with visit.part(f"replay {name}"):
-            replay_all(visit, f"{name}: ", tiny_config(name, FAMILIES[name]), (0, 3))
+    """The tests of recorded passes against ordinary ones; recording beside a thread that pins memory."""
     if torch.device(visit.device).type != "cuda":
         visit.leave_out("the gpu tests", "this is not a GPU")
         return
     with visit.part("the gpu tests"):
         gpu_tests(visit)
     with visit.part("a recording beside a thread that pins"):
-        beside_pinning(visit, config, tensors)
-
-
-def replay_all(visit: Visit, label: str, config: DecoderConfig, taps: tuple[int, ...]) -> None:
-    """Passes of one model; those of mixtures and hybrids are compared with the CPU's, as a GPU's ordinary ones have
-    kernels in common with them. Differences are relative to the largest number."""
-    tensors, device = loud_tensors(config), "cpu" if label else visit.device
-    ordinary = Decoder(config, tensors, num_rows=4, max_len=256, device=device)
-    recorded = decoder(config, tensors, visit.device, rows=4, max_len=256)
-    shapes = [(rows, count) for rows in (1, 2, 4) for count in visit.sized((1, 2, 3, 8, 16, 32), (1, 3))]
-    replay(visit, label, ordinary, recorded, shapes, taps)
-
-
-def replay(
-    visit: Visit, label: str, ordinary: Decoder, recorded: Decoder, shapes: list[Shape], taps: tuple[int, ...]
-) -> None:
-    """Rows chosen so that some are idle; chains, then a tree; twice each, as the second pass is a replay alone."""
-    draw, worst, first_s, again_s = random.Random(1), 0.0, list[float](), list[float]()
-    reserved = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
-    for each in (ordinary, recorded):
-        each.set_taps(taps)
-        for row in range(4):
-            assert each.cache.allocate(row) == row
-            prompt = [(7 * row + place) % VOCAB for place in range(20 + 30 * row)]
-            each.forward(ForwardBatch([row], [0], [len(prompt)], prompt, "none"))
-    for number, count in shapes:
-        rows = sorted(draw.sample(range(4), number))
-        counts = [draw.randint((count + 1) // 2, count) for _ in rows]
-        counts[0] = count
-        tree = [draw.randrange(-1, place) if place else -1 for own in counts for place in range(own)]
-        for parents in (None, None, tree):
-            starts = [ordinary.cache.lengths[row] for row in rows]
-            tokens = draw.choices(range(VOCAB), k=sum(counts))
-            own = ForwardBatch(rows, starts, counts, tokens, parents=parents)
-            outs = []
-            for each in (ordinary, recorded):
-                began = time.perf_counter()
-                out = each.forward(own)
-                assert out.logits_TV is not None
-                outs.append(ForwardOutput(out.logits_TV.cpu(), None if out.taps_TF is None else out.taps_TF.cpu()))
-                each.cache.rollback(rows, starts)
-            if parents is None:
-                (first_s if len(first_s) == len(again_s) else again_s).append(time.perf_counter() - began)
-            names = ("logits_TV", "taps_TF") if taps else ("logits_TV",)
-            differences = [
-                float(
-                    (getattr(outs[0], name) - getattr(outs[1], name)).abs().max() / getattr(outs[0], name).abs().max()
-                )
-                for name in names
-            ]
-            worst = max(worst, *(each if each == each else float("inf") for each in differences))
-    for each in (ordinary, recorded):
-        for row in range(4):
-            each.cache.rollback([row], [0])
-            each.cache.free(row)
-    name = f"{label}replayed passes equal ordinary ones, taps {taps}"
-    visit.check(name, worst < 1e-3, largest_difference=worst, shapes=shapes)
-    held = (torch.cuda.memory_reserved() if torch.cuda.is_available() else 0) - reserved
-    seconds = {"first_s": statistics.median(first_s), "again_s": statistics.median(again_s)}
-    visit.report(f"{label}recording {len(shapes)} shapes, taps {taps}", **seconds, reserved_bytes=held)
+        beside_pinning(visit)
 
 
 def gpu_tests(visit: Visit) -> None:
@@ -234,8 +165,8 @@ def gpu_tests(visit: Visit) -> None:
     visit.check("the gpu tests", status == 0, status=status, seconds=limit_s, end=output[-2000:])
 
 
-def beside_pinning(visit: Visit, config: DecoderConfig, tensors: list[Any]) -> None:
-    is_over, pinned = threading.Event(), [0]
+def beside_pinning(visit: Visit) -> None:
+    config, is_over, pinned = replace(tiny_llama(), windows=(40, None, 40, None)), threading.Event(), [0]
 
     def pin() -> None:
         while not is_over.is_set():
@@ -245,7 +176,7 @@ def beside_pinning(visit: Visit, config: DecoderConfig, tensors: list[Any]) -> N
     thread = threading.Thread(target=pin, daemon=True)
     thread.start()
     try:
-        fresh = decoder(config, tensors, visit.device, rows=2, max_len=256)
+        fresh = decoder(config, loud_tensors(config), visit.device, rows=2, max_len=256)
         row = fresh.cache.allocate()
         assert row is not None
         for count in (1, 2, 4, 8, 16):

@@ -1,37 +1,26 @@
-"""Stages 11 and 12: a training step of real shape, and a tiny training that is stopped, resumed and sharded."""
+"""The stage `train`: training steps of a drafter of real shape."""
 
 from __future__ import annotations
 
 import math
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gpu_day_stages.models import Clock, free_memory, random_network, raw_dflash, shape_of, summary, weights
-from gpu_day_stages.tiny_models import VOCAB, loud_tensors, tiny_llama
 from gpu_day_stages.visit import Visit
-from paceline.model.target import head_weight
-from paceline.model.torch.decoder import Decoder
-from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
+from paceline.train.config import LoopConfig, OptimConfig
 from paceline.train.documents.dataset import Corpus, Document
-from paceline.train.features.hidden_states import Features, OnlineFeatures
-from paceline.train.features.prefetch import packs_ahead
-from paceline.train.learn.initial_weights import network_for
+from paceline.train.features.hidden_states import Features
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.losses import Head, head_loss, softmax_over
 from paceline.train.learn.packs import DFlashTrainable
-from paceline.train.processes.parallel import Sharded
 
-BLOCK, TAPS = 16, 5
+BLOCK = 16
 
 
 class RandomFeatures:
@@ -142,79 +131,3 @@ def softmax_in_place(visit: Visit) -> None:
             expected = torch.softmax(values, -1)
             worst = max(worst, float((softmax_over(values) - expected).abs().max()))
     visit.check("softmax of the losses", worst == 0.0, largest_difference=worst, sizes=sizes)
-
-
-def resume(visit: Visit) -> None:
-    """A tiny training stopped half-way and resumed, with packs prefetched, and sharded over a world of one."""
-    total = visit.sized(12, 4)
-    for name in visit.sized(("adamw", "muon"), ("muon",)):
-        with visit.part(f"resumed, {name}"), tempfile.TemporaryDirectory() as folder:
-            options = {"optim": OptimConfig(name, lr=3e-3)}
-            losses = run(tiny_trainer(visit, Path(folder), total, **options), stop_at=total // 2)
-            again = tiny_trainer(visit, Path(folder), total, **options)
-            is_resumed = again.resume()
-            losses |= run(again)
-            compare(visit, f"resumed, {name}", whole(visit, total, **options), losses if is_resumed else {})
-    with visit.part("packs prefetched"), tempfile.TemporaryDirectory() as folder:
-        trainer = tiny_trainer(visit, Path(folder), total)
-        with packs_ahead(trainer):
-            compare(visit, "packs prefetched", whole(visit, total), run(trainer))
-    with visit.part("sharded over one"), process_group(visit):
-        with mock.patch("paceline.train.learn.loop.make_parallel", lambda way, ranks, device: Sharded(ranks, device)):
-            losses = whole(visit, 2)
-        compare(visit, "sharded over one", whole(visit, 2), losses)
-
-
-def compare(visit: Visit, name: str, expected: dict[int, float], losses: dict[int, float]) -> None:
-    """Losses step by step; equal up to what other orders of float32 sums make of them."""
-    worst = (
-        max(abs(losses[step] - loss) / abs(loss) for step, loss in expected.items())
-        if losses.keys() == expected.keys()
-        else math.inf
-    )
-    visit.check(name, worst < 1e-5, largest_difference=worst, same_bits=losses == expected)
-
-
-def whole(visit: Visit, total: int, **changes: Any) -> dict[int, float]:
-    """Losses by step of a tiny training that goes through."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run(tiny_trainer(visit, Path(folder), total, **changes))
-
-
-def run(trainer: Trainer, stop_at: int | None = None) -> dict[int, float]:
-    losses: dict[int, float] = {}
-    trainer.run(
-        lambda figures: losses.update({figures["step"]: figures["objective"]}),
-        should_stop=lambda: trainer.state.step == stop_at,
-    )
-    return losses
-
-
-def tiny_trainer(visit: Visit, folder: Path, total: int, **changes: Any) -> Trainer:
-    config = tiny_llama()
-    target = Decoder(config, loud_tensors(config), num_rows=1, max_len=64, device=visit.device)
-    draw = np.random.default_rng(1)
-    documents = [Document(f"doc-{number}@0/0", draw.integers(0, VOCAB, 24).astype(np.int32), 4) for number in range(10)]
-    settings = LoopConfig(**{
-        "max_steps": total, "blocks_per_step": 8, "anchors": 3, "blocks_per_pack": 4,
-        "autocast": False, "attention": "split",
-        "loss": LossConfig("ce"), "optim": OptimConfig(lr=3e-3), "checkpoint_minutes": 1e9, **changes,
-    })  # fmt: skip
-    raw, network = network_for(target, "none", DrafterShape(num_layers=1, block_size=4, num_taps=2), None, 0)
-    network.to(target.device)
-    features = OnlineFeatures(target, documents, network.config.target_layer_ids, False)
-    embedding = target.matrix_embed(torch.arange(VOCAB, device=target.device)).clone()
-    trainable = DFlashTrainable(network, raw, settings.attention)
-    trainer_parts = trainable, Corpus(documents, []), features, embedding, Head(head_weight(target)), settings
-    return Trainer(*trainer_parts, folder=folder)
-
-
-@contextmanager
-def process_group(visit: Visit) -> Iterator[None]:
-    """A group of this process alone, over NCCL on a GPU."""
-    is_cuda = torch.device(visit.device).type == "cuda"
-    dist.init_process_group("nccl" if is_cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from paceline.train.learn.packs import DFlashTrainable
 from paceline.train.processes.parallel import Sharded
 
 HIDDEN, VOCAB, LAYERS, TAPS, STEPS, KILLED_AT = 64, 96, 2, (1, 3), 4, 3
+Split = Callable[[Trainer], Trainer]
 
 
 @contextlib.contextmanager
@@ -92,14 +93,14 @@ def misplaced(one: Trainer) -> list[str]:
     return [name for name, tensor in one.optimisers.states() if tensor.device.type != one.device.type]
 
 
-def sharded_alone(device: str = "cpu", optimiser: str = "adamw", is_autocast: bool = False) -> dict[str, Any]:
+def sharded_alone(device: str, optimiser: str, is_autocast: bool, split: Split = shard) -> dict[str, Any]:
     """Train the whole network, then its parts killed and resumed; the largest difference of losses and weights between
-    the two, and states on a wrong device."""
+    the two, and states on a wrong device. `split`: what makes the trainer of the parts."""
     with tempfile.TemporaryDirectory() as scratch, group_of_one(device):
         whole = trainer(Path(scratch) / "whole", device, optimiser, is_autocast)
         expected = losses(whole)
-        first = losses(shard(trainer(Path(scratch) / "parts", device, optimiser, is_autocast)), KILLED_AT)
-        again = shard(trainer(Path(scratch) / "parts", device, optimiser, is_autocast))
+        first = losses(split(trainer(Path(scratch) / "parts", device, optimiser, is_autocast)), KILLED_AT)
+        again = split(trainer(Path(scratch) / "parts", device, optimiser, is_autocast))
         assert again.resume(), "nothing to resume: the first part saved no checkpoint"
         wrong = misplaced(again)
         by_step = first | losses(again)
@@ -126,6 +127,14 @@ def test_parts_follow_the_whole_network(optimiser: str, is_autocast: bool) -> No
 @pytest.mark.parametrize(("optimiser", "is_autocast"), [("adamw", False), ("muon", False), ("adamw", True)])
 def test_parts_follow_the_whole_network_on_a_gpu(optimiser: str, is_autocast: bool) -> None:
     check(sharded_alone("cuda", optimiser, is_autocast), optimiser, is_autocast)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_a_whole_network_resumes_on_a_gpu(optimiser: str) -> None:
+    """On a CPU tests/train/test_checkpoint.py has this."""
+    check(sharded_alone("cuda", optimiser, False, lambda one: one), optimiser, False)
 
 
 def check(figures: dict[str, Any], optimiser: str, is_autocast: bool) -> None:
