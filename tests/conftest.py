@@ -90,3 +90,11 @@ def _machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
     gc.unfreeze = thaw
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model."""
+    from small_llm import tiny_model  # here, because it imports PyTorch
+
+    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")

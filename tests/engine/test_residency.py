@@ -14,7 +14,6 @@ import pytest
 import torch
 from live_server import wait_until
 from safetensors.torch import load_file, save_file
-from small_llm import tiny_model
 
 from paceline import LLM
 from paceline.draft.dflash.drafter import DFlashDrafter
@@ -32,11 +31,6 @@ PROMPT = [number % 200 for number in range(7, 40)]
 LAST = "layers.1."
 """Beginning of the names of the last layer's tensors, in which the drafters differ."""
 SIZES: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 3, "max_len": 96, "speculate": "4"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

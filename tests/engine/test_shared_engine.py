@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
-from small_llm import tiny_model
 from torch import Tensor
 
 from paceline import LLM, SamplingParams
@@ -20,14 +19,9 @@ from paceline.errors import DrafterMismatchError, NumericsError
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-def llm(folder: Path) -> LLM:
-    return LLM(str(folder), drafter="ngram", dtype="float32", device="cpu", max_batch=4, max_len=256, speculate="3")
+def llm(model: Path) -> LLM:
+    return LLM(str(model), drafter="ngram", dtype="float32", device="cpu", max_batch=4, max_len=256, speculate="3")
 
 
 def tokens_of(chunks: list[Chunk]) -> list[int]:
@@ -91,7 +85,7 @@ def test_a_drafter_swapped_while_an_answer_runs(llm: LLM) -> None:
     assert llm.generate_ids([[4, 5]], PARAMS)[0].token_ids == expected[1] and llm.engine.pool.drafters == [llm.drafter]
 
 
-def test_a_refused_drafter_changes_nothing(llm: LLM, folder: Path) -> None:
+def test_a_refused_drafter_changes_nothing(llm: LLM, model: Path) -> None:
     """The target goes on tapping the layers that the drafter in use reads."""
     llm.use_drafter("random-dflash")
     before, taps = llm.drafter, llm.target.tap_layers
@@ -99,7 +93,7 @@ def test_a_refused_drafter_changes_nothing(llm: LLM, folder: Path) -> None:
     with pytest.raises(DrafterMismatchError):
         llm.use_drafter(misfit)
     assert llm.drafter is before and llm.engine.drafter is before and llm.target.tap_layers == taps
-    expected = LLM(str(folder), drafter="none", dtype="float32", device="cpu").generate_ids([[1, 2, 3]], PARAMS)
+    expected = LLM(str(model), drafter="none", dtype="float32", device="cpu").generate_ids([[1, 2, 3]], PARAMS)
     assert llm.generate_ids([[1, 2, 3]], PARAMS)[0].token_ids == expected[0].token_ids
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_llm import tiny_model
 
 from paceline import LLM, SamplingParams
 from paceline.draft.ngram import NgramDrafter
@@ -17,11 +16,6 @@ pytestmark = pytest.mark.slow
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 1, "max_len": 64}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def most_verified(llm: LLM) -> int:
     most = 0
     for _ in llm.stream([7] * 12, SamplingParams(max_tokens=16, ignore_eos=True)):
@@ -29,29 +23,29 @@ def most_verified(llm: LLM) -> int:
     return most
 
 
-def test_a_number_is_that_of_every_drafter(folder: Path) -> None:
-    llm = LLM(str(folder), drafter="random-dflash", speculate=2, **SETTINGS)
+def test_a_number_is_that_of_every_drafter(model: Path) -> None:
+    llm = LLM(str(model), drafter="random-dflash", speculate=2, **SETTINGS)
     assert llm.drafter.num_drafted == most_verified(llm) == 2
     assert llm.make_drafter("ngram").num_drafted == 2 and llm.make_drafter("ngram", num_drafted=5).num_drafted == 5
     llm.use_drafter(llm.make_drafter("random-dflash", num_drafted=5))
     assert llm.drafter.num_drafted == 5 and most_verified(llm) == 2, "the first ones of a ready drafter"
     with pytest.raises(ConfigError, match="speculate 2 and num_drafted both set"):
-        LLM(str(folder), speculate=2, num_drafted=3, **SETTINGS)
+        LLM(str(model), speculate=2, num_drafted=3, **SETTINGS)
 
 
-def test_drafter_and_drafters_exclude_each_other(folder: Path) -> None:
+def test_drafter_and_drafters_exclude_each_other(model: Path) -> None:
     with pytest.raises(ConfigError, match="drafter and drafters both set"):
-        LLM(str(folder), drafter="none", drafters={"a": "ngram"}, **SETTINGS)
+        LLM(str(model), drafter="none", drafters={"a": "ngram"}, **SETTINGS)
 
 
-def test_full_is_all_that_the_drafter_makes(folder: Path) -> None:
-    llm = LLM(str(folder), drafter="random-dflash", speculate="full", num_drafted=3, **SETTINGS)
+def test_full_is_all_that_the_drafter_makes(model: Path) -> None:
+    llm = LLM(str(model), drafter="random-dflash", speculate="full", num_drafted=3, **SETTINGS)
     assert llm.drafter.num_drafted == most_verified(llm) == 3
     assert llm.make_drafter("ngram").num_drafted == 3
 
 
-def test_off_loads_no_drafter(folder: Path) -> None:
+def test_off_loads_no_drafter(model: Path) -> None:
     for more in ({"drafters": {"a": "no-such", "b": "ngram"}}, {"drafter": "no-such"}, {"drafter": NgramDrafter()}):
-        llm = LLM(str(folder), speculate="off", **more, **SETTINGS)
+        llm = LLM(str(model), speculate="off", **more, **SETTINGS)
         assert llm.drafter.name == llm.config.drafter == "none" and isinstance(llm.engine.planner, AdaptivePlanner)
     assert most_verified(llm) == 0

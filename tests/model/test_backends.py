@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Quant
 from gguf_files import write_gguf
-from native_models import BASE, ISAS, needs_library, restored, same_bits, use
+from native_models import BASE, ISAS, needs_library, same_bits, use
 from small_llm import tiny_model
 
 from paceline.bench.runs import ceiling_line
@@ -31,20 +30,6 @@ from paceline.model.torch.decoder import Decoder
 from paceline.types import SamplingParams
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    if native_lib.load() is None:
-        yield
-        return
-    with restored():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +61,8 @@ def logits(target: Target) -> torch.Tensor:
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_auto_is_native_where_the_library_is(folder: Path, dtype: torch.dtype) -> None:
-    ours, theirs = load(folder, dtype=dtype), load(folder, dtype=dtype, backend="torch")
+def test_auto_is_native_where_the_library_is(model: Path, dtype: torch.dtype) -> None:
+    ours, theirs = load(model, dtype=dtype), load(model, dtype=dtype, backend="torch")
     assert isinstance(ours, NativeDecoder) and isinstance(theirs, Decoder)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(logits(ours), logits(theirs).float(), atol=tolerance, rtol=tolerance)
@@ -87,8 +72,8 @@ def test_auto_is_native_where_the_library_is(folder: Path, dtype: torch.dtype) -
 
 
 @needs_library
-def test_random_weights_are_the_same_in_both(folder: Path) -> None:
-    decoders = [load(folder, weights="random", backend=backend) for backend in ("native", "torch")]
+def test_random_weights_are_the_same_in_both(model: Path) -> None:
+    decoders = [load(model, weights="random", backend=backend) for backend in ("native", "torch")]
     assert isinstance(decoders[0], NativeDecoder)
     torch.testing.assert_close(logits(decoders[0]), logits(decoders[1]), atol=1e-4, rtol=1e-4)
 
@@ -127,7 +112,7 @@ def test_auto_keeps_blocks_where_products_take_them(
 
 @needs_library
 def test_auto_is_bfloat16_where_blocks_are_multiplied_as_they_are(
-    gguf_file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    gguf_file: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the processor has for bfloat16; other weights are in float32 where it has nothing."""
     monkeypatch.setattr("paceline.config._multiplies_bfloat16", lambda device: False)
@@ -135,14 +120,14 @@ def test_auto_is_bfloat16_where_blocks_are_multiplied_as_they_are(
         use(isa)
         settings = EngineConfig(model=str(gguf_file), device="cpu")
         assert settle(settings).dtype == ("float32" if isa == "portable" else "bfloat16")
-        for changes in ({"backend": "torch"}, {"weight_format": "dense"}, {"model": str(folder)}, {"dtype": "float32"}):
+        for changes in ({"backend": "torch"}, {"weight_format": "dense"}, {"model": str(model)}, {"dtype": "float32"}):
             assert settle(replace(settings, **changes)).dtype == "float32"
 
 
 @pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("kind", ["q8_0", "q4_1"])
-def test_larger_weights_can_be_rounded_to_blocks(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_larger_weights_can_be_rounded_to_blocks(model: Path, tmp_path: Path, kind: str) -> None:
     """Rounded at load, they are the numbers that rounding them beforehand gives; speculation leaves that model as it
     is."""
     wide = tiny_model(tmp_path / "wide")
@@ -160,16 +145,16 @@ def test_larger_weights_can_be_rounded_to_blocks(folder: Path, tmp_path: Path, k
     llm.use_drafter("none")
     assert llm.generate_ids(prompt, params)[0].token_ids == fast
     with pytest.raises(NativeError, match=f"weights in {kind} need the native pass"):
-        load(folder, weight_format=kind, backend="torch")
+        load(model, weight_format=kind, backend="torch")
 
 
-def test_without_the_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_lib, "load", lambda: None)
-    assert isinstance(load(folder), Decoder)
-    assert isinstance(load(folder, weight_format="dense"), Decoder)
+    assert isinstance(load(model), Decoder)
+    assert isinstance(load(model, weight_format="dense"), Decoder)
     with pytest.raises(NativeError, match="install a C\\+\\+ compiler and reinstall"):
-        load(folder, backend="native")
-    llm = LLM(str(folder), drafter="none", dtype="float32", device="cpu", threads=1, max_len=64)
+        load(model, backend="native")
+    llm = LLM(str(model), drafter="none", dtype="float32", device="cpu", threads=1, max_len=64)
     assert "float32 (weights float32, torch), drafter none" in introduce(llm)
 
 
@@ -207,19 +192,19 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 2,
 @pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
-def test_answers_are_the_same_in_float32(folder: Path, drafter: str) -> None:
+def test_answers_are_the_same_in_float32(model: Path, drafter: str) -> None:
     prompts, answers = ["hello hello hello", "once upon a time"], []
     for backend in ("native", "torch"):
-        llm = LLM(str(folder), drafter=drafter, backend=backend, **SETTINGS)
+        llm = LLM(str(model), drafter=drafter, backend=backend, **SETTINGS)
         answers.append([each.token_ids for each in llm.generate(prompts, PARAMS)])
     assert answers[0] == answers[1]
 
 
 @needs_library
-def test_an_llm_says_how_it_computes_and_sets_the_threads(folder: Path, gguf_file: Path) -> None:
+def test_an_llm_says_how_it_computes_and_sets_the_threads(model: Path, gguf_file: Path) -> None:
     before = torch.get_num_threads()
     try:
-        llm = LLM(str(folder), drafter="none", threads=2, **SETTINGS)
+        llm = LLM(str(model), drafter="none", threads=2, **SETTINGS)
         assert native_lib.require().pn_num_threads() == torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -232,10 +217,10 @@ def test_an_llm_says_how_it_computes_and_sets_the_threads(folder: Path, gguf_fil
     )
 
 
-def test_the_backend_and_the_device_must_agree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_and_the_device_must_agree(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="CPU only, not on cuda: use --device cpu"):
-        LLM(str(folder), backend="native", dtype="float32", device="cuda")
+        LLM(str(model), backend="native", dtype="float32", device="cuda")
 
 
 @needs_library

@@ -4,7 +4,6 @@ differ."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,7 +19,6 @@ from native_models import (
     native_decoder,
     needs_library,
     random_weights,
-    restored,
     same_bits,
     tell,
     tokens_of,
@@ -44,12 +42,6 @@ NEAR_TIE = 0.02
 MOST_FLIPS = 0.1
 """Share of positions whose best token may be another near-tie: 0 to 4 of 55 here, by how PyTorch rounds on a processor.
 Every flip must be a near-tie, and the errors smaller than PyTorch's, so this only limits their number."""
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    with restored():
-        yield
 
 
 @cache

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from native_models import BASE, ISAS, native_decoder, needs_library, quantised, random_weights, restored, same_bits, use
+from native_models import BASE, ISAS, native_decoder, needs_library, quantised, random_weights, same_bits, use
 from torch import Tensor
 
 from paceline.errors import NativeError
@@ -30,12 +29,6 @@ pytestmark = needs_library
 DTYPES = [torch.float32, torch.bfloat16]
 KINDS = BLOCK_KINDS
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    with restored():
-        yield
 
 
 def packed(weight: Tensor | Blocks) -> Matrix:

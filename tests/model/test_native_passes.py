@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from native_models import BASE, ISAS, in_order, native_decoder, needs_library, random_weights, restored, same_bits, use
+from native_models import BASE, ISAS, in_order, native_decoder, needs_library, random_weights, same_bits, use
 from torch import Tensor
 
 from paceline.errors import NativeError
@@ -23,12 +22,6 @@ from paceline.model.torch.decoder import Decoder
 
 pytestmark = needs_library
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    with restored():
-        yield
 
 
 def tiny(**changes: Any) -> tuple[DecoderConfig, NativeDecoder]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
-from native_models import ISAS, needs_library, restored, use
+from native_models import ISAS, needs_library, use
 from torch import Tensor
 
 from paceline.draft.dflash2.selector import walk
@@ -19,12 +18,6 @@ from paceline.model.native.decoder import pack
 pytestmark = needs_library
 
 INFINITE, NAN = float("inf"), float("nan")
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    with restored():
-        yield
 
 
 def grid(rows: int, size: int, steps: int) -> Tensor:

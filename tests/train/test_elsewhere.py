@@ -12,7 +12,6 @@ from zlib import crc32
 
 import pytest
 from elsewhere_server import Elsewhere, served
-from small_llm import tiny_model
 
 from paceline import train
 from paceline.commands.shared import TerminalProgress
@@ -37,11 +36,6 @@ def questions(folder: Path, number: int = 6) -> str:
 
 def by_place(answers: AnswerShards) -> dict[tuple[str, int], tuple[Any, ...]]:
     return {(answer.key, answer.turn): astuple(answer) for answer in answers}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("target") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_llm import tiny_model
 from upstream import answering, whole
 
 from paceline.config import EngineConfig
@@ -159,11 +158,6 @@ def test_lost_answers_are_allowed_for() -> None:
     assert any(each.is_fault for each in kept)
     few = judged([Group("a", 1.0, draws=draws[:1], num_lost=9)], 0.0, 0.01)
     assert checks.sampled([Group("a", 1.0, draws=draws[:1], num_lost=9)], few, 0.01)[0].outcome == "not judged"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def response(**choice: Any) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from small_llm import tiny_model
 from upstream import Asked, chunked, completion, events, recorded, whole
 
 from paceline.errors import ConfigError
@@ -30,11 +29,6 @@ pytestmark = pytest.mark.slow
 HELLO = [{"role": "user", "content": "Say hello."}]
 PATH = "/v1/chat/completions"
 NUM_STREAMS = 64
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def with_ids(model: Path) -> Any:

@@ -32,11 +32,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def tokenizer(model: Path) -> Tokenizer:
-    return Tokenizer.from_path(model)
-
-
 def one(tokenizer: Tokenizer, defaults: dict[str, float] | None, answer: dict[str, Any], **request: Any) -> Trace:
     is_chat = "prompt" not in request
     body = ({"messages": HELLO} if is_chat else {}) | request

@@ -28,16 +28,6 @@ PARAMS = (
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: Path) -> Tokenizer:
-    return Tokenizer.from_path(model)
-
-
 Importer = Callable[..., list[dict[str, Any]]]
 
 

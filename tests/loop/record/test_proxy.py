@@ -34,11 +34,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(model: Path) -> Tokenizer:
-    return Tokenizer.from_path(model)
-
-
-@pytest.fixture(scope="module")
 def live(model: Path) -> Iterator[Live]:
     """A server that asks for a key."""
 

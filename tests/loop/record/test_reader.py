@@ -21,11 +21,6 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.from_path(tiny_model(tmp_path_factory.mktemp("models") / "tiny"))
-
-
-@pytest.fixture(scope="module")
 def reader(tokenizer: Tokenizer) -> Reader:
     return Reader(tokenizer)
 

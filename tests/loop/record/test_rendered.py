@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from small_llm import tiny_model
 from upstream import completion
 
 from paceline.loop.record.exchange import Exchange
@@ -36,8 +36,8 @@ CALLED += "</tool_call>"
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    tokenizer = Tokenizer.from_path(tiny_model(tmp_path_factory.mktemp("models") / "tiny"))
+def tokenizer(model: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_path(model)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 

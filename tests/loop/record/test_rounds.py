@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_llm import tiny_model
 from upstream import completion
 
 from paceline.loop.adapt.traffic.stored import read_hours
@@ -102,11 +101,6 @@ def test_rounds_that_do_not_fit_the_answer() -> None:
     assert len(rounds_of(SUMMARY, 6)) == 4
     with pytest.raises(ValueError, match="differ"):
         rounds_of(SUMMARY, 5)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.from_path(tiny_model(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 def read(tokenizer: Tokenizer, *chunks: dict[str, Any], lost: Counter[str] | None = None) -> list[Trace]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from live_server import idle_collector, quick_end
-from small_llm import tiny_model
 
 from paceline.engine.engine import Chunk
 from paceline.engine.llm import LLM
@@ -26,20 +25,15 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch": 4,
 TASKS = [("count", 2), ("list", 3)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("policy"))
-
-
 @contextlib.contextmanager
-def endpoint_of(folder: Path, drafter: str = "ngram") -> Iterator[Endpoint]:
+def endpoint_of(model: Path, drafter: str = "ngram") -> Iterator[Endpoint]:
     with idle_collector(), quick_end():
-        yield Endpoint(Rollouts(LLM(str(folder), drafter=drafter, **SETTINGS), RolloutConfig(seed=2, max_tokens=10)))
+        yield Endpoint(Rollouts(LLM(str(model), drafter=drafter, **SETTINGS), RolloutConfig(seed=2, max_tokens=10)))
 
 
 @pytest.fixture(scope="module")
-def endpoint(folder: Path) -> Iterator[Endpoint]:
-    with endpoint_of(folder) as served, served:
+def endpoint(model: Path) -> Iterator[Endpoint]:
+    with endpoint_of(model) as served, served:
         yield served
 
 
@@ -107,10 +101,10 @@ def test_log_probabilities_are_those_of_the_whole_conversation(endpoint: Endpoin
 
 
 @pytest.mark.slow
-def test_neither_drafts_nor_company_change_a_sample(folder: Path) -> None:
+def test_neither_drafts_nor_company_change_a_sample(model: Path) -> None:
     samples = []
     for drafter, at_once in (("none", 1), ("random-dflash", 4)):
-        with endpoint_of(folder, drafter) as served, served:
+        with endpoint_of(model, drafter) as served, served:
             groups = AgentRollouts(served, two_turns, by_code(length), at_once=at_once).run(TASKS)
             samples.append([each.sample.completion_ids for group in groups for each in group])
     assert samples[0] == samples[1]
@@ -153,9 +147,9 @@ def test_a_turn_is_recorded_before_its_client_gets_the_answer(
 
 
 @pytest.mark.slow
-def test_who_comes_before_the_server_accepts_waits(folder: Path) -> None:
+def test_who_comes_before_the_server_accepts_waits(model: Path) -> None:
     with (
-        endpoint_of(folder) as served,
+        endpoint_of(model) as served,
         socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), timeout=5) as early,
         served,
     ):
@@ -183,10 +177,10 @@ def test_what_would_not_be_the_policys_is_refused(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.slow
-def test_new_weights_come_between_attempts(folder: Path, endpoint: Endpoint) -> None:
+def test_new_weights_come_between_attempts(model: Path, endpoint: Endpoint) -> None:
     from safetensors.torch import load_file
 
-    before = load_file(folder / "model.safetensors")
+    before = load_file(model / "model.safetensors")
     weights = {name: 3.0 * tensor for name, tensor in before.items()}
     samples = []
     agents = AgentRollouts(endpoint, two_turns, by_code(length))

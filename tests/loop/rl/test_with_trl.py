@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_llm import tiny_model
 
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, RolloutError
@@ -23,12 +22,7 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch": 4,
 NEEDS_TRL = "trl is not installed: pip install 'paceline[rl]'"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("policy"))
-
-
-def trained(folder: Path, out: Path, rewards: Any, rollouts: Any, rows: list[dict[str, Any]], steps: int) -> Any:
+def trained(model: Path, out: Path, rewards: Any, rollouts: Any, rows: list[dict[str, Any]], steps: int) -> Any:
     """A trainer that has trained."""
     trl = pytest.importorskip("trl", reason=NEEDS_TRL)
     datasets = pytest.importorskip("datasets")
@@ -39,11 +33,11 @@ def trained(folder: Path, out: Path, rewards: Any, rollouts: Any, rows: list[dic
         save_strategy="no", gradient_checkpointing=False, seed=5, dataloader_pin_memory=False,
     )  # fmt: skip
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>"
+        tokenizer_file=str(model / "tokenizer.json"), eos_token="<|im_end|>"
     )
     tokenizer.pad_token = "<|im_end|>"
     trainer = trl.GRPOTrainer(
-        model=transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        model=transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         processing_class=tokenizer, reward_funcs=rewards, args=settings,
         train_dataset=datasets.Dataset.from_list(rows), rollout_func=rollouts,
     )  # fmt: skip
@@ -56,12 +50,12 @@ def letters(completions: list[str], **columns: Any) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_same_curve_with_and_without_drafts(folder: Path, tmp_path: Path) -> None:
+def test_the_same_curve_with_and_without_drafts(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"number {number}: "} for number in range(8)]
     curves, weights = [], []
     for drafter in ("none", "random-dflash"):
-        rollouts = Rollouts(LLM(str(folder), drafter=drafter, **SETTINGS), RolloutConfig(seed=1, max_tokens=8))
-        trainer = trained(folder, tmp_path / drafter, letters, rollout_func(rollouts), rows, steps=2)
+        rollouts = Rollouts(LLM(str(model), drafter=drafter, **SETTINGS), RolloutConfig(seed=1, max_tokens=8))
+        trainer = trained(model, tmp_path / drafter, letters, rollout_func(rollouts), rows, steps=2)
         log = [each for each in trainer.state.log_history if "reward" in each]
         curves.append([(each["reward"], each["loss"], each["grad_norm"]) for each in log])
         weights.append(trainer.model.state_dict())
@@ -72,7 +66,7 @@ def test_the_same_curve_with_and_without_drafts(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_attempts_of_an_agent(folder: Path, tmp_path: Path) -> None:
+def test_attempts_of_an_agent(model: Path, tmp_path: Path) -> None:
     """Other speakers' tokens are masked; the trainer's log-probabilities equal those of the samples."""
     seen: list[dict[str, Any]] = []
 
@@ -81,7 +75,7 @@ def test_attempts_of_an_agent(folder: Path, tmp_path: Path) -> None:
         messages += [access.chat(messages, max_tokens=6), {"role": "user", "content": "more"}]
         return str(access.chat(messages, max_tokens=6)["content"])
 
-    with Endpoint(Rollouts(LLM(str(folder), drafter="ngram", **SETTINGS), RolloutConfig(seed=1))) as endpoint:
+    with Endpoint(Rollouts(LLM(str(model), drafter="ngram", **SETTINGS), RolloutConfig(seed=1))) as endpoint:
         agents = AgentRollouts(endpoint, agent, by_code(lambda task, each: sum(map(str.isalpha, each.result))))
         roll = agent_rollout_func(agents)
 
@@ -90,7 +84,7 @@ def test_attempts_of_an_agent(folder: Path, tmp_path: Path) -> None:
             seen[-1]["own"] = own_logprobs(trainer.model, seen[-1])
             return {name: value for name, value in seen[-1].items() if name != "own"}
 
-        trainer = trained(folder, tmp_path, attempt_reward, watched, task_rows([{"ask": "a"}, {"ask": "b"}]), steps=2)
+        trainer = trained(model, tmp_path, attempt_reward, watched, task_rows([{"ask": "a"}, {"ask": "b"}]), steps=2)
     assert len([each for each in trainer.state.log_history if "reward" in each]) == 2
     for batch in seen:
         assert len(batch["prompt_ids"]) == 4 and any(0 in mask for mask in batch["env_mask"])
@@ -114,8 +108,8 @@ def fake_trainer(**changes: Any) -> Any:
     return SimpleNamespace(args=SimpleNamespace(**args), accelerator=SimpleNamespace(num_processes=1))
 
 
-def test_a_trainer_that_means_another_policy_is_refused(folder: Path) -> None:
-    rollouts = Rollouts(LLM(str(folder), drafter="none", **SETTINGS))
+def test_a_trainer_that_means_another_policy_is_refused(model: Path) -> None:
+    rollouts = Rollouts(LLM(str(model), drafter="none", **SETTINGS))
     check_trainer(rollouts, fake_trainer())
     with pytest.raises(ConfigError, match=r"by 0\.7, rollouts by 1"):
         check_trainer(rollouts, fake_trainer(temperature=0.7))
@@ -124,8 +118,8 @@ def test_a_trainer_that_means_another_policy_is_refused(folder: Path) -> None:
             check_trainer(rollouts, fake_trainer(**changes))
 
 
-def test_an_adapter_is_refused(folder: Path) -> None:
-    rollouts = Rollouts(LLM(str(folder), drafter="none", **SETTINGS))
+def test_an_adapter_is_refused(model: Path) -> None:
+    rollouts = Rollouts(LLM(str(model), drafter="none", **SETTINGS))
     trainer = fake_trainer()
     trainer.state, trainer.model = SimpleNamespace(global_step=0), None
     adapter = SimpleNamespace(state_dict=lambda: {"base_model.model.x.lora_A.weight": torch.ones(1)})
