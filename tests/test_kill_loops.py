@@ -6,7 +6,6 @@ The number of changes that were tried is printed with `pytest -s`.
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import torch
 from adapt_requests import HOUR
 from fake_servers import FakeServer
-from fault_files import EVERY, Fault, copied, every_fault
+from fault_files import EVERY, Fault, copied, emptied, every_fault
 from played import NOW, PASSED, traffic, watcher
 from small_llm import Talker, fake_llm, tiny_model
 from small_training import config as training_config
@@ -148,13 +147,10 @@ def test_record(tmp_path: Path) -> None:
     def command() -> None:
         read(config, TraceConfig(home / "traces"))
 
-    def prepare() -> None:
-        shutil.rmtree(home, ignore_errors=True)
-        home.mkdir()
-
     def seen() -> list[tuple[str, str]]:
         return sorted((row["text"], row["key"].rpartition("#")[2]) for row in rows(home / "traces"))
 
+    prepare = emptied(home)
     prepare()
     command()
     expected = seen()
@@ -191,13 +187,10 @@ def test_regenerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         answering,
     )
 
-    def prepare() -> None:
-        shutil.rmtree(home, ignore_errors=True)
-        home.mkdir()
-
     def seen() -> list[tuple[str, int, str]]:
         return sorted((each.key, each.turn, each.text) for each in AnswerShards(home / "run" / "answers"))
 
+    prepare = emptied(home)
     prepare()
     regenerate(config)
     expected = seen()
@@ -230,10 +223,6 @@ def test_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turning.gc, "collect", lambda: 0)  # with all of PyTorch loaded it takes longer than the rest
     config = FlywheelConfig(model="teacher", out=home / "wheel", record=(tmp_path,))
 
-    def prepare() -> None:
-        shutil.rmtree(home, ignore_errors=True)
-        home.mkdir()
-
     def command() -> None:
         turning.run(config, Progress())
 
@@ -246,6 +235,7 @@ def test_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lines = [line for line in lines if line[2] != "stopped"]  # why a refused disk ended it
         return serving_of(config), lines
 
+    prepare = emptied(home)
     prepare()
     command()
     expected = seen()
@@ -281,16 +271,13 @@ def test_train(tmp_path: Path) -> None:
         one.resume()
         one.run()
 
-    def prepare() -> None:
-        shutil.rmtree(home, ignore_errors=True)
-        home.mkdir()
-
     def learned() -> tuple[int, int, dict[str, torch.Tensor]]:
         checkpoint, best = latest_checkpoint(home / "checkpoints"), best_checkpoint(home / "checkpoints")
         assert checkpoint is not None and best is not None
         every = {**checkpoint.weights, **{f"best {name}": tensor for name, tensor in best[0].items()}}
         return checkpoint.trainer["step"], best[1]["step"], every
 
+    prepare = emptied(home)
     prepare()
     command()
     *steps, weights = learned()

@@ -24,7 +24,6 @@ from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.runs.folder import RunFolder
 from paceline.train.tiny import write_tiny_target
 
-ROOT = Path(__file__).parents[1]
 TICKETS = """
 import json, os, sys
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_runs import TINY, paceline
 
-from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.runs import lock
 from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
 
 pytestmark = pytest.mark.slow
-TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1", "--features", "online")
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +27,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(lock, "PATIENCE_S", 0.2)
-
-
-def paceline(*words: object) -> None:
-    app([str(word) for word in words], prog_name="paceline", standalone_mode=False)
 
 
 def held(folder: Path, ranks: Ranks | None = None, doing: str = "training") -> contextlib.AbstractContextManager[None]:
@@ -60,7 +55,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
         with pytest.raises(
             ConfigError, match=rf"another run is training here: .*run \(pid {first.pid}\): wait until it ends"
         ):
-            paceline(*TINY, "--out", run, "--max-steps", "1")
+            paceline(*TINY, "--features", "online", "--out", run, "--max-steps", "1")
     finally:
         first.send_signal(signal.SIGKILL)
         first.communicate()

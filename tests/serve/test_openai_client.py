@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -24,12 +23,6 @@ WEATHER = {
         "parameters": {"type": "object", "properties": PLACE, "required": ["place"], "additionalProperties": False},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def client(live: Live) -> Iterator[openai.OpenAI]:
-    with live.client() as opened:
-        yield opened
 
 
 @pytest.mark.slow

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
 import pytest
-from live_server import Live, break_engine, serving, talker, wait_until
+from live_server import break_engine, serving, talker, wait_until
 from pydantic import BaseModel, ConfigDict
 
 from paceline.serve.dialects.responses import ResponsesRequest, chat_of
@@ -37,12 +36,6 @@ class Place(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     place: Literal["Oslo", "Rome"]
-
-
-@pytest.fixture(scope="module")
-def client(live: Live) -> Iterator[openai.OpenAI]:
-    with live.client() as opened:
-        yield opened
 
 
 def chat(client: openai.OpenAI, **options: Any) -> Any:

@@ -9,8 +9,8 @@ import pytest
 from known_machine import known_machine
 from pyarrow import parquet
 from small_llm import tiny_model
+from tiny_runs import TINY, paceline
 
-from paceline.cli import app
 from paceline.data.answers import AnswerShards
 from paceline.data.prompts import read_prompts
 from paceline.engine.llm import LLM
@@ -24,8 +24,6 @@ from paceline.types import SamplingParams, Sequence
 
 __all__ = ["known_machine"]
 pytestmark = pytest.mark.slow
-
-TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
 
 
 def serve(target: Path, folder: Path, number: int) -> list[Sequence]:
@@ -50,10 +48,6 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Sequenc
     """A folder of traces of the target that `--scale tiny` trains for."""
     folder = tmp_path_factory.mktemp("traced")
     return folder / "traces", serve(write_tiny_target(folder / "target"), folder / "traces", 16)
-
-
-def paceline(*words: object) -> None:
-    app([str(word) for word in words], prog_name="paceline", standalone_mode=False)
 
 
 @pytest.fixture

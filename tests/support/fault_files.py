@@ -239,3 +239,13 @@ def copied(template: Path, folder: Path) -> Callable[[], None]:
         shutil.copytree(template, folder)
 
     return prepare
+
+
+def emptied(folder: Path) -> Callable[[], None]:
+    """Makes an empty folder; for `prepare`."""
+
+    def prepare() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+
+    return prepare

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
+from pathlib import Path
 from typing import Any
 
 from paceline.data.answers import AnswerShards
@@ -36,6 +38,12 @@ def prompts(*turns: tuple[str, ...], system: str | None = None) -> list[Prompt]:
         Prompt(str(n), [*opening, {"role": "user", "content": each[0]}], each, "test")
         for n, each in enumerate(turns or TURNS)
     ]
+
+
+def questions(folder: Path, name: str = "questions.jsonl", number: int = 6, text: str = "Question") -> str:
+    file = folder / name
+    file.write_text("".join(json.dumps({"prompt": f"{text} {n}?"}) + "\n" for n in range(number)))
+    return str(file)
 
 
 def by_place(answers: AnswerShards) -> dict[tuple[str, int], tuple[Any, ...]]:

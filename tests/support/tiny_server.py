@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from live_server import Live, serving
+from openai import OpenAI
 from small_llm import tiny_model
 
 from paceline import LLM
@@ -24,6 +25,12 @@ def live(folder: Path) -> Iterator[Live]:
 
     with serving(load) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[OpenAI]:
+    with live.client() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")

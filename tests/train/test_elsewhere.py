@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import pytest
 from elsewhere_server import Elsewhere, served
+from regenerated import by_place, questions
 
 from paceline import train
 from paceline.commands.shared import TerminalProgress
@@ -26,16 +27,6 @@ from paceline.train.config import AnswerConfig, PromptsConfig, RegenerateConfig,
 
 WORDS = ["alpha", "be", "gamma ray", "delta", "Épsilon", "{zeta}", "\n", "42"]
 CONFIG = AnswerConfig(max_tokens=24, max_prompt_tokens=120, temperatures=(0.0, 0.8), seed=5)
-
-
-def questions(folder: Path, number: int = 6) -> str:
-    file = folder / "questions.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"Question {n}?"}) + "\n" for n in range(number)))
-    return str(file)
-
-
-def by_place(answers: AnswerShards) -> dict[tuple[str, int], tuple[Any, ...]]:
-    return {(answer.key, answer.turn): astuple(answer) for answer in answers}
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-FILE = Path(__file__).parents[2] / "experiments" / "many_gpus.py"
-
 
 def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

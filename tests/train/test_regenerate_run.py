@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from regenerated import questions
 from small_llm import Talker, fake_llm, tiny_model
 
 from paceline import train
@@ -40,12 +41,6 @@ def talking(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
 
     monkeypatch.setattr(regenerate_run, "_load", load)
     return configs
-
-
-def questions(folder: Path, name: str = "questions.jsonl", number: int = 6, text: str = "Question") -> str:
-    file = folder / name
-    file.write_text("".join(json.dumps({"prompt": f"{text} {n}?"}) + "\n" for n in range(number)))
-    return str(file)
 
 
 FAKE = EngineConfig(model="fake", device="cpu", dtype="float32")

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.slow
 
 VOCAB, NUM_TOKENS, PROMPT = 5, 3, (0, 2)
 Context = tuple[int, ...]
-Table = Callable[[Context], Tensor]
 
 PLAIN = SamplingParams(temperature=1.0)
 EVERYTHING = SamplingParams(

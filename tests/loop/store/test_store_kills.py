@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from fault_files import copied, every_fault
+from fault_files import copied, emptied, every_fault
 from stores import BYTES, answered, many
 
 from paceline.loop.store.config import SplitConfig
@@ -93,11 +93,8 @@ class TestStore:
             opened = Store.open(store) if (store / "store.json").is_file() else Store.create(store, "tiny")
             opened.add([source], BYTES)
 
-        def prepare() -> None:
-            shutil.rmtree(home, ignore_errors=True)
-            home.mkdir()
-
         source = answered(tmp_path / "source", *many(6))
+        prepare = emptied(home)
         prepare()
         command()
         expected = {side: sorted(row["digest"] for row in Store.open(home / "store").rows(side)) for side in SIDES}
