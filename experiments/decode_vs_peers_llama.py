@@ -11,7 +11,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from decode_vs_peers_pipe import Prompts, arguments, own_output, serve
+from server_process import HOST, free_port
 
 SHORT = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8")
 WAYS: dict[str, tuple[str, ...]] = {
@@ -30,7 +30,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "ngram-mod": ("--spec-default",),
     "draft": ("--spec-type", "draft-simple", "--spec-draft-model", "{draft}"),
 }
-HOST, START_S = "127.0.0.1", 300
+START_S = 300
 
 
 class Llama:
@@ -112,12 +112,6 @@ def built_with(server: Path) -> list[str]:
     """Features compiled into the server: instruction sets, OpenMP, repacking."""
     lines = (server.parents[1] / "CMakeCache.txt").read_text(encoding="utf-8").splitlines()
     return [line.partition(":")[0] for line in lines if line.startswith("GGML_") and line.endswith(":BOOL=ON")]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from adapt_story import Missed
+from server_process import HOST, free_port
 
 from paceline.loop.adapt.servers.counters import ask, is_up, metrics_of
 from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import VLLM_MODULE, Given, Start, command_of
@@ -27,7 +28,7 @@ from paceline.net.prometheus import totals
 from paceline.net.streaming import Client
 
 ROOT = Path(__file__).parents[1]
-HOST, WEIGHTS = "127.0.0.1", "/paceline/draft-weights"
+WEIGHTS = "/paceline/draft-weights"
 EXTENSION = "paceline.interop.draft_weights"
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -52,12 +53,6 @@ class Limits:
     dtype: str
     max_len: int
     num_rows: int = 4
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        return free.getsockname()[1]
 
 
 def module_command(python: Path, words: Sequence[str]) -> list[str]:

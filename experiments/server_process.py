@@ -1,14 +1,21 @@
-"""A request in JSON to a server on this machine, for the scripts that ask one."""
+"""A free port, and a request in JSON to a server on this machine, for the scripts that start or ask one."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import json
+import socket
 from typing import Any
 
 HOST, CHAT = "127.0.0.1", "/v1/chat/completions"
 TIMEOUT_S = 600.0
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        return free.getsockname()[1]
 
 
 def post(port: int, body: dict[str, Any], headers: dict[str, str] | None = None, path: str = CHAT) -> tuple[int, Any]:

@@ -18,7 +18,6 @@ import contextlib
 import http.client
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from typing import Any
 
 from decode_vs_peers import installed, say, vllm_environment
 from gguf_to_folder import folder_of
+from server_process import free_port
 
 from paceline import LLM
 from paceline.draft.dflash.drafter import DFlashDrafter
@@ -47,9 +47,7 @@ PROMPT_TOKENS = 24
 @contextlib.contextmanager
 def serving(args: argparse.Namespace, model: Path, log: Path, speculative: dict[str, Any] | None) -> Iterator[int]:
     """vLLM for one stream, without drafts for as many as a round has positions; its port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     python = installed(args.peers_home / "vllm/bin/python", "vllm")
     words = ["--model", model, "--dtype", args.dtype, "--enforce-eager", "--max-model-len", 1024]
     words += ["--max-num-seqs", 1 if speculative else args.num_drafted + 1]

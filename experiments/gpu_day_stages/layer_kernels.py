@@ -176,16 +176,18 @@ def head_cases(config: DecoderConfig, num_tokens: int, kind: dict[str, Any]) -> 
         )
 
 
+def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of PyTorch's that makes a tensor, which is filled with NaN now."""
+
+    def create_poisoned(*args: Any, **options: Any) -> Tensor:
+        out = make(*args, **options)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    return create_poisoned
+
+
 def largest_difference(case: Case) -> float:
     """Between an operation on poisoned memory and its twin; infinite where a value was not written."""
-
-    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def create_poisoned(*args: Any, **options: Any) -> Tensor:
-            out = make(*args, **options)
-            return out.fill_(float("nan")) if out.is_floating_point() else out
-
-        return create_poisoned
-
     expected = case.twin()
     with (
         mock.patch.object(torch, "empty_like", poisoned(torch.empty_like)),

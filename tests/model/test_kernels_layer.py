@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +70,10 @@ def round_to_nearest() -> None:
 
 def poisoned_empties() -> None:
     """Outputs are filled with NaN when they are made."""
+    from gpu_day_stages.layer_kernels import poisoned
 
-    def full(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def poisoned(*args: Any, **options: Any) -> Tensor:
-            out = make(*args, **options)
-            return out.fill_(float("nan")) if out.is_floating_point() else out
-
-        return poisoned
-
-    torch.empty_like = full(torch.empty_like)
-    Tensor.new_empty = full(Tensor.new_empty)
+    torch.empty_like = poisoned(torch.empty_like)
+    Tensor.new_empty = poisoned(Tensor.new_empty)
 
 
 def norm_cases(kind: dict[str, Any]) -> Iterator[tuple[str, float]]:

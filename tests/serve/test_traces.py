@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from call_counts import num_calls
 from doubles import FakeTarget, ScriptedDrafter
+from live_server import wait_until
 from pyarrow import parquet
 from trace_files import BYTES, rows, sequence, writer, written
 
@@ -27,13 +28,6 @@ from paceline.types import GrammarSpec, SamplingParams, Sequence
 def make_older(path: Path, seconds: float) -> None:
     when = time.time() - seconds
     os.utime(path, (when, when))
-
-
-def eventually(holds: Any, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
 
 
 def test_a_trace_says_what_the_engine_did(tmp_path: Path) -> None:
@@ -168,7 +162,7 @@ def test_shards_by_number_and_by_time(tmp_path: Path) -> None:
     assert sum(sizes) == 7 and max(sizes) == 3
     soon = writer(tmp_path / "soon", flush_s=0.05)
     soon.offer(sequence(), "stop")
-    eventually(lambda: soon.written == 1)
+    wait_until(lambda: soon.written == 1)
     soon.close()
     assert not list(tmp_path.rglob("*.part"))
 
@@ -186,14 +180,14 @@ def test_a_full_disk_loses_traces_says_so_once_and_recovers(
     one = writer(tmp_path, rows_per_file=2, flush_s=0.02)
     for _ in range(6):
         one.offer(sequence(), "stop")
-    eventually(lambda: one.dropped["disk"] == 6)
+    wait_until(lambda: one.dropped["disk"] == 6)
     assert [record.message.startswith("traces are lost") for record in caplog.records] == [True]
     assert "No space left on device" in caplog.text
     assert not list(tmp_path.iterdir()), "nothing half is left"
     time.sleep(0.1)  # nothing to write is no recovery
     monkeypatch.undo()
     one.offer(sequence(), "stop")
-    eventually(lambda: one.written == 1)
+    wait_until(lambda: one.written == 1)
     one.close()
     assert [record.message for record in caplog.records][1:] == ["traces are written again; 6 were lost"]
     assert len(rows(tmp_path)) == 1
@@ -255,7 +249,7 @@ def test_the_oldest_go_by_age_also_when_nothing_is_asked(tmp_path: Path) -> None
     assert old.exists() and new.exists() and killed.exists()
     for path in (old, killed):
         make_older(path, 2000)
-    eventually(lambda: not old.exists() and not killed.exists())
+    wait_until(lambda: not old.exists() and not killed.exists())
     idle.close()
     assert new.exists()
 
