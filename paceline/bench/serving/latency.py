@@ -18,7 +18,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,10 +45,6 @@ NEAR = 0.05
 that its parts sum to its height."""
 SERVER_PARTS = {"sending": "send_s"}
 """Part -> its key in the server's timings, for parts whose key is not the name with "_s" appended."""
-
-
-Alone = Callable[[Contender], AbstractContextManager[None]]
-"""Function that returns a context manager; the context is active while this contender is measured."""
 
 
 @dataclass(slots=True)
@@ -185,12 +180,9 @@ class LatencyBench:
     """Sends the workloads to all contenders and summarises their times. Call `run()`, then `results()` and
     `pairs()`."""
 
-    def __init__(
-        self, arms: list[Contender], workloads: list[Workload], config: LatencyConfig, alone: Alone = nullcontext
-    ) -> None:
-        """`arms`: the contenders. The context `alone(arm)` is active while a contender is measured, e.g. to pause other
-        servers on the same machine."""
-        self.arms, self.workloads, self.config, self._alone = arms, workloads, config, alone
+    def __init__(self, arms: list[Contender], workloads: list[Workload], config: LatencyConfig) -> None:
+        """`arms`: the contenders."""
+        self.arms, self.workloads, self.config = arms, workloads, config
         self.measured = {(workload.name, arm.name): list[Measured]() for workload in workloads for arm in arms}
         self._forms: dict[tuple[str, str], str] = {}
         """(workload, contender) -> the `response_format` type that this server accepts for a schema."""
@@ -205,15 +197,13 @@ class LatencyBench:
         try:
             for workload in self.workloads:
                 for arm in self.arms:
-                    with self._alone(arm):
-                        self._warm_up(arm, workload)
+                    self._warm_up(arm, workload)
             for number in range(self.config.repeat):
                 for workload in self.workloads:
                     for place, block in enumerate(self._blocks(workload)):
                         for arm in self._order(number + place):
                             on_each = partial(on_answer, f"{workload.name}, {arm.name}")
-                            with self._alone(arm):
-                                streams = self._block(arm, workload, block, (number, place), on_each)
+                            streams = self._block(arm, workload, block, (number, place), on_each)
                             self.measured[workload.name, arm.name] += map(measured, streams)
         finally:
             for arm in self.arms:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.config import ArmsConfig, LatencyConfig
-from paceline.bench.serving.latency import GROUPS, SEGMENTS, SHARES, TEXTS, Alone, LatencyBench, LatencyResult, Pair
+from paceline.bench.serving.latency import GROUPS, SEGMENTS, SHARES, TEXTS, LatencyBench, LatencyResult, Pair
 from paceline.bench.serving.load import Contender
 from paceline.bench.serving.servers import look, started
 from paceline.bench.serving.workloads import WORKLOADS, Workload, named_workload, workload_of
@@ -83,13 +83,12 @@ def bench_latency(
     limit: int | None = None,
     out: Path | None = None,
     progress: Progress = SILENT,
-    alone: Alone = contextlib.nullcontext,
 ) -> dict[str, Any]:
     """Measure request latency and write the report. Returns the command's JSON output; "run" is the run folder.
 
     `workloads`: names of built-in workloads; `prompts`: files of prompts [default: the workload voice]. `limit`: use
-    only the first requests of each. `schema`: JSON schema of the answers to the files' prompts. `alone`: returns a
-    context that is active while one server is measured. Raises ConfigError if no server accepts requests.
+    only the first requests of each. `schema`: JSON schema of the answers to the files' prompts. Raises
+    ConfigError if no server accepts requests.
     """
     chosen = _read_workloads(workloads, prompts, schema, limit)
     key = next(iter(read_api_keys((), arms.api_key_file)), None)  # not an option: options are stored in the run folder
@@ -105,7 +104,7 @@ def bench_latency(
                 _arm(name, url, key, None, config) for (name, _), url in zip(named, urls, strict=True)
             ] + contenders
         progress.say(", ".join(f"{contender.name} at {contender.client.url}" for contender in contenders))
-        bench = LatencyBench(contenders, chosen, config, alone)
+        bench = LatencyBench(contenders, chosen, config)
         with progress.bar("latency", bench.num_answers) as advance:
             bench.run(on_answer=advance)
     for (workload, arm), answers in bench.measured.items():
