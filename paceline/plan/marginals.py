@@ -82,7 +82,7 @@ class Tally:
             or any(sum(own) > count for own, count in zip(stood, tried, strict=True))
         ):
             raise ConfigError(
-                'marginals are counts, {"tried": rounds of each slot, "stood": of each slot how many said each rank}: '
+                'marginals are counts, {"tried": rounds of each slot, "stood": of each slot how many had each rank}: '
                 "write them with paceline bench decode --speculate tree:32"
             )
         return cls(list(tried), [list(own) for own in stood])
@@ -118,7 +118,7 @@ class Marginals:
         for slot, own in enumerate(self.chances_KM, start=1):
             if not own or not all(0 <= chance <= 1 for chance in own) or sum(own) > 1 + 1e-9:  # also NaN
                 raise ConfigError(
-                    f"marginals of slot {slot} are chances that sum up to 1 at most, the likeliest first: not {own}"
+                    f"marginals of slot {slot} are chances that sum up to 1 at most, the largest first: not {own}"
                 )
         if not self.chances_KM:
             raise ConfigError("marginals need a slot at least, as in [[0.7, 0.1], [0.7, 0.1]]")
@@ -215,12 +215,17 @@ class MockedPlanner(FixedPlanner):
     decided by the target. The trees follow these chances, not the drafter's probabilities."""
 
     marginals: Marginals | None = None
+    num_rounds: int = 0
+    """Number of rounds planned so far."""
+
+    def _begin(self, num_rows: int) -> None:
+        self.num_rounds += 1
 
     def weigh(self, row: Row, candidates: Candidates) -> Weigh:
         """Draws random acceptance chances for this row and round; returns them as a function, see `Marginals.drawn`.
-        The seed consists of the row's key and the number of free positions in its cache row."""
+        The seed consists of the row's key and the number of rounds planned so far."""
         assert self.marginals is not None
-        return self.marginals.drawn(random.Random(f"{row.key} {candidates.most}"))
+        return self.marginals.drawn(random.Random(f"{row.key} {self.num_rounds}"))
 
 
 def path_that_stands(parents: Sequence[int], gains: Sequence[float], lucks: Sequence[float]) -> list[int]:

@@ -24,7 +24,7 @@ from paceline.draft.base import Drafter, Observed
 from paceline.model.kv_cache import KVCache
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.model.text.tokenizer import Tokenizer
-from paceline.plan.trees import Candidates
+from paceline.plan.trees import MOST_NODES, Candidates
 from paceline.rng import DRAFT, uniform
 from paceline.train.tiny import byte_tokenizer
 from paceline.types import Batch, DraftBlock
@@ -306,7 +306,8 @@ class TreeDrafter(ScriptedDrafter):
             tokens_KM.append(tokens)
         chances = [0.5**rank * 0.4 for rank in range(width)]
         logprobs = [math.log(chance) for chance in chances]
-        return Candidates(tokens_KM, [list(logprobs) for _ in best], self.target.cache.max_len - seq.cached_len - 1)
+        most = min(MOST_NODES, self.target.cache.max_len - seq.cached_len - 1)
+        return Candidates(tokens_KM, [list(logprobs) for _ in best], most)
 
 
 class ByteTokenizer(Tokenizer):
