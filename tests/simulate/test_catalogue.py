@@ -91,6 +91,7 @@ def test_other_names() -> None:
     assert catalogue.find("meta-llama/Llama-3.3-70B-Instruct").name == "Llama-3.3-70B"
     assert catalogue.served_name("Llama-3.3-70B") == "meta-llama/Llama-3.3-70B-Instruct"
     assert catalogue.served_name("smollm2-135m") == "smollm2-135m"
+    assert catalogue.known_name("None") == "None"  # some entries have no hub id
 
 
 def test_unknown_names_suggest_the_nearest(tmp_path: Path) -> None:

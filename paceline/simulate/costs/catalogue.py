@@ -112,7 +112,7 @@ def _entry(model: str) -> dict[str, Any]:
 
 def known_name(model: str) -> str:
     """Returns the catalogue's name of a model that is given by its name or hub id, in any case; else `model`."""
-    names = {each: name for name, entry in entries().items() for each in (name.lower(), str(entry["hub"]).lower())}
+    names = {each.lower(): name for name, entry in entries().items() for each in (name, entry["hub"]) if each}
     return names.get(model.lower(), model)
 
 
