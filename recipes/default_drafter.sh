@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The default drafter of smollm2-135m, from prompts to a checkpoint, on two CPU cores (about six hours) or a GPU.
+# The default drafter of smollm2-135m, from prompts to a checkpoint, on two CPU cores (about eight hours) or a GPU.
 #
 #   DATA=path/to/prompt/sets bash recipes/default_drafter.sh
 #
 # Killed, the same command goes on. DATA holds gsm8k_train.jsonl, mbpp_train.jsonl, t0_tasks.jsonl, user_instructions.jsonl and
 # seed_tasks.jsonl. Nothing of a test set is read. Environment: OUT (run folder), MINUTES, MORE_MINUTES,
-# SECOND_MINUTES, THIRD_MINUTES and FOURTH_MINUTES (of training), FORTUNES, PROCESSES.
+# SECOND_MINUTES to SIXTH_MINUTES (of training), FORTUNES, PROCESSES.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -94,10 +94,28 @@ python recipes/draft_vocabulary.py "${answers[@]}" --drafter "$out/third/drafter
     --max-len 1344 --max-tokens 160 --epochs 1000 --max-minutes "${FOURTH_MINUTES:-47}" --blocks-per-step 192 --anchors 48 \
     --lr 1e-3 --loss d-pace --loss-vocab 8192 --features cached --heldout-every 250 --keep best --selector-from 0 --serve-share 0
 
-# 10. Halfway between the two: what the new texts bring, and no less on arithmetic and code than before. (What drafters/
-# holds learned in step 9 from new answers alone, 600 of them arithmetic and 400 code.)
-python -c "import sys; from pathlib import Path; from paceline.draft.formats.blend import blended
-before, trained, out = map(Path, sys.argv[1:]); blended(before, trained, 0.5, out)" \
-    "$out/wider" "$out/fourth/drafter" "$out/blended"
-python recipes/pack_drafter.py "$out/blended" --out "$out/shipped"
+# 10. Halfway between the two: what the new texts bring, and no less on arithmetic and code than before.
+halfway() {
+    python -c "import sys; from pathlib import Path; from paceline.draft.formats.blend import blended
+before, trained, out = map(Path, sys.argv[1:]); blended(before, trained, 0.5, out)" "$@"
+}
+halfway "$out/wider" "$out/fourth/drafter" "$out/blended"
+
+# 11. Further from there and, with more answers of arithmetic and of many kinds, from the mean of both trainings; at half of
+# the step size, and with a window of 1,024 positions: summaries take their words from far back. (What drafters/ holds
+# learned in steps 9 and 11 from new answers alone, 7,128 of them in the end; its card says how many of which kind.)
+general=(train --target "$target" "${answers[@]}" --plan off --max-len 1344 --max-tokens 160 --epochs 1000 --blocks-per-step 192
+    --anchors 48 --loss d-pace --loss-vocab 8192 --features cached --heldout-every 500 --keep best --selector-from 0
+    --serve-share 0 --shared-features "$out/features")
+"${many[@]}" "${general[@]}" --out "$out/fifth" --init "$out/blended" --max-minutes "${FIFTH_MINUTES:-38}" --lr 1.3e-3
+halfway "$out/fourth/drafter" "$out/fifth/drafter" "$out/mean"
+"${many[@]}" "${general[@]}" --out "$out/sixth" --init "$out/mean" --max-minutes "${SIXTH_MINUTES:-55}" --lr 7e-4 \
+    --sliding-window 1024
+
+# 12. Halfway back to step 10, with the new window, then 8 bits.
+python -c "import json, shutil, sys; from pathlib import Path
+shutil.copytree(sys.argv[1], sys.argv[2], dirs_exist_ok=True); path = Path(sys.argv[2], 'config.json')
+path.write_text(json.dumps(json.loads(path.read_text()) | {'sliding_window': 1024}, indent=1))" "$out/blended" "$out/w1024"
+halfway "$out/w1024" "$out/sixth/drafter" "$out/last"
+python recipes/pack_drafter.py "$out/last" --out "$out/shipped"
 echo "drafter: $out/shipped"
