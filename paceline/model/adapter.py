@@ -57,7 +57,8 @@ def base_of(path: Path) -> Path:
     folder.
 
     Raises ModelNotFoundError if the base cannot be found or downloaded, UnsupportedModelError if the base is an adapter
-    too, ModelFileError if adapter_config.json is damaged or does not name the base, and CacheError.
+    too, ModelFileError if adapter_config.json is damaged or does not name the base, CacheError if a downloaded base
+    cannot be stored.
     """
     if not is_adapter(path):
         return path
@@ -75,8 +76,9 @@ def base_of(path: Path) -> Path:
 
 
 def base_name(folder: Path) -> str:
-    """Return the path or name of an adapter's base model: the folder or file to which the link `base` in the adapter's
-    folder points, else `base_model_name_or_path` of adapter_config.json. Raises ModelFileError if that is missing."""
+    """Return the path or name of an adapter's base model. If the adapter's folder contains a link `base`, this is the
+    path to which the link points; otherwise it is `base_model_name_or_path` of adapter_config.json. Raises
+    ModelFileError if there is neither."""
     if (folder / BASE).exists():
         return str((folder / BASE).resolve())
     name = read_config(folder).get("base_model_name_or_path")
@@ -98,9 +100,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def identity_of(model: str) -> str:
-    """Return the name by which a run records its target, to detect later that it continues with the same one: `model`
-    itself or, for an adapter's folder, its absolute path with a hash of the adapter's files and of the link to its
-    base, since an adapter may be trained again in the same folder."""
+    """Return the name by which a training or evaluation run records its target, so that a resumed run detects a changed
+    target. It is `model` itself; for an adapter's folder, the absolute path with a hash of the adapter's files and of
+    the link to its base, because an adapter may be trained again in the same folder."""
     folder = Path(model).expanduser().resolve()
     if not is_adapter(folder):
         return model
@@ -109,8 +111,8 @@ def identity_of(model: str) -> str:
 
 
 def adapter_digest(folder: Path) -> str:
-    """Return the SHA-256 of an adapter's config and weights, in hex; the base is not included. Raises ModelFileError if
-    a file cannot be read."""
+    """Return the SHA-256, in hex, of an adapter's two files: config and weights. The base is not included. Raises
+    ModelFileError if a file cannot be read."""
     digest = hashlib.sha256()
     for name in (CONFIG, WEIGHTS):
         with (
@@ -134,8 +136,8 @@ class Pair:
     """Name of the layer in PEFT's file."""
 
     def added_to(self, weight_OI: Tensor, source: object) -> Tensor:
-        """Return `weight_OI` + scaling * B A in float32. Raises ModelFileError, naming `source`, if the shapes
-        differ."""
+        """Return `weight_OI` + scaling * B A in float32. Raises ModelFileError, naming `source`, if the shapes of B A
+        and `weight_OI` differ."""
         shape = (self.b_OR.shape[0], self.a_RI.shape[1])
         if tuple(weight_OI.shape) != shape:
             raise ModelFileError(
@@ -146,9 +148,11 @@ class Pair:
 
 
 def read_pairs(folder: Path, tensors: Mapping[str, Tensor]) -> list[Pair]:
-    """Return the LoRA matrices of each adapted layer, from `tensors`, the content of the adapter's safetensors file.
-    Raises UnsupportedModelError for settings and tensors that plain LoRA does not have, ModelFileError if config and
-    tensors contradict each other."""
+    """Return the LoRA matrices of an adapter, one `Pair` for each layer that it changes. `folder`: the adapter's
+    folder, whose config is read; `tensors`: content of its safetensors file, by name.
+
+    Raises UnsupportedModelError if the adapter uses more than LoRA of linear layers (such as DoRA or trained biases),
+    ModelFileError if its config and `tensors` contradict each other."""
     raw = read_config(folder)
     _refuse_others(folder, raw)
     parts: dict[str, dict[str, Tensor]] = {}
@@ -169,12 +173,14 @@ def added(
     source: Path,
     is_whole: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each (name, tensor) of the base, with the adapter's matrices added if `pairs` has some for this weight.
-    `own_name` maps a weight's name in any checkpoint to the decoder's name; None if the decoder does not use the
-    weight.
+    """Merge an adapter into its base: yields (name, tensor) of all the base's `tensors`. A weight for which `pairs` has
+    LoRA matrices is replaced by the sum that `Pair.added_to` computes; all other tensors are unchanged.
 
-    Raises ModelFileError if the decoder does not use the weight of a pair, if two pairs are for one weight or, with
-    `is_whole` (`tensors` are the whole base), if a pair matches no tensor.
+    `own_name` converts the name of a weight in a checkpoint to the decoder's name, or to None if the decoder does not
+    use the weight. `source`: path for error messages. `is_whole`: True if `tensors` is the complete base.
+
+    Raises ModelFileError if a pair belongs to a weight that the decoder does not use, if two pairs belong to one
+    weight, or, if `is_whole`, if the weight of a pair is not in `tensors`.
     """
     left = {own_name(f"{pair.module}.weight"): pair for pair in pairs}
     if None in left or len(left) < len(pairs):

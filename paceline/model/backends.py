@@ -28,12 +28,16 @@ from paceline.model.torch.graphs import GraphDecoder
 
 
 def settle(settings: EngineConfig) -> EngineConfig:
-    """Return the settings with "auto" replaced for device and dtype. Also selects the native library's instruction set,
-    `settings.isa`, for the whole process.
+    """Return the settings with device and dtype chosen where they are "auto". Also selects the native library's
+    instruction set, `settings.isa`, for the whole process.
 
-    The values are those of `config.resolve`, with one exception: on a CPU, dtype "auto" becomes bfloat16 if the native
-    library multiplies the model's quantised blocks directly. Raises NativeError if the instruction set is unavailable,
-    and the errors of `config.resolve` and `hub.resolve`.
+    Device "auto" becomes CUDA if PyTorch sees a GPU, else the CPU. Dtype "auto" becomes bfloat16 if the device has
+    instructions for it, else float32. On a CPU it also becomes bfloat16 if the weights are quantised and the native
+    library multiplies them without dequantising.
+
+    Raises NativeError if the instruction set is unavailable, and ConfigError if the device is missing or is not
+    supported by the backend. Raises ModelNotFoundError, ModelFileError, DownloadError or CacheError if the model cannot
+    be found or downloaded.
     """
     resolved = engine_config.resolve(settings)
     if settings.isa != "auto":
@@ -55,9 +59,9 @@ def settle(settings: EngineConfig) -> EngineConfig:
 def load_target(settings: EngineConfig) -> Target:
     """Load the target model. `settings` must contain no "auto" for device and dtype (see `settle`).
 
-    Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, ConfigError for an
-    adapter with `weight_format` "blocks" (adapters are added to dense weights only), or NativeError if the settings
-    require the native library and it cannot run.
+    Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError or CacheError if the model cannot be
+    loaded, and NativeError if the settings require the native library and it cannot run. Raises ConfigError for an
+    adapter with `weight_format` "blocks", because adapters can only be added to dense weights.
     """
     dtype, device, weights = getattr(torch, settings.dtype), torch.device(settings.device), settings.weights
     num_rows = (
@@ -113,7 +117,8 @@ def load_target(settings: EngineConfig) -> Target:
 
 
 def keep_sums_in_float32(device: torch.device) -> None:
-    """Make cuBLAS accumulate half-precision matrix products in float32, for the whole process; no effect off CUDA.
+    """Make cuBLAS accumulate half-precision matrix products in float32, for the whole process. Does nothing if `device`
+    is not a CUDA device.
 
     By default cuBLAS may round partial sums to the input dtype when it splits the inner dimension. Whether it splits
     depends on the number of tokens in a pass, so plain decoding and verification would round differently.
@@ -166,7 +171,8 @@ def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Describes how a target's weights are multiplied: by which backend, instruction set and weight format."""
+    """Describes how a target multiplies by its weights, for reports and measurements: the backend, the instruction set
+    and the format of the weights."""
 
     backend: str
     """"native" (the C++ library) or "torch"."""

@@ -33,7 +33,8 @@ from paceline.model.layout import DELTA_NORM, LAYER_FACTOR, as_ours, input_table
 
 
 def load_config(path: Path | str) -> DecoderConfig:
-    """Read the config of the model in a Hugging Face folder, GGUF file, or adapter's folder (its base's).
+    """Read a model's config from a Hugging Face folder or a GGUF file. For an adapter's folder, it is the config of the
+    adapter's base.
 
     Raises ModelNotFoundError, UnsupportedModelError (architecture or option not implemented) or ModelFileError (a key
     is missing or invalid).
@@ -42,8 +43,8 @@ def load_config(path: Path | str) -> DecoderConfig:
 
 
 def config_json(path: Path | str) -> dict[str, Any]:
-    """Read config.json of a folder, or build an equivalent dict from a GGUF file's metadata. Raises the errors of
-    `load_config`."""
+    """Read config.json of a folder, or build an equivalent dict from a GGUF file's metadata. For an adapter's folder,
+    it is that of the adapter's base. Raises ModelNotFoundError, UnsupportedModelError or ModelFileError."""
     path = base_of(existing(path))
     return gguf.config_json(path) if is_gguf(path) else read_json(path / "config.json")
 
@@ -53,11 +54,12 @@ def load_tensors(path: Path | str) -> Iterator[tuple[str, Tensor]]: ...
 @overload
 def load_tensors(path: Path | str, keep_blocks: bool) -> Iterator[tuple[str, Weight]]: ...
 def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
-    """Yield (Hugging Face name, tensor) for every weight. Tensors of safetensors keep their dtype, those of GGUF and of
-    FP8 checkpoints are dequantised to float32.
+    """Yield (Hugging Face name, tensor) for every weight of a Hugging Face folder or GGUF file. Tensors of safetensors
+    keep their dtype; those of GGUF and of FP8 checkpoints are dequantised to float32. For an adapter's folder, these
+    are the base's weights with the adapter added.
 
-    With `keep_blocks`, quantised matrices of a GGUF file are yielded as Blocks instead, unless an adapter is added.
-    Raises ModelFileError if a file is missing, truncated or pickled.
+    `keep_blocks`: yield quantised matrices of a GGUF file as Blocks, not dequantised; no effect for an adapter's
+    folder. Raises ModelFileError if a file is missing, truncated or pickled.
     """
     path = existing(path)
     if is_adapter(path):
@@ -71,8 +73,9 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
 
 
 def load_named(path: Path | str, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each tensor in a folder's safetensors files for whose name `is_wanted` returns true. For
-    an adapter's folder, the tensors are those of its base, with the adapter added."""
+    """Yield (name, tensor) for those tensors in a folder's safetensors files for whose name `is_wanted` returns True.
+    For an adapter's folder, the tensors are those of its base, with the adapter added. Raises ModelFileError if a file
+    is missing, truncated or pickled."""
     path = existing(path)
     if is_adapter(path):
         base = base_of(path)
@@ -105,9 +108,11 @@ def _with_adapter(
 def random_tensors(
     config: DecoderConfig, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, random tensor) for every weight of a decoder (option `--weights random`).
+    """Yield (Hugging Face name, random tensor) for every weight of a decoder (option `--weights random`). `device` and
+    `dtype` are those of the target that will use the weights.
 
-    `device` and `dtype` are those of the target that will use the weights; see `random_weights`.
+    Weights are normal with standard deviation 0.02; each norm multiplies by 1. The numbers depend on `seed` and, on a
+    GPU, also on device and dtype.
     """
     for name, tensor in random_weights(expected_shapes(config), seed, device, dtype):
         has_offset = name.endswith("norm.weight") and not name.endswith(DELTA_NORM)
@@ -123,7 +128,8 @@ def random_weights(
     """Yield (name, random tensor) for these shapes: normal with mean 0 and standard deviation 0.02. Weights of norms
     and the factor `layer_scalar` of a layer's output are 1.
 
-    The numbers depend on the seed, and on the device and dtype that `drawn_as` returns.
+    `device` and `dtype`: those of the model that will use the weights. The tensors are generated on the device and in
+    the dtype that `drawn_as` returns for them.
     """
     draw_device, draw_dtype = drawn_as(torch.device(device), dtype)
     generator = torch.Generator(draw_device).manual_seed(seed)
@@ -134,10 +140,10 @@ def random_weights(
 
 
 def drawn_as(device: torch.device, dtype: torch.dtype) -> tuple[torch.device, torch.dtype]:
-    """Return the (device, dtype) in which random weights are generated for a target with this device and dtype.
+    """Return the (device, dtype) in which random weights are generated for a model with this device and dtype.
 
-    On a GPU these are the target's own: one CPU thread would take 93 s for 8B parameters. Otherwise they are the CPU
-    and float32, so the numbers do not depend on the dtype.
+    For a GPU these are the model's own device and dtype, because one CPU thread would take 93 s for 8B parameters. For
+    other devices they are the CPU and float32, so the numbers do not depend on the model's dtype.
     """
     return (device, dtype) if device.type == "cuda" else (torch.device("cpu"), torch.float32)
 
@@ -158,11 +164,12 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def check_tensors(
     config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]], source: Path | str
 ) -> Iterator[tuple[str, AnyWeight]]:
-    """Yield `tensors` with checked names, shapes and values.
+    """Yield a checkpoint's `tensors` under the decoder's names, after checking their names, shapes and values.
 
     Fused tensors are split into the tensors that the decoder expects. Redundant tensors are dropped: the head if the
     embedding is also the head, and RoPE frequencies of old checkpoints. Raises ModelFileError for a tensor that is
-    unknown, wrongly shaped or not finite or, at the end, for missing tensors; messages begin with `source`.
+    unknown, wrongly shaped or not finite and, at the end, if tensors are missing. `source`: the checkpoint's path, for
+    error messages.
     """
     expected = expected_shapes(config)
     missing = dict.fromkeys(expected)
@@ -243,9 +250,11 @@ def existing(path: Path | str) -> Path:
 
 
 def shards_of(folder: Path) -> dict[Path, list[str]]:
-    """Return the folder's safetensors files, and for each the names of the tensors to read; an empty list means all.
+    """Return file -> names of the tensors to read, for each safetensors file of the folder. An empty list means all
+    tensors of the file.
 
-    Raises ModelFileError if the folder has no complete set of safetensors files.
+    Raises ModelFileError if the folder has no safetensors files, or if its index (model.safetensors.index.json) names a
+    file that is missing.
     """
     if (folder / "model.safetensors").is_file():
         return {folder / "model.safetensors": []}
@@ -287,8 +296,8 @@ tensors and a header of 3 MB."""
 
 def check_header(file: Path) -> None:
     """Raise ModelFileError if a safetensors file cannot be read, or if its header is larger than 16 MiB
-    (MOST_HEADER_BYTES), more than any model needs. The header is not parsed; a size beyond the file's end is left to
-    the parser."""
+    (MOST_HEADER_BYTES), more than any model needs. The header itself is not parsed. A header size larger than the file
+    is accepted here, because the safetensors parser rejects it."""
     with (
         reraised(ModelFileError, f"{file} cannot be read", "fetch the model again", OSError),
         file.open("rb") as opened,

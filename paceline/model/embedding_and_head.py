@@ -35,8 +35,8 @@ LIGHT = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
 class Ends(Target):
-    """Embedding and LM head of a target that runs on a remote server: the parts of it that training a drafter needs. A
-    `Target` without forward passes."""
+    """A `Target` without forward passes: only the embedding and LM head of a target that runs on a remote server.
+    Training a drafter needs no other part of it."""
 
     def __init__(self, raw: dict[str, Any], embedding_VD: Tensor, head_VD: Tensor, max_position: int) -> None:
         self.embedding, self._head = embedding_VD, head_VD
@@ -61,19 +61,23 @@ class Ends(Target):
 
 def light_folder(model: str) -> Path:
     """Return the folder with a model's config and tokenizer; for a hub id these are downloaded, but not the weights.
-    Raises the errors of `hub.resolve`."""
+    Raises ModelNotFoundError (no such model), ModelFileError (not a model), DownloadError (no network or no access) or
+    CacheError (the cache cannot be written)."""
     if Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
         return resolve(model)
     return hub_folder(model, LIGHT)
 
 
 def load_ends(settings: EngineConfig) -> Target:
-    """Load only the embedding and LM head of a target, as `Ends`, in the dtype of the resolved settings. For a GGUF
-    file or an adapter the whole target is loaded.
+    """Load only the embedding and LM head of a target, as `Ends`. `settings` must contain no "auto" for device and
+    dtype. For a GGUF file or an adapter the whole target is loaded.
 
-    Raises ModelFileError if the embedding is missing, or the head of a config that does not tie it to the embedding (an
-    unknown family ties it unless its config denies that, as in Transformers), UnsupportedModelError if a model of an
-    unknown family scales its embedding or head.
+    If the config ties the head to the embedding, the embedding is used as the head. If paceline does not know the model
+    family and its config does not state whether they are tied, the embedding is used only if the checkpoint has no
+    head.
+
+    Raises ModelFileError if the embedding, or a head that is not tied, is missing, UnsupportedModelError if a model of
+    an unknown family scales its embedding or head.
     """
     folder = light_folder(settings.model)
     if is_gguf(folder) or is_adapter(folder):

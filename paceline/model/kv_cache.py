@@ -43,8 +43,8 @@ class KVCache(ABC):
         return list(self._free)
 
     def allocate(self, wanted: int | None = None) -> int | None:
-        """Allocate a free row with length 0 and return its index: `wanted`, which must be free, else the
-        lowest-numbered free row. Returns None if no row is free."""
+        """Allocate a free row with length 0 and return its index. `wanted`: index of the row to allocate, which must be
+        free; None: the lowest-numbered free row. Returns None if no row is free."""
         if not self._free:
             return None
         row = self._free[-1] if wanted is None else wanted
@@ -54,12 +54,13 @@ class KVCache(ABC):
         return row
 
     def adopt(self, source: int, row: int, length: int) -> None:
-        """Copy the keys and values of the first `length` positions of row `source` to the empty row `row`, so that a
-        common prefix is not recomputed. `source` may have been freed, but not allocated again after that."""
+        """Copy the first `length` positions (keys and values) of row `source` to the empty row `row`, whose length
+        becomes `length`. A common prefix is thus not recomputed. `source` may be a freed row, if it has not been
+        allocated again."""
         raise NotImplementedError(f"{type(self).__name__} does not copy rows")
 
     def free(self, row: int) -> None:
-        """Release a row; its content becomes invalid."""
+        """Release a row: its length becomes 0, and it may be allocated again."""
         assert row not in self._free, f"row {row} freed twice"
         self.lengths[row] = 0
         self._free.append(row)
@@ -82,7 +83,8 @@ class KVCache(ABC):
         """Keep some of the positions that a pass over trees wrote, and drop the others.
 
         Row `rows[i]` had `starts[i]` positions before the pass. `slots[i]` lists the new positions to keep, ascending,
-        as offsets from `starts[i]`; they form a path from the tree's root. They are moved to the front, without gaps.
+        as offsets from `starts[i]`; they form a path from the tree's root. Their keys and values are moved to the
+        positions from `starts[i]` on, without gaps.
         """
         for row, start, own_slots in zip(rows, starts, slots, strict=True):
             assert own_slots == sorted(set(own_slots)) and all(
@@ -108,9 +110,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
 
 
 class LayeredKVCache(KVCache):
-    """KV cache of a model whose layers differ in the number and the size of their heads: `keys[l]` and `values[l]` of
-    layer l are tensors [rows, kv_heads, max_len + slack, head_dim]. A layer that reads the keys and values of another
-    layer has that layer's tensors. `slack`: scratch positions per row."""
+    """KV cache of a model whose layers differ in the number and size of their heads. `keys` and `values` are lists with
+    one tensor [rows, kv_heads, max_len + slack, head_dim] per layer. A layer that reads the keys and values of another
+    layer has the same two tensors as this other layer. `slack`: scratch positions after each row, to which passes of
+    fixed shape write their padding tokens."""
 
     def __init__(
         self,
@@ -157,8 +160,9 @@ _TOGETHER = 16
 
 
 class StaticKVCache(KVCache):
-    """KV cache of fixed size: `keys` and `values` of all layers, each a tensor [layers, rows, kv_heads, max_len +
-    slack, head_dim]. `slack` positions per row are scratch space for passes of fixed shape."""
+    """KV cache of fixed size. `keys` holds the keys of all layers, `values` the values: each is one tensor [layers,
+    rows, kv_heads, max_len + slack, head_dim]. `slack`: scratch positions after each row, to which passes of fixed
+    shape write their padding tokens."""
 
     def __init__(
         self,

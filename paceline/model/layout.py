@@ -82,8 +82,8 @@ def _input_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def input_table_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's tensors from which per-layer embeddings (Gemma 4) are computed, by Hugging Face
-    name; {} for a model without per-layer embeddings."""
+    """Return name -> shape of the tensors that compute per-layer embeddings (Gemma 4) and do not belong to a single
+    layer; {} for a model without per-layer embeddings."""
     if config.layer_sizes is None or not config.layer_sizes.input_size:
         return {}
     size = config.layer_sizes.input_size
@@ -132,11 +132,15 @@ def as_ours(
     tensors: Iterable[tuple[str, AnyWeight]],
     source: object,
 ) -> Iterator[tuple[str, AnyWeight]]:
-    """Yield the tensors of a checkpoint under the decoder's names, which are the keys of `expected` (name -> shape).
+    """Convert the tensors of a checkpoint to the decoder's names; yields (name, tensor). `expected`: the decoder's
+    names -> shapes.
 
-    Tensors of some families are renamed; those that the decoder does not use are dropped; fused tensors are split into
-    views of their parts. Tensors with unknown names are passed on. Raises ModelFileError, naming `source`, for a fused
-    tensor whose number of rows does not match its parts.
+    - Tensors with other names in this model family are renamed.
+    - Tensors that the decoder does not use are dropped.
+    - Fused tensors, and stacks of all experts, are split into their parts.
+    - Tensors with unknown names are yielded unchanged.
+
+    Raises ModelFileError, naming `source`, if the number of rows of a fused tensor is not the sum of its parts' rows.
     """
     for name, tensor in taken_apart(config, _renamed(config, tensors), source):
         if name in expected:
@@ -160,7 +164,7 @@ def _renamed(config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]]) ->
 
 
 def own_name(config: DecoderConfig, name: str) -> str | None:
-    """Return the decoder's name of a checkpoint's tensor; None for one that the decoder does not use."""
+    """Return the decoder's name for the tensor `name` of a checkpoint; None if the decoder does not use this tensor."""
     if name.startswith(tuple(TABLES["left_out"].get(config.family, []))) or _is_mtp(config, name):
         return None
     for theirs, ours in TABLES["renames"].get(config.family, []):
@@ -189,8 +193,9 @@ def _rows_of(name: str) -> list[str]:
 
 
 def gate_apart(config: DecoderConfig, parts: dict[str, AnyWeight]) -> None:
-    """Split the attention's output gate from the query projection, in which each head's query rows are followed by its
-    gate rows. Adds the gate to `parts` (one layer's tensors by name) as `self_attn.gate`."""
+    """Split a fused projection into the query projection and the output gate of the attention. The fused matrix has,
+    for each head, the head's query rows and then its gate rows. Replaces `self_attn.q_proj` in `parts`, one layer's
+    tensors by name, and adds `self_attn.gate`."""
     numbers = torch.arange(2 * config.num_heads * config.head_dim).view(config.num_heads, 2, config.head_dim)
     for kind in [kind for kind in ("weight", "bias") if f"self_attn.q_proj.{kind}" in parts]:
         rows = parts[f"self_attn.q_proj.{kind}"]

@@ -21,16 +21,20 @@ to find such times."""
 
 
 def measure_passes(target: Target, most: int, width: int | None = None) -> PassCosts:
-    """Time target passes of several sizes, up to `most` tokens; returns the seconds by number of tokens.
+    """Measure the time of target passes of several sizes, up to `most` tokens. The result interpolates the seconds of
+    other sizes. All rows of the cache must be free.
 
-    Takes about 0.3 seconds, in addition to one untimed warm-up pass of each size. All rows of the cache must be free.
-    On CUDA the sizes are 1, 8, 16, 64, 128, ... and `most`, timed by CUDA events, with at most `width` tokens per row
-    (None: as many as a row holds). On other devices they are 1, 2, 4, ..., in as few rows as can hold them, timed by
-    the clock. The sizes are timed in several loops over all of them, and the fastest run of each counts, which reduces
-    noise from the machine. The returned costs extrapolate other sizes.
+    - On CUDA the sizes are 1, 8, 16, 64, 128, 256, ... and `most`, with at most `width` tokens per row (None: as many
+      as a row holds).
+    - On other devices the sizes are powers of two, in as few rows as can hold them.
 
-    Two sizes are timed even if that takes longer, because plans depend on their ratio: one token, and the largest size
-    up to `width`. If other programs disturb their times, they are measured again, for up to 3 seconds.
+    Each size runs up to 8 times, and its fastest run counts, which reduces noise from the machine. All runs together
+    take about 0.3 seconds, in addition to one untimed warm-up pass of each size. Sizes that would exceed this time are
+    left out.
+
+    Two sizes are always measured, because plans depend on the ratio of their times: one token, and the largest size up
+    to `width` (None: up to `most`). Each of the two runs until two of its runs differ by at most 20%, or until all runs
+    together have taken 3 seconds.
     """
     on_cuda = target.device.type == "cuda"
     sizes = _cuda_sizes(most) if on_cuda else [1 << power for power in range(max(most.bit_length(), 2))]

@@ -29,7 +29,8 @@ _COPY, _READ = "copy", "read"
 
 
 class Owner(Protocol):
-    """Protocol of a target: its shared matrices and cache tensors, and its KV cache."""
+    """Protocol of a target for `sharing`: its KV cache, and `shared`, the matrices and cache tensors that its drafters
+    share."""
 
     @property
     def shared(self) -> WeakValueDictionary[Hashable, Any]: ...
@@ -52,10 +53,13 @@ _present: ContextVar[_Sharing | None] = ContextVar("sharing", default=None)
 
 @contextlib.contextmanager
 def sharing(target: Owner, *, has_weights: bool = True) -> Iterator[Held]:
-    """Share weight matrices and cache tensors that this thread creates within the context: if another drafter of
-    `target` has an equal one, it is used instead. Yields the dict of the shared matrices in use (`Held`), which is
-    filled as they are created. Without `has_weights` only cache tensors are shared, as weights in training change in
-    place."""
+    """Context manager in which a new drafter of `target` shares memory with the target's earlier drafters. Inside it,
+    in this thread, the functions `matrix`, `copied`, `once` and `cache_tensor` of this module return an equal matrix or
+    tensor of an earlier drafter if there is one.
+
+    Yields a dict (`Held`) of the shared matrices that the new drafter uses; entries are added as the matrices are made.
+    If `has_weights` is False, only cache tensors are shared; this is for training, which changes weights in place.
+    """
     token = _present.set(now := _Sharing(target, has_weights=has_weights))
     try:
         yield now.held
@@ -64,9 +68,12 @@ def sharing(target: Owner, *, has_weights: bool = True) -> Iterator[Held]:
 
 
 def matrix(make: Callable[[], T], sources: list[Tensor], *form: Hashable, num_bytes: Callable[[T], int]) -> T:
-    """Return the shared matrix for these `sources`, or create it with `make` and share it. Two matrices are equal if
-    their `sources` and `form` are; `form`: everything else that the matrix depends on, such as its format. `num_bytes`
-    returns its size. Returns `make()` outside `sharing`, or if that shares no weights."""
+    """Return a matrix made from the tensors `sources`: within `sharing`, the shared matrix with equal `sources` and
+    `form`, if there is one; otherwise the result of `make()`, which is shared from then on.
+
+    `form`: everything else that the matrix depends on, such as its format. `num_bytes`: function that returns a
+    matrix's size. Outside `sharing`, or if `sharing` has `has_weights` False, the matrix is always new and not shared.
+    """
     now = _present.get()
     if now is None or not now.has_weights:
         return make()
@@ -79,24 +86,27 @@ def matrix(make: Callable[[], T], sources: list[Tensor], *form: Hashable, num_by
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor; within `sharing`, an equal copy that another drafter holds, if there is one."""
+    """Return a copy of a tensor. Within `sharing`, if another drafter has an equal copy, that one is returned."""
     return matrix(tensor.clone, [tensor], _COPY, num_bytes=lambda copy: copy.nbytes)
 
 
 def once(tensor: Tensor) -> Tensor:
-    """Return the tensor itself; within `sharing`, an equal one that another drafter holds, if there is one."""
+    """Return the tensor itself, without a copy. Within `sharing`, if another drafter has an equal tensor, that one is
+    returned."""
     return matrix(lambda: tensor, [tensor], _READ, num_bytes=lambda same: same.nbytes)
 
 
 def is_as_read(key: Hashable) -> bool:
-    """Return True if a key of `Held` belongs to a tensor from `copied` or `once`: weights as they were read, which a
-    drafter keeps when it is bound again."""
+    """Return True if `key`, a key of `Held`, belongs to a tensor from `copied` or `once`. Such a tensor is a weight as
+    it was read from a file. It was not packed for a target, so it is still valid when its drafter is bound to a target
+    again."""
     return isinstance(key, tuple) and key[0] in (_COPY, _READ)
 
 
 def cache_tensor(make: Callable[[], Tensor], shape: tuple[int, ...], *form: Hashable) -> Tensor:
-    """Return a tensor for a KV cache; within `sharing`, the tensor of another drafter's cache with the same `shape` and
-    `form` (such as the dtype), if there is one, else a new one from `make`."""
+    """Return a tensor for a KV cache, made by `make`. Within `sharing`, if the cache of another drafter has a tensor
+    with equal `shape` and `form`, that one is returned. `form`: everything else that must be equal, such as the dtype
+    and whether the tensor holds keys or values."""
     now = _present.get()
     if now is None:
         return make()

@@ -25,7 +25,8 @@ DEFAULT_MAX_LEN = 2048
 
 
 class Sizes(Protocol):
-    """Protocol of objects with a model's sizes, which a drafter must match: a loaded target or a config."""
+    """Protocol of objects that state a model's sizes: a loaded target or a config. A drafter is checked against these
+    sizes."""
 
     @property
     def num_layers(self) -> int: ...
@@ -62,8 +63,11 @@ class ForwardBatch:
 
     @property
     def positions(self) -> list[int]:
-        """Position of each token in its text, for RoPE: one after its parent's. In a tree it can differ from its cache
-        index, which is the row's start plus the token's index in its row."""
+        """Position of each token in its text, for RoPE: one after its parent's position. A token without a parent in
+        this pass has its row's start as position.
+
+        In a tree, tokens of equal depth have equal positions, although they have different indices in the cache.
+        """
         positions: list[int] = []
         for start, count in zip(self.starts, self.counts, strict=True):
             first = len(positions)
@@ -98,8 +102,8 @@ class ForwardOutput:
     """Result of `best_T`, if the pass already computed it."""
 
     def best_T(self) -> list[int]:
-        """Return the argmax of each row of logits: the lowest token with the largest logit; -1 if that logit is not
-        finite or any logit is NaN."""
+        """Return the argmax of each row of logits: the id of the token with the largest logit, the lowest id if several
+        are equal. It is -1 if the largest logit is not finite or any logit is NaN."""
         if self.argmax_T is not None:
             return self.argmax_T
         assert self.logits_TV is not None
@@ -111,7 +115,7 @@ class ForwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class EndScales:
-    """A model's scale factors for embedding and LM head, which their matrices do not contain."""
+    """A model's scale factors for embedding and LM head. The embedding and head matrices do not contain them."""
 
     embedding: float = 1.0
     """Factor on rows of the embedding."""
@@ -162,7 +166,8 @@ class Target(ABC):
 
     @property
     def shared(self) -> WeakValueDictionary[Hashable, Any]:
-        """Matrices and cache tensors that drafters of this target share, by key (`model/sharing.py`)."""
+        """Matrices and cache tensors that drafters of this target share (`model/sharing.py`); an entry is dropped when
+        no drafter uses it any more."""
         if self._shared is None:
             self._shared = WeakValueDictionary()
         return self._shared
@@ -177,16 +182,16 @@ class Target(ABC):
 
     @property
     def experts_read(self) -> float | None:
-        """Mean number of distinct experts that the last pass read, over the layers with experts; None for a model
-        without experts."""
+        """Mean number of distinct experts per layer that the last pass read; layers without experts are not counted.
+        None for a model without experts."""
         if isinstance(self._experts_read, Tensor):
             self._experts_read = _num_read(self._experts_read)
         return self._experts_read
 
     @experts_read.setter
     def experts_read(self, read: float | Tensor | None) -> None:
-        """Set this mean, or the indices [layers, tokens, K] of each token's K experts; the getter then computes the
-        mean from them."""
+        """Set the mean number of distinct experts that the last pass read. `read`: this mean, or the indices [layers,
+        tokens, K] of the K experts of each token, from which the getter computes it."""
         self._experts_read = read
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
@@ -198,19 +203,20 @@ class Target(ABC):
 
     @property
     def recording_s(self) -> float:
-        """Seconds spent so far on capturing passes as CUDA graphs; not part of any decoding round's measured time."""
+        """Seconds spent so far on capturing passes as CUDA graphs. The measured time of decoding rounds does not
+        include them."""
         return 0.0 if self.recorder is None else self.recorder.seconds
 
     def record(self, most_count: int) -> None:
-        """Capture decode passes as CUDA graphs for later replay, with the layers now tapped: shapes that cover any
-        number of rows and up to `most_count` tokens per row.
+        """Capture decode passes as CUDA graphs, which later passes replay: for any number of rows, with up to
+        `most_count` tokens per row. The graphs return the outputs of the layers that are tapped when this is called.
 
-        No-op without a `recorder`. Takes seconds on CUDA; `allocate_cache` discards the graphs.
+        Takes seconds on CUDA. Does nothing if `recorder` is None. `allocate_cache` discards the graphs.
         """
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights by `tensors`, (Hugging Face name, tensor of unchanged shape). `cache` is replaced by an
-        empty one.
+        """Replace the weights by `tensors`: (Hugging Face name, tensor), with the shapes of the old ones. `cache` is
+        replaced by an empty one.
 
         Tensors are copied; memory must suffice for both sets of weights meanwhile. Raises ModelFileError, which names a
         tensor that is unknown, missing, not finite or wrongly shaped; the target then stays unchanged. Raises
@@ -236,16 +242,16 @@ class Target(ABC):
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Run the batch's tokens, append their keys and values to the cache, and return logits and outputs of the
-        tapped layers. Raises UnsupportedModelError for trees, unless `takes_trees`."""
+        tapped layers. Raises UnsupportedModelError for trees, unless `takes_trees` is True."""
 
     @abstractmethod
     def matrix_embed(self, tokens_T: Tensor) -> Tensor:
-        """Return the tokens' rows of the embedding matrix [T, D], without the scale factors of `ends`."""
+        """Return the embedding matrix's rows [T, D] of token ids [T], without the scale factor that `embed` applies."""
 
     @abstractmethod
     def matrix_head(self, hidden_TD: Tensor) -> Tensor:
-        """Multiply normed final hidden states [T, D] by the head matrix: [T, V], without the scale factors of
-        `ends`."""
+        """Multiply normed final hidden states [T, D] by the head matrix; returns [T, V], without the scale factor and
+        soft cap that `head` applies."""
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """Return the input embeddings [T, D] of token ids [T], scaled as the first layer receives them."""
@@ -258,7 +264,7 @@ class Target(ABC):
 
 
 def head_weight(target: Target) -> Tensor:
-    """Return the matrix of the target's LM head [V, D], without the scale factors of `Target.ends`.
+    """Return the matrix of the target's LM head [V, D], without the model's scale factors (`Target.ends`).
 
     Computed by applying the head to unit vectors. Raises UnsupportedModelError if the head has a bias.
     """

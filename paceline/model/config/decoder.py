@@ -19,7 +19,8 @@ RopeKind = Literal["main", "local", "none"]
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Sizes of the gated delta net layers (arXiv 2412.06464), a kind of linear attention; identical in all of them."""
+    """Sizes of a model's gated delta net layers (arXiv 2412.06464), a kind of linear attention. All such layers of a
+    model have the same sizes."""
 
     num_key_heads: int
     num_value_heads: int
@@ -46,7 +47,7 @@ class DeltaShape:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Sizes of a decoder model and options of its layers; default values are Llama's."""
+    """Sizes of a decoder model and options of its layers. The fields' defaults describe Llama's layers."""
 
     family: str
     """Name in families.json, such as "llama"; only for messages, as the fields below describe all differences."""
@@ -152,7 +153,8 @@ class DecoderConfig:
         return self.head_dim if self.layer_sizes is None or kind == "local" else self.layer_sizes.full_head_dim
 
     def source(self, layer: int) -> int:
-        """Return the index of the layer whose cached keys and values this layer attends to, usually its own."""
+        """Return the index of the layer whose cached keys and values layer `layer` reads: itself, or an earlier layer
+        in models whose last layers have no keys and values of their own (Gemma 4)."""
         return layer if self.layer_sizes is None else self.layer_sizes.sources[layer]
 
     def has_experts(self, layer: int) -> bool:
@@ -163,8 +165,8 @@ class DecoderConfig:
 
 
 def has_llama_layers(family: str) -> bool:
-    """Return True if this family's layers can initialise a draft layer: they equal Llama's, except that they may have
-    QKV biases, and norms of queries and keys."""
+    """Return True if this model family's layers are like Llama's, so that a draft layer can be initialised from one of
+    them. They may differ from Llama's in two options: biases of the QKV projection, and norms of queries and keys."""
     traits = next(keys["traits"] for keys in FAMILIES.values() if keys["family"] == family)
     return "numbers" not in traits and traits.get("fields", {}).keys() <= {"qkv_bias", "qk_norm"}
 

@@ -18,7 +18,7 @@ class LayerSizes:
     """Options of a model whose layers differ in their sizes (Gemma 4).
 
     Every layer of such a model also applies an RMSNorm without weights to its values, and multiplies its output by a
-    learned number.
+    learned scalar of its own.
     """
 
     full_head_dim: int
@@ -38,9 +38,9 @@ class LayerSizes:
 
 
 def layer_sizes_of(values: dict[str, Any], windows: tuple[int | None, ...], path: Path) -> LayerSizes:
-    """Read the options of a model whose layers differ in their sizes. `values`: config.json, completed by the family's
-    defaults; `windows`: sliding window of each layer, None for full attention. Raises ModelFileError or
-    UnsupportedModelError, naming `path`."""
+    """Read the options of a model whose layers differ in their sizes. `values`: content of config.json, with the model
+    family's defaults for missing keys; `windows`: sliding window of each layer, None for full attention. Raises
+    ModelFileError or UnsupportedModelError, naming `path`."""
     num_layers = values["num_hidden_layers"]
     whole(values, "sliding_window", path)
     is_full = [window is None for window in windows] or [True] * num_layers

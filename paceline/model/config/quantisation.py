@@ -13,9 +13,12 @@ FP8_BLOCK = 128
 
 
 def refuse_quantised(config: Any, known: str | None, path: Path) -> None:
-    """Raise UnsupportedModelError if a checkpoint's weights are quantised in a format that cannot be read. `config`:
-    the quantization_config of its config.json, or None. FP8 in blocks of 128 x 128 can always be read; `known` is
-    another quant_method that can be read for this model family, or None."""
+    """Raise UnsupportedModelError if a checkpoint's weights are quantised in a format that cannot be read.
+
+    `config`: the quantization_config of config.json; None if the weights are not quantised. Two formats can be read:
+    FP8 in blocks of 128 x 128, and `known`, a quant_method that only this model family supports (None: there is no such
+    method).
+    """
     if config is None:
         return
     method = config.get("quant_method") if isinstance(config, dict) else config

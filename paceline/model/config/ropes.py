@@ -17,10 +17,15 @@ ROPE_LISTS = ("factors", "short_factor", "long_factor")
 def rope_fields(
     values: dict[str, Any], traits: dict[str, Any], max_position: int, head_dim: int, path: Path
 ) -> dict[str, Any]:
-    """Return the fields of DecoderConfig for RoPE, by name. They are read from `rope_parameters` (Transformers 5; per
-    layer type where they differ), or from `rope_theta` and `rope_scaling` (earlier versions). `traits`: the family's
-    properties in families.json. Raises ModelFileError (invalid value) or UnsupportedModelError (not
-    implemented, or both are given and differ)."""
+    """Read the RoPE options in `values`, the content of config.json; returns fields of DecoderConfig, by name.
+
+    Transformers 5 writes the options to `rope_parameters`, with one object per layer type if these differ; earlier
+    versions write them to `rope_theta` and `rope_scaling`. `traits`: the family's properties in families.json;
+    `max_position`: the model's context in tokens; `head_dim`: size of a head; `path`: for error messages.
+
+    Raises ModelFileError for an invalid value. Raises UnsupportedModelError for an option that is not implemented, and
+    if `rope_parameters` and `rope_scaling` contradict each other.
+    """
     if values.get("rope_parameters") and values.get("rope_scaling"):
         new, old = (
             rope_fields({**values, key: None}, traits, max_position, head_dim, path)

@@ -40,8 +40,8 @@ class Blocks:
     kind: BlockKind
 
     def scales(self) -> Tensor:
-        """The blocks' scales as float16 [blocks, 1], or scales and minima [blocks, 2] for types with both; blocks in
-        row order."""
+        """Return the scales of all blocks, row after row, as float16 [blocks, 1]. For types whose blocks also have a
+        minimum: scales and minima [blocks, 2]."""
         num_bytes = BLOCK_SIZES[self.kind][1]
         first = num_bytes - 2 if self.kind == "Q6_K" else 0
         count = 2 if self.kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
@@ -63,7 +63,8 @@ AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
 
 
 def split_rows(weight: AnyWeight, sizes: list[int]) -> list[AnyWeight]:
-    """Split a matrix by rows, in order, into parts of sizes[i] rows each; the parts keep its format."""
+    """Split a matrix into consecutive groups of rows, the i-th with sizes[i] rows. The parts have the matrix's
+    format."""
     ends = list(itertools.accumulate(sizes, initial=0))
     return [select_rows(weight, slice(*pair)) for pair in itertools.pairwise(ends)]
 
@@ -78,9 +79,9 @@ def select_rows(weight: AnyWeight, rows: Tensor | slice) -> AnyWeight:
 
 
 def quantise(weight: Weight, kind: BlockKind) -> Weight:
-    """Quantise a dense matrix to blocks of type `kind`, of 32 numbers each, or 256 for K-quants.
+    """Quantise a dense matrix to blocks of type `kind`. A block has 32 numbers, or 256 for K-quants.
 
-    Returned unchanged: weights that are already quantised or not a matrix, and matrices whose rows do not divide into
+    A weight is returned unchanged if it is already quantised, is not a matrix, or has rows that do not divide into
     blocks.
     """
     size = BLOCK_SIZES[kind][0]

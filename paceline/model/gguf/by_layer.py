@@ -20,9 +20,12 @@ PATTERN, LISTED = "attention.sliding_window_pattern", ("attention.head_count_kv"
 
 
 def first_of_lists(file: GGUFFile, arch: str, *, may_differ: bool) -> GGUFFile:
-    """Return a copy of `file` in whose metadata each list with one number per layer (keys LISTED of family `arch`) is
-    replaced by its first number; it can then be read as a model with equal layers. Without `may_differ`, raises
-    UnsupportedModelError for a list of different numbers."""
+    """Return a copy of `file` for code that expects the same sizes in all layers. Two metadata keys, the number of key
+    heads and the MLP width, may hold a list with one number per layer; in the copy they hold the list's first number.
+
+    `arch`: llama.cpp's name of the model family. Unless `may_differ` is True, raises UnsupportedModelError if the
+    numbers of a list differ.
+    """
     firsts = dict[str, int]()
     for key in (f"{arch}.{key}" for key in LISTED):
         if numbers := _numbers(file, key):
@@ -41,8 +44,12 @@ def _numbers(file: GGUFFile, key: str) -> list[int]:
 
 
 def window_keys(file: GGUFFile, arch: str, rule: str | int | None) -> dict[str, Any]:
-    """Build the keys of config.json that say which layers have a sliding window. `rule`: `windows` of the family's
-    traits. Raises UnsupportedModelError if the family's layers cannot be as the file says."""
+    """Build the keys of config.json that state which layers have a sliding window, from the metadata of the GGUF file.
+
+    `arch`: llama.cpp's name of the model family. `rule`: which layers of this family have a window (its entry `windows`
+    in families.json, such as "all"); None: windows are not implemented for it. Raises UnsupportedModelError if the
+    file's windows contradict the rule.
+    """
     window, key = file.get(f"{arch}.attention.sliding_window", int) or None, f"{arch}.{PATTERN}"
     slides = file.array(key, bool) if window and file.length(key) else []
     every = file.get(key, int) if window and not slides else None
@@ -62,9 +69,9 @@ def window_keys(file: GGUFFile, arch: str, rule: str | int | None) -> dict[str, 
 
 
 def keys_by_layer(file: GGUFFile, arch: str, divisors: str) -> dict[str, Any]:
-    """Build the keys of config.json that describe layers of different sizes. `arch`: llama.cpp's name of the family;
-    `divisors`: name of the tensor with divisors of the RoPE frequencies in layers with full attention. Raises
-    ModelFileError or UnsupportedModelError, naming key or tensor."""
+    """Build the keys of config.json that describe layers of different sizes (Gemma 4). `arch`: llama.cpp's name of the
+    model family. `divisors`: name of the tensor whose numbers divide the RoPE frequencies of layers with full
+    attention. Raises ModelFileError or UnsupportedModelError, naming the metadata key or the tensor."""
     num_layers, slides = file.get(f"{arch}.block_count", int) or 0, file.array(f"{arch}.{PATTERN}", bool)
     kv_heads, inner = (_numbers(file, f"{arch}.{key}") for key in LISTED)
     kv_heads, inner = (each * num_layers if len(each) == 1 else each for each in (kv_heads, inner))

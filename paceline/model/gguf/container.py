@@ -86,8 +86,8 @@ class GGUFFile:
         )
 
     def array(self, key: str, kind: type[Kind]) -> list[Kind]:
-        """Read the array under a metadata key; [] if it is missing. Raises ModelFileError if its values are not of type
-        `kind`, or are damaged."""
+        """Read the array under a metadata key; [] if the key is missing. Raises ModelFileError if the array's values
+        are not of type `kind`, or if the array is damaged."""
         value = self.metadata.get(key)
         if value is None:
             return []

@@ -116,16 +116,15 @@ def _count(file: GGUFFile, *keys: str) -> int:
 
 
 def decimal(value: float | None) -> float | None:
-    """Return the shortest decimal number that rounds to the same float32: 1e-05, not 9.999999747378752e-06."""
+    """Return the shortest decimal that rounds to the same float32 as `value`: 1e-05, not 9.999999747378752e-06."""
     return None if value is None else float(np.format_float_scientific(np.float32(value)))
 
 
 def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
-    """Yield (Hugging Face name, float32 tensor) for each tensor, in the file's order; quantised ones are dequantised.
+    """Yield (Hugging Face name, tensor) for each tensor, in the file's order, converted or dequantised to float32.
 
-    With `keep_blocks`, float16 and bfloat16 matrices keep their dtype, and those in block types that the native library
-    multiplies are yielded as Blocks; other formats are still dequantised, with a warning.
-    """
+    With `keep_blocks`, matrices stay as they are stored: float16 and bfloat16 ones keep their dtype, quantised ones are
+    yielded as Blocks. Block types that the native library cannot multiply are still dequantised, with a warning."""
     file = open_gguf(path)
     arch = _architecture(file)[0]
     heads_key, known, permuted = f"{arch}.attention.head_count", ARCHITECTURES[arch], dict[str, int]()
@@ -292,8 +291,8 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
 
 
 def special_token(file: GGUFFile, kind: str) -> int | None:
-    """Return the id of a special token, or None if the file does not name one. `kind` is the token's name: bos, eos,
-    unknown, .... Raises ModelFileError if the id is out of range."""
+    """Return the id of a special token, or None if the file does not name one. `kind`: type of the token in the
+    metadata key: bos, eos, unknown, .... Raises ModelFileError if the id is out of range."""
     key = f"tokenizer.ggml.{kind}_token_id"
     token, num_tokens = file.get(key, int), file.length("tokenizer.ggml.tokens")
     if token is not None and not 0 <= token < num_tokens:

@@ -26,7 +26,8 @@ def gguf_package() -> ModuleType:
 def copy_keys(
     reader: gguf.GGUFReader, writer: gguf.GGUFWriter, keys: Iterable[str], changed: Mapping[str, int] | None = None
 ) -> None:
-    """Copy the metadata keys `keys` from one GGUF file to another; a key in `changed` gets the value given there."""
+    """Copy the values of the metadata keys `keys` from one GGUF file to another. `changed`: key -> value to write
+    instead."""
     for key in keys:
         entry = reader.fields[key]
         kind, *inner = entry.types

@@ -60,8 +60,9 @@ def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
 
 
 def config_json_of(source: Path) -> dict[str, Any]:
-    """Return config.json of a model in a GGUF file or folder, as a dict. For a GGUF file it is built from the metadata,
-    with the token ids of bos, eos and pad. Raises UnsupportedModelError for a file whose RoPE Transformers lacks."""
+    """Return config.json of the model in `source`, a GGUF file or a folder, as a dict. For a GGUF file the dict is
+    built from the metadata, and includes the token ids of bos, eos and pad. Raises UnsupportedModelError if
+    Transformers has no equivalent of the GGUF file's RoPE scaling."""
     shape = checkpoint.config_json(source)
     if base_of(source).is_dir():
         return shape
@@ -90,10 +91,10 @@ def _llama3_scaling(source: Path, factor: float) -> dict[str, Any]:
 def write_model(
     folder: Path, shape: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], words: Path, dtype: str = "float32"
 ) -> Path:
-    """Write a new Transformers folder; returns the folder.
+    """Write a model as a new folder in Transformers' format; returns the folder.
 
-    shape: content of config.json; tensors: (Hugging Face name, weight), converted to `dtype`; words: a GGUF file or
-    folder from which the tokenizer is copied. Raises CacheError if `folder` exists or cannot be written.
+    `shape`: content of config.json; `tensors`: (Hugging Face name, weight), converted to `dtype`; `words`: a GGUF file
+    or folder from which the tokenizer is copied. Raises CacheError if `folder` exists or cannot be written.
     """
     weights = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors}
     special = {name: shape[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in shape}
@@ -109,7 +110,7 @@ def write_model(
 
 
 def write_tokenizer(words: Path, folder: Path) -> None:
-    """Write the tokenizer of the model `words`, a GGUF file or folder, to `folder` as Hugging Face files."""
+    """Write the tokenizer of the model `words` to `folder` as Hugging Face files. `words`: a GGUF file or a folder."""
     if is_adapter(words):
         write_tokenizer(base_of(words), folder)  # its own files, if there are any, replace them
     if words.is_dir():

@@ -40,14 +40,18 @@ _LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
 
 def write_gguf(folder: Path, like: Path, target: Path, form: str = "q8_0", embedding: str | None = None) -> Path:
-    """Convert the model in `folder` to a GGUF file `target` with matrices in format `form`; returns `target`.
-    Everything except weights is copied from `like`, a GGUF file of the same model family.
+    """Convert the model in `folder` to a GGUF file `target`; returns `target`. `like`: a GGUF file of the same model
+    family, from which everything except weights is copied.
 
-    `embedding`: format of embedding and head [default: their format in `like` if their values are unchanged, else
-    `form`].
+    Formats are q8_0, q4_1, bf16 and f32. Embedding and head are written in format `embedding` if it is given, all other
+    matrices in format `form`, vectors in f32.
 
-    Raises UnsupportedModelError if `like` is not a GGUF file or has another architecture or other sizes, or if a
-    matrix's rows do not divide into blocks; CacheError if writing fails.
+    A tensor whose values equal those in `like`, up to rounding to bfloat16, keeps the format that it has in `like`.
+    This does not apply to query and key projections of Llama models, nor to embedding and head if `embedding` is
+    another format.
+
+    Raises UnsupportedModelError if `like` is not a GGUF file or has another architecture or other sizes, if a format or
+    the architecture cannot be written, or if a matrix's rows do not divide into blocks; CacheError if writing fails.
     """
     for each in (form, embedding or form):
         if each not in FORMATS:
@@ -138,7 +142,8 @@ def _is_same(stored: Any, values: np.ndarray[Any, Any]) -> bool:
 
 
 def gguf_name(name: str) -> str:
-    """Convert a Hugging Face tensor name to llama.cpp's. Raises UnsupportedModelError for a tensor without one."""
+    """Convert a Hugging Face tensor name to llama.cpp's. Raises UnsupportedModelError if llama.cpp has no name for the
+    tensor."""
     base, _, kind = name.rpartition(".")
     if base in _TOP:
         return f"{_TOP[base]}.{kind}"
@@ -150,8 +155,11 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved_rows(tensor: Tensor, num_heads: int) -> Tensor:
-    """Reorder the rows of a query or key projection from Hugging Face's order to llama.cpp's; the inverse of
-    `metadata.half_split_rows`."""
+    """Reorder the rows of a query or key projection from Hugging Face's order to llama.cpp's.
+
+    RoPE rotates pairs of rows within a head. In Hugging Face's order the first half of the head pairs with the second
+    half; in llama.cpp's a pair is two adjacent rows. `metadata.half_split_rows` is the inverse.
+    """
     if tensor.shape[0] % (2 * num_heads):
         raise ModelFileError(f"{tensor.shape[0]} rows are no {num_heads} heads: is config.json the right one?")
     halves = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])

@@ -45,7 +45,8 @@ def _copy_state(layer: Any) -> Any:
 
 
 class Row:
-    """Transformers cache and tokens of one sequence. tokens[num_computed:] are pending: not yet in the cache."""
+    """Transformers cache and tokens of one sequence. Pending tokens, tokens[num_computed:], are not yet in the
+    cache."""
 
     def __init__(self, make_cache: Callable[[], Any]) -> None:
         self._make_cache = make_cache
@@ -64,16 +65,17 @@ class Row:
         return self.tokens[self.num_computed :]
 
     def save(self) -> None:
-        """Save a copy of the recurrent state, which `truncate` may restore; called before a pass that may be rolled
-        back. Keys and values are not copied."""
+        """Save a copy of the recurrent state, so that `truncate` can restore it. Call this before a pass that may be
+        rolled back. Keys and values are not copied."""
         self._saved = {index: _copy_state(self.cache.layers[index]) for index in self.stateful}
         self._saved_len = self.num_computed
 
     def truncate(self, length: int) -> None:
         """Roll the row back to its first `length` tokens.
 
-        A recurrent state cannot be shortened: the copy made by `save` is restored or, if that covers more than `length`
-        tokens, the empty state. The tokens that the restored state does not cover become pending.
+        A recurrent state cannot be shortened, so it is replaced. If the copy that `save` made contains at most `length`
+        tokens, it becomes the state; otherwise the empty state does. Tokens that the new state does not contain become
+        pending: the next pass recomputes them.
         """
         del self.tokens[length:]
         if length >= self.num_computed:
@@ -110,8 +112,8 @@ class HFCache(KVCache):
 
     @property
     def num_bytes(self) -> int:
-        """Maximum bytes of all rows; a recurrent state counts twice (current and saved copy). Memory is allocated as
-        rows grow."""
+        """Bytes of the whole cache when all rows are full; recurrent states count twice (current and saved copy).
+        Memory is only allocated as rows grow."""
         return self.num_rows * (self.max_len * self._token_bytes + 2 * self._state_bytes)
 
     def allocate(self, wanted: int | None = None) -> int | None:
@@ -162,8 +164,8 @@ def cache_bytes(cache: Any, num_tokens: int) -> tuple[int, int]:
 
 
 def is_unused(layer: Any) -> bool:
-    """Return True if a layer for recurrent state is still empty after a pass. The model then stores its state outside
-    the cache, as RecurrentGemma does."""
+    """Return True if a cache layer for recurrent state is still empty after a pass. The model then keeps its recurrent
+    state outside the cache, as RecurrentGemma does."""
     conv, recurrent = (getattr(layer, name, None) for name in ("conv_states", "recurrent_states"))
     return conv is not None and recurrent is not None and tensor_bytes([*conv.values(), *recurrent.values()]) == 0
 

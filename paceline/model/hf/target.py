@@ -41,7 +41,7 @@ class HFTarget(Target):
     """A target that runs a Transformers causal language model. `model` must already be on its device; it is put into
     eval mode.
 
-    Raises UnsupportedModelError if the model has no LM head, or does not run with Transformers' DynamicCache.
+    Raises UnsupportedModelError if the model has no LM head, or cannot use Transformers' DynamicCache.
     """
 
     def __init__(self, model: nn.Module, num_rows: int, max_len: int | None = None) -> None:
@@ -85,7 +85,7 @@ class HFTarget(Target):
     ) -> HFTarget:
         """Load a model from a local folder with config.json and safetensors. `weights`: "random" reads only config.json
         and initialises the weights randomly. `num_rows`, `max_len`: size of the cache in rows (sequences), and in
-        tokens per row; None: the model's maximum, limited to DEFAULT_MAX_LEN.
+        tokens per row. Without `max_len`, rows hold the model's maximum context, but at most DEFAULT_MAX_LEN tokens.
 
         Raises ModelNotFoundError, ModelFileError (missing or damaged weights), UnsupportedModelError (unknown
         architecture, remote code, Transformers not installed).
@@ -120,11 +120,12 @@ class HFTarget(Target):
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
         """Replace `cache` by an empty one; its memory is allocated as rows grow. Raises ContextLengthError if `max_len`
-        is beyond the model's context, or beyond the training length of a LongRoPE model that scales longer texts
-        differently.
+        is beyond the model's context.
 
-        LongRoPE models (Phi-3, Phi-4 128k) use their short factors at every position if `max_len` is at most the
-        original training length, else their long factors.
+        LongRoPE models (Phi-3, Phi-4 128k) have two sets of RoPE factors. The short ones are used at every position if
+        `max_len` is at most the original training length, otherwise the long ones. For models
+        that also scale attention by text length (`short_mscale`, `long_mscale`), a `max_len` beyond the original
+        training length raises ContextLengthError.
         """
         self.check_len(max_len)
         for module in self.model.modules():
@@ -139,12 +140,11 @@ class HFTarget(Target):
         self.cache = self._cache
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
-        """Choose the tapped layers: those whose outputs `forward` also returns. Raises UnsupportedModelError if they
-        cannot be read.
+        """Choose the tapped layers: those whose outputs `forward` also returns. Raises UnsupportedModelError if a layer
+        does not exist, or if the model's decoder layers are not a plain list.
 
-        The last layer's output is taken after the final norm, as in Transformers' hidden_states[num_layers], which
-        DFlash's reference code reads. (In pure Mamba models layer l is hidden_states[l], as their list does not contain
-        the embedding.)
+        The output of layer l is the one that Transformers returns as hidden_states[l + 1]; in pure Mamba models it is
+        hidden_states[l]. The last layer's output is taken after the final norm, as DFlash's reference code does.
         """
         wrong = [layer for layer in tap_layers if not 0 <= layer < self.num_layers]
         if wrong:

@@ -129,11 +129,12 @@ def _first_errors(output: str) -> str:
 def compile_library(
     source_folder: Path, out_path: Path, *, sanitize: bool = False, emulated: bool = False
 ) -> list[str]:
-    """Compile the .cpp files of `source_folder` into the library `out_path`, replacing it atomically.
+    """Compile the .cpp files of `source_folder` into the library `out_path`. An existing library is replaced
+    atomically.
 
-    sanitize: with address and undefined-behaviour checks. emulated: with some instruction sets emulated by others, for
-    tests on processors that lack them. Returns the names of the instruction sets that were compiled in. Raises
-    NativeBuildError if there are no sources or no compiler, or if compiling fails.
+    `sanitize`: add checks for address errors and undefined behaviour. `emulated`: replace some instruction sets by
+    emulations, so that tests also run on processors that lack them. Returns the names of the instruction sets that were
+    compiled in. Raises NativeBuildError if there are no sources or no compiler, or if compiling fails.
     """
     sources = sorted(source_folder.glob("*.cpp"))
     if not sources:
@@ -187,9 +188,10 @@ def _compile_all(
 
 def build_for_install(source_folder: Path, out_path: Path, *, emulated: bool = False) -> bool:
     """Build the library during an installation; returns True if it was built. If that fails, prints one warning and
-    returns False. `emulated`: for tests, with some instruction sets emulated by others.
+    returns False. `emulated`: for tests, replace some instruction sets by emulations.
 
-    PACELINE_NATIVE_BUILD=0 skips compiling; PACELINE_NATIVE_BUILD=require raises NativeBuildError on failure.
+    PACELINE_NATIVE_BUILD=0 skips compiling and returns False; PACELINE_NATIVE_BUILD=require raises NativeBuildError if
+    compiling fails.
     """
     wish = os.environ.get("PACELINE_NATIVE_BUILD") or "1"
     if wish not in ("0", "1", "require"):

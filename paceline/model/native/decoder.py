@@ -40,8 +40,8 @@ from paceline.model.torch.delta_cache import DeltaCache
 
 
 class NativeDecoder(Target):
-    """A target for CPUs whose passes run in the native library; supports the families of families.json, except those
-    with layers of different sizes (Gemma 4)."""
+    """A target on the CPU whose passes run in the native library. Supports the model families in families.json, except
+    those whose layers differ in size (Gemma 4)."""
 
     kv: StaticKVCache
     """The same object as `cache`, with its concrete type. Heads are padded to the library's head size."""
@@ -100,8 +100,8 @@ class NativeDecoder(Target):
         """True if some weights stay quantised, in blocks."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, also quantised ones, by dense `tensors`: (Hugging Face name, tensor). Raises
-        ModelFileError for a wrong or missing tensor."""
+        """Replace all weights by dense `tensors`: (Hugging Face name, tensor). Quantised weights are replaced by dense
+        ones, too. Raises ModelFileError for a wrong or missing tensor."""
         self._take(check_tensors(self.config, tensors, "the new weights"))
         self.allocate_cache(self.cache.num_rows, self.cache.max_len)
 
@@ -117,8 +117,8 @@ class NativeDecoder(Target):
         cache.mover = partial(self._model.keep, self._native_cache)
 
     def as_weight(self, tensor: Tensor) -> Weight:
-        """Convert a drafter's tensor to this target's dtype; matrices become Q8_0 blocks if the target's weights are
-        quantised."""
+        """Convert a drafter's weight to the formats that this target uses: it is moved to the CPU and to the target's
+        dtype. If the target's weights are quantised, matrices become Q8_0 blocks."""
         rounded = tensor.detach().to("cpu", self.dtype)
         return quantise(rounded, "Q8_0") if self.has_blocks else rounded
 
@@ -168,14 +168,15 @@ class NativeDecoder(Target):
         self._buffers.fill(held=held, settle_rows=rows, settle_before=before, settle_counts=counts)
 
     def time_stages(self, seconds: Tensor) -> None:
-        """Time the stages of later passes: each pass adds the seconds that thread 0 spends in stage library.STAGES[i]
-        ("qkv", ...) to seconds[i], float32."""
+        """Time the stages of all later passes. Each pass adds the seconds that thread 0 spends in stage
+        library.STAGES[i], such as "qkv", to seconds[i]. `seconds`: float32, one number per stage."""
         self._stage_s = seconds
         self._buffers.work.stage_s = pointer(seconds)
 
 
 class NativeKVCache(StaticKVCache):
-    """A StaticKVCache in the native library's layout, in which 16 keys are interleaved (`native/kernels.h`)."""
+    """A StaticKVCache in the native library's layout: the keys of 16 adjacent positions are interleaved
+    (`native/kernels.h`)."""
 
     mover: Callable[[int, int, list[int]], None] | None = None
     """The model's function that moves kept positions: (row, start, slots); None for a drafter's cache."""
@@ -190,7 +191,7 @@ class NativeDeltaCache(DeltaCache, NativeKVCache):
 
     def show(self, view: CCache) -> None:
         """Write the addresses of recurrent states and pending windows (updates not yet in a state) into the C struct
-        `view`, which the cache must outlive. Call this again when the cache has enlarged its windows."""
+        `view`. The cache must outlive `view`. Call this again after the cache has enlarged its windows."""
         memories = [CMemory(*map(pointer, memory.tensors())) for memory in self.memories]
         view.memories, view.room = (CMemory * len(memories))(*memories), self.room
 
@@ -207,7 +208,8 @@ def native_cache(
 
 
 def padded(config: DecoderConfig, max_len: int, slack: int) -> tuple[int, int]:
-    """Return (head_dim, slack: scratch positions per row after `max_len`), both enlarged as the library requires."""
+    """Return (head_dim, slack) as the native library stores them. head_dim is padded; `slack`, the number of scratch
+    positions after `max_len`, is increased until each row has a multiple of 16 positions."""
     return native.require().pn_padded_head_dim(config.head_dim), slack + -(max_len + slack) % native.KEYS
 
 
@@ -228,10 +230,13 @@ def native_model(
     first_position: int = 0,
     **parts: Any,
 ) -> Model:
-    """Create a model of the native library. `layers`: for each layer, field name of the C struct CLayer -> matrix,
-    float32 vector or number; `parts`: the same for fields of CConfig, such as the LM head.
+    """Create a model of the native library.
 
-    first_position: RoPE position of the cache's first position; max_len: number of positions per row."""
+    `layers`: for each layer, the fields of the C struct CLayer: field name -> matrix, float32 vector or number.
+    `parts`: further fields of the C struct CConfig that do not follow from `config`, such as the LM head; values as in
+    `layers`. `max_len`: number of positions per row of the cache. `first_position`: RoPE position of a row's first
+    position.
+    """
     tables = {"": rope_tables(config, first_position + max_len)}
     if "local" in config.ropes:
         tables["local_"] = rope_tables(config, first_position + max_len, "local")
@@ -299,8 +304,9 @@ def _vector(vector: Weight, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
 
 
 def layer_parts(config: DecoderConfig, index: int, parts: dict[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
-    """Convert the weights of layer `index` to fields of the C struct CLayer (attention, norms, MLP), by field name.
-    Removes the weight matrices from `parts`, the layer's weights by name within the layer."""
+    """Convert the weights `parts` of layer `index`, by name within the layer, to fields of the C struct CLayer
+    (attention, norms, MLP). Returns field name -> matrix, float32 vector or number. The weight matrices are removed
+    from `parts`."""
     offset = config.norm_offset
     layer: dict[str, Any] = {
         field: _vector(parts[f"{name}.weight"], dtype, offset) for field, name in NORMS[config.norms].items()

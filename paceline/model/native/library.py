@@ -181,7 +181,7 @@ def library_path() -> Path:
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """Load the library; returns None if it is missing, disabled or, with a warning, unusable."""
+    """Load the library. Returns None if it is missing, PACELINE_NATIVE=0 or, with a warning, it cannot be used."""
     path = library_path()
     if os.environ.get("PACELINE_NATIVE") == "0" or not path.is_file():
         return None
@@ -200,7 +200,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def require() -> ctypes.CDLL:
-    """Return the loaded library. Raises NativeError if `load` returns None."""
+    """Return the loaded library. Raises NativeError if it cannot be loaded."""
     library = load()
     if library is None:
         raise NativeError(
@@ -210,7 +210,7 @@ def require() -> ctypes.CDLL:
 
 
 def multiplies_blocks(dtype: torch.dtype) -> bool:
-    """Return True if products in `dtype` are faster with a weight's quantised blocks than with a dense copy of it."""
+    """Return True if quantised blocks multiply faster than dense weights on this processor, in products in `dtype`."""
     return dtype == torch.bfloat16 and require().pn_in_use() != b"portable"
 
 
@@ -232,7 +232,7 @@ AnyStructure = TypeVar("AnyStructure", bound=Structure)
 
 
 def filled(struct: AnyStructure, parts: dict[str, Any]) -> AnyStructure:
-    """Set the fields of a C struct named in `parts`: numbers, or pointers to a Matrix or CPU tensor; returns it."""
+    """Set fields of a C struct; returns it. `parts`: field -> number, Matrix or CPU tensor (stored as pointers)."""
     for name, part in parts.items():
         setattr(
             struct,
@@ -252,7 +252,7 @@ def padded_rows(num_rows: int) -> int:
 
 
 class Matrix:
-    """A packed weight matrix [rows, cols] of parts one below the other, each in a format of its own, such as "Q4_K"."""
+    """A packed weight matrix [rows, cols] of one or more parts: groups of rows, each in one format, such as "Q4_K"."""
 
     def __init__(self, parts: list[tuple[int, str]], cols: int) -> None:
         """`parts`: (rows, format) of each; all but the last have a multiple of 16 rows."""
@@ -269,20 +269,21 @@ class Matrix:
         weakref.finalize(self, library.pn_matrix_free, handle)
 
     def fill(self, first_row: int, source: Tensor, format: str | None = None) -> None:
-        """Set n rows from `first_row` on, all in one part. `source`: for a dense part [n, cols], in its dtype (float32
-        parts: any, bfloat16: also float32); for a quantised part GGUF blocks, uint8 [n, bytes], of its `format`."""
+        """Set n rows from `first_row` on, all in one part (rows of one format). A dense part takes `source` [n, cols]
+        in its dtype; a bfloat16 part also takes float32, a float32 part also bfloat16 and float16. A quantised part
+        takes GGUF blocks of type `format`, uint8 [n, bytes]."""
         source = source.contiguous()
         given = FORMAT_NAMES.index(format or str(source.dtype).removeprefix("torch."))
         check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))
 
     def rows_of(self, ids: list[int], dtype: torch.dtype) -> Tensor:
-        """Return these rows as a dense tensor [len(ids), cols] in `dtype`, such as the embeddings of tokens."""
+        """Return the rows `ids` as a dense tensor [len(ids), cols] in `dtype`, such as the embeddings of tokens."""
         out = torch.empty(len(ids), self.cols)
         check(require().pn_matrix_rows(self.handle, int32s(ids), len(ids), FORMATS[dtype], out.data_ptr()))
         return out.to(dtype)
 
     def select(self, ids: list[int]) -> Matrix:
-        """Return a new matrix of these rows, in the same format. Raises NativeError if the matrix has several parts."""
+        """Return a matrix of the rows `ids`, in the same format. Raises NativeError if this one has several parts."""
         part = Matrix.__new__(Matrix)
         part.formats = self.formats
         part._adopt(require().pn_matrix_select(self.handle, int32s(ids), len(ids)), len(ids), self.cols)
@@ -298,7 +299,7 @@ class Matrix:
 
 
 class Model:
-    """A decoder model of the native library, built from its C config struct. `keep`: owners of the struct's memory."""
+    """A decoder model of the native library, built from its C struct. `keep`: objects that own the struct's memory."""
 
     def __init__(self, config: CConfig, keep: list[object]) -> None:
         library = require()
@@ -313,7 +314,7 @@ class Model:
         check(self._forward(self.handle, byref(cache), byref(work)))
 
     def keep(self, cache: CCache, row: int, start: int, slots: list[int]) -> None:
-        """Move keys and values of a row from positions start + slots[i] to start + i in all layers; `slots` ascends."""
+        """Move a row's keys and values from start + slots[i] (`slots` ascending) to start + i, in all layers."""
         check(
             require().pn_keep(
                 self.handle, byref(cache), 1, int32s([row]), int32s([start]), int32s([len(slots)]), int32s(slots)
@@ -321,8 +322,8 @@ class Model:
         )
 
     def inject(self, cache: CCache, rows: list[int], starts: list[int], counts: list[int], features: Tensor) -> None:
-        """For DFlash drafters: write the keys and values that all layers compute from target features [T, F], in the
-        model's dtype. Row rows[i] gets the next counts[i] features, from position starts[i] on."""
+        """For DFlash drafters: compute all layers' keys and values from the target's tapped outputs `features` [T, F],
+        and write them to the cache. Row rows[i] gets the next counts[i] of the T tokens, from position starts[i] on."""
         arrays = (int32s(rows), int32s(starts), int32s(counts))
         check(require().pn_inject(self.handle, byref(cache), len(rows), *arrays, pointer(features)))
 
@@ -335,7 +336,7 @@ class Buffers:
         self._arrays: dict[str, Any] = {}
 
     def room(self, name: str, size: int) -> Any:
-        """Return CPass's int32 array `name`; if it has less than `size` numbers, replaces it by a longer one first."""
+        """Replace the array of CPass's int32 field `name` if it is shorter than `size`; returns the array."""
         array = self._arrays.get(name)
         if array is None or len(array) < size:
             array = self._arrays[name] = (c_int32 * max(size, 64))()
@@ -347,7 +348,7 @@ class Buffers:
             self.room(name, len(numbers))[: len(numbers)] = numbers
 
     def fill_parents(self, parents: list[int] | None) -> None:
-        """Set each token's parent in a tree, an index within its row's tokens (-1: none); None: all rows are chains."""
+        """Set each token's parent in a tree: its index within the row's tokens, or -1. None: all rows are chains."""
         self.work.parents = None
         if parents is not None:
             self.fill(parents=parents)
@@ -357,7 +358,7 @@ class Buffers:
 def top_logprobs(
     logits_KV: Tensor, count: int, inverse_temperature: float
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Native version of `sampling.logits.top_logprobs`, same result; the logits must be contiguous float32 on CPU."""
+    """Return ids and log-probabilities of each row's top `count` tokens; logits: contiguous float32 on CPU."""
     rows, size = logits_KV.shape
     ids, logprobs = (c_int32 * (rows * count))(), (c_float * (rows * count))()
     check(require().pn_likeliest(pointer(logits_KV), rows, size, count, inverse_temperature, ids, logprobs))
@@ -366,7 +367,7 @@ def top_logprobs(
 
 
 class Picker:
-    """DFlash 2's selector: scores each draft position's candidates given the previous token, in one native call."""
+    """Selects and scores DFlash 2's candidates, the most probable tokens at each draft position, in one native call."""
 
     def __init__(
         self, count: int, books: tuple[Tensor, Tensor], gate: Matrix, dtype: torch.dtype, ids_V: Tensor | None
@@ -381,13 +382,11 @@ class Picker:
         filled(self._pick, {"gate": gate, "token_of": ids_V, **numbers})
 
     def pick(self, anchors: list[int], logits_BKV: Tensor, hidden_BKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (columns, tokens, scores) of the candidates, for K draft positions of each of B rows and M candidates
-        per position.
-
-        columns, tokens: the M most probable logits columns and their token ids, int32 [B, K, M]. scores [B, K, M, M]:
-        at [b, k, i, j]: candidate j after candidate i of position k - 1 (k = 0: after anchors[b], row b's last token).
-        logits_BKV: float32, contiguous; hidden_BKD: in the gate's dtype, contiguous within a row.
-        """
+        """Select the M most probable candidates at each of K draft positions of B rows; returns (columns, tokens,
+        scores). columns, tokens: int32 [B, K, M], the candidates' logits columns and token ids. scores: float32 [B, K,
+        M, M]; [b, k, i, j] scores candidate j of position k for the case that candidate i of position k - 1 precedes it
+        (k = 0: the row's last token, anchors[b]). logits_BKV: float32, contiguous. hidden_BKD: final hidden states, in
+        the dtype of the matrix `gate`, contiguous within a row."""
         num_rows, slots, size = logits_BKV.shape
         assert hidden_BKD.stride()[1:] == (hidden_BKD.shape[2], 1)
         count, work = min(self.count, size), self._pick
@@ -403,8 +402,9 @@ class Picker:
 
 
 def walk(scores_KMM: Tensor, inverse_temperature: float) -> tuple[list[int], list[float]]:
-    """Choose at each of K draft positions the best candidate after the one chosen before (scores: see `Picker.pick`).
-    Returns (indices, log-probabilities in softmax(scores * inverse_temperature)), cut at a non-finite score."""
+    """For each of K draft positions in turn, choose the candidate that scores best after the previously chosen one.
+    Returns (candidates' indices, log-probabilities in softmax(scores * inverse_temperature)), both cut off before the
+    first position with invalid scores. scores_KMM: one row's scores from `Picker.pick`."""
     slots, count, _ = scores_KMM.shape
     places, logprobs = (c_int32 * slots)(), (c_double * slots)()
     num_places = require().pn_walk(pointer(scores_KMM), slots, count, inverse_temperature, places, logprobs)
@@ -412,7 +412,7 @@ def walk(scores_KMM: Tensor, inverse_temperature: float) -> tuple[list[int], lis
 
 
 def use(isa: str) -> None:
-    """Select one of `config.ISAS`, the instruction sets, for later calls. Raises NativeError if it is not available."""
+    """Select the instruction set of later calls, one of `config.ISAS`. Raises NativeError if it is not available."""
     library = require()
     if library.pn_use(isa.encode()) != 0:
         known = ", ".join(each for each in library.pn_available().decode().split(",") if "emulated" not in each)

@@ -38,7 +38,8 @@ class Draws(NamedTuple):
 
 
 def signed(number: int) -> int:
-    """Convert an unsigned 64-bit integer to the signed one with the same bits, as PyTorch has only signed ones."""
+    """Convert an unsigned 64-bit integer to the signed one with the same bits, because PyTorch computes with signed
+    ones only."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
@@ -48,8 +49,8 @@ def _shifted(state: Tensor, count: int) -> Tensor:
 
 
 def mixed(state: Tensor) -> Tensor:
-    """Hash 64-bit integers by splitmix64, element by element: int64 tensor -> int64 tensor. Equals the hash of
-    `rng.py`."""
+    """Hash 64-bit integers by splitmix64, element by element: int64 tensor -> int64 tensor. The results equal those of
+    the hash in `rng.py`."""
     state = state + signed(_GOLDEN)
     state = (state ^ _shifted(state, 30)) * signed(_FIRST)
     state = (state ^ _shifted(state, 27)) * signed(_SECOND)
@@ -60,7 +61,8 @@ def exponentials(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
     """Return one exponentially distributed number (mean 1, float64) for each combination of seed, position and token
     id.
 
-    The three int64 tensors broadcast. Numbers equal those of `rng.Noise.exponentials`.
+    The arguments, int64, are broadcast to one shape, that of the result. The numbers equal those of
+    `rng.Noise.exponentials`.
     """
     state = mixed(mixed(seed ^ (RACE << 56)) ^ position)
     return -torch.log1p(-(_shifted(mixed(state ^ (tokens << 32)), 11).double() + 0.5) * 2.0**-53)
@@ -70,8 +72,8 @@ def top_logprobs(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) 
     """Return ids and log-probabilities of the `count` most probable tokens at each position, best first: two tensors
     [B, J, count].
 
-    Log-probabilities are NaN where the largest logit is not finite. Rows with inverse temperature 0 use their logits
-    unscaled.
+    Log-probabilities are those of softmax(logits * inverse temperature), for greedy rows (inverse temperature 0) of
+    softmax(logits). They are NaN where the largest logit is not finite.
     """
     scale_B = inverse_temperature_B.masked_fill(inverse_temperature_B == 0, 1.0).float()
     scaled_BJV = logits_BJV.float() * scale_B[:, None, None]
@@ -81,11 +83,15 @@ def top_logprobs(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) 
 
 
 def race(logits_BJV: Tensor, draws: Draws, position_BJ: Tensor) -> Tensor:
-    """Sample a token at each of J positions of B rows, by the exponential race that `race.race` runs on the host;
-    returns token ids [B, J].
+    """Sample a token at each of J positions of B rows by an exponential race: the token with the smallest noise /
+    probability wins. Returns token ids [B, J]. On the host, `race.race` does the same.
 
-    position_BJ: each token's index in its text, which selects its noise. A result may also be FAILED (-1: invalid
-    logits) or WHOLE (-2: the caller must sample on the host with `race.race`). Undefined for greedy rows.
+    position_BJ: index in its text of each token to sample, which selects the token's noise. In three cases the result
+    is not a sampled token:
+    - FAILED (-1): the logits are invalid.
+    - WHOLE (-2): the race is undecided, because only the most probable tokens are compared on the device. The caller
+      must call `race.race`.
+    - Results of rows with greedy requests are meaningless.
     """
     num_vocab = logits_BJV.shape[-1]
     _, top_k_B, _, min_p_B, top_p_B = draws
@@ -153,13 +159,14 @@ def foreseen(
     draft_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Predict the tokens that the target will sample, from a drafter's logits and the target's sampling noise
-    (`draft/foresight.py`).
+    (noise-aware drafting, `draft/foresight.py`).
 
-    Returns (token ids [B, K], FAILED (-1) where the logits are not finite; log of the probability that the target
-    samples the same token [B, K]). position_BK: each token's index in its text. scale: factor on the drafter's
-    log-probabilities, where a smaller value gives the noise more weight. spread: scale of the Gumbel error assumed for
-    each token's score; affects only the returned probability. draft_ids: token id of each logits column; None: column i
-    is token i.
+    Returns two tensors [B, K]: the predicted token ids, and the log of the estimated probability that the target
+    samples this token. The id is FAILED (-1) where the logits are not finite.
+
+    position_BK: each token's index in its text. draft_ids: token id of each logits column; None: column i is token i.
+    scale: factor on the drafter's log-probabilities; a smaller value gives the noise more weight. spread: scale of the
+    Gumbel error assumed for each token's score; affects only the returned probability.
     """
     ids_BKM, logprobs_BKM = top_logprobs(logits_BKV, draws.inverse_temperature_B, FIELD)
     tokens_BKM = ids_BKM if draft_ids is None else draft_ids[ids_BKM]

@@ -37,14 +37,17 @@ def penalise(
     counts: Mapping[int, int],
     draft_tokens: list[int],
 ) -> Tensor:
-    """Apply the request's logit bias, then its repetition, frequency and presence penalties, to logits [J, V] of J =
-    len(draft_tokens) + 1 positions; returns [J, V].
+    """Apply a request's logit bias and penalties to logits [J, V] of J = len(draft_tokens) + 1 positions; returns [J,
+    V]. Position j assumes that draft_tokens[:j] were accepted.
 
-    `context`: tokens of prompt and answer; `counts`: how often each token occurs in the answer. Position j assumes that
-    draft_tokens[:j] were accepted. Repetition divides positive and multiplies negative logits of every token in context
-    + draft[:j] (CTRL, 1909.05858, section 4.1, with the sign rule of Transformers and vLLM). Then `frequency * count +
-    presence * (count > 0)` over answer + draft[:j] is subtracted (OpenAI). Returns a float32 copy, or `logits_JV`
-    itself if the request has no bias and no penalty.
+    `context`: tokens of prompt and answer; `counts`: how often each token occurs in the answer. The steps, in order:
+    1. The logit bias is added.
+    2. For each token in `context` or draft_tokens[:j], a positive logit is divided by the repetition penalty, and any
+       other logit is multiplied by it (CTRL, 1909.05858, section 4.1, with the sign rule of Transformers and vLLM).
+    3. For each token that occurs n > 0 times in the answer and draft_tokens[:j], n times the frequency penalty and once
+       the presence penalty are subtracted (OpenAI).
+
+    Returns a float32 copy, or `logits_JV` itself if the request has no bias and no penalty.
     """
     if not params.logit_bias and not params.has_penalties:
         return logits_JV
@@ -91,8 +94,9 @@ def target_probs(logits_JV: Tensor, params: SamplingParams) -> Tensor:
     """Compute the probabilities from which a request samples, after temperature, min-p, top-k and top-p: logits [J, V]
     -> float32 [J, V], not in place.
 
-    Temperature must be above 0 (greedy requests take the argmax). Keeps exactly top_k tokens, and the smallest set that
-    reaches top_p (Holtzman et al. 1904.09751, section 3.1); between equal probabilities the lowest ids, as argmax does.
+    Temperature must be above 0 (greedy requests take the argmax). top_k keeps this many tokens. top_p keeps the most
+    probable tokens, as few as have at least this total probability (Holtzman et al. 1904.09751, section 3.1). Of tokens
+    with equal probability, those with the lowest ids are kept.
     """
     assert params.temperature > 0, "greedy requests take the argmax of their logits"
     if params.temperature != 1.0:

@@ -30,11 +30,11 @@ FILTERED = 128
 
 
 def race(logits_V: Tensor, params: SamplingParams, noise: Noise) -> int:
-    """Sample a token from logits [V] by an exponential race: from the distribution `target_probs`, with the noise of
-    the token's position.
+    """Sample a token from logits [V] by an exponential race: the token with the smallest noise / probability wins. Each
+    token wins with the probability that `target_probs` computes, exactly except for rounding.
 
-    The distribution is exact except for rounding; the winner depends on logits, parameters and `noise` alone. Raises
-    NumericsError if the largest logit is not finite or any is NaN.
+    `noise`: the random numbers of the token's position. The winner depends on logits, parameters and `noise` alone.
+    Raises NumericsError if the largest logit is not finite or any is NaN.
     """
     is_filtered = params.min_p > 0 or params.top_k > 0 or params.top_p < 1
     inverse_temperature = 1.0 / max(params.temperature, MIN_TEMPERATURE)

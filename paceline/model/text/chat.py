@@ -36,12 +36,15 @@ def chat_text(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> str:
-    """Render a conversation with the model's chat template; returns the prompt text. `variables` are passed to the
-    template.
+    """Render a conversation with the model's chat template; returns the prompt text.
 
-    With `continue_final_message` the text ends with the last message's content, which the answer continues. Raises
-    PromptError if the template fails; MessageError, a PromptError that names the field, for malformed messages, and for
-    variables that the conversation itself sets ("messages", "tools", "add_generation_prompt").
+    `tools`: tools that the model may call; `variables`: further variables for the template. `add_generation_prompt`:
+    end with the beginning of an assistant message. `continue_final_message`: end with the last message's content
+    instead, so that the model's answer continues it.
+
+    Raises PromptError if the template fails. Raises MessageError, a PromptError that names the field, for malformed
+    messages, for a last message that cannot be continued, and if `variables` contains "messages", "tools" or
+    "add_generation_prompt", for which there are arguments.
     """
     if reserved := RESERVED & (variables or {}).keys():
         name = min(reserved)
@@ -74,6 +77,7 @@ def chat_ids(
     variables: Mapping[str, Any] | None = None,
     **options: bool,
 ) -> list[int]:
-    """Render a conversation by `chat_text`, with its `options`, and return its token ids. The template writes the
-    special tokens, so no bos is added. Raises the errors of `chat_text`."""
+    """Render a conversation by `chat_text` and return its token ids. `options`: add_generation_prompt and
+    continue_final_message of `chat_text`. No bos is added, because the template writes the special tokens. Raises
+    PromptError if the template fails, MessageError for malformed messages."""
     return tokenizer.encode(chat_text(tokenizer, messages, tools, variables, **options), add_special_tokens=False)

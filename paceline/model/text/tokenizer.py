@@ -80,8 +80,8 @@ class Tokenizer:
 
     @classmethod
     def stand_in(cls, vocab_size: int) -> Tokenizer:
-        """Make a placeholder tokenizer for a model with random weights: one token per byte, an artificial word for
-        every other id."""
+        """Make a placeholder tokenizer with `vocab_size` ids for a model with random weights. The first 256 ids are
+        single bytes, each other id is an artificial word."""
         bytes_first = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]
         words = [*bytes_first, *(f"\u0120t{token}" for token in range(len(bytes_first), vocab_size))]
         vocabulary = {word: token for token, word in enumerate(words)}
@@ -97,8 +97,8 @@ class Tokenizer:
 
     @property
     def end_token_id(self) -> int | None:
-        """Id of the token that ends an answer: eos_token if it ends answers of this model, else the model's end token
-        if there is only one, else None."""
+        """Id of the token that ends an answer: eos_token, if it is one of the model's end tokens (`eos_token_ids`).
+        Otherwise it is the model's end token if there is exactly one, else None."""
         ends = self.eos_token_ids
         own = self.backend.token_to_id(self.special_tokens.get("eos_token", ""))
         return own if own in ends else ends[0] if len(ends) == 1 else None
@@ -121,8 +121,8 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
-        """Render the chat template with these messages, as they are; `model.text.chat.chat_text` also normalises them.
-        `add_generation_prompt`: end with the beginning of an assistant message. `variables` are passed to the template.
+        """Render the chat template with these messages, unchanged. (`model.text.chat.chat_text` normalises messages.)
+        `add_generation_prompt`: end with the beginning of an assistant message. `variables`: passed to the template.
 
         Raises PromptError if the model has no template, or its template rejects the messages, fails or exceeds a limit.
         """
@@ -173,8 +173,8 @@ class Tokenizer:
     def split_stop(self, stop: tuple[str, ...], *, are_hidden: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Split stop strings into (strings to search in the decoded text, ids of stop strings that are special tokens).
 
-        `are_hidden`: decoded texts omit special tokens; then SamplingError is raised for a stop string that contains a
-        special token and other text.
+        `are_hidden`: True if special tokens are omitted from decoded text. SamplingError is raised in this case for a
+        stop string that contains a special token and other text, because it could never occur.
         """
         texts, tokens = list[str](), list[int]()
         for each in stop:
@@ -192,8 +192,8 @@ class Tokenizer:
 
 
 class IncrementalDetokenizer:
-    """Decodes token ids piece by piece. Text that `push` returned is final; an incomplete character waits for its
-    remaining tokens.
+    """Decodes token ids piece by piece. Text that `push` returned never changes; an incomplete character is withheld
+    until its remaining tokens arrive.
 
     The concatenated pieces equal `decode` of all ids. A token's text may depend on the previous one (SentencePiece
     drops a first space), so the last finished group of tokens is kept as context; older ones are never decoded again.
@@ -279,8 +279,8 @@ class TextStream:
         """The stop string that ended the text, or ""."""
 
     def push(self, tokens: list[int]) -> tuple[str, int | None]:
-        """Add tokens; returns (text that became final, number of these tokens up to the end of a stop string, or None
-        if no stop string ended the text)."""
+        """Add tokens; returns (text that became final, count). If a stop string ended the text, the count is the number
+        of these tokens up to the end of the stop string; otherwise it is None."""
         if not self._stop:
             return self._detokenizer.push(tokens), None
         shown = ""
@@ -299,7 +299,7 @@ class TextStream:
         return shown, None
 
     def finish(self) -> str:
-        """End the answer; returns the withheld text, up to a stop string in it."""
+        """End the answer; returns the withheld text, cut before the first stop string in it."""
         self._held += self._detokenizer.flush()
         at, self.stopped_by = self._first_stop()
         return self._held[:at]

@@ -26,9 +26,9 @@ def with_tools(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Convert messages and tools to the form that a chat template reads: returns (messages, variables of the template).
 
-    A template that reads `tools` gets them as a variable. For others a system message describes the tools, and tool
-    calls and results become text. `template`: the template's source, None for a model without one. Raises PromptError
-    for too deeply nested JSON.
+    If the template uses a variable `tools`, it gets the tools in this variable. Otherwise a system message describes
+    the tools, and tool calls and results become text. `template`: the template's source, None for a model without one.
+    Raises PromptError for too deeply nested JSON.
     """
     is_native = bool(template and re.search(r"\btools\b", template))
     plain = [_native(message) if is_native else _as_text(message) for message in messages]
@@ -43,8 +43,8 @@ def with_tools(
 
 
 def call_schema(tools: Sequence[dict[str, Any]]) -> str:
-    """Return the JSON schema, as text, that a call of one of these tools must match: an object with name and arguments.
-    Raises PromptError if two tools have conflicting definitions."""
+    """Return the JSON schema, as text, that a call of one of these tools must match: an object with the keys "name" and
+    "arguments". Raises PromptError if two tools define one schema name (in "$defs" or "definitions") differently."""
     definitions: dict[str, dict[str, Any]] = {}
     calls = [_call_schema(tool["function"], definitions) for tool in tools]
     return compact((calls[0] if len(calls) == 1 else {"anyOf": calls}) | definitions)

@@ -102,8 +102,8 @@ class AttentionPlan:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
-        """Build a plan from masks: visible[i], bool [counts[i], positions], marks the cache positions that each new
-        token of row rows[i] attends to. `group`: query heads per key head."""
+        """Build a plan from masks. visible[i], bool [counts[i], positions], is True where a new token of row rows[i]
+        attends to a position of this row in the cache. `group`: query heads per key head."""
         plan = cls([], [], [], group=group, dtype=dtype, device=device)
         for row, count, seen in zip(rows, counts, visible, strict=True):
             plan.spans.append(_Span(row, 1, count, 0, seen.shape[-1], plan._additive(seen[None].to(device))))
@@ -165,8 +165,8 @@ class AttentionPlan:
 def attend_rows(query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores = PLAIN) -> Tensor:
     """Compute the attention output [T, heads * head_dim] for cache rows with equally many queries, row after row in T.
 
-    keys, values: visible range of the cache, [rows, kv_heads, positions, head_dim]. mask: None, or added to the scores,
-    [rows, 1, query heads per key head * queries per row, positions].
+    keys, values: the cache positions to attend to, [rows, kv_heads, positions, head_dim]. mask: None, or numbers added
+    to the scores, [rows, 1, query heads per key head * queries per row, positions].
     """
     num_rows, kv_heads, _, head_dim = keys.shape
     count, group = len(query_THD) // num_rows, query_THD.shape[1] // kv_heads
@@ -199,8 +199,8 @@ def _weigh(stacked: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores, c
 
 
 def ancestors(parents: list[int]) -> tuple[Tensor, list[int]]:
-    """Return the ancestors of C tokens with these parents (index; negative: none): (bool [C, C], true where the
-    column's token is an ancestor of the row's token or that token itself; number of ancestors of each token)."""
+    """Return (seen, depths) for C tokens with these parents (index; negative: none). seen, bool [C, C]: True where the
+    column's token is an ancestor of the row's token, or that token itself. depths: each token's number of ancestors."""
     seen_CC, depths = torch.eye(len(parents), dtype=torch.bool), list[int]()
     for token, parent in enumerate(parents):
         if parent >= 0:
@@ -262,7 +262,7 @@ def positions_of(starts: list[int], counts: list[int]) -> list[int]:
 
 
 class Rope:
-    """RoPE in the half-split layout, by tables [max_len, R] for the first R channels of each head."""
+    """RoPE in the half-split layout, by tables [max_len, R]; rotates the first R channels of each head."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         half = cos.shape[-1] // 2
@@ -280,8 +280,8 @@ class Rope:
         kind: RopeKind = "main",
         slack: int = 0,
     ) -> Self:
-        """Make the RoPE for texts of up to `max_len` tokens. `kind`: "main", or "local" (of sliding-window layers with
-        their own frequencies). `slack`: number of positions that the tables cover beyond `max_len`."""
+        """Make the RoPE for texts of up to `max_len` tokens. `kind`: "main", or "local" for sliding-window layers with
+        frequencies of their own. `slack`: number of positions that the tables cover beyond `max_len`."""
         tables = rope_tables(config, max_len + slack, kind, longest=max_len)
         return cls(*(table.to(device, dtype) for table in tables))
 
@@ -311,10 +311,9 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Compute cosines and sines for `max_len` positions, float32 [max_len, R] each, including YaRN's attention factor.
 
-    kind: "local" uses the config's `local_rope_*`. longest: maximum text length [default: max_len]; selects LongRoPE's
-    short or long factors for all positions at once, so that drafts cannot change how accepted tokens are rotated.
-    Raises UnsupportedModelError for an unknown RoPE type, ModelFileError if its numbers are missing.
-    """
+    kind: "local" uses the config's `local_rope_*`. longest: maximum text length [default: max_len]; LongRoPE uses its
+    short or long factors depending on it, not on the current length, which changes with drafts. Raises
+    UnsupportedModelError for an unknown RoPE type, ModelFileError if its numbers are missing."""
     inv_freq, attention_factor = inverse_frequencies(config, kind, max_len if longest is None else longest)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq
     angles = torch.cat((angles, angles), dim=-1)
@@ -323,7 +322,7 @@ def rope_tables(
 
 def inverse_frequencies(config: DecoderConfig, kind: RopeKind = "main", longest: int = 0) -> tuple[Tensor, float]:
     """Compute RoPE's frequencies for R rotated channels: (angle per position in radians, float32 [R / 2]; factor on
-    cosines and sines). `kind`: as in `Rope.of`; `longest`: maximum text length, which only LongRoPE reads."""
+    cosines and sines). `kind`: as in `rope_tables`; `longest`: maximum text length, which only LongRoPE reads."""
     theta, scaling = config.rope_theta, config.rope_scaling
     if kind == "local":
         theta, scaling = config.local_rope_theta, config.local_rope_scaling

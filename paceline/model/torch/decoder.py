@@ -151,8 +151,8 @@ def _qk_norm(config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> RMS
 
 
 class Decoder(Target):
-    """A target in PyTorch operations, with a static KV cache of `num_rows` rows of `max_len` tokens; supports the
-    families of families.json."""
+    """A target computed with PyTorch operations; supports the model families in families.json. Its static KV cache has
+    `num_rows` rows of `max_len` tokens."""
 
     kv: StaticKVCache | LayeredKVCache
     """The same object as `cache`, with its concrete type."""
@@ -272,8 +272,8 @@ class Decoder(Target):
         return sum(isinstance(layer.mlp, Experts) for layer in self.layers)
 
     def chosen_experts(self) -> Tensor | None:
-        """Indices of the K experts of each token in the last pass, [L, T, K], for the L layers with experts; None
-        without any."""
+        """Indices of the K experts of each token in the last pass, [L, T, K], for the L layers with experts. None if no
+        layer has experts."""
         chosen = [layer.mlp.chosen_TK for layer in self.layers if isinstance(layer.mlp, Experts)]
         return torch.stack([each for each in chosen if each is not None]) if chosen else None
 
@@ -285,12 +285,14 @@ class Decoder(Target):
         tables: Mapping[RopeKind, Tables],
         stages: Sequence[Stage] | FixedStage = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Run embedding and all layers; returns hidden states [T, D] before the final norm, and the concatenated
-        outputs [T, F] of the tapped layers, or None without any.
+        """Run the embedding and all layers. Returns (hidden states [T, D] before the final norm, concatenated outputs
+        [T, F] of the tapped layers; None if no layer is tapped).
 
-        plans: attention plans by sliding window, None for unlimited attention; writer: writes new keys and values to
-        the cache; tables: cosines and sines by type of RoPE; stages: work of the gated delta nets, see
-        `DeltaCache.stages`.
+        - plans: sliding window (None: unlimited) -> attention plan of the layers with this window.
+        - writer: writes new keys and values to the cache.
+        - tables: type of RoPE -> cosines and signed sines of the tokens' positions.
+        - stages, for gated delta nets only: the steps in which they compute the pass (`DeltaCache.stages`), or the only
+          step of a pass of fixed shape.
         """
         taps_TLD = torch.empty(
             len(tokens_T), len(self.tap_layers), self.hidden_size, dtype=self.dtype, device=self.device
@@ -317,8 +319,8 @@ class Decoder(Target):
 
 
 def end_scales(config: DecoderConfig, dtype: torch.dtype) -> EndScales:
-    """Return the config's scale factors of embedding and head; the embedding's is rounded to the model's dtype, as in
-    Gemma."""
+    """Return the config's scale factors of embedding and head. The embedding's factor is rounded to the model's dtype,
+    as in Gemma."""
     return EndScales(float(torch.tensor(config.embedding_scale, dtype=dtype)), config.logit_scale, config.logit_cap)
 
 
@@ -333,8 +335,8 @@ def build_layers(
 ) -> tuple[list[AnyLayer], dict[str, Any]]:
     """Build each layer as soon as all of its tensors have arrived, so that nothing is in memory twice.
 
-    make_layer receives (layer index, the layer's tensors by their names within it); make_other converts each tensor
-    outside layers. Returns (layers, results of make_other by tensor name).
+    make_layer receives (layer index, the layer's tensors by name within the layer); make_other converts a tensor
+    outside layers: (name, tensor) -> result. Returns (layers, results of make_other by tensor name).
     """
     sizes = [len(layer_shapes(config, index)) for index in range(config.num_layers)]
     waiting: dict[int, dict[str, AnyWeight]] = {}

@@ -32,8 +32,8 @@ HALF = ROOM // 2
 
 @dataclass(slots=True)
 class Commit:
-    """A commit for R cache rows: each merges its oldest pending updates, `gone_R` of them, into its recurrent states,
-    and removes them from its pending window."""
+    """A commit: for each of R cache rows, the oldest `gone_R` pending updates (those not yet in the row's recurrent
+    state) are merged into the state and removed from the pending window."""
 
     rows_R: Tensor
     gone_R: Tensor
@@ -45,8 +45,8 @@ class Commit:
 
 @dataclass(slots=True)
 class Stage:
-    """A group of R rows with C tokens each that every delta net layer computes at once; a pass is a sequence of
-    stages."""
+    """One step of a pass in gated delta net layers: C new tokens of each of R cache rows, computed at once. A pass
+    consists of one or more stages, computed one after another."""
 
     rows_R: Tensor
     tokens_RC: Tensor
@@ -68,8 +68,8 @@ class Stage:
 
 @dataclass(eq=False)
 class FixedStage:
-    """A stage (group of rows that every delta net layer computes at once) of fixed shape for CUDA graphs: J tokens of
-    each of the rows 0..B-1. Row lengths are known only on the device."""
+    """A `Stage` of fixed shape, for CUDA graphs: J tokens of each of the cache rows 0..B-1, computed at once. Row
+    lengths are known only on the device."""
 
     counts_B: Tensor
     """Number of valid tokens of each row; the rest of the J tokens are padding."""
@@ -87,20 +87,25 @@ class FixedStage:
     def of(
         cls, starts_B: Tensor, counts_B: Tensor, committed_B: Tensor, room: int, relation_2BJ: Tensor, live_T: Tensor
     ) -> FixedStage:
-        """Build the stage on the device: computes how many pending positions each row commits to its state before its
-        new tokens, and how many remain pending. starts_B: tokens of each row before the pass; counts_B: new tokens of
-        each row; committed_B: positions that each row's recurrent state contains. relation_2BJ: for each token (depth
-        in its tree, bit mask of its ancestors and itself); live_T: mask of valid tokens; room: size of the pending
-        window. Rows without new tokens do not change."""
+        """Build the stage of a pass, by operations on the device. Computes for each row how many pending positions are
+        committed to the recurrent state before the row's new tokens, and how many remain pending.
+
+        - starts_B: tokens of each row before the pass.
+        - counts_B: new tokens of each row, 0 for a row that the pass does not change.
+        - committed_B: positions that each row's recurrent state contains.
+        - room: size of the pending window.
+        - relation_2BJ: depth of each token in its tree, and a bit mask of its ancestors and itself.
+        - live_T: mask of valid tokens.
+        """
         depths_BJ, bits_BJ = relation_2BJ
         held_B = (starts_B - committed_B).masked_fill(counts_B == 0, 0)
         gone_B = (held_B - HALF).masked_fill(held_B + depths_BJ.shape[1] <= room, 0)
         return cls(counts_B, gone_B, held_B - gone_B, depths_BJ, bits_BJ, live_T)
 
     def whole(self, room: int, kernel: int) -> Stage:
-        """Return an equivalent Stage for PyTorch operations. Its `most_*` fields are upper bounds, because the actual
-        lengths are known only on the device. `room`: size of the pending window; `kernel`: number of inputs of the
-        convolution."""
+        """Convert this to an equivalent `Stage`, which PyTorch operations can compute. Its fields `most_held`,
+        `most_gone` and `most_left` are upper bounds, because the actual lengths are known only on the device. `room`:
+        size of the pending window; `kernel`: number of inputs of the convolution."""
         num_rows, count = self.bits_BJ.shape
         device = self.bits_BJ.device
         slot_J, rows_B = torch.arange(count, device=device), torch.arange(num_rows, device=device)
@@ -117,9 +122,10 @@ class FixedStage:
 
 @dataclass(slots=True)
 class DeltaMemory:
-    """Recurrent states and pending windows (updates not yet in a state) of one layer for all B cache rows.
+    """Recurrent states and pending windows (updates not yet in a state) of one gated delta net layer, for all B cache
+    rows.
 
-    A window has N positions; there are H value heads.
+    Each row's window has N positions; H is the number of value heads.
     """
 
     states_BHKV: Tensor
@@ -228,9 +234,11 @@ class DeltaCache(StaticKVCache):
             memory.windows_BWX[row] = 0.0
 
     def lost(self, rows: list[int]) -> Iterator[ForwardBatch]:
-        """Yield a pass for each of `rows` whose recurrent states were cleared, by a rollback to before their last
-        committed position. The pass recomputes them from the row's tokens; run each one when it is yielded, before a
-        pass with `rows`."""
+        """Yield the passes that recompute lost recurrent states: for each of `rows` whose state is lost, one pass over
+        the row's tokens. A state is lost if its row is rolled back to before the last position that the state contains.
+
+        Run each pass when it is yielded, before any other pass with these rows: the row is reset just before.
+        """
         for row in sorted(self._unread.intersection(rows)):
             tokens = self._tokens[row]
             self._forget(row)
@@ -238,9 +246,12 @@ class DeltaCache(StaticKVCache):
             yield ForwardBatch([row], [0], [len(tokens)], tokens, "none")
 
     def stages(self, batch: ForwardBatch) -> list[Stage]:
-        """Plan the work of every delta net layer in this pass: returns the stages to compute in order. Also stores the
-        pass's tokens, and already counts as committed the positions that the stages will add to recurrent states; call
-        it once per pass."""
+        """Split a pass into stages: groups of tokens that a gated delta net layer computes at once. Returns them in the
+        order to compute them.
+
+        Call this once per pass, because it also updates the cache's records. It stores the pass's tokens. Positions
+        that the stages will merge into recurrent states become committed.
+        """
         first, by_count = 0, dict[int, list[tuple[int, int]]]()
         for row, count in zip(batch.rows, batch.counts, strict=True):
             assert row not in self._unread
@@ -262,9 +273,9 @@ class DeltaCache(StaticKVCache):
         return self._committed[row]
 
     def passed(self, batch: ForwardBatch, count: int) -> None:
-        """Update the cache's state after a pass of fixed shape (captured as a CUDA graph), with `count` tokens per row
-        including padding: stores the pass's tokens, and counts as committed the positions that it added to recurrent
-        states. Call this before `append`."""
+        """Record that a pass of fixed shape (captured as a CUDA graph) has run: stores its tokens, and counts as
+        committed the positions that it merged into recurrent states. `count`: tokens per row, including padding. Call
+        this before `append`, which changes the rows' lengths."""
         first = 0
         for row, own, held in zip(batch.rows, batch.counts, self.held(batch.rows), strict=True):
             self._tokens[row] += batch.tokens[first : first + own]
@@ -276,10 +287,14 @@ class DeltaCache(StaticKVCache):
         return [self.lengths[row] - self._committed[row] for row in rows]
 
     def commits(self, batch: ForwardBatch) -> list[tuple[int, int, int]]:
-        """Plan the commits of a pass that computes each row token by token, an alternative to `stages`.
+        """Plan the commits of a pass whose implementation computes each row token by token, without `stages`. (A commit
+        merges pending positions into a row's recurrent state.)
 
-        Returns (index of the row in the pass, index of its token before which to commit, number of positions to commit)
-        for each commit, and counts the positions as committed.
+        Call this once per pass, because it also updates the cache's records: it stores the pass's tokens, and counts
+        the positions to commit as committed.
+
+        Returns (row, token, count) for each commit. row: index in the pass; token: index among the row's new tokens,
+        before which to commit; count: number of pending positions to commit.
         """
         first, commits = 0, list[tuple[int, int, int]]()
         for index, (row, count, held) in enumerate(zip(batch.rows, batch.counts, self.held(batch.rows), strict=True)):

@@ -62,8 +62,8 @@ class DeltaNet:
 
     def gated(self, fused_TX: Tensor, memory: DeltaMemory, stages: Sequence[Stage]) -> Tensor:
         """Compute everything between the layer's two projections: from the result [T, X] of the fused input projection
-        to the input [T, values] of the output projection. Updates `memory`. `stages`: groups of rows to compute one
-        after another (`DeltaCache.stages`)."""
+        to the input of the output projection, [T, value heads * value_dim]. Updates `memory`. `stages`: the steps of
+        the pass, in the order to compute them (`DeltaCache.stages`)."""
         shape, heads = self._shape, self._shape.num_value_heads
         inputs_TX, gate_TY, beta_TH, step_TH = fused_TX.split([shape.channels, shape.values, heads, heads], dim=-1)
         beta_TH = beta_TH.sigmoid().float()
@@ -191,11 +191,11 @@ def _solved(system: Tensor, right: Tensor) -> Tensor:
 
 
 def unit_lower_inverse(system: Tensor) -> Tensor:
-    """Compute (I + A)^-1 [..., C, C], with A the part of `system` [..., C, C] below its diagonal, in log2(C) doublings.
+    """Compute (I + A)^-1 [..., C, C], where A is the part of `system` [..., C, C] below its diagonal, in log2(C) steps.
 
-    Inverses of adjacent diagonal blocks P and Q, with B below P, give the inverse of both: P^-1 and Q^-1 on the
-    diagonal, -Q^-1 B P^-1 below. The shorter (I - A)(I + A^2)(I + A^4) ... is not used: with repeated keys, powers of A
-    grow to hundreds of millions at 32 tokens and cancel.
+    Each step doubles the size of the inverted blocks on the diagonal: the inverse of [[P, 0], [B, Q]] is [[P^-1, 0],
+    [-Q^-1 B P^-1, Q^-1]]. The shorter formula (I - A)(I + A^2)(I + A^4) ... is not used: with repeated keys, powers of
+    A grow to hundreds of millions at 32 tokens and cancel.
     """
     count = system.shape[-1]
     size = 1 << (count - 1).bit_length()
@@ -244,7 +244,7 @@ class DeltaLayer:
 
     def run(self, residual: Residual, memory: DeltaMemory, stages: Sequence[Stage] | FixedStage) -> None:
         """Run the layer: adds the outputs of delta net and MLP to the residual stream, and updates `memory`. `stages`:
-        groups of rows that the net computes one after another (`DeltaCache.stages`), or all rows of a pass of fixed
+        the steps in which the delta net computes the pass (`DeltaCache.stages`), or the only step of a pass of fixed
         shape."""
         residual.add(self.delta(residual.normed(self.input_norm), memory, stages))
         live_T = stages.live_T if isinstance(stages, FixedStage) else None

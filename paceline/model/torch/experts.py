@@ -20,8 +20,8 @@ the device."""
 
 
 def gating(config: DecoderConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the config's activation as a function: (gate, up), each [T, inner] -> their product [T, inner] with the
-    gate activated."""
+    """Return the config's gated activation as a function: (gate, up), each [T, inner] -> activation(gate) * up [T,
+    inner]; clamped_swiglu also clamps both, and multiplies by up + 1."""
 
     def silu(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate).mul_(up)
@@ -37,7 +37,7 @@ def gating(config: DecoderConfig) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class Part(Protocol):
-    """Protocol of a layer part that is called with hidden states [T, D], such as a router, an expert or a gate.
+    """Protocol of a part of a layer, such as a router, an expert or a gate: a function of hidden states [T, D].
     `num_bytes`: bytes of its weights that a pass with one token reads."""
 
     num_bytes: int
@@ -49,8 +49,9 @@ class Experts:
     """Mixture of experts: a router scores all experts for each token; the token's best ones run, and the weighted sum
     of their outputs is returned.
 
-    On CPU, and for many tokens, tokens are sorted by expert, so that each expert runs once per pass over all its
-    tokens. Passes of fixed shape copy nothing to the host (`kernels/experts.py`).
+    Usually tokens are sorted by expert, so that each expert runs once per pass over all its tokens. Sorting copies
+    token counts to the host. It is avoided in passes of fixed shape, and for few tokens on a GPU, where kernels compute
+    the experts (`kernels/experts.py`).
     """
 
     def __init__(

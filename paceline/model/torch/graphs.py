@@ -30,14 +30,14 @@ _COUNTS = (1, 4, 8, 16)
 
 def can_record(config: DecoderConfig) -> bool:
     """Return True if this model's passes can be part of a larger CUDA graph, in which tokens and lengths exist only on
-    the device. Models with gated delta nets cannot: their committed positions are counted on the host between
-    passes."""
+    the device. Models with gated delta nets cannot: between passes, the host counts how many positions each recurrent
+    state contains."""
     return config.delta is None
 
 
 class StaticWriter(CacheWriter):
-    """Writes keys and values of J tokens to each of the cache rows 0..B-1; those of padding tokens go to scratch
-    positions, which are never read."""
+    """Writes keys and values of J tokens to each of the cache rows 0..B-1. Keys and values of padding tokens go to
+    scratch positions, which are never read."""
 
     def __init__(self, num_rows: int, count: int, scratch: int, device: torch.device) -> None:
         """`count`: J; `scratch`: the first of the J scratch positions in each row."""
@@ -113,8 +113,8 @@ class StaticPass(Region):
 
     def compute_of(self, tokens_BJ: Tensor, starts_B: Tensor, counts_B: Tensor) -> None:
         """Run the pass on these tensors instead of the input buffers, for a larger CUDA graph that contains it; writes
-        `logits_TV` and `taps_TF`. starts_B: length of each row before the pass; counts_B: its number of valid
-        tokens."""
+        `logits_TV` and `taps_TF`. starts_B: length of each row before the pass; counts_B: number of valid tokens of
+        each row."""
         decoder = self._decoder
         self._writer.point(starts_B, counts_B)
         depths_BJ, bits_BJ = self.relation_2BJ
@@ -140,8 +140,8 @@ class StaticPass(Region):
             self.chosen_LTK.copy_(chosen_LTK)
 
     def fill(self, batch: ForwardBatch) -> list[int]:
-        """Copy a batch to the input buffers; returns, for each of its tokens, the index among the B * J tokens of the
-        pass. One copy to the device, two for trees."""
+        """Copy a batch to the input buffers, with one copy to the device, or two for trees. Returns, for each of the
+        batch's tokens, its index among the B * J tokens of the pass."""
         num_rows, count = self._num_rows, self._count
         tokens, starts, counts, committed = [0] * (num_rows * count), [0] * num_rows, [0] * num_rows, [0] * num_rows
         kv = self._decoder.kv
@@ -156,8 +156,8 @@ class StaticPass(Region):
         return places
 
     def set_parents(self, rows: list[int], counts: list[int], parents: list[int] | None) -> None:
-        """Set the tokens' parents in a tree for the next pass. `rows`, `counts` and `parents` are those of the
-        ForwardBatch; `parents` None: each row's tokens form a chain."""
+        """Set the tokens' parents in a tree for the next pass. `rows`, `counts` and `parents` are the fields of the
+        ForwardBatch; without `parents`, each row's tokens form a chain."""
         if parents is None and self._is_chain:
             return
         self._is_chain = parents is None
@@ -180,7 +180,7 @@ def _chains(num_rows: int, count: int) -> Tensor:
 
 class GraphDecoder(Decoder):
     """A Decoder with decode passes of fixed shape. On CUDA, `record` captures a pass of each shape once as a CUDA
-    graph, to be replayed."""
+    graph, which later passes replay."""
 
     slack = MAX_COUNT
 
@@ -206,7 +206,8 @@ class GraphDecoder(Decoder):
 
     def record(self, most_count: int) -> None:
         """Capture a decode pass as a CUDA graph for every shape (rows, tokens per row) of `pass_grid`, with up to
-        `most_count` tokens per row and the layers now tapped. On other devices these passes are computed directly."""
+        `most_count` tokens per row and the layers tapped now. On devices other than CUDA no graph is captured, and
+        passes of these shapes are computed directly."""
         if most_count > self._most_count:
             self._most_count = most_count
             self._forget(most_count)
@@ -231,8 +232,9 @@ class GraphDecoder(Decoder):
         return self._recordings[self.tap_layers]
 
     def static_pass(self, num_rows: int, count: int) -> StaticPass:
-        """Create a pass with the layers now tapped, for use in a larger CUDA graph (`StaticPass.compute_of`). `count`:
-        tokens per row, one of `counts`."""
+        """Create a forward pass of fixed shape, which can be captured as a part of a larger CUDA graph
+        (`StaticPass.compute_of`). Its outputs include the hidden states of the layers that are tapped at this moment.
+        `count`: tokens per row, one of the numbers in `GraphDecoder.counts`."""
         return self._tapping().make(num_rows, count)
 
     @property
@@ -279,6 +281,6 @@ class GraphDecoder(Decoder):
 
 def pass_grid(num_rows: int, most_count: int) -> Grid:
     """Return the grid of shapes (rows, tokens per row) to capture as CUDA graphs, for target passes with up to
-    `most_count` tokens per row."""
+    `num_rows` rows and up to `most_count` tokens per row."""
     most_count = min(most_count, MAX_COUNT)
     return Grid(row_sizes(num_rows), [*(count for count in _COUNTS if count < most_count), most_count])

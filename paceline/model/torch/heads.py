@@ -28,9 +28,9 @@ def split_heads(
     returns the queries [T, num_heads, head_dim].
 
     fused_TX: for each token the heads of queries, keys and values, then any other columns. keys, values: one layer of
-    the cache [rows, kv_heads, positions, head_dim]. norm: of queries and keys, or None. tables: cosines and signed
-    sines of the tokens' positions (`Rope.tables`); without `rope` nothing is rotated. On a GPU this is one kernel
-    (`kernels.layer.heads`), on other devices PyTorch operations.
+    the cache [rows, kv_heads, positions, head_dim]. norm: applied to queries and keys; None: no norm. tables: cosines
+    and signed sines of the tokens' positions (`Rope.tables`); without `rope` nothing is rotated. On a GPU this is one
+    kernel (`kernels.layer.heads`), on other devices PyTorch operations.
     """
     if not kernels.can_run(fused_TX):
         return heads_twin(fused_TX, num_heads, keys, values, writer, norm, rope, tables)
@@ -49,9 +49,12 @@ def split_normed_heads(
     rope: Rope | None,
     tables: Tables | None,
 ) -> Tensor:
-    """Like `split_heads`, in layers that norm values too (`DecoderConfig.layer_sizes`), in PyTorch operations. If
-    fused_TX has no heads of values, the keys before norm and RoPE are the values; if it has queries only, nothing is
-    written to the cache."""
+    """Split the QKV projection's output into heads, apply norms and RoPE, and write keys and values to the cache, for
+    models that norm values too (`DecoderConfig.layer_sizes`). Arguments and result are those of `split_heads`.
+
+    If fused_TX has no heads of values, the values are computed from the keys before norm and RoPE. If it has only heads
+    of queries, nothing is written to the cache.
+    """
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     num_qk_heads = num_heads + num_kv_heads
     heads_THD = fused_TX.unflatten(-1, (-1, head_dim))

@@ -12,8 +12,8 @@ from paceline.model.torch.parts import NoNorm, PackedLinear, Residual, RMSNorm, 
 
 
 class LayerInputs:
-    """Computes per-layer embeddings (Gemma 4): for every token and layer a vector of I numbers, from the token's entry
-    in a separate table and a projection of its embedding."""
+    """Computes per-layer embeddings (Gemma 4): a vector of I numbers for every token and layer. It combines the token's
+    entry in a separate table with a projection of the token's embedding."""
 
     def __init__(self, config: DecoderConfig, tensors: dict[str, Tensor]) -> None:
         """`tensors`: those of the model outside its layers, by Hugging Face name."""
@@ -36,8 +36,8 @@ class LayerInputs:
 
 
 class LayerEnd:
-    """The last step of a layer of Gemma 4: adds a gated update from the layer's per-layer embeddings, if the model has
-    them, to the residual stream, then multiplies the stream by a learned factor."""
+    """The last step of a layer of Gemma 4. If the model has per-layer embeddings, a gated update computed from them is
+    added to the residual stream. Then the stream is multiplied by a learned factor."""
 
     def __init__(self, config: DecoderConfig, parts: dict[str, Tensor]) -> None:
         self._factor = parts[LAYER_FACTOR]

@@ -25,8 +25,8 @@ class PackedLinear:
     is not kept.
 
     On CPU the weight is converted to oneDNN's blocked layout, at 1 to 16 rows 1.4 times faster than `F.linear` in
-    bfloat16 and two to three times in float32 (docs/project/log/2026-11.md). On other devices, or if oneDNN lacks the
-    dtype, it uses `F.linear`.
+    bfloat16 and two to three times in float32 (docs/project/log/2026-11.md). On CUDA a Triton kernel multiplies up to
+    16 bfloat16 tokens. In all other cases `F.linear` is used.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -46,8 +46,8 @@ class PackedLinear:
         return compute(inputs_TD, self._weight, self._bias)
 
     def gated(self, inputs_TD: Tensor, activation: str) -> Tensor | None:
-        """Compute activation(gate) * up [T, inner] in one kernel launch, for a matrix that contains the rows of gate,
-        then those of up. Returns None if no kernel supports it."""
+        """Compute activation(gate) * up [T, inner] in one kernel launch. The matrix must contain the rows of gate, then
+        those of up. Returns None if no kernel supports this case."""
         if (
             self._is_packed
             or activation not in kernels.GATED
@@ -74,7 +74,8 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class RMSNorm:
-    """RMSNorm: x / sqrt(mean(x^2) + eps) * (w + offset) over the last dimension, in the weight's dtype.
+    """RMSNorm over the last dimension: x / sqrt(mean(x^2) + eps) * (weight + offset). The result has the weight's
+    dtype.
 
     On CPU it uses vector_norm and hypot, exact and twice as fast as `F.rms_norm` at one row; on CUDA a kernel of
     `kernels/layer.py`.
@@ -101,8 +102,8 @@ class RMSNorm:
         return inputs.div(scale).mul_(self._weight).to(self._dtype)
 
     def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
-        """Return the first `num_heads` heads of each token, normed. On a GPU all heads are normed before the slice, as
-        PyTorch's kernel would copy a slice."""
+        """Return the first `num_heads` heads of each token, normed. On a GPU all heads are normed before the slice is
+        taken, because PyTorch's kernel copies an input that is a slice."""
         if self._is_cpu:
             return self(heads_THD[:, :num_heads])
         normed_THD = kernels.normed(heads_THD, self.for_kernel)[:, :num_heads]
@@ -116,7 +117,7 @@ class RMSNorm:
 
 
 def norm_of(config: DecoderConfig, weight: Tensor) -> RMSNorm:
-    """Build an RMSNorm with this weight and the options of the model."""
+    """Build an RMSNorm with this weight, and with eps and offset of the model."""
     return RMSNorm(weight, config.rms_norm_eps, config.norm_offset, is_wide=config.layer_sizes is not None)
 
 
@@ -170,7 +171,7 @@ class Residual:
         self._waiting: tuple[Tensor, NormWeight | None, float] | None = None
 
     def add(self, update_TD: Tensor, norm: Norm | None = None, scale: float = 1.0) -> None:
-        """Add scale * norm(update) to the hidden states."""
+        """Add scale * norm(update) to the hidden states, or scale * update without `norm`."""
         if kernels.can_run(update_TD):
             self._complete(None)
             self._waiting = update_TD, norm.for_kernel if isinstance(norm, RMSNorm) else None, scale
@@ -231,8 +232,8 @@ def make_mlp(config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> Gat
 
 
 def run_mlp(mlp: GatedMLP | Experts, normed_TD: Tensor, live_T: Tensor | None) -> Tensor:
-    """Run an MLP or experts on normed hidden states; [T, D] -> [T, D]. live_T: in a pass of fixed shape, mask of the
-    tokens that are not padding."""
+    """Run an MLP or experts on normed hidden states; [T, D] -> [T, D]. live_T: mask of valid tokens in a pass of fixed
+    shape, where the others are padding; None: all are valid."""
     return mlp(normed_TD, live_T) if isinstance(mlp, Experts) else mlp(normed_TD)
 
 
@@ -269,8 +270,8 @@ def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
 
 
 def has_stacks(weight: Tensor) -> bool:
-    """Return True if a layer's experts are stacked in one tensor; on CPU they are not: each expert's matrices are
-    packed for oneDNN. `weight`: any weight of the layer."""
+    """Return True if a layer's experts are stacked in one tensor for kernels. They are on all devices but the CPU,
+    where each expert's matrices are packed separately for oneDNN. `weight`: any weight of the layer."""
     return weight.device.type != "cpu"
 
 

@@ -48,8 +48,8 @@ class Recorder:
     """Captures regions (work of one fixed shape, such as a pass) as CUDA graphs on one device. All graphs share one
     memory pool, so regions must never run concurrently.
 
-    Outputs must be in buffers outside the pool, as other graphs reuse its memory. On devices other than CUDA regions
-    are computed directly, so that tests run the same code without a GPU.
+    A region's outputs must be in buffers outside the pool, because other graphs reuse the pool's memory. On devices
+    other than CUDA, regions are computed directly, so that tests run the same code without a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,8 +68,9 @@ class Recorder:
         self._memory: tuple[Any, torch.cuda.Stream] | None = None
 
     def record(self, region: Region) -> None:
-        """Capture a region as a CUDA graph with its current buffers, and set its `replay`. On CUDA the region first
-        runs twice, as a warm-up; on other devices nothing is captured, and `replay` computes it directly."""
+        """Capture a region as a CUDA graph with its current buffers, and set `region.replay` to the function that
+        replays it. On CUDA the region first runs twice, as a warm-up. On other devices nothing is captured, and
+        `replay` computes the region directly."""
         began = time.perf_counter()
         region.replay = self._capture(region) if self.device.type == "cuda" else region.compute
         self.num_recorded += 1
@@ -161,9 +162,12 @@ class Recordings(Generic[AnyRegion]):
 
     @torch.inference_mode()
     def find(self, *needed: int) -> AnyRegion | None:
-        """Return the captured region (CUDA graph) for the smallest shape that has at least the size `needed` in every
-        dimension. None if it is not captured; this is counted as an eager run. If `Recorder.records_late`, a shape of
-        the grid is captured here on its first use."""
+        """Return the captured region (CUDA graph) of the grid's smallest shape that has at least the size `needed` in
+        every dimension. If that shape is not captured yet and `Recorder.records_late` is True, it is captured first.
+
+        Returns None if the grid has no such shape, or if the shape is not captured. The caller must then compute the
+        work without a CUDA graph, and this is counted in `Recorder.eager`.
+        """
         shape = self.grid.cover(*needed)
         if shape is not None and shape not in self._regions and self._recorder.records_late:
             self._add(shape)

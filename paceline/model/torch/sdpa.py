@@ -20,10 +20,13 @@ KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacken
 
 
 def chosen_kernels(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager in which PyTorch's attention on CUDA uses its memory-efficient, flash or math kernel,
-    never cuDNN, and on a CPU a kernel that works (`working_kernels`); no effect on other devices.
+    """Return a context manager that limits the kernels that PyTorch's attention may use:
+    - on CUDA to memory-efficient, flash and math kernels; cuDNN is excluded;
+    - on a CPU to the math kernel, if the flash kernel does not work (`working_kernels`);
+    - on other devices there is no limit.
 
-    Entering takes some 30 us, so a pass enters it once; nested uses, or with cuDNN already off, only read a flag.
+    Entering it takes some 30 us on CUDA, so a pass enters it once. If cuDNN attention is already off, as within this
+    context, the returned context manager has no effect and takes almost no time.
     """
     if device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled():
         return sdpa_kernel(KERNELS)
@@ -31,8 +34,8 @@ def chosen_kernels(device: torch.device) -> contextlib.AbstractContextManager[ob
 
 
 def working_kernels(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager in which PyTorch's attention on a CPU uses the math kernel if the flash kernel fails;
-    no effect on other devices, or where the flash kernel works."""
+    """Return a context manager in which PyTorch's attention uses the math kernel, if `device` is a CPU on which the
+    flash kernel rejects bfloat16. In all other cases it has no effect."""
     is_broken = device.type == "cpu" and torch.backends.cuda.flash_sdp_enabled() and _is_flash_broken()
     return sdpa_kernel(SDPBackend.MATH) if is_broken else _UNCHANGED
 

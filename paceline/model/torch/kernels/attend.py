@@ -34,11 +34,12 @@ _LOADED = 64 * 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
-    """Cache positions that each token of a pass attends to, for J new tokens in each of B rows: all positions before
-    the row's start and some of the row's new tokens, within the sliding window.
+    """Describes which cache positions each token of a pass attends to, for J new tokens in each of B rows: all
+    positions before the row's start, and some of the row's new tokens. A sliding window, if there is one, limits all of
+    these positions.
 
-    If `bits_BJ` is given, a token attends to the new tokens whose bits are set; otherwise to all up to itself, or to
-    all J if `is_causal` is false. Padding tokens are never attended to.
+    With `bits_BJ`, a token attends to the new tokens whose bits are set. Otherwise it attends to all new tokens up to
+    itself, or to all J if `is_causal` is False. Padding tokens are never attended to.
     """
 
     starts_B: Tensor
@@ -74,8 +75,8 @@ class Sight:
 
 
 def twin(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores = PLAIN) -> Tensor:
-    """Compute the attention output [B * J, heads * head_dim] of J tokens in each of B rows, in PyTorch operations, by
-    masked products over all cache positions. Arguments are those of `attend`."""
+    """Compute the same as `attend`, with the same arguments, in PyTorch operations: masked products over all cache
+    positions. Returns the attention output [B * J, heads * head_dim]."""
     seen_BJS = sight.mask(keys.shape[2])
     mask = torch.zeros(seen_BJS.shape, dtype=keys.dtype, device=keys.device).masked_fill_(~seen_BJS, float("-inf"))
     mask_B1TS = mask.repeat(1, query_THD.shape[1] // keys.shape[1], 1)[:, None]
@@ -100,8 +101,8 @@ def attend(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Block sizes of the Triton kernel for one shape of pass: queries, keys and channels that a program reads at a
-    time; `warps` and `stages` are launch options."""
+    """Block sizes of the Triton attention kernel for one shape of pass: numbers of queries, keys and channels that a
+    program reads at a time. `warps` and `stages` are launch options."""
 
     members: int
     """Number of stacked queries per program: BLOCK_M."""
@@ -112,8 +113,8 @@ class Tiles:
 
     @classmethod
     def of(cls, group: int, count: int, head_dim: int, dtype: torch.dtype, shared: int = H100_SHARED) -> Tiles:
-        """Choose the block sizes for a pass. group: query heads per key head; count: tokens per row; shared: bytes of
-        shared memory per program."""
+        """Choose the block sizes for a pass. group: query heads per key head; count: tokens per row; dtype: of the
+        cache; shared: bytes of shared memory per program."""
         channels, stacked = max(16, next_power(head_dim)), max(16, next_power(group * count))
         if dtype.itemsize > 2:  # float32 products run without tensor cores, from registers
             return cls(min(stacked, 32), 32, channels, warps=4, stages=1)
@@ -125,7 +126,11 @@ class Tiles:
         return cls(members, keys, channels, warps=8 if members > 64 else 4, stages=stages)
 
     def splits(self, pairs: int, stacked: int, positions: int) -> int:
-        """Return the number of parts (splits) into which a row's positions are divided, each with its own programs.
+        """Return the number of parts (splits) into which a row's positions are divided; different programs read
+        different parts. It is chosen so that
+        - there are about PROGRAMS programs or more, to occupy the GPU;
+        - a part has at most MOST_POSITIONS positions;
+        - a part is not smaller than one block of keys, even if there are then fewer programs.
 
         pairs: number of (row, key head) pairs; stacked: number of queries per pair, which is query heads per key head
         times tokens per row; positions: maximum positions of a row.
@@ -145,8 +150,8 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores) -> Tensor:
-    """Compute the attention output [B * J, heads * head_dim] of J tokens in each of B rows with the Triton kernels.
-    Arguments are those of `attend`."""
+    """Compute the same as `attend`, with the same arguments, by the Triton kernels. Returns the attention output [B *
+    J, heads * head_dim]."""
     from paceline.model.torch.kernels.triton import attend as attend_triton
 
     launched: Any = attend_triton

@@ -28,16 +28,17 @@ def can_use(device: torch.device | str) -> bool:
 
 @cache
 def overlap_options(device: torch.device) -> dict[str, bool]:
-    """Return Triton's launch options for `device`: {"OVERLAPS": True, "launch_pdl": True} if it lets a kernel start
-    before the previous one ends (`triton/overlap.py`), else {"OVERLAPS": False}."""
+    """Return Triton's launch options for `device`. If a kernel can start there before the previous one ends
+    (`triton/overlap.py`), they are {"OVERLAPS": True, "launch_pdl": True}, else {"OVERLAPS": False}."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < OVERLAPPING_CAPABILITY:
         return {"OVERLAPS": False}
     return {"OVERLAPS": True, "launch_pdl": True}
 
 
 def launch(module: str, kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int | str) -> None:
-    """Launch a Triton kernel, a function of `triton/{module}.py`, on the device of its first argument. `constants`: its
-    constexpr arguments, and launch options such as num_warps. Does nothing if the grid is empty."""
+    """Launch a Triton kernel, the function `kernel` of `triton/{module}.py`, on the device of its first argument.
+    `constants`: the kernel's constexpr arguments, and launch options such as num_warps. Does nothing if the grid is
+    empty."""
     assert isinstance(args[0], Tensor)
     if 0 not in grid:
         kernels = importlib.import_module(f"paceline.model.torch.kernels.triton.{module}")

@@ -44,12 +44,13 @@ def recur(
     eps: float,
     unit_eps: float,
 ) -> Tensor:
-    """Compute gated outputs [T, values] of a delta net from its fused input projection's result, in four launches;
-    updates `memory`, the recurrent states and pending windows.
+    """Compute the part of a gated delta net between its two projections, in four kernel launches: from `fused_TX`, the
+    result of the fused input projection, to the input of the output projection, [T, value heads * value_dim]. Updates
+    `memory`, the recurrent states and pending windows. Padding tokens yield zeros.
 
     fused_TX: for each token the convolution inputs, the gates, and for each value head the logit of beta (weight of the
     token's update) and the input of the decay's softplus. eps: of the output norm; unit_eps: of the normalisation of
-    queries and keys. Padding tokens yield zeros.
+    queries and keys.
     """
     check_contiguous(fused_TX, *weights, *memory.tensors(), stage.bits_BJ, stage.depths_BJ)
     num_rows, count = stage.bits_BJ.shape

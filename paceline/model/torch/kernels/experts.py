@@ -43,8 +43,9 @@ class ExpertStack:
 def route_twin(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tensor | None) -> tuple[Tensor, Tensor]:
     """Select the K = `per_token` experts with the largest logits for each token, in PyTorch operations.
 
-    Returns (weights [T, K], float32: the experts' probabilities, divided by their sum if `is_normed`; indices of the
-    experts [T, K], ascending). Padding tokens, false in `live_T`, get index -1 for each expert; None: no padding.
+    Returns (weights, indices), both [T, K]. The indices of a token's experts ascend. The weights, float32, are the
+    experts' probabilities, divided by their sum if `is_normed`. live_T: mask of valid tokens, None if all are; padding
+    tokens get index -1 for each expert.
     """
     weights_TK, chosen_TK = logits_TE.softmax(-1, torch.float32).topk(per_token, dim=-1)
     if is_normed:
@@ -56,8 +57,8 @@ def route_twin(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tenso
 
 
 def route(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Select the K = `per_token` experts with the largest logits for each token, in one kernel launch. Arguments and
-    result (weights [T, K], indices [T, K]) are those of `route_twin`."""
+    """Compute the same as `route_twin`, with the same arguments, in one kernel launch: select the K = `per_token`
+    experts with the largest logits for each token. Returns (weights [T, K], indices [T, K])."""
     check_contiguous(logits_TE)
     (num_tokens, num_experts), device = logits_TE.shape, logits_TE.device
     weights_TK = torch.empty(num_tokens, per_token, dtype=torch.float32, device=device)
@@ -78,9 +79,9 @@ def route(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tensor | N
 def mix_twin(
     inputs_TD: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], weights_TK: Tensor, chosen_TK: Tensor
 ) -> Tensor:
-    """Compute the weighted sum [T, D] of the outputs of each token's K experts, in the inputs' dtype. weights_TK,
-    chosen_TK: weights and indices in `experts`; index -1 adds zeros. In PyTorch operations: all experts run on all
-    tokens."""
+    """Compute, for each token, the weighted sum of the outputs of its K experts: [T, D], in the inputs' dtype.
+    chosen_TK: the experts' indices in `experts`; index -1 adds zeros. weights_TK: their weights. In PyTorch operations:
+    all experts run on all tokens."""
     outputs_ETD = torch.stack([expert(inputs_TD) for expert in experts])
     token_T = torch.arange(len(inputs_TD), device=inputs_TD.device)
     summed_TD = torch.zeros(outputs_ETD.shape[1:], dtype=torch.float32, device=inputs_TD.device)
@@ -97,10 +98,11 @@ def mix(
     chosen_TK: Tensor,
     shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Compute the weighted sum [T, D] of the outputs of each token's experts, as `mix_twin` does, in three kernel
-    launches, or four for more than 16 tokens (FEW).
+    """Compute the weighted sum [T, D] of the outputs of each token's experts in `stack`, in three kernel launches, or
+    four for more than 16 tokens (FEW). weights_TK, chosen_TK: as in `mix_twin`.
 
-    shared: (an additional output [T, D], its gates [T, 1]); the output times the sigmoid of its gate is added.
+    shared: None, or (output of a shared expert [T, D], its gates [T, 1]); adds the output times the sigmoid of its
+    gate.
     """
     check_contiguous(inputs_TD, weights_TK, chosen_TK)
     (num_tokens, hidden), per_token, device = inputs_TD.shape, chosen_TK.shape[1], inputs_TD.device

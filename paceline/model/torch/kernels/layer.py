@@ -23,8 +23,8 @@ _BLOCK = 1024
 
 
 class NormWeight(NamedTuple):
-    """Parameters of an RMSNorm over the last dimension: its weight, eps, and the dtype of the product with the
-    weight."""
+    """Parameters of an RMSNorm over the last dimension: its weight, its eps, and whether the product with the weight is
+    computed in float32."""
 
     weight: Tensor
     eps: float
@@ -34,14 +34,15 @@ class NormWeight(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Cache row and position in that row of each token of a pass, int64 [T] each."""
+    """For each token of a pass, its cache row and its position in this row: int64 [T] each."""
 
     rows_T: Tensor
     slots_T: Tensor
 
 
 def can_run(tensor: Tensor) -> bool:
-    """Return True if the kernels can process this tensor: on CUDA with Triton, without gradients."""
+    """Return True if the kernels can process this tensor: it is on CUDA, with Triton installed, and needs no
+    gradients."""
     return available.can_use(tensor.device) and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
@@ -51,13 +52,14 @@ def rms_norm_twin(inputs: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tenso
 
 
 def normed(inputs: Tensor, norm: NormWeight) -> Tensor:
-    """Compute an RMSNorm without the multiplication by its weight, in float32 if `norm.is_wide`, else in the inputs'
-    dtype."""
+    """Compute an RMSNorm without the multiplication by its weight. The result is float32 if `norm.is_wide`, else it has
+    the inputs' dtype."""
     return F.rms_norm(inputs.float() if norm.is_wide else inputs, inputs.shape[-1:], eps=norm.eps)
 
 
 def weighted(normed: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
-    """Multiply normed values by the norm's weight; the result has dtype `dtype`."""
+    """Multiply normed values by the norm's weight; the result has dtype `dtype`. The values are rounded to `dtype`
+    before the multiplication, or only after it if `norm.is_wide`."""
     return (normed * norm.weight).to(dtype) if norm.is_wide else normed.to(dtype) * norm.weight
 
 
@@ -136,9 +138,10 @@ def heads(
     queries [T, num_heads, head_dim].
 
     fused_TX: for each token the heads of queries, keys and values, then any other columns. keys, values: one layer of
-    the cache [rows, kv_heads, positions, head_dim]. norm: one weight row per query and key head, or None; `is_whole`:
-    one norm over all queries and one over all keys. tables: cosines and signed sines of the tokens' positions
-    (`Rope.tables`); None: no rotation. The reference in PyTorch is `paceline.model.torch.heads.heads_twin`.
+    the cache [rows, kv_heads, positions, head_dim]. norm: parameters with one weight row per query and key head; None:
+    no norm. `is_whole`: each token has one norm over all its queries and one over all its keys, instead of one per
+    head. tables: cosines and signed sines of the tokens' positions (`Rope.tables`); None: no rotation. The reference in
+    PyTorch is `paceline.model.torch.heads.heads_twin`.
     """
     _, num_kv_heads, _, size = keys.shape
     rotary = 0 if tables is None else tables[0].shape[-1]

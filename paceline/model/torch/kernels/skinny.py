@@ -20,8 +20,8 @@ MOST_TOKENS = 16
 
 
 class Tile(NamedTuple):
-    """Part of a matrix, `rows` x `columns`, that one Triton program reads at a time; `warps` and `stages` are launch
-    options."""
+    """The part of a weight matrix, `rows` x `columns`, that one Triton program reads at a time; `warps` and `stages`
+    are launch options."""
 
     rows: int
     columns: int
@@ -40,8 +40,8 @@ H100 (docs/project/log/2026-11.md)."""
 
 
 def tile_of(num_tokens: int, size: int, inner: int, is_gated: bool) -> Tile | None:
-    """Choose the tile for a product with `size` outputs and `inner` inputs per token: of a matrix [size, inner], or
-    [2 * size, inner] if the product is gated. None if no tile divides the matrix."""
+    """Choose the tile for a product with `size` outputs and `inner` inputs per token. The matrix is [size, inner], or
+    [2 * size, inner] if the product is gated. Returns None if no tile divides the matrix."""
     tile = TILES[num_tokens == 1, is_gated]
     columns = tile.columns
     while columns >= 64 and inner % columns:
@@ -50,8 +50,8 @@ def tile_of(num_tokens: int, size: int, inner: int, is_gated: bool) -> Tile | No
 
 
 def can_run(inputs_TD: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
-    """Return True if `product` supports these inputs: 1 to 16 bfloat16 tokens on CUDA with Triton, without gradients,
-    and a matrix that `tile_of` has a tile for."""
+    """Return True if `product` supports these inputs: 1 to 16 tokens and a matrix, both bfloat16 on CUDA with Triton,
+    no gradients needed, and `tile_of` has a tile for the matrix."""
     num_tokens, (size, inner) = inputs_TD.numel() // inputs_TD.shape[-1], weight.shape
     return (
         0 < num_tokens <= MOST_TOKENS

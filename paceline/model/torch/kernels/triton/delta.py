@@ -14,13 +14,15 @@ def commit(
     ROOM: tl.constexpr, BLOCK_R: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program for one row, value head and tile of values: commits the oldest pending positions to the state, and
-    moves the changes (values to add to the state) of those still pending to the front of the window. `convolve` moves
-    all other pending tensors.
+    """Merges each row's oldest pending positions into its state. Moves the changes (values that a position adds to the
+    state) of the positions still pending to the front of the window; `convolve` moves their other tensors. One program
+    handles one row, value head and tile of values.
 
-    states, keys, changes, decays: tensors of `DeltaMemory`, with ROOM pending positions per row. gone, held [rows]:
-    numbers of positions to commit, and of those still pending after that. BLOCK_R, BLOCK_K: ROOM and KEY rounded up to
-    powers of two; BLOCK_V: values per tile."""
+    states, keys, changes, decays: tensors of `DeltaMemory`, whose windows have ROOM positions per row. gone, held
+    [rows]: number of positions to merge, and number still pending after that. NUM_KEY_HEADS, NUM_HEADS: key and value
+    heads of KEY and VALUE channels. BLOCK_R, BLOCK_K: ROOM and KEY rounded up to powers of two; BLOCK_V: values per
+    tile.
+    """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     gone = tl.load(gone_ptr + row).to(tl.int32)
     if gone > 0:
@@ -56,17 +58,20 @@ def convolve(
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, BLOCK_W: tl.constexpr,
     COUNT: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """One program for one head's channels of one row: computes SiLU of the convolution, and normalises queries and
-    keys.
+    """Computes the convolution of the new tokens, followed by SiLU, and normalises their queries and keys. One program
+    handles one head's channels of one row.
 
-    First moves inputs, keys and decays of positions still pending to the front of the window (`commit` has moved their
-    changes, the values to add to the state); then appends the new inputs and keys.
+    If `commit` has merged positions, the program first moves the inputs, keys and decays of the positions still pending
+    to the front of the window (`commit` has already moved their changes). It then appends the new inputs and keys.
 
-    fused [T, num_columns]: the convolution's inputs in its first columns, COUNT tokens per row. kernel [TAPS,
-    channels]: weights. windows, inputs, keys, decays: tensors of `DeltaMemory`; gone, held: as in `commit`. Outputs,
-    float32: query [T, key heads, KEY], value [T, heads, VALUE]. counts [rows]: valid tokens; depths, bits [rows,
-    COUNT]: depth of a token in its tree, and mask of its ancestors and itself. eps: of the normalisation. BLOCK_*:
-    rounded up to powers of two.
+    fused [T, num_columns]: the convolution's inputs are its first columns; T = rows * COUNT tokens. kernel [TAPS,
+    channels]: weights. windows, inputs, keys, decays: tensors of `DeltaMemory`. gone, held [rows]: numbers of merged
+    and of still pending positions. counts [rows]: valid tokens. depths, bits [rows, COUNT]: depth of a token in its
+    tree, and bit mask of its ancestors and itself. eps: of the normalisation. Outputs, float32: query [T, key heads,
+    KEY], value [T, heads, VALUE].
+
+    ROOM, NUM_KEY_HEADS, NUM_HEADS, KEY, VALUE: as in `commit`. BLOCK_R, BLOCK_W, BLOCK_J, BLOCK: ROOM, TAPS - 1, COUNT
+    and the larger of KEY and VALUE, rounded up to powers of two.
     """
     head, row = tl.program_id(1), tl.program_id(0).to(tl.int64)
     channels: tl.constexpr = 2 * NUM_KEY_HEADS * KEY + NUM_HEADS * VALUE
@@ -150,12 +155,12 @@ def recur(
     COUNT: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """One program for one row, value head and tile of values: computes outputs of the new tokens, and appends their
-    changes (values to add to the state) and decays (logarithms) to the pending window.
+    changes (values to add to the state) and decays (logarithms) to the pending window. Padding tokens yield zeros.
 
-    Padding tokens yield zeros. fused [T, num_columns]: its last columns are, per head, the logit of beta (the update's
-    weight), then the input of the decay's softplus. rate, step [heads]: factor of the decay, and bias in its softplus.
-    query, value: outputs of `convolve`; out [T, heads, VALUE]. Others as in `commit` and `convolve`; BLOCK_K: key
-    channels per product.
+    fused [T, num_columns]: its last columns are, per head, the logit of beta (the update's weight), then the input of
+    the decay's softplus. rate, step [heads]: factor of the decay, and bias in its softplus. states, keys, changes,
+    decays: tensors of `DeltaMemory`. query, value: outputs of `convolve`; out [T, heads, VALUE]. BLOCK_K: key channels
+    per product; BLOCK_V: values per tile. All other arguments: as in `convolve`.
     """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     held, count = tl.load(held_ptr + row).to(tl.int32), tl.load(counts_ptr + row).to(tl.int32)
@@ -233,10 +238,11 @@ def gated_norm(
     found_ptr, fused_ptr, weight_ptr, out_ptr, num_columns, first, eps,
     NUM_HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for one token and head: out = norm(found) * weight * silu(gate).
+    """One program for one token and head: out = norm(found) * weight * silu(gate), with an RMSNorm over the head's
+    VALUE channels.
 
-    found: the outputs of `recur`; found and out [T, NUM_HEADS, VALUE]. fused [T, num_columns]: gates from column
-    `first` on. weight [VALUE], eps: of the norm.
+    found: the output `out` of the kernel `recur`; found and out [T, NUM_HEADS, VALUE]. fused [T, num_columns]: gates
+    from column `first` on. weight [VALUE], eps: of the norm. BLOCK: VALUE rounded up to a power of two.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)

@@ -13,11 +13,11 @@ def route(
     logits_ptr, live_ptr, weights_ptr, chosen_ptr, num_experts,
     PER_TOKEN: tl.constexpr, BLOCK_E: tl.constexpr, IS_NORMED: tl.constexpr, HAS_LIVE: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: selects its PER_TOKEN experts with the largest logits, in ascending order, and the weights
-    of their outputs: their probabilities, with sum 1 if IS_NORMED.
+    """One program per token: selects its PER_TOKEN experts with the largest logits. Writes their indices, ascending,
+    and the weights of their outputs: the experts' probabilities, divided by their sum if IS_NORMED.
 
     logits [T, num_experts]; outputs: weights, chosen (indices) [T, PER_TOKEN]. HAS_LIVE: tokens with 0 in live [T] are
-    padding, and get index -1. BLOCK_E: num_experts rounded up to a power of two."""
+    padding, and get index -1; otherwise all tokens are valid. BLOCK_E: num_experts rounded up to a power of two."""
     token = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < num_experts
@@ -91,17 +91,20 @@ def multiply(
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of an expert's outputs, written to out [pairs, OUT], for all (token, expert) pairs of that
-    expert.
+    """One program computes one tile of an expert's outputs, for all (token, expert) pairs of this expert, and writes it
+    to out [pairs, OUT]. The pair of a token's k-th expert is number token * PER_TOKEN + k.
 
-    IS_UP: computes activation(gate) * up from inputs [tokens, IN] and weight [experts, 2 * OUT, IN], gate first;
-    otherwise the product of inputs [pairs, IN] and weight [experts, OUT, IN]. bias: [experts, rows of weight]. limit,
-    alpha: of ACTIVATION "clamped_swiglu": bound on gate and up, and factor in the gate's sigmoid. chosen [tokens,
-    PER_TOKEN]: each token's experts. HAS_LISTS: pairs come from lists and counts of `list_pairs`; otherwise all tokens
-    fit in one block, BLOCK_T. IS_BY_PAIR: a program is started for each pair, not for each expert; that of an expert's
-    first pair computes all of its pairs, the others do nothing. BLOCK_P, BLOCK_S: PER_TOKEN and number of pairs,
-    rounded up to powers of two. A step computes BLOCK_N outputs from BLOCK_K inputs; STAGES: pipeline stages of the
-    loop.
+    IS_UP: computes activation(gate) * up from inputs [tokens, IN] and weight [experts, 2 * OUT, IN], gate first.
+    Otherwise computes the product of inputs [pairs, IN] and weight [experts, OUT, IN]. HAS_BIAS: adds bias [experts,
+    rows of weight] to the products. With ACTIVATION "clamped_swiglu", `limit` is the bound on gate and up, and `alpha`
+    the factor in the gate's sigmoid.
+
+    chosen [num_tokens, PER_TOKEN]: each token's experts. HAS_LISTS: an expert's pairs are read from lists and counts,
+    the outputs of `list_pairs`; otherwise they are searched in `chosen`. IS_BY_PAIR: programs are started for each pair
+    instead of each expert. Those of an expert's first pair compute all pairs of this expert; the others do nothing.
+
+    BLOCK_P: PER_TOKEN, BLOCK_S: number of pairs, each rounded up to a power of two. A tile has BLOCK_N outputs of
+    BLOCK_T tokens, computed from BLOCK_K inputs at a time. STAGES: pipeline stages of the loop over inputs.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -160,8 +163,8 @@ def combine(
     outputs_ptr, weights_ptr, chosen_ptr, shared_ptr, gate_ptr, out_ptr,
     SIZE: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, HAS_SHARED: tl.constexpr,
 ):  # fmt: skip
-    """One program for one token and BLOCK of columns: the weighted sum of its experts' outputs, from the first expert
-    to the last.
+    """One program for one token and BLOCK of columns: the weighted sum of the outputs of the token's experts, added in
+    the order of `chosen`.
 
     outputs [T * PER_TOKEN, SIZE]; weights, chosen [T, PER_TOKEN], where index -1 adds zeros; out [T, SIZE]. HAS_SHARED:
     adds the shared expert's output, shared [T, SIZE], times the sigmoid of the token's gate [T].

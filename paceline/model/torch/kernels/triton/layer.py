@@ -27,11 +27,14 @@ def add_norm(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_UPDATE: tl.constexpr, HAS_UPDATE_NORM: tl.constexpr,
     HAS_NORM: tl.constexpr, IS_UPDATE_WIDE: tl.constexpr, IS_WIDE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: hidden += scale * norm(update) in place, out = norm(hidden); all are [rows, SIZE].
+    """One program per row: hidden += scale * norm(update) in place, out = norm(hidden); hidden, update and out are
+    [rows, SIZE].
 
-    HAS_UPDATE: there is an update; HAS_UPDATE_NORM: it is normed; HAS_NORM: `out` is written. IS_UPDATE_WIDE, IS_WIDE:
-    norm and multiply by its weight [SIZE] in float32, then round; otherwise round before that product, too. BLOCK: SIZE
-    rounded up to a power of two; OVERLAPS: see `overlap`."""
+    HAS_UPDATE: there is an update, otherwise hidden is unchanged. HAS_UPDATE_NORM: the update is normed before it is
+    added, with update_weight [SIZE] and update_eps. HAS_NORM: `out` is written, normed with weight [SIZE] and eps.
+    IS_UPDATE_WIDE, IS_WIDE, for the two norms: the product with the weight is computed in float32; otherwise the norm
+    is rounded to the dtype before this product. BLOCK: SIZE rounded up to a power of two. OVERLAPS: True if the kernel
+    may start before the previous one ends (`overlap`)."""
     overlap(OVERLAPS)
     begin = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, BLOCK)
@@ -64,12 +67,16 @@ def heads(
     """One program per token and head: applies norm and RoPE to queries and keys, and writes keys and values to the
     cache.
 
-    fused: for each token (token_stride apart) the heads of queries, keys and values; query [T, NUM_HEADS, SIZE]:
-    output. keys, values: one layer of the cache, with row_stride, head_stride and slot_stride; rows, slots [T]: cache
-    row of each token, and position in it. cos, sin [T, ROTARY]: of `Rope.tables`. ROTARY: number of rotated channels of
-    each head, 0 for none. weight: SIZE numbers for each head of queries and keys. IS_WHOLE: one norm over all queries,
-    one over all keys. IS_WIDE, OVERLAPS: as in `add_norm`. BLOCK, WHOLE_BLOCK: SIZE, and all channels of such a norm,
-    rounded up to powers of two.
+    fused: for each token (token_stride apart) the heads of queries, keys and values, of SIZE channels each; query [T,
+    NUM_HEADS, SIZE]: output. keys, values: one layer of the cache, with row_stride, head_stride and slot_stride; rows,
+    slots [T]: cache row of each token, and position in it. ROTARY: number of rotated channels of each head, 0 for none;
+    cos, sin [T, ROTARY]: cosines and signed sines of `Rope.tables`.
+
+    HAS_NORM: queries and keys are normed, with eps and weight: SIZE numbers for each head of queries and keys.
+    IS_WHOLE: one norm over all queries of the token and one over all its keys; otherwise one norm per head. IS_WIDE:
+    the product with the weight is computed in float32; otherwise the norm is rounded before it. BLOCK, WHOLE_BLOCK:
+    SIZE, and all channels of a norm with IS_WHOLE, rounded up to powers of two. OVERLAPS: True if the kernel may start
+    before the previous one ends (`overlap`).
     """
     overlap(OVERLAPS)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -118,7 +125,8 @@ def heads(
 @triton.jit
 def gated(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr, OVERLAPS: tl.constexpr):
     """One program per row and BLOCK of columns: out [rows, SIZE] = activation(gate) * up, for gate_up [rows, 2 * SIZE],
-    gate first. The activation is GELU by tanh if IS_GELU, else SiLU. OVERLAPS: see `overlap`."""
+    gate first. The activation is GELU by tanh if IS_GELU, else SiLU. OVERLAPS: True if the kernel may start before the
+    previous one ends (`overlap`)."""
     overlap(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -16,7 +16,8 @@ def write_one(out):
 
 
 def starts(index: int) -> bool:
-    """Compile a small kernel and run it on the GPU with this index. Returns True if it ran, raises Triton's errors."""
+    """Compile a small kernel and run it on the GPU with this index. Returns True if its result is right; raises
+    Triton's error if it does not run."""
     with torch.cuda.device(index):
         out = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
         kernel: Any = write_one

@@ -40,13 +40,16 @@ def skinny(
     INNER: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS outputs of all tokens, in out [tokens, size] = inputs [tokens, INNER] times the matrix [size,
-    INNER], plus its bias [size] if HAS_BIAS. It reads COLUMNS columns of the matrix at a time.
+    """One program computes ROWS of the `size` outputs, for all tokens. It reads COLUMNS columns of the matrix at a
+    time.
 
-    TOKENS: 1, or the smallest power of two, at least 16, that holds the tokens. COLUMNS divides INNER, ROWS divides
-    size. GATE: 0: no gate. Otherwise the matrix has `size` rows of gate, then `size` rows of up, and out =
-    activation(gate) * up: 1 is SiLU, 2 is GELU by tanh. PRECISION: input precision of the products; STAGES: pipeline
-    stages of the loop; OVERLAPS: see `overlap`.
+    GATE 0: out [tokens, size] = inputs [tokens, INNER] times the matrix [size, INNER], plus the bias [size] if
+    HAS_BIAS. GATE 1 or 2: matrix and bias have `size` rows of gate, then `size` rows of up, and out = activation(gate)
+    * up. The activation is SiLU (1) or GELU by tanh (2).
+
+    TOKENS: 1 for one token, else the smallest power of two, at least 16, that is not below num_tokens. COLUMNS divides
+    INNER, ROWS divides size. PRECISION: input precision of the products; STAGES: pipeline stages of the loop; OVERLAPS:
+    True if the kernel may start before the previous one ends (`overlap`).
     """
     IS_ONE: tl.constexpr = TOKENS == 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
