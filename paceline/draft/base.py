@@ -39,7 +39,8 @@ class Stamp(NamedTuple):
         return cls(path, tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats))
 
     def is_current(self) -> bool:
-        """True if the files are as they were when the stamp was made, or if there are no files; uses no network."""
+        """True if the files have not changed since the stamp was made; always True for a drafter without files. False
+        if they are missing. Reads the local disk only."""
         try:
             return self.path is None or self == Stamp.of(self.path)
         except OSError:
@@ -48,8 +49,8 @@ class Stamp(NamedTuple):
 
 @dataclass(slots=True)
 class Observed:
-    """Positions [start, start + count) of one sequence that the target has just verified, with its hidden states
-    there."""
+    """Newly verified positions [start, start + count) of one sequence, and the target's hidden states at these
+    positions."""
 
     sequence: Sequence
     start: int
@@ -62,7 +63,8 @@ class Observed:
 
     @property
     def taps_NF(self) -> Tensor | None:
-        """Hidden states [N, F] of these N = `count` positions; F = tapped layers * hidden size."""
+        """The target's hidden states [N, F] at the N = `count` positions, F = tapped layers * hidden size; None if no
+        layer is tapped."""
         return None if self.taps_TF is None else self.taps_TF[self.begin : self.begin + self.count]
 
 
@@ -101,7 +103,8 @@ class Drafter(ABC):
 
     @property
     def is_failed(self) -> bool:
-        """True if the drafter could not be loaded and is not tried again yet: routers do not choose it."""
+        """True if the drafter could not be loaded and the time to try again has not come yet. Routers do not choose
+        such a drafter."""
         return False
 
     def cache_bytes(self, target: Target) -> int:
@@ -114,11 +117,12 @@ class Drafter(ABC):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the drafter's weights, without the target's. After `bind` they include prepared copies."""
+        """Bytes of the drafter's weights, without the target's. After `bind`, this includes the weights that were
+        copied and packed for the target."""
         return 0
 
     def keep_weights(self) -> None:
-        """Load memory-mapped weights into memory, so that their files may change afterwards."""
+        """Load memory-mapped weights into memory. The files may be changed or deleted afterwards."""
 
     def record(self) -> None:
         """Capture the drafter's passes as CUDA graphs, if the device uses them; takes seconds. Call after `bind`."""
@@ -127,8 +131,8 @@ class Drafter(ABC):
         """Reset the state of row `seq.row` for a new sequence."""
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Take over cached state from row `source` for the first tokens of `seq`, whose row was just started. Returns
-        the number of positions taken over, at most `length`; the first `length` tokens of both rows are equal.
+        """Take over cached state from row `source` for the first tokens of `seq`, and return the number of positions
+        taken over, at most `length`. The first `length` tokens of both rows are equal. Call after `start(seq)`.
 
         The drafter will observe only the positions after the returned number. `source` may be the row of a running
         sequence, a dropped sequence's row that has not been reallocated, or `seq.row` itself.
@@ -140,23 +144,25 @@ class Drafter(ABC):
         return True
 
     def chance(self, seq: Sequence) -> float:
-        """Returns the predicted probability that a draft of the next round is accepted if all drafts before it are: one
-        value for all its drafts; 0.0 without a draft. Only for drafters that take almost no time (`is_instant`)."""
+        """Returns the estimated probability, in [0, 1], that a draft of the next round is accepted, given that all
+        drafts before it are accepted. One value holds for all drafts of the round; 0.0 if nothing would be drafted.
+        Only for drafters that take almost no time (`is_instant`)."""
         return 0.0
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """Returns the estimated probability that each draft of the next round is accepted, given that those before it
-        are: one value for each of at most `most` drafts; () without a draft. Only for drafters that take almost no time
-        (`is_instant`)."""
+        """Returns for each draft of the next round, at most `most`, the estimated probability in [0, 1] that it is
+        accepted, given that all drafts before it are accepted; () if nothing would be drafted. Only for drafters that
+        take almost no time (`is_instant`)."""
         chance = self.chance(seq)
         return (chance,) * most if chance else ()
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft up to `num_drafted` tokens after each sequence's last token, but no more than the sequence's entry in
-        `batch.draft_limits_B(num_drafted)`.
+        """Draft the tokens that follow each sequence's last token; returns the drafts of all rows. The maximum number
+        of drafts of each row is given by `batch.draft_limits_B(self.num_drafted)`.
 
-        Drafts for greedy and seeded requests are deterministic, so that a seeded output equals plain decoding.
+        Drafts for greedy and seeded requests are deterministic. A seeded request therefore gets the same output as with
+        plain decoding.
         """
 
     def observe(self, observed: list[Observed]) -> None:
@@ -167,8 +173,8 @@ class Drafter(ABC):
 
 
 def sample_draft(seq: Sequence, logits_V: Tensor, place: int) -> tuple[int, Tensor]:
-    """Samples a draft from logits [V] with the request's sampling parameters. Returns (token id, its distribution [V]).
-    `place`: draft position, from 0."""
+    """Samples a draft from logits [V] with the request's sampling parameters. Returns (token id, distribution [V] that
+    it was sampled from). `place`: index of the draft in its round, from 0; it selects the random number."""
     probs_V = target_probs(logits_V[None], seq.params)[0]
     return sample(probs_V, rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, place)), probs_V
 

@@ -48,16 +48,20 @@ class ChainPath(Protocol):
     def extend(
         self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
     ) -> Tensor:
-        """Append cache entries for newly verified positions: `counts[i]` entries to row `rows[i]`, from its cache index
-        `starts[i]` on. `tokens`: the token after each of these positions, row by row. `taps_TF`: the target's hidden
-        states at these positions, F = tapped layers * hidden size; rows beyond the number of tokens are ignored.
-        Returns the drafting state [B, D] after the last entry of each of the B rows."""
+        """Append cache entries for newly verified positions, and return the drafting state [B, D] after the last new
+        entry of each of B rows.
+
+        Row `rows[i]` gets `counts[i]` entries, from cache index `starts[i]` on. `tokens`: for each new position, the
+        token that follows it; first those of `rows[0]`, then those of `rows[1]`, ... `taps_TF`: the target's hidden
+        states at the new positions, in the same order, F = tapped layers * hidden size. Rows of `taps_TF` after the
+        first `len(tokens)` are ignored.
+        """
         ...
 
     def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
-        """Run the network on T drafts and return their drafting states [T, D]. Their cache entries follow the verified
-        entries of their rows. `level`: rows and ancestors of the drafts. `tokens`: the drafts. `state_TD`: drafting
-        states of their parents."""
+        """Run the network on T drafts and return their drafting states [T, D]. The drafts' cache entries follow the
+        verified entries of their rows. `level`: the drafts' rows, and the ancestors of each draft in the draft tree.
+        `tokens`: the drafts. `state_TD`: drafting state of each draft's parent."""
         ...
 
     def logits(self, state_TD: Tensor) -> Tensor:
@@ -137,11 +141,18 @@ class _Row:
 
 
 class ChainedDrafter(TappedDrafter):
-    """Base class of drafters whose network (a `ChainPath`) drafts token by token: EAGLE-3, MTP. Greedy and seeded
-    requests get deterministic drafts. For sampled requests, drafts are sampled, and returned with the distribution that
-    they were sampled from. Where verification accepts a draft only if the target samples the same token, drafts may
-    instead be predictions of that token, computed from the target's sampling noise. `bind` of a subclass calls
-    `_bind_path` (makes the network's decode path), then `_begin` (allocates drafting states)."""
+    """Base class of drafters whose network (a `ChainPath`) drafts token by token: EAGLE-3, MTP.
+
+    Greedy and seeded requests get deterministic drafts. Sampled requests get sampled drafts, with the distributions
+    that they were sampled from, except in two cases:
+
+    - Rows with candidates for a draft tree (see `propose`) get the most probable tokens as drafts.
+    - With `batch.noise_aware`, drafts of a request that is not greedy predict the tokens that the target will sample,
+      from the random numbers that it will use. Requests with a lossy acceptance rule are exempt.
+
+    A subclass's `bind` calls `_bind_path`, which makes the decode path, and then `_begin`, which allocates drafting
+    states.
+    """
 
     is_stepwise, has_own_threads = True, False
     looks_ahead = 1
@@ -169,8 +180,12 @@ class ChainedDrafter(TappedDrafter):
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft token by token for each sequence, at most `num_drafted` tokens. If `batch.num_candidates` is above 0,
-        also return this many tokens per draft, to build trees from. Non-finite logits end a row's drafts."""
+        """Draft token by token for each sequence, at most `self.num_drafted` tokens; returns the drafts of all rows. A
+        row's drafts end before the first position with non-finite logits.
+
+        If `batch.num_candidates` is above 0, rows without a grammar also get that number of candidate tokens at each
+        draft position; draft trees are built from them.
+        """
         limits = batch.draft_limits_B(self.num_drafted)
         rows = [self._row(index, limit, batch) for index, limit in enumerate(limits) if limit > 0]
         block = DraftBlock.certain([[] for _ in limits])

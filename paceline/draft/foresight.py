@@ -26,9 +26,10 @@ from paceline.errors import ModelFileError
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """Noise-aware drafting: predicts the token that the target will sample, from the random numbers that the target
-    will use. `scale` and `spread`, read from the key `paceline.foresight` of config.json, correct the drafter's
-    log-probabilities: `scale` its overconfidence, `spread` the size of its errors."""
+    """Noise-aware drafting: predicts the token that the target will sample, from the drafter's log-probabilities and
+    the random numbers that the target will use. The drafter's log-probabilities differ from the target's: `scale`
+    corrects their overconfidence, and `spread` is the size of their errors. Both are read from the key
+    `paceline.foresight` of config.json."""
 
     scale: float = 0.8
     """Factor on the drafter's log-probabilities; below 1 for a drafter that is more confident than its target."""
@@ -37,9 +38,10 @@ class Foresight:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], path: Path) -> Foresight:
-        """Reads `scale` (factor on the drafter's log-probabilities) and `spread` (size of the errors in them; the
-        larger, the less the random numbers count) from the object `paceline.foresight` of a config.json (`raw`); a
-        missing one gets its default. Raises ModelFileError for other keys, or unless both are numbers above 0."""
+        """Reads the object `paceline.foresight` of a config.json (`raw`). Its key `scale` is a factor on the drafter's
+        log-probabilities [default: 0.8], and `spread` the size of their errors [default: 1.4]. The larger `spread` is,
+        the less weight the random numbers have. Raises ModelFileError for other keys, or for a value that is not a
+        number above 0."""
         own = raw.get("paceline") or {}
         values = own.get("foresight") or {} if isinstance(own, Mapping) else None
         if not isinstance(values, Mapping) or not values.keys() <= {"scale", "spread"}:
@@ -52,8 +54,8 @@ class Foresight:
 
     def chances(self, logprobs_M: list[float], times_M: list[float]) -> list[float]:
         """Returns for each of M candidates the log-probability that the target samples it. `logprobs_M`: the drafter's
-        log-probabilities, the largest one finite. `times_M`: each candidate's exponential random number in the race by
-        which the target samples (the smallest number / probability wins)."""
+        log-probabilities; at least one is finite. `times_M`: each candidate's exponential random number. The target
+        samples by an exponential race: it takes the token with the smallest ratio of random number to probability."""
         pairs = zip(logprobs_M, times_M, strict=True)
         scores = [(self.scale * logprob - math.log(time)) / self.spread for logprob, time in pairs]
         most = max(scores)

@@ -14,8 +14,8 @@ from paceline.model.torch.attention import AttentionPlan, CacheWriter
 
 @dataclass(slots=True)
 class Level:
-    """Cache entries that one drafting step writes: the tree nodes of one depth, in several rows. In each row they
-    follow the verified entries and those of lower depths."""
+    """Cache entries that one drafting step writes: the draft-tree nodes of one depth, in several rows. In each row they
+    follow the verified entries and the entries of earlier drafting steps."""
 
     rows: list[int] = field(default_factory=list)
     bases: list[int] = field(default_factory=list)
@@ -43,7 +43,8 @@ class Level:
 
     @property
     def positions(self) -> list[int]:
-        """Text position of each new entry, counted along its path in the tree."""
+        """Position in the text of each new entry: the number of the row's verified entries plus the number of the
+        entry's ancestors in the draft tree."""
         return [base + len(own) - 1 for base, seen in zip(self.bases, self.seen, strict=True) for own in seen]
 
     def writer(self, device: torch.device) -> CacheWriter:

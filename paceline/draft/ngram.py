@@ -73,8 +73,8 @@ class _TextDrafter(Drafter):
 
 
 class NgramDrafter(_TextDrafter):
-    """Prompt lookup: finds the longest earlier match of the text's last tokens, and drafts the tokens that follow the
-    match. Drafts nothing if fewer than `min_match` tokens match."""
+    """Prompt lookup: finds the longest earlier match, in prompt or answer, of the text's last tokens, and drafts the
+    tokens that follow the match. Drafts nothing if fewer than `min_match` tokens match."""
 
     name = LOOKUP
     _rows: dict[int, _Row]
@@ -205,11 +205,18 @@ class _Place:
 
 
 class PredictionDrafter(_TextDrafter):
-    """Drafts from the text that a request predicts as its answer (`Sequence.prediction`), first from its beginning.
-    When the answer differs, the answer's last tokens are searched in the prediction: at least two tokens (the longest
-    match), or the next occurrence of the last one. Drafts then continue from there. Without a match, each new token is
-    assumed to replace one of the prediction; but if the answer differs from its first token on, nothing is drafted
-    before a match."""
+    """Drafts from the text that a request predicts as its answer (`Sequence.prediction`), from its first token on.
+
+    When the answer differs from the prediction, drafting continues at another place in the prediction, by the first of
+    these rules that applies:
+
+    - after the longest match, of at least two tokens, with the end of the answer
+    - after the next occurrence of the answer's last token, at most 64 tokens after the latest match
+    - at the place reached if each new token of the answer replaces one token of the prediction
+
+    The third rule needs an earlier match, of the answer's first token or of two tokens in a row. If there was no such
+    match, nothing is drafted until one of the first two rules applies.
+    """
 
     name = PREDICTION
     _rows: dict[int, _Place]
@@ -223,8 +230,9 @@ class PredictionDrafter(_TextDrafter):
             self._rows[seq.row] = _Place(seq.prediction, seq.prompt_len)
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """Returns the estimated chance of each of at most `most` drafts to be accepted if those before it are; ()
-        without a draft. The chances grow from draft to draft, because each accepted draft makes the match longer."""
+        """Returns for each of at most `most` drafts the estimated probability, in [0, 1], that it is accepted, given
+        that all drafts before it are accepted; () if nothing would be drafted. It never falls from draft to draft,
+        because each accepted draft makes the match longer."""
         if seq.row not in self._rows:
             return ()
         place = self._rows[seq.row]
@@ -245,8 +253,8 @@ class PredictionDrafter(_TextDrafter):
 
 
 def predicted_ids(tokenizer: Tokenizer, params: SamplingParams, vocab_size: int) -> list[int]:
-    """Returns the token ids of the request's prediction; [] without one. Raises SamplingError for a token outside the
-    vocabulary, and PromptError for invalid text."""
+    """Returns the token ids of the answer that the request predicts; [] if it predicts none. Raises SamplingError for a
+    token outside the vocabulary, and PromptError for invalid text."""
     prediction = params.prediction
     ids = tokenizer.encode(prediction, add_special_tokens=False) if isinstance(prediction, str) else list(prediction)
     if wrong := next((token for token in ids if not 0 <= token < vocab_size), None):

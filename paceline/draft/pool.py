@@ -30,28 +30,29 @@ class Residency(Protocol):
     """Interface of the object that limits how many of a pool's drafters are in memory (`engine/residency.py`)."""
 
     def turn(self, pool: Pool) -> None:
-        """Put drafters that have been loaded into the pool, and release others. Called before a sequence is assigned a
-        drafter."""
+        """Put drafters whose loading has finished into the pool, begin to load one that was requested, and release
+        drafters from memory until the limit holds. Called before each sequence is assigned a drafter."""
 
     def started(self, pool: Pool, name: str, drafter: str) -> None:
-        """Count a use of `drafter`, which a sequence was just assigned. `name`: drafter that the sequence named, or "";
-        if that one is released, it may be loaded next."""
+        """Count one use of the drafter that a sequence was just assigned (`drafter`, its name). `name`: the drafter
+        that the sequence requested, or "". If that one is not in memory, the sequence was assigned another, and the
+        requested one may be loaded next."""
 
 
 class Memory(NamedTuple):
-    """Bytes of memory that drafters hold: weights and KV caches. Each one that several drafters share counts once."""
+    """Bytes of memory that drafters hold: weights and KV caches. What several drafters share is counted once."""
 
     weight_bytes: int
     cache_bytes: int
 
 
 def memory_alone(drafter: Drafter, target: Target) -> Memory:
-    """Returns the bytes that the drafter would hold if it shared nothing."""
+    """Returns the bytes that the drafter would hold if it shared no weights and no cache with other drafters."""
     return Memory(drafter.weight_bytes, drafter.cache_bytes(target))
 
 
 def memory_of(drafters: Iterable[Drafter], target: Target) -> Memory:
-    """Returns the bytes that these drafters hold together."""
+    """Returns the bytes that these drafters hold in total; shared weights and caches are counted once."""
     each = list(drafters)
     used = sum(size * times for drafter in each for size, times in drafter.held.values())
     held = {key: size for drafter in each for key, (size, _) in drafter.held.items()}
@@ -60,9 +61,10 @@ def memory_of(drafters: Iterable[Drafter], target: Target) -> Memory:
 
 
 def bind(drafter: Drafter, target: Target, *, keeps: bool = False, is_alone: bool = False) -> None:
-    """Bind a drafter of a pool to the target. The drafter shares equal weights, and a cache of equal shape, with the
-    target's other drafters. `keeps`: load memory-mapped weights into memory first. `is_alone`: do not share weights,
-    because comparing them takes time. Raises the errors of `Drafter.bind`."""
+    """Bind a drafter of a pool to the target. The drafter shares equal weights, and a cache of equal shape, with other
+    drafters bound to this target. `keeps`: load memory-mapped weights into memory first. `is_alone`: it is the pool's
+    only drafter, so no time is spent on looking for equal weights. Raises DrafterMismatchError if the drafter does not
+    fit the target, ContextLengthError if it is a language model with a shorter context than the target's."""
     with sharing(target, has_weights=bool(drafter.source) and not is_alone) as held:
         if keeps:
             drafter.keep_weights()
@@ -88,7 +90,8 @@ class Member:
 
     @property
     def is_ready(self) -> bool:
-        """True if new sequences may be assigned this drafter now: it is open, and its weights are in memory."""
+        """True if this drafter can be assigned to new sequences now: it is open to them (`is_open`), and its weights
+        are in memory."""
         return self.is_open and not self.drafter.is_released
 
 
@@ -131,8 +134,9 @@ class Pool:
 
     @property
     def default(self) -> Member:
-        """The first pool entry that is open and has its weights in memory; without one, the entry "none" (no drafts).
-        It serves sequences that name no drafter, or one that is unknown, not open or released from memory."""
+        """The pool entry for sequences that name no drafter, or one that they cannot get. It is the first entry that
+        new sequences can be assigned to now (`Member.is_ready`); if there is no such entry, it is "none" (no
+        drafts)."""
         return next((member for member in self.members.values() if member.is_ready), self._plain)
 
     @property
@@ -141,8 +145,8 @@ class Pool:
 
     @property
     def open(self) -> list[str]:
-        """Names of the drafters that new sequences may get, now or once they are loaded: the default first, "none"
-        last."""
+        """Names of the drafters that new sequences may get, now or once they are loaded, in the pool's order. A drafter
+        that could not be loaded is left out until it is time to try again. "none" (no drafts) is always included."""
         names = [name for name, each in self.members.items() if each.is_open and not each.drafter.is_failed]
         return list(dict.fromkeys([*names, NONE]))
 
@@ -169,8 +173,8 @@ class Pool:
         return self.members[name]
 
     def swap(self, drafter: Drafter) -> None:
-        """Make `drafter` the default, under its own name. The old default and another entry of this name leave the
-        pool; running sequences keep their drafters. Raises DrafterMismatchError and changes nothing if `drafter` does
+        """Make `drafter` the default, under its own name. It replaces the old default, and an entry that has the same
+        name. Running sequences keep their drafters. Raises DrafterMismatchError and changes nothing if `drafter` does
         not fit the target."""
         old = self.default
         if drafter is old.drafter:
@@ -186,8 +190,8 @@ class Pool:
         self._let_go()
 
     def put(self, name: str, drafter: Drafter) -> None:
-        """Add `drafter` to the pool under `name`; replaces the entry with this name. Raises DrafterMismatchError if
-        `drafter` does not fit the target, ConfigError if `name` is reserved; the pool is then unchanged."""
+        """Add `drafter` to the pool under `name`, in place of an entry that has this name. Raises DrafterMismatchError
+        if `drafter` does not fit the target, ConfigError if `name` is reserved; the pool is then unchanged."""
         self._join(name, drafter)
         self._let_go()
 
@@ -204,8 +208,9 @@ class Pool:
         self.members[name] = Member(name, drafter)
 
     def exchange(self, name: str, drafter: Drafter) -> None:
-        """Replace an entry's drafter object by another one for the same drafter, which was released from memory or
-        loaded again. The entry stays open or not, as it was."""
+        """Replace an entry's drafter object: by one without weights when the drafter is released from memory, by one
+        with weights when it is loaded again. Whether new sequences may get the drafter does not change. Raises
+        ConfigError for an unknown name."""
         is_open = self.member(name).is_open
         self._join(name, drafter)
         self.members[name].is_open = is_open
@@ -223,9 +228,13 @@ class Pool:
         self._let_go()
 
     def start(self, seq: Sequence, trial_drafter: Drafter | None = None) -> None:
-        """Assign a drafter to `seq` and reset that drafter's state for its row: the drafter that `seq.drafter` names if
-        new sequences may get it, else the default. With `trial_drafter`, assign that drafter instead: it is outside the
-        pool, already bound, and released when the sequence ends."""
+        """Assign a drafter to `seq`, store its name in `seq.drafter`, and reset the drafter's state for the sequence's
+        row. The drafter is:
+
+        - `trial_drafter`, if given: a drafter outside the pool, already bound, which is released when the sequence ends
+        - else the drafter that `seq.drafter` names, if new sequences may get it now
+        - else the default
+        """
         name = seq.drafter
         if self.residency:
             self.residency.turn(self)
@@ -244,8 +253,9 @@ class Pool:
             source.start(seq)
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Take over the drafter's cached state of the first `length` tokens, a prefix shared with row `source`. Returns
-        the number of positions taken over: 0 if another drafter observed that row."""
+        """Let the sequence's drafter take over cached state from row `source`, whose first `length` tokens equal those
+        of `seq`. Returns the number of positions taken over. A drafter that reads the target's hidden states takes over
+        only from a row that it has observed itself."""
         drafter = self._leases[seq.row].drafter
         if drafter.tap_layers and self._held.get(source) is not drafter:
             return 0
@@ -262,10 +272,13 @@ class Pool:
                 self._let_go()
 
     def offers(self, seq: Sequence, planner: Planner, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Returns the possible drafts of the sequence's next round, with predicted acceptance and cost: at most one
-        offer from its prediction, one from its own drafter, and one from prompt lookup. For a drafter that takes time,
-        nothing is drafted yet and `planner` predicts both; for one that drafts instantly, it predicts its own
-        acceptance and the cost is 0. Drafters named in `unwanted` are left out."""
+        """Returns the possible drafts of the sequence's next round, with predicted acceptance and cost. Nothing is
+        drafted yet. There is at most one `Offer` from each source: the request's prediction, the sequence's own
+        drafter, and prompt lookup.
+
+        Acceptance and cost are predicted by `planner`. A drafter that takes almost no time (`is_instant`) predicts its
+        own acceptance, and its cost is 0. `unwanted`: names of drafters that are left out.
+        """
         offers = []
         for source in self._sources(self._leases[seq.row].drafter):
             if source.name in unwanted:
@@ -280,8 +293,8 @@ class Pool:
         return offers
 
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft for each sequence with the drafter that was planned for it in `batch.takes_B` (its own drafter, prompt
-        lookup or its prediction); if `takes_B` is missing, with its own drafter."""
+        """Draft for each sequence; returns the drafts of all rows. `batch.takes_B` names for each sequence what drafts:
+        its own drafter, prompt lookup or the request's prediction. If it is None, the sequences' own drafters draft."""
         takes_B = batch.takes_B or [Take(self._leases[row].drafter.name, 1 << 30) for row in batch.rows]
         block = DraftBlock.certain([[] for _ in takes_B])
         confidence_B: list[list[float] | None] = [None] * len(takes_B)
@@ -324,9 +337,10 @@ class Pool:
         return self._leases[seq.row].drafter
 
     def advance(self, drafter: TappedDrafter, observed: list[Observed]) -> None:
-        """Update the pool after a decode round that ran as one captured CUDA graph and already stored the keys and
-        values of the newly verified positions (`observed`) in the cache of `drafter`: sets that cache's lengths, and
-        passes the tokens to prompt lookup and predictions. All these sequences have this drafter."""
+        """Update the drafters after a decode round that ran as one captured CUDA graph. The round already wrote keys
+        and values of the newly verified positions (`observed`) into the cache of `drafter`, which drafts for all these
+        sequences. This call sets the lengths of that cache, and passes the new tokens to prompt lookup and to drafting
+        from predictions."""
         drafter.advance([one.sequence.row for one in observed], [one.start + one.count for one in observed])
         self._held |= {one.sequence.row: drafter for one in observed}
         for each in self._sources(drafter):

@@ -12,10 +12,10 @@ from paceline.types import CANDIDATE, Batch, DraftBlock, Sequence, Take
 
 
 class Probation(Drafter):
-    """Wraps a new drafter to try it on one request: the drafter reads the prompt and drafts once. These drafts are not
-    verified; the request is decoded without drafts.
+    """Wraps a new drafter to try it on one request. The new drafter reads the request's prompt and drafts once. These
+    drafts are not verified; the request itself is decoded without drafts.
 
-    When the request ends, the future `done` receives the drafted tokens or the error.
+    When the request ends, the future `done` gets the list of drafted tokens as its result, or the error.
     """
 
     name = CANDIDATE

@@ -55,12 +55,20 @@ READERS: dict[Kind, Callable[..., Trained]] = {
 
 
 def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str = "", **options: Any) -> Drafter:
-    """Creates the drafter that `spec` names: "default" (the one that ships for this target), "none", "ngram" (prompt
-    lookup), "mtp" (the target's own MTP layer), random weights ("random-dflash", ...), a folder, a GGUF file, a hub id
-    or a built-in model. None means "none". A Drafter object is returned as it is.
+    """Creates the drafter that `spec` names:
 
-    `options` go to its constructor, except those equal to None. Raises ModelNotFoundError for an unknown name,
-    ConfigError if a Drafter object comes with options, and the errors of reading a checkpoint.
+    - "default": the drafter that ships for this target, or prompt lookup if none ships or it cannot be downloaded
+    - "none" or None: plain decoding
+    - "ngram": prompt lookup
+    - "mtp": the target's own MTP layer
+    - "random-dflash" and other names that begin with "random-": random weights
+    - a checkpoint (a folder, a GGUF file, a hub id or a built-in model): the drafter in it; if it is a language model,
+      that model drafts
+    - a Drafter object: the object itself
+
+    `target_name`: name of the target, for "default" and "mtp". `options` go to the drafter's constructor, except those
+    equal to None. Raises ModelNotFoundError for an unknown name, ConfigError if a Drafter object is given with options,
+    UnsupportedModelError or ModelFileError if a checkpoint cannot be read.
     """
     options = {name: value for name, value in options.items() if value is not None}
     if isinstance(spec, Drafter):
@@ -76,8 +84,8 @@ def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str
 
 def origin_of(name: str) -> tuple[str, Stamp]:
     """Returns (source, stamp) of the drafter with this name. Source: the absolute path of a local drafter, else the
-    name. Stamp: the present state of its files, which are downloaded first if necessary; empty for a method without
-    files, such as "ngram". Raises ModelNotFoundError for an unknown name."""
+    name. Stamp: the present state of the drafter's files, which are downloaded first if necessary; an empty stamp for a
+    method without files, such as "ngram". Raises ModelNotFoundError for an unknown name."""
     if name in DRAFTERS:
         return name, Stamp()
     stamp, local = Stamp.of(checkpoint_of(name).absolute()), Path(name).expanduser()
@@ -85,8 +93,9 @@ def origin_of(name: str) -> tuple[str, Stamp]:
 
 
 def read_trained(path: Path, **options: Any) -> Trained:
-    """Reads the DFlash or EAGLE-3 drafter or the MTP layer in a folder or GGUF file; `options` go to the drafter's
-    constructor. Raises ModelFileError if it holds none of these, and the errors of reading a checkpoint."""
+    """Reads a DFlash drafter, an EAGLE-3 drafter or an MTP layer from a folder or GGUF file. `options` go to the
+    drafter's constructor. Raises ModelFileError if the path holds none of these or a file is damaged,
+    UnsupportedModelError if the format or architecture is not supported."""
     return READERS[_trained_kind(path)](path, **options)
 
 
@@ -100,11 +109,12 @@ def _read(path: Path, target: Target, options: dict[str, Any]) -> Drafter:
 
 
 def folder_of(name: str, target_name: str | None = None) -> Path:
-    """Returns the path of a drafter's checkpoint. `name`: a folder, a GGUF file, a hub id, a built-in model that has a
-    drafter, or "default" for the drafter that ships for `target_name`.
+    """Returns the path of a drafter's checkpoint, which is downloaded first if necessary. `name`: a folder, a GGUF
+    file, a hub id, a built-in model that has a drafter, or "default" for the drafter that ships for `target_name`.
 
-    Raises ModelNotFoundError, DownloadError if a shipped drafter cannot be downloaded, ModelFileError unless it is a
-    DFlash or EAGLE-3 drafter or an MTP layer, ConfigError for "default" if no drafter ships for the target.
+    Raises ModelNotFoundError for an unknown name, DownloadError if a shipped drafter cannot be downloaded,
+    ModelFileError if the checkpoint is neither a DFlash or EAGLE-3 drafter nor an MTP layer, ConfigError for "default"
+    if no drafter ships for the target.
     """
     if name == "default":
         if target_name not in shipped.SHIPPED:
@@ -119,9 +129,8 @@ def folder_of(name: str, target_name: str | None = None) -> Path:
 
 
 def kind_of(path: Path) -> Kind:
-    """Returns the type of the drafter in a folder or GGUF file: "dflash" (DFlash, DFlash 2 or DSpark), "mtp" (only an
-    MTP layer, which is how training stores it) or "eagle3" (in the format of SpecForge or of `speculators`); "" for
-    anything else."""
+    """Returns the type of the drafter in a folder or GGUF file: "dflash" (DFlash, DFlash 2 or DSpark), "mtp" (a folder
+    that holds only an MTP layer) or "eagle3" (in the format of SpecForge or of `speculators`); "" for anything else."""
     if not path.is_dir():
         return "dflash" if is_gguf_drafter(path) else ""
     raw = read_json(path / "config.json")
@@ -137,14 +146,16 @@ def _trained_kind(path: Path) -> Kind:
 
 
 def shipped_or_checkpoint(name: str) -> Path:
-    """Returns the path of the drafter that ships for the built-in model `name`, or else of the checkpoint with this
-    name."""
+    """Returns the path of the drafter that ships for the built-in model `name`. If none ships, returns the path of the
+    checkpoint `name`: a folder, a GGUF file, a hub id or a built-in model. Raises ModelNotFoundError for an unknown
+    name, DownloadError or CacheError if a download fails."""
     return shipped.find(name) if name in shipped.SHIPPED else checkpoint_of(name)
 
 
 def checkpoint_of(name: str) -> Path:
-    """Returns the path of a checkpoint: a folder, a hub id or a built-in model. Raises ModelNotFoundError for an
-    unknown name."""
+    """Returns the path of a checkpoint, which is downloaded first if necessary. `name`: a folder, a GGUF file, a hub id
+    or a built-in model. Raises ModelNotFoundError for an unknown name, DownloadError or CacheError if a download
+    fails."""
     try:
         return hub.resolve(name)
     except ModelNotFoundError as error:

@@ -44,10 +44,10 @@ def local(name: str) -> Path | None:
 
 
 def find(name: str) -> Path:
-    """Returns the folder of the drafter that ships for the built-in model `name` (one that has such a drafter);
-    downloads it from the hub if necessary.
+    """Returns the folder of the drafter that ships for the built-in model `name`, which must be a key of SHIPPED.
+    Downloads the drafter from the hub if necessary.
 
-    Raises DownloadError or CacheError, which name the command to install it.
+    Raises DownloadError or CacheError if the download fails; the message has the command that installs the drafter.
     """
     if (folder := local(name)) is not None:
         return folder

@@ -35,8 +35,9 @@ class SmallModelDrafter(Drafter):
         refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
 
     def bind(self, target: Target) -> None:
-        """Check that the model has as many tokens as the target, and allocate its cache. Raises DrafterMismatchError,
-        or ContextLengthError if the model's context is shorter than the target's."""
+        """Check that the model's vocabulary is as large as the target's, and allocate the model's cache. Raises
+        DrafterMismatchError if the sizes differ or the model is the target object itself, ContextLengthError if the
+        model's context is shorter than the target's."""
         if self.model is target:
             raise DrafterMismatchError("the drafter is the target object itself: load the model a second time")
         if self.model.vocab_size != target.vocab_size:
@@ -50,8 +51,7 @@ class SmallModelDrafter(Drafter):
 
     def record(self) -> None:
         """Capture the model's passes of one and of two tokens per row as CUDA graphs, if the device uses them. After a
-        round whose drafts were all accepted, the first pass reads two: the last draft, which the model has not read,
-        and the bonus token."""
+        round whose drafts were all accepted, the model has two tokens to read: the last draft and the bonus token."""
         self.model.record(2)
 
     @property
@@ -74,7 +74,9 @@ class SmallModelDrafter(Drafter):
         return length
 
     def observe(self, observed: list[Observed]) -> None:
-        """Remove rejected and replaced drafts from the model's cache, and run new prompt tokens through the model."""
+        """Remove from the model's cache all drafts that are not part of the text: rejected ones, and those that a
+        grammar replaced by another token. After that, run new prompt tokens through the model. New tokens of the answer
+        are run later, by `propose`."""
         cache = self.model.cache
         rows, ends = [one.sequence.row for one in observed], [one.start + one.count for one in observed]
         kept = [min(cache.lengths[one.sequence.row], self._sound(one)) for one in observed]

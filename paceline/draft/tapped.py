@@ -35,8 +35,8 @@ MOST_UNSORTED = 16
 
 
 class TappedDrafter(Drafter):
-    """Base class of drafters that read the target's hidden states (features). It stores each row's features until keys
-    and values are computed from them. `bind` of a subclass calls `_bind_path`, which makes the decode path."""
+    """Base class of drafters that read the target's hidden states (features). It stores each row's features until the
+    drafter computes keys and values from them. A subclass's `bind` calls `_bind_path`, which makes the decode path."""
 
     network: Any
     """The network as an nn.Module, with the weights as they were read."""
@@ -104,8 +104,8 @@ class TappedDrafter(Drafter):
         self._kept = tensors
 
     def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the network's weights by `tensors`, for example trained ones. Drafting uses them only after the
-        drafter is bound to a new cache of the target."""
+        """Replace the network's weights by `tensors`, for example trained ones. Drafting continues with the old weights
+        until the drafter is bound to a new cache of the target."""
         self._use_tensors(tensors)
         self._kept, self.held = None, {}
 
@@ -144,8 +144,9 @@ class TappedDrafter(Drafter):
         self._sort()
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Copy keys and values of the first `length` tokens, a prefix shared with row `source`, from that row; returns
-        the number of positions copied. A row keeps its cache until another sequence observes positions in it."""
+        """Copy keys and values of the first `length` tokens of `seq`, which equal those of row `source`, from that row.
+        Returns the number of positions copied, which may be less than `length`. The sequence of row `source` may have
+        ended."""
         self._sort()
         self._inject([source])
         length = max(min(length - self.looks_ahead, self._cache.lengths[source]), 0)
@@ -177,8 +178,8 @@ class TappedDrafter(Drafter):
         self._inject(rows)
 
     def advance(self, rows: list[int], lengths: list[int]) -> None:
-        """Set the cache lengths of these rows, after a round captured as a CUDA graph wrote their keys and values.
-        These rows must have no pending features."""
+        """Set the cache lengths of `rows` to `lengths`, after a round captured as a CUDA graph wrote keys and values of
+        new positions. These rows must have no pending features."""
         self._cache.append(rows, [length - self._cache.lengths[row] for row, length in zip(rows, lengths, strict=True)])
 
     def can_draft(self, seq: Sequence) -> bool:
@@ -191,8 +192,8 @@ class TappedDrafter(Drafter):
 
 
 def cache_shape_of(config: DecoderConfig, target: Target, slack: int, *, is_native: bool) -> tuple[int, ...]:
-    """Returns the shape of a drafter's keys [layers, rows, kv_heads, positions, head_dim]. `slack`: positions of a row
-    beyond the longest text."""
+    """Returns the shape [layers, rows, kv_heads, positions, head_dim] of the keys in a drafter's KV cache. `slack`:
+    positions of a row in addition to those of the longest text."""
     max_len, head_dim = target.cache.max_len, config.head_dim
     if is_native:
         head_dim, slack = padded(config, max_len, slack)
@@ -232,9 +233,9 @@ class PendingFeatures:
 
 
 def features_of(observed: list[Observed]) -> Tensor:
-    """Returns the features (target's hidden states) of all T observed positions, in order: [T, F], F = tapped layers *
-    hidden size. The result may have more than T rows, of which only the first T are meant. (A single observation that
-    begins at the first row of the target's pass is returned without a copy, with all rows of the pass.)"""
+    """Returns the features (target's hidden states) of all T observed positions, in order, F = tapped layers * hidden
+    size. To avoid a copy, the result may be a whole pass of the target, with more than T rows; callers must ignore the
+    rows after the first T."""
     if len(observed) == 1 and observed[0].begin == 0 and observed[0].taps_TF is not None:
         return observed[0].taps_TF
     return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])

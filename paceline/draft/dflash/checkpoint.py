@@ -42,8 +42,8 @@ log = logging.getLogger("paceline.draft")
 
 @dataclass(frozen=True, slots=True)
 class StoredDrafter:
-    """Contents of a drafter's folder or GGUF file: config, network tensors, and draft vocabulary with LM head. Tensors
-    and config keys have the same names (z-lab's) for every format."""
+    """Contents of a drafter's folder or GGUF file: config, network tensors, and draft vocabulary with LM head. Config
+    keys and tensor names are z-lab's; those of other formats were converted."""
 
     config: DFlashConfig
     """The parsed config; its field `raw` has z-lab's keys."""
@@ -58,11 +58,11 @@ class StoredDrafter:
 
 
 def read_stored(folder: Path | str) -> StoredDrafter:
-    """Reads a drafter from its folder or GGUF file. Weights may be in several files, or packed in 8 bits
-    (`draft/formats/packed.py`).
+    """Reads a DFlash, DFlash 2 or DSpark drafter from its folder or GGUF file. A folder's weights may be in several
+    files, or in one file packed in 8 bits (`draft/formats/packed.py`).
 
-    Logs unknown keys and tensors. Raises UnsupportedModelError for another format or architecture, ModelFileError if a
-    file is missing or damaged.
+    Logs unknown keys and tensors as a warning. Raises UnsupportedModelError if the format or architecture is not
+    supported, ModelFileError if a file is missing or damaged.
     """
     folder = Path(folder).expanduser()
     if is_gguf(folder):
@@ -109,16 +109,18 @@ def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:
 
 
 def weights_file(folder: Path) -> Path:
-    """Returns the path of the weights file that paceline writes into this folder. The file may not exist."""
+    """Returns the path of the drafter's weights file in this folder: model-q8_0.safetensors if it exists and
+    model.safetensors does not, else model.safetensors, which may be missing."""
     dense, small = folder / DENSE, folder / PACKED
     return small if small.is_file() and not dense.exists() else dense
 
 
 def read_draft_ids(folder: Path | str) -> Tensor | None:
-    """Returns a drafter's reduced draft vocabulary: token ids, int64, ascending; None without one. Raises
-    ModelFileError for a damaged file.
+    """Returns the token ids of a drafter's reduced draft vocabulary, int64, ascending; None if it drafts over all
+    tokens. `folder`: the drafter's folder or GGUF file. Raises ModelFileError for a damaged file.
 
-    z-lab's format has no such field, so it is a separate file, which other programs ignore: they draft over all tokens.
+    z-lab's format has no field for a draft vocabulary, so paceline stores it in a file of its own. Other programs
+    ignore that file and draft over all tokens.
     """
     folder = Path(folder).expanduser()
     if is_gguf(folder):
@@ -137,13 +139,14 @@ def write_checkpoint(
     head_VD: Tensor | None = None,
     in_8_bits: bool = False,
 ) -> None:
-    """Writes a drafter's config.json (`raw`) and model.safetensors. `in_8_bits`: write the weights as in
-    `draft/formats/packed.py`, which only paceline reads. `head_VD`: the drafter's own LM head, one row per id in
-    `draft_ids`.
+    """Writes a drafter's config.json (the JSON object `raw`) and weights (model.safetensors) into a folder.
+    `draft_ids`: token ids of its draft vocabulary, ascending; None: all tokens. `head_VD`: its own LM head, one row per
+    draft token; None: it uses the target's. `in_8_bits`: write the weights as model-q8_0.safetensors, with matrices
+    rounded to 8 bits, which only paceline reads.
 
-    A new folder appears complete; in an existing folder, files are replaced one at a time, weights first. An index file
-    that names only model.safetensors is written too: without it, vLLM and SGLang would read every *.safetensors of the
-    folder. Raises CacheError if writing fails.
+    A new folder appears only when all its files are written. In an existing folder, files are replaced one at a time,
+    weights first. With model.safetensors, an index is written that names only this file: without it, vLLM and SGLang
+    would read every *.safetensors file of the folder. Raises CacheError if writing fails.
     """
     folder = Path(folder).expanduser()
     remedy = "free space or choose another folder"

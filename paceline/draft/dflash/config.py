@@ -33,8 +33,8 @@ ARCHITECTURE, ARCHITECTURE_2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", 
 
 @dataclass(frozen=True, slots=True)
 class DFlash2Sizes:
-    """Sizes of the parts that only DFlash 2 has: convolutions (positions combined, channels per group) and candidate
-    selector (width of its codebooks, candidates per draft position)."""
+    """Sizes of the parts that DFlash 2 adds to DFlash v1: convolutions, and a candidate selector, which scores the most
+    probable tokens of a draft position given the draft before it."""
 
     conv_kernel_size: int
     """Number of positions that a convolution combines: a position and those before it in the block."""
@@ -62,8 +62,8 @@ MARKOV_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "con
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """Config of a DFlash drafter: a Qwen3-like decoder without embedding and LM head, and the target layers that it
-    reads."""
+    """Config of a DFlash drafter. The drafter is a Qwen3-like decoder without embedding and LM head, which reads hidden
+    states of some target layers."""
 
     shape: DecoderConfig
     """Sizes, RoPE and windows of the draft layers; its `vocab_size` is not used."""
@@ -106,8 +106,9 @@ class DFlashConfig:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> DFlashConfig:
-        """Parses the JSON object of a config.json (`raw`). `path` is for messages. Raises UnsupportedModelError for
-        another format or architecture, ModelFileError for a missing or invalid key."""
+        """Parses a config.json in z-lab's or DeepSpec's format; `raw` is its JSON object. `path`: its name in error
+        messages. Raises UnsupportedModelError if the format or architecture is not supported, ModelFileError for a
+        missing or invalid key."""
         path = Path(path)
         raw = unpacked(raw, DSPARK, dict.fromkeys(MARKOV_KEYS[2:], False))
         nested = raw.get("dflash_config") or {}
@@ -148,8 +149,9 @@ class DFlashConfig:
 
 
 def default_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
-    """Returns the target layers that a drafter of `num_layers` layers reads by default: evenly spaced from layer 1 to
-    the third last; the middle layer for a drafter of one layer."""
+    """Returns the target layers, counted from 0, whose hidden states a drafter of `num_layers` layers reads by default:
+    one for each draft layer, evenly spaced from layer 1 to the third last. A drafter of one layer reads the target's
+    middle layer."""
     if num_layers == 1:
         return [num_target_layers // 2]
     span = num_target_layers - 4
@@ -168,9 +170,11 @@ def new_config(
     mask_token_id: int | None = None,
     **keys: Any,
 ) -> dict[str, Any]:
-    """Returns the config.json (a dict) of a new drafter for a target with these sizes. `keys` overrides or adds keys.
+    """Returns the config.json (a dict) of a new DFlash v1 drafter for a target with these sizes. `num_layers`,
+    `head_dim` and `intermediate_size` are the drafter's own. `keys`: further entries of config.json, which replace
+    entries of the same name.
 
-    The mask token defaults to the vocabulary's last id; up to four query heads share a key head.
+    The mask token defaults to the vocabulary's last id. Up to four query heads share one key head.
     """
     layer_ids = default_layer_ids(num_target_layers, num_layers)
     num_heads, num_kv_heads = head_sizes(hidden_size, head_dim)
@@ -195,16 +199,17 @@ def new_config(
 
 
 def as_dflash2(raw: Mapping[str, Any], *, rank: int = 256, top_k: int = 16) -> dict[str, Any]:
-    """Returns the config.json of a DFlash 2 drafter that extends the DFlash v1 drafter with config `raw`. `rank`: width
-    of the selector's codebooks; `top_k`: candidates per position."""
+    """Returns the config.json of a DFlash 2 drafter that extends the DFlash v1 drafter with config `raw`. The candidate
+    selector stores one vector per token in each of two tables (codebooks). `rank`: length of these vectors; `top_k`:
+    candidate tokens per draft position."""
     own = raw.get("dflash_config") or {}
     added = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": rank, "selector_top_k": top_k}
     return {**raw, "architectures": [ARCHITECTURE_2], "dflash_config": {**own, **added}}
 
 
 def as_dspark(raw: Mapping[str, Any], *, rank: int = 256) -> dict[str, Any]:
-    """Returns the config.json of a DSpark drafter that extends the DFlash v1 drafter with config `raw`. `rank`: width
-    of the Markov head's codebooks."""
+    """Returns the config.json of a DSpark drafter that extends the DFlash v1 drafter with config `raw`. The Markov head
+    stores one vector per token in each of two tables (codebooks). `rank`: length of these vectors."""
     own = raw.get("dflash_config") or {}
     added = dict(zip(MARKOV_KEYS, (rank, "vanilla", True, True), strict=True))
     return {**raw, "architectures": [DSPARK], "dflash_config": {**own, **added}}
@@ -213,9 +218,9 @@ def as_dspark(raw: Mapping[str, Any], *, rank: int = 256) -> dict[str, Any]:
 def check_fit(
     config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = None, head_VD: Tensor | None = None
 ) -> None:
-    """Raises DrafterMismatchError, with both values, if a drafter does not fit the target (hidden size, vocabulary,
-    layers). `draft_ids`: token ids of its reduced draft vocabulary; None: all of the target's. `head_VD`: its own LM
-    head, one row per draft token; None: it uses the target's."""
+    """Raises DrafterMismatchError, with both values, if a drafter does not fit the target in hidden size, vocabulary or
+    layers. `draft_ids`: token ids of the drafter's reduced draft vocabulary; None: all tokens. `head_VD`: the drafter's
+    own LM head, one row per draft token; None: it uses the target's."""
     last_id = -1 if draft_ids is None else int(draft_ids.max())
     wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
     num_layers, vocab_size = target.num_layers, target.vocab_size

@@ -121,8 +121,9 @@ class DraftLayer(nn.Module):
 
 
 class DFlashNetwork(nn.Module):
-    """The trainable DFlash network, with parameter names and dtypes of the checkpoint. It uses the target's embedding
-    and LM head, or its own if it has another width."""
+    """The trainable DFlash network, with parameter names and dtypes of the checkpoint. It contains no embedding and no
+    LM head. By default, the drafter uses the target's. It may have its own LM head; if its hidden size differs from the
+    target's, this head is also its embedding."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -139,8 +140,8 @@ class DFlashNetwork(nn.Module):
 
     @classmethod
     def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
-        """Creates a network that shares `tensors`, without a copy. `source` is for messages. Raises ModelFileError,
-        which names the tensor, if one does not fit the config."""
+        """Creates a network whose parameters are `tensors`, without a copy. `source`: their origin, for error messages.
+        Raises ModelFileError, which names the tensor, if one is missing, unknown or of the wrong shape."""
         with torch.device("meta"):
             network = cls(config)
         return with_tensors(network, tensors, source)
@@ -163,11 +164,11 @@ class DFlashNetwork(nn.Module):
         return cls.of(config, dict(random_weights(shapes, seed, device, dtype)))
 
     def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend) -> Tensor:
-        """Returns the final normed hidden states [T, D] of the block positions. `block_TD`: their embeddings.
-        `taps_NF`: hidden states of the target at N context positions, F = tapped layers * hidden size.
+        """Returns the final normed hidden states [T, D] of T block positions. `block_TD`: input embeddings of these
+        positions. `taps_NF`: hidden states of the target at N context positions, F = tapped layers * hidden size.
 
-        Blocks and contexts of several sequences are packed; `attend` knows which belong together. Differentiable. The
-        decode path must give the same result.
+        Blocks and contexts of several sequences are packed one after another; `attend` knows which belong together.
+        Differentiable, for training. The decode paths used for drafting (`paths.py`) must compute the same values.
         """
         context_ND = self.hidden_norm(self.fc(taps_NF))
         for index, layer in enumerate(self.layers):
@@ -179,8 +180,8 @@ AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 
 
 def with_tensors(network: AnyNetwork, tensors: Mapping[str, Tensor], source: Path | str) -> AnyNetwork:
-    """Assigns `tensors` to a network, without a copy, and returns the network. `source` is for messages. Raises
-    ModelFileError, which names the tensor, if one does not fit."""
+    """Makes `tensors` the parameters of a network, without a copy, and returns the network. `source`: their origin, for
+    error messages. Raises ModelFileError, which names the tensor, if one is missing, unknown or of the wrong shape."""
     expected, given = shapes_of(network.state_dict()), shapes_of(tensors)
     if expected != given:
         name = min(key for key in expected | given if expected.get(key) != given.get(key))
@@ -197,11 +198,12 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool) -> Tensor:
-    """Returns the attention mask [T, S] of one block, bool: which keys (positions `key_S`) each query (positions
-    `query_T`) attends to.
+    """Returns the attention mask [T, S] of one block: True where a query (at position `query_T`) attends to a key (at
+    position `key_S`).
 
-    The context precedes the block, so causality only hides later block positions. The window applies in both
-    directions.
+    `window`: a query attends only to keys less than this many positions before or after it; None: no limit.
+    `is_causal`: a query does not attend to later positions. Since the context precedes the block, a causal mask hides
+    block positions only.
     """
     distance = query_T[:, None] - key_S
     seen = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
@@ -209,8 +211,13 @@ def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool)
 
 
 class DFlashDrafter(TappedDrafter):
-    """A DFlash v1 drafter. Greedy and seeded requests get deterministic drafts. For sampled requests, drafts are
-    sampled, and returned with the distribution that they were sampled from."""
+    """A DFlash v1 drafter. Greedy and seeded requests get deterministic drafts. Sampled requests get sampled drafts,
+    with the distributions that they were sampled from, except in two cases:
+
+    - Rows with candidates for a draft tree (`batch.num_candidates`) get the most probable tokens as drafts.
+    - With `batch.noise_aware`, drafts of a request that is not greedy predict the tokens that the target will sample,
+      from the random numbers that it will use. Requests with a lossy acceptance rule are exempt.
+    """
 
     name = "dflash"
     has_native_path = True
@@ -242,7 +249,8 @@ class DFlashDrafter(TappedDrafter):
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> Self:
         """Creates a drafter with random weights, for benchmarks: drafting takes real time, but the drafts are useless.
-        `keys` go to `config.new_config`."""
+        `num_drafted`: maximum drafts per round; None: those of a full block. `keys`: keyword arguments of
+        `config.new_config`."""
         raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
         return cls(cls._random_network(raw, seed, target.device, target.dtype), num_drafted=num_drafted)
 
@@ -253,9 +261,9 @@ class DFlashDrafter(TappedDrafter):
         return DFlashNetwork.random(DFlashConfig.from_json(raw), *options)
 
     def save(self, folder: Path | str, *, in_8_bits: bool = False) -> None:
-        """Writes the drafter's config.json and weights into a folder, in z-lab's format. `in_8_bits` rounds the
-        matrices to 8 bits, in a file that only paceline reads; otherwise no value is changed. Raises CacheError if
-        writing fails."""
+        """Writes the drafter's config.json and weights into a folder, in z-lab's format. `in_8_bits`: True to round the
+        matrices to 8 bits, in a file that only paceline reads; False to write all values unchanged. Raises CacheError
+        if writing fails."""
         tensors = self.network.of_file()
         write_checkpoint(folder, self.config.raw, tensors, self.draft_ids, head_VD=self.head_VD, in_8_bits=in_8_bits)
 
@@ -279,8 +287,9 @@ class DFlashDrafter(TappedDrafter):
 
     @property
     def round_path(self) -> TorchPath | None:
-        """The decode path if one CUDA graph can hold a whole round with it (`engine/device_round.py`), else None. This
-        needs the PyTorch path of DFlash v1, where each draft depends only on its own block position."""
+        """The decode path, if it can be part of a whole round that is captured as one CUDA graph
+        (`engine/device_round.py`); else None. Only the PyTorch path of DFlash v1 can, because there each draft depends
+        only on its own block position."""
         return self._path if type(self._path) is TorchPath else None
 
     def cache_shape(self, target: Target) -> tuple[int, ...]:
@@ -300,8 +309,8 @@ class DFlashDrafter(TappedDrafter):
         self._path.inject(rows, starts, counts, features_of(observed))
 
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft one block for each sequence, at most `num_drafted` tokens. A block position with non-finite logits ends
-        the drafts of its row."""
+        """Draft one block for each sequence, at most `num_drafted` tokens; returns the drafts of all rows. A row's
+        drafts end before the first position with non-finite logits."""
         limits = batch.draft_limits_B(self.num_drafted)
         drafting = [index for index, limit in enumerate(limits) if limit > 0]
         block = DraftBlock.certain([[] for _ in limits])
@@ -341,9 +350,13 @@ class DFlashDrafter(TappedDrafter):
         return block
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
-        """Returns for each of `tokens` the probability that the drafter samples it. `tokens`: any tokens at the
-        positions after the row's last committed token, in order. `probs_KV`: distributions over the vocabulary from
-        which the drafts at the first K of these positions were sampled; K is at least the number of tokens."""
+        """Returns for each token of a known text the probability that this drafter would sample it as a draft; used to
+        estimate how many sampled drafts would be accepted.
+
+        `tokens`: the text, one token for each of the first draft positions. `probs_KV`: for each of at least
+        `len(tokens)` draft positions, the distribution over the vocabulary from which the latest round's draft was
+        sampled.
+        """
         return probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.int64)].tolist()
 
     def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Reading:

@@ -116,9 +116,9 @@ class TorchPath:
 
     @torch.inference_mode()
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
-        """Append keys and values of newly verified positions in all draft layers: `counts` positions to each of `rows`,
-        from cache position `starts` on. `taps_TF`: the target's hidden states there, F = tapped layers * hidden size;
-        its first sum(counts) rows are used."""
+        """Append keys and values of newly verified positions in all draft layers: `counts[i]` positions to row
+        `rows[i]`, from its cache position `starts[i]` on. `taps_TF`: the target's hidden states at these positions, row
+        after row, F = tapped layers * hidden size; only the first sum(counts) of them are used."""
         forms = self._forms()
         if forms is None or not forms.inject(rows, starts, counts, taps_TF):
             writer = CacheWriter(rows, starts, counts, self.device)
@@ -137,10 +137,10 @@ class TorchPath:
     @torch.inference_mode()
     def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
         """Drafts one block for each of `rows`. Returns the most probable token at the first `width` draft positions,
-        and logits [B, width, V] if `with_logits`; the next pass may overwrite the logits.
+        and logits [B, width, V] if `with_logits`. The next pass may overwrite the logits.
 
-        `anchors`: the last committed token of each row. `size`: number of positions of a block, which follows the row's
-        context in the cache and is discarded afterwards.
+        `anchors`: the last committed token of each row. `size`: number of block positions. The block follows the row's
+        context in the cache, and is discarded afterwards.
         """
         if outputs := self._replayed(rows, anchors, size):
             best_and_logprob = outputs[0].tolist()  # the round's only device-to-host copy
@@ -157,17 +157,20 @@ class TorchPath:
         return forms.block(rows, anchors) if forms else None
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
-        """Computes drafts at the first `width` draft positions of `num_rows` blocks, from the blocks' hidden states [T,
-        D] before the final norm. Returns (most probable row of the LM head and its log-probability [B, width, 2],
-        logits [B, width, V]). Both values of the first tensor are float64, so that the host needs one copy.
-        `anchors_B`, the last committed tokens, is used by subclasses only."""
+        """Computes drafts at the first `width` draft positions of B = `num_rows` blocks, from the hidden states [T, D]
+        of all block positions before the final norm. Returns (drafts [B, width, 2], logits [B, width, V]).
+
+        A draft is two float64 numbers: the most probable token, as an index in the LM head, and its log-probability.
+        One tensor holds both, so that one copy brings them to the host. `anchors_B`: last committed tokens; not used
+        here, but by subclasses.
+        """
         logits_BKV = self._head(self._drafting_slots(hidden_TD, num_rows, width)).unflatten(0, (num_rows, width))
         sure_BK = top_logprob(scale_logits(logits_BKV, self.config))
         return torch.stack([_best(logits_BKV).double(), sure_BK.double()], dim=-1), logits_BKV
 
     def slots(self, rows: list[int], anchors: list[int], width: int, size: int) -> Tensor:
-        """Runs a block of `size` positions for each row, after its last committed token (`anchors`). Returns the final
-        normed hidden states [B * width, D] of the first `width` draft positions of each block."""
+        """Runs a block of `size` positions for each row, beginning with its last committed token (`anchors`). Returns
+        the final normed hidden states [B * width, D] of the first `width` draft positions of each block."""
         masks = [self.config.mask_token_id] * (size - 1)
         tokens = [token for anchor in anchors for token in (anchor, *masks)]
         embedded_TD = self.embed_block(torch.tensor(tokens, device=self.device))
@@ -180,9 +183,9 @@ class TorchPath:
 
     @torch.inference_mode()
     def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
-        """Runs a block of `size` positions for each row, after its last committed token (`anchors`). Returns final
-        normed hidden states [B, width, D] and scaled logits [B, width, V] of each block's first `width` draft
-        positions."""
+        """Runs a block of `size` positions for each row, beginning with its last committed token (`anchors`). Returns
+        final normed hidden states [B, width, D] and logits [B, width, V] (see `scale_logits`) of each block's first
+        `width` draft positions."""
         return self._logits_of(self.slots(rows, anchors, width, size), len(rows))
 
     def _logits_of(self, slots_TD: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -208,17 +211,22 @@ class TorchPath:
         writer: CacheWriter,
         tables: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Runs all draft layers on packed blocks of `size` positions, from embeddings to hidden states before the final
-        norm, both [T, D]. `plans`: attention plan for each type of layer, (sliding window or None, is causal).
-        `writer`, `tables`: the blocks' cache positions, and RoPE's cosines and sines for them."""
+        """Runs all draft layers on packed blocks of `size` positions. Takes embeddings [T, D] and returns hidden states
+        [T, D] before the final norm.
+
+        `plans`: the attention plan of each type of layer; the key is the layer's (sliding window or None, True if
+        causal). `writer`: cache writer for the positions of the blocks. `tables`: RoPE's cosines and sines at these
+        positions.
+        """
         residual = Residual(hidden_TD.to(self._residual_dtype))
         for index, (kind, keys, values) in enumerate(zip(self.kinds, self._keys, self._values, strict=True)):
             self.run_layer(index, residual, size, LayerAttention(keys, values, plans[kind], writer, self.rope, tables))
         return residual.hidden_TD
 
     def run_layer(self, index: int, residual: Residual, size: int, attention: LayerAttention) -> None:
-        """Run draft layer number `index` on packed blocks of `size` positions, and add its outputs to `residual`, which
-        holds their hidden states. `attention`: the layer's keys and values, attention plan and cache positions."""
+        """Run draft layer number `index` on packed blocks of `size` positions. `residual` holds the hidden states of
+        these positions; the layer's outputs are added to it. `attention`: the layer's keys and values, attention plan
+        and cache positions."""
         self._layers[index].run(residual, attention)
 
 
@@ -236,8 +244,9 @@ def _best(logits_BKV: Tensor) -> Tensor:
 
 
 def rows_of_head(target: NativeDecoder, draft_ids: Tensor) -> Matrix:
-    """Returns the rows `draft_ids` of the target's LM head. Drafters with the same draft vocabulary share the returned
-    matrix until the target gets new weights, and with them a new cache."""
+    """Returns the rows `draft_ids` of the target's LM head, as one matrix. Drafters with the same draft vocabulary
+    share this matrix. It is made anew when the target has a new cache, because the target's weights may have
+    changed."""
     ids, form = draft_ids.tolist(), ("head", id(target.cache))
     return sharing.matrix(
         lambda: target.head_matrix.select(ids), [draft_ids], *form, num_bytes=lambda head: head.num_bytes
@@ -245,13 +254,15 @@ def rows_of_head(target: NativeDecoder, draft_ids: Tensor) -> Matrix:
 
 
 class NativePath:
-    """DFlash in native (C++) calls for a native target: one call computes keys and values of all layers from features,
-    another runs the block.
+    """DFlash in native (C++) calls for a native target. One call computes keys and values of the context in all layers,
+    from the target's hidden states; another call runs the block. Logits are float32.
 
-    Embedding and LM head are the target's packed matrices; a draft vocabulary selects rows of the head. A drafter of
-    another width than the target's has one matrix of its own for both. With a target in block-quantised format the
-    drafter's matrices are rounded to Q8_0, which halves their bytes; verification corrects wrong drafts anyway. Logits
-    are float32.
+    By default, the drafter uses the target's embedding and LM head; with a draft vocabulary, it copies the rows of the
+    head for these tokens. A drafter may have its own LM head. If its hidden size differs from the target's, this head
+    is also its embedding.
+
+    With a target in block-quantised format, the drafter's matrices are rounded to Q8_0, which halves their bytes.
+    Rounding can make drafts worse, but not the output, because the target verifies the drafts.
     """
 
     def __init__(
@@ -319,9 +330,10 @@ class NativePath:
         with_logits: bool,
         taps_TD: Tensor | None = None,
     ) -> Drafts:
-        """Drafts one block of `size` positions for each of `rows`, after its last committed token (`anchors`). Returns
-        the most probable token at the first `width` draft positions, and logits [B, width, V] if `with_logits`.
-        `taps_TD` [B * size, D], in the target's dtype, receives the final normed hidden states of all positions."""
+        """Drafts one block of `size` positions for each of `rows`, beginning with its last committed token (`anchors`).
+        Returns the most probable token at the first `width` draft positions, and logits [B, width, V] if `with_logits`.
+        `taps_TD`: if given, a buffer [B * size, D] in the target's dtype, filled with the final normed hidden states of
+        all positions."""
         num_rows, masks = len(rows), [self.config.mask_token_id] * (size - 1)
         first = 0 if self.config.from_anchor else 1
         logit_rows = [row * size + slot for row in range(num_rows) for slot in range(first, first + width)]
@@ -341,9 +353,9 @@ class NativePath:
         return Drafts(best_BK, None if logits_TV is None else logits_TV.view(num_rows, width, -1))
 
     def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
-        """Runs a block of `size` positions for each row, after its last committed token (`anchors`). Returns final
-        normed hidden states [B, width, D] and scaled logits [B, width, V] of each block's first `width` draft
-        positions."""
+        """Runs a block of `size` positions for each row, beginning with its last committed token (`anchors`). Returns
+        final normed hidden states [B, width, D] and logits [B, width, V] (see `scale_logits`) of each block's first
+        `width` draft positions."""
         taps_TD = torch.empty(len(rows) * size, self.config.shape.hidden_size, dtype=self.cache.keys.dtype)
         logits_BKV = self.draft(rows, anchors, width, size, True, taps_TD)[1]
         assert logits_BKV is not None

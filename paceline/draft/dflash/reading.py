@@ -18,7 +18,7 @@ from paceline.types import Sequence
 
 
 def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
-    """Applies the config's output multiplier and soft cap to the LM head's logits, and returns them."""
+    """Returns the LM head's logits multiplied by the config's output multiplier, then limited by its soft cap."""
     if config.output_multiplier != 1.0:
         logits = logits * config.output_multiplier
     if config.final_logit_softcapping:
@@ -28,7 +28,7 @@ def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
 
 class Reading:
     """The logits of one drafting pass for some rows, and the drafts made from them. Each block position is drafted
-    independently of the others. A position with non-finite logits ends the drafts of its row."""
+    independently of the others. A row's drafts end before the first position with non-finite logits."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class Reading:
         self._sure_BK = sure_BK
 
     def certain(self, row: int, limit: int, with_confidence: bool) -> tuple[list[int], list[float] | None]:
-        """Returns greedy drafts for the first `limit` positions of a row, and their log-probabilities (None unless
-        requested)."""
+        """Returns (greedy drafts at the first `limit` positions of a row, their log-probabilities). The second value is
+        None without `with_confidence`."""
         best_K = list(takewhile(lambda token: token >= 0, self._best_BK[row][:limit]))
         if with_confidence and self._sure_BK is None and self._logits_BKV is not None:
             self._sure_BK = top_logprob(self._logits_BKV).tolist()
@@ -58,9 +58,9 @@ class Reading:
         return best_K if self._ids is None else [self._ids[best] for best in best_K], sure
 
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """Samples drafts at the first `limit` positions of a row. Returns (drafts, their distributions [K, V] under the
-        request's sampling parameters, or None without drafts; log-probability of the most probable token at each
-        position)."""
+        """Samples drafts at the first `limit` positions of a row, with the request's sampling parameters. Returns (K
+        drafts, the distributions [K, V] that they were sampled from, log-probability of the most probable token at each
+        position). The distributions are None if nothing is drafted."""
         assert self._logits_BKV is not None
         logits_KV = self._logits_BKV[row, :limit]
         if self._draft_ids is not None:
@@ -75,9 +75,13 @@ class Reading:
     def candidates(
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """Returns the `count` most probable tokens at each of the row's first `limit` positions, at the request's
-        temperature, for a tree of at most `most` nodes. With `foresight`, "most probable" means: most likely to be
-        sampled by the target, given the random numbers that it will use (known from the request's seed)."""
+        """Returns the `count` most probable tokens at each of the row's first `limit` positions, with log-probabilities
+        at the request's temperature. `most`: maximum nodes of the draft tree that will be built from them; it is stored
+        in the result.
+
+        With `foresight`, the result has for each token the log-probability that the target samples it, given the random
+        numbers that the target will use (known from the request's seed). Tokens are then ranked by this value.
+        """
         assert self._logits_BKV is not None
         num_candidates = max(count, FIELD) if foresight else count
         ids_KM, logprobs_KM = top_logprobs(self._logits_BKV[row, :limit], num_candidates, inverse_temperature(seq))

@@ -51,8 +51,7 @@ class FixedPath(Protocol):
 
 class StaticBlock(Region):
     """Pass of fixed shape, captured as a CUDA graph, that drafts a block of `block_size` positions after the context of
-    each of B rows. Its outputs are those of the path's `conclude`: drafts and logits, or candidates and scores (DFlash
-    2)."""
+    each of B rows. Its outputs are drafts and logits, or for DFlash 2 and DSpark scored candidates."""
 
     kind = "block"
 
@@ -70,14 +69,14 @@ class StaticBlock(Region):
         return [self._inputs_3B]
 
     def compute(self) -> None:
-        """Compute the blocks from the input buffers (last tokens, context lengths, and block size or 0 for idle rows),
-        and fill `outputs`."""
+        """Compute the blocks and fill `outputs`. The input buffers hold three numbers for each row: its last committed
+        token, its context length, and its block size, which is 0 for an idle row."""
         for output, results in zip(self.outputs, self.conclude(*self._inputs_3B.unbind()), strict=True):
             output.copy_(results)
 
     def conclude(self, anchors_B: Tensor, starts_B: Tensor, counts_B: Tensor) -> tuple[Tensor, ...]:
-        """Runs the draft layers on one block for each row. Returns (drafts with log-probabilities, logits), or for
-        DFlash 2 (candidates' indices in the LM head, token ids, scores). `anchors_B`: last committed tokens.
+        """Runs the draft layers on one block for each row. Returns (drafts with log-probabilities, logits); for DFlash
+        2 and DSpark, the tensors of `Picks` (scored candidates) instead. `anchors_B`: last committed tokens.
         `starts_B`: context lengths. `counts_B`: the block size, or 0 for idle rows."""
         path, size = self._path, self._size
         self._tokens_BJ[:, 0] = anchors_B
@@ -140,8 +139,9 @@ class StaticInject(Region):
 
 def write_behind(path: FixedPath, writer: StaticWriter, starts_B: Tensor, counts_B: Tensor, taps_TF: Tensor) -> None:
     """Write keys and values of up to J new positions of each of B rows into the path's cache, after the rows' contexts.
-    `taps_TF` [B * J, F]: the target's hidden states, F = tapped layers * hidden size. `starts_B`: context lengths;
-    `counts_B`: new positions of each row. `writer`: for B rows of J positions; this call sets its cache positions."""
+    `writer`: a cache writer for B rows of J positions; it is first set to write after the contexts. `starts_B`: context
+    lengths. `counts_B`: new positions of each row. `taps_TF` [B * J, F]: the target's hidden states, F = tapped layers
+    * hidden size."""
     slots_BJ = writer.point(starts_B, counts_B)
     path.write_context(taps_TF, writer, path.rope.tables_at(slots_BJ.flatten()))
 
@@ -169,16 +169,16 @@ class StaticForms:
         self.injects = Recordings(recorder, StaticInject.kind, Grid(rows, [size]), inject)
 
     def record(self) -> None:
-        """Capture all passes as CUDA graphs. Injections of more positions than a block are not captured, but run
-        operation by operation."""
+        """Capture all passes as CUDA graphs, except passes that inject more positions per row than a block has. These
+        run operation by operation."""
         self.blocks.record()
         self.injects.record()
 
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> bool:
         """Write keys and values of these rows' new positions to the drafter's cache, with a pass of fixed shape that is
         captured as a CUDA graph. `starts`: context lengths; `counts`: new positions; `taps_TF`: the target's hidden
-        states there, row after row. Returns False, and does nothing, if no captured pass has enough rows and
-        positions."""
+        states at the new positions, row after row. Returns False, and does nothing, if no captured pass has enough rows
+        and positions."""
         if max(counts) > self._path.config.block_size or not (region := self.injects.find(max(rows) + 1, max(counts))):
             return False
         region.fill(rows, starts, counts, taps_TF)
@@ -187,9 +187,11 @@ class StaticForms:
 
     def block(self, rows: list[int], anchors: list[int]) -> list[Tensor] | None:
         """Drafts a block for each of these rows with a pass captured as a CUDA graph; returns None if no captured pass
-        has enough rows. `anchors`: last committed tokens. Returns [drafts with log-probabilities, logits], or for
-        DFlash 2 [candidates' indices in the LM head, token ids, scores], indexed by cache row; the next block
-        overwrites them."""
+        has enough rows. `anchors`: last committed tokens.
+
+        Returns [drafts with log-probabilities, logits]; for DFlash 2 and DSpark, the tensors of `Picks` (scored
+        candidates) instead. The first index of each tensor is the cache row. The next block overwrites them.
+        """
         region = self.blocks.find(max(rows) + 1)
         if region is None:
             return None

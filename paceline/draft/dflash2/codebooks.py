@@ -15,10 +15,11 @@ BOOKS = ("predecessor_codebook", "successor_codebook")
 
 
 class Codebooks(nn.Module):
-    """Codebooks A (previous token) and B (next token), both [V, rank].
+    """Two tables that score pairs of tokens, codebook A (previous token) and codebook B (next token), both [V, rank].
+    The score of a pair is the dot product of the two tokens' rows.
 
-    In training, they may be factored: A = E F^T with the target's frozen embedding E and a trained factor F [rank, D],
-    which has fewer parameters; `materialised` computes a checkpoint's codebooks from them.
+    In training, each codebook may be factored as E F^T. E is the target's embedding, which is not trained; F [rank, D]
+    is a trained factor, which has fewer parameters than the codebook. `materialised` computes codebooks from factors.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, rank: int, factored: bool = False) -> None:
@@ -38,9 +39,12 @@ class Codebooks(nn.Module):
         return F.linear(F.embedding(tokens, embedding_VD).to(factor.dtype), factor)
 
     def linked(self, before_BKPR: Tensor, tokens_BKM: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Returns the dot products [B, K, P, M] of one vector for each of P previous tokens (`before_BKPR`, float32,
-        made of rows of codebook A) and one for each of M candidates (`tokens_BKM`: its row of codebook B).
-        `embedding_VD`: the target's embedding, from which a factored codebook B is computed."""
+        """Scores M candidate tokens at each of K draft positions after each of P possible previous tokens. Returns the
+        scores [B, K, P, M], dot products of a previous token's vector and the candidate's row in codebook B.
+
+        `before_BKPR`: the previous tokens' vectors, float32, made from their rows in codebook A. `tokens_BKM`: the
+        candidates. `embedding_VD`: the target's embedding, needed by factored codebooks only.
+        """
         if not self.is_factored:
             return before_BKPR @ self.rows(BOOKS[1], tokens_BKM).float().transpose(-1, -2)
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"

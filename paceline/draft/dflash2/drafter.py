@@ -80,8 +80,8 @@ class ConvolvedLayer(DraftLayer):
 
 class ExtendedNetwork(DFlashNetwork):
     """Base class of the DFlash 2 and DSpark networks: a DFlash v1 network with further modules, among them codebooks.
-    `factored`: training replaces the codebooks [V, rank] by factors [rank, D], which are multiplied by the target's
-    embedding."""
+    `factored`: train factors [rank, D] in place of the codebooks [V, rank]. A codebook is the product of the target's
+    embedding and a transposed factor."""
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
         super().__init__(config)
@@ -89,9 +89,13 @@ class ExtendedNetwork(DFlashNetwork):
 
     @classmethod
     def extending(cls, body: DFlashNetwork, config: DFlashConfig, seed: int = 0, *, factored: bool = False) -> Self:
-        """Creates a network that has the DFlash v1 network `body` as its part, and the same output: convolutions change
-        nothing, selector and Markov head add zero to the logits, and a confidence head predicts one half. Shares the
-        tensors of `body`."""
+        """Creates a network that extends the DFlash v1 network `body` and shares its tensors. The new modules are
+        initialised so that it drafts the same tokens as `body`: convolutions change nothing, selector and Markov head
+        add zero to the logits, and a confidence head always predicts one half.
+
+        `seed`: for the new weights that are random, the codebook of previous tokens and the selector's projection.
+        `factored`: train factors in place of the codebooks.
+        """
         with torch.device("meta"):
             network = cls(config, factored)
         generator, tensors = torch.Generator().manual_seed(seed), body.state_dict()
@@ -115,7 +119,8 @@ class ExtendedNetwork(DFlashNetwork):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Creates a network with the random weights of a DFlash v1 network. Its other modules have no effect yet."""
+        """Creates a network whose DFlash v1 part has random weights. The modules added to that part are initialised so
+        that they do not change its drafts."""
         body = DFlashNetwork.random(replace(config, second=None, markov=None), seed, device, dtype)
         return cls.extending(body, config, seed)
 
@@ -136,8 +141,9 @@ class DFlash2Network(ExtendedNetwork):
 
     @classmethod
     def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
-        """Creates a network that shares `tensors`, without a copy; codebook names may have the suffix `.weight`.
-        `source` is for messages. Raises ModelFileError, which names the tensor, if one does not fit the config."""
+        """Creates a network whose parameters are `tensors`, without a copy; codebook names may have the suffix
+        `.weight`. `source`: their origin, for error messages. Raises ModelFileError, which names the tensor, if one is
+        missing, unknown or of the wrong shape."""
         suffixed = {f"{SELECTOR}{book}.weight": f"{SELECTOR}{book}" for book in BOOKS}
         network = super().of(config, {suffixed.get(name, name): tensor for name, tensor in tensors.items()}, source)
         network.codebook_suffix = ".weight" if suffixed.keys() & tensors.keys() else ""
@@ -161,8 +167,12 @@ class WalkingDrafter(DFlashDrafter):
     """A drafter whose drafts are picked one after another, each given the one before it."""
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
-        """Returns for each of `tokens` the probability that it is drafted, given the tokens before it. Runs one more
-        pass, because each draft depends on those before it; `probs_KV` is not used."""
+        """Returns for each token of a known text the probability that this drafter would sample it as a draft, given
+        the text before it; used to estimate how many sampled drafts would be accepted. Runs one more drafting pass.
+
+        `tokens`: the text, one token for each of the first draft positions. `probs_KV` is not used: its distributions
+        follow the drafts of the latest round, not the text.
+        """
         reading = self._read([seq.row], [seq.tokens[-1]], len(tokens), self.block_size, True) if tokens else None
         return reading.along(0, tokens, seq) if reading else []
 

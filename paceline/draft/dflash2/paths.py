@@ -52,7 +52,8 @@ def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -
 
 
 class CandidatePath(TorchPath):
-    """DFlash in PyTorch operations, with blocks that end in scored candidates instead of drafts."""
+    """Base class of DFlash decode paths in PyTorch operations that return scored candidate tokens for each draft
+    position, in place of drafts."""
 
     @abstractmethod
     def scored(self, hidden_BKD: Tensor, logits_BKV: Tensor, anchors_B: Tensor) -> Picks:
@@ -60,16 +61,21 @@ class CandidatePath(TorchPath):
         `anchors_B`: the last committed tokens, one before each block."""
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """Drafts a block of `size` tokens for each cache row of `rows`; returns the scored candidates of its first
-        `width` draft positions. `anchors`: the rows' last committed tokens. The next call may overwrite the result."""
+        """Drafts a block of `size` positions for each cache row of `rows`. Returns the scored candidates of each
+        block's first `width` draft positions. `anchors`: the rows' last committed tokens. The next call may overwrite
+        the result."""
         if outputs := self._replayed(rows, anchors, size):
             return Picks(*(rows_of(tensor, rows)[:, :width] for tensor in outputs))
         return self.scored(*self.read(rows, anchors, width, size), torch.tensor(anchors, device=self.device))
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
-        """Computes M candidate tokens at each of the first `width` draft positions of B = `num_rows` blocks, from the
-        blocks' hidden states [T, D] before the final norm. Returns the tensors of `Picks`, whose last one is left
-        out if the drafter does not predict it. `anchors_B`: the last committed tokens."""
+        """Computes the drafter's M most probable tokens (candidates) at each of the first `width` draft positions of
+        B = `num_rows` blocks, with their scores. `hidden_TD`: hidden states of all T positions of these blocks, not yet
+        normalised by the final norm. `anchors_B`: the last committed token before each block.
+
+        Returns the fields of a `Picks`: candidates, their token ids and scores, and the log-probability of acceptance
+        if the drafter predicts it.
+        """
         blocks = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
         return tuple(tensor for tensor in self.scored(*blocks, anchors_B) if tensor is not None)
 
@@ -126,9 +132,12 @@ class DFlash2NativePath(NativePath):
         self._picker = Picker(self.selector.top_k, books, gate, target.dtype, ids_V)
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """Drafts a block of `size` positions for each row, after its last committed token (`anchors`). Returns the
-        scored candidates of each block's first `width` draft positions. Scores use log-probabilities, which differ
-        from logits by a constant per position."""
+        """Drafts a block of `size` positions for each row, beginning with its last committed token (`anchors`). Returns
+        the scored candidates of each block's first `width` draft positions.
+
+        All scores of a position differ from those of `DFlash2Path` by the same number, because log-probabilities
+        replace logits. The drafts and their probabilities do not depend on it.
+        """
         hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
         return Picks(*self._picker.pick(anchors, logits_BKV, hidden_BKD))
 
@@ -150,7 +159,8 @@ def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def selector_of(config: DFlashConfig, tensors: Mapping[str, Tensor], device: torch.device) -> Selector:
-    """Creates the candidate selector on `device` from a network's tensors; shares those that are already there."""
+    """Creates the candidate selector on `device` from a network's tensors. Tensors that are already on that device are
+    shared, not copied."""
     with torch.device("meta"):
         selector = Selector(config)
     weights = {

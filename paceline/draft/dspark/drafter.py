@@ -41,8 +41,8 @@ def _is_head(name: str) -> bool:
 
 
 class Heads(nn.Module):
-    """The Markov head, and the confidence head if there is one, of one DSpark drafter, prepared for drafting with one
-    target."""
+    """The heads of one DSpark drafter, prepared for drafting with one target: the Markov head, and the confidence head
+    if the drafter has one."""
 
     def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, ids: Tensor | None) -> None:
         super().__init__()
@@ -94,8 +94,8 @@ class DSparkNativePath(NativePath):
         self.weight_bytes += self._heads.weight_bytes
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """Drafts a block of `size` tokens for each cache row of `rows`; returns the scored candidates of its first
-        `width` draft positions. `anchors`: the rows' last committed tokens."""
+        """Drafts a block of `size` positions for each cache row of `rows`. Returns the scored candidates of each
+        block's first `width` draft positions. `anchors`: the rows' last committed tokens."""
         return self._heads.pick(*self.read(rows, anchors, width, size), torch.tensor(anchors))
 
 

@@ -25,8 +25,8 @@ TOP_K = 16
 
 
 class MarkovHead(Codebooks):
-    """Computes the correction W2 W1[a] of the logits after a token a. W1 is `predecessor_codebook`, W2
-    `successor_codebook`."""
+    """Computes a correction of a position's logits from the token a before it: the vector W2 W1[a], one number for each
+    token of the vocabulary. W1 is the parameter `predecessor_codebook`, W2 is `successor_codebook`."""
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
         assert config.markov is not None and config.vocab_size is not None
@@ -44,7 +44,8 @@ class MarkovHead(Codebooks):
         return F.linear(wide.to(embedding_VD.dtype), embedding_VD if ids is None else embedding_VD[ids])
 
     def columns(self, ids: Tensor | None) -> Tensor:
-        """Returns the rows [V, rank] of W2 for the logits' columns, whose token ids are `ids`; None: all tokens."""
+        """Returns rows [V, rank] of codebook W2 (`successor_codebook`), one for each column of the logits. `ids`: token
+        ids of the columns; None: all tokens."""
         book_VR = self.get_parameter(BOOKS[1])
         return book_VR if ids is None else book_VR[ids]
 
@@ -59,9 +60,9 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.shape.hidden_size + self.sees_token * config.markov.rank, 1)
 
     def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Returns the confidence [...], a logit: its sigmoid is the chance that a draft is accepted if all before it
-        are. `hidden` [..., D]: hidden states of the drafts' positions. `rows` [..., rank]: rows of codebook W1 for the
-        tokens before them."""
+        """Returns the confidence [...], a logit: its sigmoid is the chance that a draft is accepted if all drafts
+        before it are. `hidden` [..., D]: hidden states of the drafts' positions. `rows` [..., rank]: for each draft,
+        the previous token's row in the Markov head's first codebook."""
         features = torch.cat([hidden, rows.to(hidden)], dim=-1) if self.sees_token else hidden
         return self.proj(features.to(self.proj.weight.dtype))[..., 0]
 
@@ -75,13 +76,18 @@ def pick(
     ids: Tensor | None = None,
     columns_VR: Tensor | None = None,
 ) -> Picks:
-    """Drafts K positions of B blocks greedily, one after another, and returns the M most probable tokens of each
-    position after the greedy draft before it, most probable first. Scores are logits after each of the M candidates of
-    the position before; at the first position always after the last committed token (`anchors_B`). The confidence of
-    the greedy drafts, as a log-probability, is None without a confidence head.
+    """Drafts K positions of B blocks greedily, one after another. Returns M candidates at each position: the most
+    probable tokens after the greedy draft of the previous position, most probable first. The candidates have scores:
+
+    - A candidate has one score for each candidate of the previous position: its logit after that token.
+    - At the first position, all scores of a candidate are equal: its logit after the last committed token
+      (`anchors_B`).
+
+    The result's `sure_BK` is the confidence head's log-probability that each greedy draft is accepted; None without
+    `confidence`.
 
     `hidden_BKD`: final normed hidden states. `logits_BKV`: scaled and capped. `ids` [V]: token ids of the logits'
-    columns; None: all tokens. `columns_VR`: result of `markov.columns(ids)`, which need not be selected anew.
+    columns; None: all tokens. `columns_VR`: result of `markov.columns(ids)`; None: it is computed here.
     """
     num, before_B = min(TOP_K, logits_BKV.shape[-1]), anchors_B
     columns_VR = markov.columns(ids) if columns_VR is None else columns_VR

@@ -46,8 +46,8 @@ DEFAULT_DRAFTED = 5
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
     """Config of an EAGLE-3 or 3.1 drafter: decoder layers and an LM head. The first layer reads the embedding of a
-    token, and the hidden state (target's features, or state of the previous drafting step) of the position before
-    it."""
+    token and a hidden state for the position before it. In the first drafting step this hidden state is computed from
+    the target's hidden states; in later steps it is an output of the previous step."""
 
     shape: DecoderConfig
     """Sizes, RoPE and windows of the draft layers; its `vocab_size` is the target's."""
@@ -73,8 +73,9 @@ class Eagle3Config:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> Eagle3Config:
-        """Parses the JSON object of a config.json (`raw`). `path` is for messages. Raises UnsupportedModelError for
-        another architecture, ModelFileError for a missing or invalid key."""
+        """Parses a config.json in SpecForge's format or in that of `speculators`; `raw` is its JSON object. `path`: its
+        name in error messages. Raises UnsupportedModelError if it is not an EAGLE-3 drafter's or has a setting that is
+        not supported, ModelFileError for a missing or invalid key."""
         path = Path(path)
         layer = raw.get("transformer_layer_config", raw)
         if not isinstance(layer, dict) or not is_eagle3(raw):
@@ -138,7 +139,8 @@ def new_config(
     """Returns the config.json (a dict, in SpecForge's format) of a new one-layer drafter for a target with these sizes.
     `keys` overrides or adds keys.
 
-    `version` 3.1 norms each tapped layer's features and the state passed to the next step; 3 does neither.
+    `version`: EAGLE-3 version. With "3.1", the drafter norms each tapped layer's features, and the state passed to the
+    next step. With "3", it norms neither.
     """
     num_heads, num_kv_heads = head_sizes(hidden_size, head_dim)
     taps = list(keys.pop("tap_layers", None) or default_taps(num_target_layers))
@@ -169,8 +171,8 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
     """Reads an EAGLE-3 drafter from its folder, in SpecForge's format or in that of `speculators`. Logs unknown keys
     and tensors as a warning.
 
-    Raises UnsupportedModelError for another architecture, ModelFileError for a missing or damaged file, or for a tensor
-    that is missing or does not fit.
+    Raises UnsupportedModelError if it is not an EAGLE-3 drafter or has a setting that is not supported, ModelFileError
+    for a missing or damaged file, or for a tensor that is missing or does not fit.
     """
     folder = Path(folder).expanduser()
     config = Eagle3Config.from_json(read_json(folder / "config.json"), folder)
@@ -197,9 +199,9 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
 
 
 def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Mapping[str, Any] | None = None) -> None:
-    """Writes the drafter into a folder: in SpecForge's format, or in that of `speculators` if `verifier` (the target's
-    name_or_path and architectures) is given. A config.json that was read in the same format is written unchanged.
-    Raises CacheError if writing fails."""
+    """Writes the drafter into a folder: in the format of `speculators` if `verifier` (the target's name_or_path and
+    architectures) is given, else in SpecForge's format. If the drafter is both read and written in SpecForge's format,
+    its config.json does not change. Raises CacheError if writing fails."""
     config, ids, tensors = checkpoint.config, checkpoint.ids.cpu(), checkpoint.tensors
     if verifier is None:
         tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
@@ -211,7 +213,8 @@ def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Map
 
 def speculators_json(config: Eagle3Config, verifier: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Returns the config.json of this drafter in the format of `speculators` 0.9, which vLLM reads. `verifier`: the
-    target's name_or_path and architectures, if known. `dtype`: that of the weights, such as "bfloat16"."""
+    target's name_or_path and architectures; values that are not known may be missing. `dtype`: data type of the
+    weights, such as "bfloat16"."""
     raw = dict(config.raw)
     layer = raw.pop("transformer_layer_config", None)
     if layer is None:
@@ -246,8 +249,8 @@ def specforge_json(config: Eagle3Config) -> dict[str, Any]:
 
 def check_eagle3_fit(config: Eagle3Config, target: Sizes, taps: Iterable[int], has_embedding: bool) -> None:
     """Raises DrafterMismatchError if the drafter does not fit the target; the message has both values. `taps`: target
-    layers that it reads. `has_embedding`: it has its own token embedding, so that its hidden size may differ from the
-    target's."""
+    layers that the drafter reads. `has_embedding`: the drafter has a token embedding of its own, so that its hidden
+    size may differ from the target's."""
     wrong = [layer for layer in taps if not 0 <= layer < target.num_layers]
     size, hidden_size = config.shape.hidden_size, target.hidden_size
     refuse_mismatch(

@@ -44,8 +44,8 @@ from paceline.model.target import Target
 
 
 class Attend(Protocol):
-    """Interface of the attention function in training, with RoPE and masks. `layer`: index of the draft layer. Queries
-    are [T, heads, head_dim], keys and values [T, kv_heads, head_dim], all before RoPE. Returns [T, heads *
+    """Interface of the attention function in training, which applies RoPE and masks. `layer`: index of the draft layer.
+    Queries are [T, heads, head_dim], keys and values [T, kv_heads, head_dim], all before RoPE. Returns [T, heads *
     head_dim]."""
 
     def __call__(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor: ...
@@ -88,8 +88,8 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Network(nn.Module):
-    """The trainable EAGLE-3 network, with the parameter names of `speculators`. It uses the target's embedding unless
-    its file has one."""
+    """The trainable EAGLE-3 network, with the parameter names of `speculators`. It uses the target's token embedding,
+    unless the drafter's file contains one."""
 
     def __init__(self, config: Eagle3Config, has_embedding: bool = False) -> None:
         super().__init__()
@@ -108,8 +108,8 @@ class Eagle3Network(nn.Module):
 
     @classmethod
     def of(cls, config: Eagle3Config, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
-        """Creates a network that shares `tensors`, without a copy. `source` is for messages. Raises ModelFileError,
-        which names the tensor, if one does not fit the config."""
+        """Creates a network whose parameters are `tensors`, without a copy. `source`: their origin, for error messages.
+        Raises ModelFileError, which names the tensor, if one is missing, unknown or of the wrong shape."""
         with torch.device("meta"):
             network = cls(config, has_embedding="embed_tokens.weight" in tensors)
         return with_tensors(network, tensors, source)
@@ -132,7 +132,8 @@ class Eagle3Network(nn.Module):
         return cls.of(config, tensors)
 
     def features(self, taps_NF: Tensor) -> Tensor:
-        """Returns the features g [N, D], computed from the target's concatenated hidden states [N, F]."""
+        """Returns the hidden states [N, D] that the first drafting step reads, from the target's concatenated hidden
+        states [N, F], F = tapped layers * hidden size."""
         if self.config.norm_before_fc:
             taps_NF = self.input_norm(taps_NF)
         if self.config.fc_norm:
@@ -141,10 +142,12 @@ class Eagle3Network(nn.Module):
         return self.fc(taps_NF)
 
     def forward(self, embedded_TD: Tensor, hidden_TD: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Returns (state for the next step, input of the LM head), [T, D] each. `embedded_TD`: embeddings of the
-        tokens. `hidden_TD`: hidden states of the positions before these tokens: `features` in the first drafting step,
-        in later steps the state that the previous step returned. Differentiable. The decode path must give the same
-        result."""
+        """Returns (state for the next drafting step, input of the LM head), [T, D] each. `embedded_TD`: embeddings of T
+        tokens. `hidden_TD`: hidden states of the positions before these tokens. In the first drafting step they come
+        from `features`, in later steps they are the state that the previous step returned.
+
+        Differentiable, for training. The decode paths used for drafting must compute the same values.
+        """
         for index, layer in enumerate(self.layers):
             hidden_TD = layer(index, embedded_TD, hidden_TD, attend)
         normed_TD = self.norm(hidden_TD)
@@ -152,7 +155,7 @@ class Eagle3Network(nn.Module):
 
 
 class Eagle3Drafter(ChainedDrafter):
-    """An EAGLE-3 or 3.1 drafter. Its drafts come from its distribution over the draft vocabulary."""
+    """An EAGLE-3 or 3.1 drafter: its network drafts token by token, over its draft vocabulary."""
 
     name = "eagle3"
     network: Eagle3Network
@@ -177,7 +180,9 @@ class Eagle3Drafter(ChainedDrafter):
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> Eagle3Drafter:
         """Reads an EAGLE-3 drafter from its folder, in SpecForge's format or in that of `speculators`. `num_drafted`:
-        maximum drafts per round; None: 5. Raises the errors of `read_eagle3`."""
+        maximum drafts per round; None: 5. Raises UnsupportedModelError if the drafter is not supported, ModelFileError
+        for a missing or damaged file, or for a tensor that is missing or does not fit, ConfigError if `num_drafted` is
+        negative."""
         stored = read_eagle3(folder)
         network = Eagle3Network.of(stored.config, stored.tensors, folder)
         return cls(network, ids=stored.ids, num_drafted=num_drafted, others=stored.others)
@@ -185,7 +190,7 @@ class Eagle3Drafter(ChainedDrafter):
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> Eagle3Drafter:
         """Creates a drafter with random weights, for benchmarks: drafting takes real time, but the drafts are useless.
-        `keys` go to `checkpoint.new_config`."""
+        `num_drafted`: maximum drafts per round; None: 5. `keys`: keyword arguments of `checkpoint.new_config`."""
         raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
         network = Eagle3Network.random(Eagle3Config.from_json(raw), seed, target.device, target.dtype)
         return cls(network, num_drafted=num_drafted)

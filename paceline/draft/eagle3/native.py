@@ -20,10 +20,11 @@ from paceline.model.native.packing import pack
 
 
 class NativeChain:
-    """Base class of decode paths of chained drafters in native (C++) calls: one pass for each drafting step.
+    """Base class of native (C++) decode paths for drafters that draft token by token. Each drafting step is one native
+    pass.
 
-    In a draft tree, each step computes the round's earlier drafts again, because a token's parent must be in the same
-    native pass; a few more tokens cost little.
+    When a tree is drafted, each step computes the round's earlier drafts again, because a token's parent must be in the
+    same native pass. The few additional tokens cost little.
     """
 
     reads_tokens = True

@@ -166,5 +166,6 @@ def _is_outer_norm(name: str) -> bool:
 
 
 def within(weights: dict[str, AnyWeight], prefix: str) -> dict[str, AnyWeight]:
-    """Removes and returns the weights whose names begin with this prefix, under the rest of their names."""
+    """Removes from `weights` those whose names begin with `prefix`, and returns them under their names without the
+    prefix."""
     return {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}

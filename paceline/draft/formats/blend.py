@@ -17,11 +17,12 @@ from paceline.errors import DrafterMismatchError
 
 
 def blended(before: Path, trained: Path, share: float, out: Path) -> None:
-    """Writes a drafter whose weights are (1 - share) * before + share * trained. Data type, config and draft vocabulary
-    are those of `trained`. The drafters' draft vocabularies may differ, because they are not weights.
+    """Writes a drafter into the folder `out`. Its weights are (1 - share) * before + share * trained, where `before`
+    and `trained` are the folders of two drafters. Data type, config and draft vocabulary are those of `trained`. The
+    two draft vocabularies may differ, because they are not weights.
 
     Raises DrafterMismatchError if the drafters differ in config or tensor shapes, CacheError if `out` cannot be
-    written, and the errors of reading a checkpoint.
+    written, UnsupportedModelError or ModelFileError if a drafter cannot be read.
     """
     old, new = read_stored(before), read_stored(trained)
     shapes = [{name: tensor.shape for name, tensor in each.tensors.items()} for each in (old, new)]

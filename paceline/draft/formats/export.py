@@ -39,15 +39,22 @@ def export(
     with_vocabulary: bool = True,
     target: Path | None = None,
 ) -> list[str]:
-    """Writes the drafter into a new folder or GGUF file. Returns texts that say what was left out, or stored under a
-    key that only paceline reads. `form`: "z-lab", "speculators" or "gguf".
+    """Writes the drafter into a new folder or GGUF file `out`. `form`: "z-lab", "speculators" or "gguf". Returns a list
+    of texts, one for each part that was left out, or stored under a key that only paceline reads.
 
-    `head_rows` gives rows of the target's LM head, for a draft vocabulary without a head of its own. Without it,
-    z-lab's format omits the vocabulary, and the other formats raise ConfigError. `with_vocabulary` False omits
-    vocabulary and head from z-lab's format, for programs that read neither. `verifier`: the target's name_or_path and
-    architectures, if known. `target`: the target's GGUF file, for gguf. Raises ConfigError for an unknown format or
-    missing head, UnsupportedModelError for settings that the format cannot express, CacheError if `out` has files or
-    cannot be written.
+    `head_rows`: function that gives rows of the target's LM head. It is needed if the drafter has a draft vocabulary
+    but no head of its own. Without the function, "z-lab" omits the draft vocabulary, "gguf" stores it for paceline
+    only, and "speculators" raises ConfigError. For a DFlash 2 drafter, "z-lab" and "speculators" always omit the draft
+    vocabulary.
+
+    Options for one format:
+
+    - `with_vocabulary`, for "z-lab": False omits draft vocabulary and head, for programs that read neither.
+    - `verifier`, for "speculators": the target's name_or_path and architectures; unknown values may be missing.
+    - `target`, for "gguf": the target's GGUF file, whose tokenizer is copied.
+
+    Raises ConfigError for an unknown format, a missing head or a wrong `target`, UnsupportedModelError for settings
+    that the format cannot express, CacheError if `out` has files or cannot be written.
     """
     if form not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")

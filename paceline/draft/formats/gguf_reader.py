@@ -75,13 +75,14 @@ LAYER_NAMES = {
 
 
 def is_gguf_drafter(path: Path) -> bool:
-    """True if a GGUF file holds a DFlash drafter, not a model. Raises ModelFileError for a damaged file."""
+    """True if the file is a GGUF file with a DFlash drafter; False for a GGUF file with a language model, and for a
+    file of another format. Raises ModelFileError for a damaged GGUF file."""
     return is_gguf(path) and open_gguf(path).metadata.get("general.architecture") == ARCH
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
     """Reads a DFlash drafter from a GGUF file. Returns (config with z-lab's keys, network tensors with z-lab's names,
-    draft vocabulary, unused tensors). Quantised tensors become dense.
+    draft vocabulary, tensors that paceline does not use). Quantised tensors are dequantised.
 
     Raises UnsupportedModelError if the file is not a DFlash drafter, ModelFileError if it is damaged or inconsistent.
     """

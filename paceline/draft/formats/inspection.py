@@ -23,8 +23,8 @@ class Fact(NamedTuple):
 
 
 def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
-    """Returns a table of the properties of a drafter of the DFlash family that determine its drafts; each row (`Fact`)
-    has a name, a value and an explanation. `folder`: where the drafter was read from."""
+    """Returns a table of those properties of a DFlash, DFlash 2 or DSpark drafter that determine its drafts; each row
+    (`Fact`) has a name, a value and an explanation. `folder`: where the drafter was read from."""
     config, shape = stored.config, stored.config.shape
     ids, head_VD = stored.vocabulary
     packed = ", read from blocks of 8 bits" if weights_file(folder).name == PACKED else ""
@@ -66,7 +66,7 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
 
 
 def kind_of(config: DFlashConfig) -> str:
-    """Returns the name of a drafter's kind: DFlash v1, DFlash 2 or DSpark."""
+    """Returns the name of a drafter's type: "DFlash v1", "DFlash 2" or "DSpark"."""
     return "DFlash 2" if config.second else "DSpark" if config.markov else "DFlash v1"
 
 

@@ -38,10 +38,10 @@ AGAIN = "fetch the drafter again"
 
 
 def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> dict[str, Tensor]:
-    """Converts a network's tensors to those of the packed file `model-q8_0.safetensors`: matrices in Q8_0 blocks.
-    Matrices whose rows are not whole blocks stay as they are.
+    """Converts a network's tensors to those of the packed file `model-q8_0.safetensors`: matrices become Q8_0 blocks of
+    32 columns. A matrix whose number of columns is no multiple of 32 is not changed.
 
-    `draft_ids`: token ids whose codebook rows are kept, int64, ascending; None: all.
+    `draft_ids`: token ids whose rows of the DFlash 2 selector's codebooks are kept, int64, ascending; None: all rows.
     """
     trimmed = tensors if draft_ids is None else without_rows(tensors, draft_ids)
     rounded = {name: quantise(tensor, "Q8_0") for name, tensor in trimmed.items()}
@@ -50,8 +50,8 @@ def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> di
 
 def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, Tensor]:
     """Returns a drafter's tensors without the rows of the DFlash 2 selector's codebooks for tokens outside `draft_ids`.
-    The tensors may be packed (Q8_0). Tensors without codebooks, or with rows already removed, are returned
-    unchanged."""
+    Returns the same tensors if there are no codebooks, or if rows were removed before. Matrices may be packed
+    (Q8_0)."""
     if BOOK_IDS in tensors or not any(map(_is_book, tensors)):
         return dict(tensors)
     ids = draft_ids.cpu()
@@ -60,8 +60,8 @@ def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, 
 
 
 def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:
-    """Copies a drafter's packed file (Q8_0 weights) without the rows of its codebooks for tokens outside `draft_ids`;
-    other values stay the same bit for bit.
+    """Copies the packed file `file` of a drafter (Q8_0 weights) to `out`, without the rows of the DFlash 2 selector's
+    codebooks for tokens outside `draft_ids`. All other values stay the same bit for bit.
 
     Raises ModelFileError if the file is damaged.
     """
@@ -74,8 +74,9 @@ def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:
 def read_packed(file: Path, vocab_size: int | None = None) -> dict[str, Tensor]:
     """Reads all tensors of a drafter's packed file. Q8_0 matrices are converted to bfloat16, which rounds them again.
 
-    Codebooks that were stored without some tokens' rows get zero rows for these; this needs the target's `vocab_size`.
-    Raises ModelFileError if the file is damaged.
+    If the file has codebook rows for some tokens only, all other tokens get rows of zeros; this needs the size of the
+    target's vocabulary, `vocab_size`. Raises ModelFileError if the file is damaged, or if a needed `vocab_size` is
+    missing or too small.
     """
     with reraised(ModelFileError, f"{file} is damaged", AGAIN, SafetensorError, OSError):
         stored = read_tensors(file)

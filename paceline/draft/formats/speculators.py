@@ -65,8 +65,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Converts a config.json (`raw`) from the format of `speculators` to z-lab's. Raises UnsupportedModelError for
-    another type of drafter, ModelFileError for a missing or invalid key."""
+    """Converts a config.json (`raw`) from the format of `speculators` to z-lab's. `path`: its name in error messages.
+    Raises UnsupportedModelError if the drafter is not a DFlash, DFlash 2 or DSpark drafter or a setting is not
+    supported, ModelFileError for a missing or invalid key."""
     kind = str(raw.get("speculators_model_type"))
     if kind not in KINDS:
         raise UnsupportedModelError(
@@ -122,10 +123,11 @@ def _causality(layer: dict[str, Any], is_non_causal: bool, path: Path) -> dict[s
 def from_z_lab(
     raw: Mapping[str, Any], kind: str, settings: Mapping[str, Any], verifier: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
-    """Converts a config.json (`raw`) from z-lab's format to that of `speculators`. `kind`: a key of KINDS.
-    `settings`: values in use of block_size, mask_token_id, target_layer_ids, num_slots, sample_from_anchor,
-    sliding_window_non_causal and draft_vocab_size. `verifier`: the target's name_or_path and architectures, if known.
-    `dtype`: that of the weights, such as "bfloat16"."""
+    """Converts a config.json (`raw`) from z-lab's format to that of `speculators`. `kind`: "dflash", "dflash2" or
+    "dspark". `settings`: the drafter's values of block_size, mask_token_id, target_layer_ids, num_slots (drafts of a
+    full block), sample_from_anchor, sliding_window_non_causal and draft_vocab_size, since `raw` may omit defaults.
+    `verifier`: the target's name_or_path and architectures; values that are not known may be missing. `dtype`: data
+    type of the weights, such as "bfloat16"."""
     own_keys = dict(raw.get("speculators") or {})
     layer = {name: value for name, value in raw.items() if name not in OUTSIDE}
     layer["model_type"] = own_keys.pop("model_type", "qwen3")
@@ -154,8 +156,9 @@ def from_z_lab(
 
 
 def with_our_names(tensors: Mapping[str, Tensor], ids: Tensor | None, vocab_size: int | None) -> dict[str, Tensor]:
-    """Renames the codebooks of a DSpark drafter from the names of `speculators`. The second one, which has a row for
-    each token of the draft vocabulary `ids`, gets zeros for all others of `vocab_size`."""
+    """Returns a DSpark drafter's tensors with the codebooks renamed, from the names of `speculators` to paceline's. If
+    the second codebook has rows only for the token ids `ids` of the draft vocabulary, it is expanded to `vocab_size`
+    rows, with zeros for all other tokens."""
     ours = {name: own for own, name in MARKOV_NAMES.items()}
     renamed, second = {ours.get(name, name): tensor for name, tensor in tensors.items()}, f"markov_head.{BOOKS[1]}"
     if second in renamed and ids is not None and vocab_size and len(renamed[second]) == len(ids):
@@ -165,8 +168,8 @@ def with_our_names(tensors: Mapping[str, Tensor], ids: Tensor | None, vocab_size
 
 
 def with_their_names(tensors: Mapping[str, Tensor], ids: Tensor | None) -> dict[str, Tensor]:
-    """The inverse of `with_our_names`: renames the codebooks of a DSpark drafter to the names of `speculators`, and
-    keeps only the second one's rows for the draft vocabulary `ids` (None: all rows)."""
+    """Returns a DSpark drafter's tensors with the codebooks renamed, from paceline's names to those of `speculators`.
+    The second codebook keeps only the rows for the token ids `ids` of the draft vocabulary; None: all rows."""
     second = f"markov_head.{BOOKS[1]}"
     narrowed = {second: tensors[second][ids]} if second in tensors and ids is not None else {}
     return {MARKOV_NAMES.get(name, name): tensor for name, tensor in {**tensors, **narrowed}.items()}
@@ -175,8 +178,10 @@ def with_their_names(tensors: Mapping[str, Tensor], ids: Tensor | None) -> dict[
 def proposal_config(
     config: Mapping[str, Any] | None, algorithm: str, num_drafted: int, verifier: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the entry speculators_config of a config.json: `config`, or a new one for `num_drafted` greedy drafts of
-    the method `algorithm` (such as "eagle3"), with the target's name and architectures (`verifier`) if known."""
+    """Returns the entry speculators_config of a config.json: the drafting method, its number of drafts and the target.
+    `config`: an existing entry, in which only the target is updated; None: a new entry is made, for `num_drafted`
+    greedy drafts of the method `algorithm` (such as "eagle3"). `verifier`: the target's name_or_path and architectures;
+    values that are not known may be missing or empty."""
     method = {
         "accept_tolerance": 0.0,
         "proposal_type": "greedy",

@@ -71,8 +71,9 @@ class MtpLayer:
         return self.raw[MARK]["steps"] if MARK in self.raw else None
 
     def marked(self, steps: int) -> dict[str, Any]:
-        """Returns the config.json for a folder that holds only this layer: with the key `paceline_mtp`, whose value
-        has the layer's tensor layout and `steps`, the number of drafts that it was trained for."""
+        """Returns the config.json for a folder that holds only this layer. It is the target's config.json with the key
+        `paceline_mtp`, an object with the layer's tensor layout and `steps`, the number of consecutive drafts that the
+        layer was trained for."""
         kept = {name: value for name, value in self.raw.items() if name != "quantization_config"}
         more = {} if self.tells_normed else {"num_nextn_predict_layers": 1}
         return {**kept, **more, MARK: {"layout": "qwen" if self.tells_normed else "deepseek", "steps": steps}}
@@ -84,9 +85,9 @@ def is_mtp(raw: dict[str, Any]) -> bool:
 
 
 def read_mtp(path: Path) -> MtpLayer:
-    """Reads the layer from a target's folder, or from a folder of its own. Raises ModelFileError if there is no layer
-    or a tensor does not fit the config, UnsupportedModelError for a target or layer that paceline's decoder does not
-    implement."""
+    """Reads the MTP layer from a target's folder, or from a folder of its own. Raises ModelFileError if there is no
+    layer, if a tensor does not fit the config, or for a GGUF file, UnsupportedModelError for a target or layer that
+    paceline's decoder does not implement."""
     layer = find_mtp(path)
     if layer is None:
         raise ModelFileError(f"{path} holds no multi-token-prediction layer (no tensors {_looked_for(path)}): {CHOOSE}")
@@ -94,8 +95,9 @@ def read_mtp(path: Path) -> MtpLayer:
 
 
 def find_mtp(path: Path) -> MtpLayer | None:
-    """Reads the layer from a target's folder, or from a folder of its own; returns None if there is no layer. Raises
-    the other errors of `read_mtp`."""
+    """Reads the MTP layer from a target's folder, or from a folder of its own; returns None if there is no layer.
+    Raises ModelFileError if a tensor does not fit the config, or for a GGUF file, UnsupportedModelError for a target or
+    layer that paceline's decoder does not implement."""
     if is_gguf(base_of(path)):
         raise ModelFileError(f"{path}: the mtp drafter reads a folder of safetensors, not a GGUF file: {CHOOSE}")
     raw = config_json(path)
@@ -137,16 +139,16 @@ def one_layer(config: DecoderConfig) -> DecoderConfig:
 
 
 def layer_of(raw: dict[str, Any], tensors: dict[str, Tensor]) -> MtpLayer:
-    """Creates a layer from `raw`, the config.json of a folder that holds only an MTP layer (with the key
-    `paceline_mtp`), and from its tensors: fc, embedding_norm, hidden_norm, final_norm, and those of the decoder layer
-    under their names in a layer."""
+    """Creates an MTP layer from `raw`, the config.json of a folder that holds only the layer (with the key
+    `paceline_mtp`), and its tensors. These are fc, embedding_norm, hidden_norm, final_norm, and those of the decoder
+    layer, whose names lack the prefix `model.layers.0.`."""
     config = decoder_config(raw, Path("config.json"))
     return MtpLayer(one_layer(config), tensors, raw[MARK]["layout"] == "qwen", raw)
 
 
 def write_mtp(folder: Path | str, layer: MtpLayer) -> None:
-    """Writes a folder with this layer only, under the tensor names of the target's file; each expert is a tensor of its
-    own. Raises CacheError if writing fails."""
+    """Writes a folder that holds only this MTP layer. Its tensors have the names of the target's file, and each expert
+    is a tensor of its own. Raises CacheError if writing fails."""
     write_checkpoint(folder, layer.marked(layer.steps or 1), target_names(layer))
 
 
@@ -191,8 +193,9 @@ def _renamed(tensors: dict[str, Tensor], last: str, is_qwen: bool, path: Path) -
 
 
 def checked(layer: DecoderConfig, tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Returns the tensors without the prefix `model.layers.0.` in their names. Raises ModelFileError if one is missing,
-    unknown, not finite, or of a shape that does not fit the config `layer`."""
+    """Returns an MTP layer's tensors with the prefix `model.layers.0.` removed from their names. `path`: their origin,
+    for error messages. Raises ModelFileError if a tensor is missing, unknown, not finite, or of a shape that does not
+    fit the config `layer`."""
     expected = _shapes(layer)
     for name in [*expected, *tensors]:
         shape, given = expected.get(name), tuple(tensors[name].shape) if name in tensors else None

@@ -50,8 +50,8 @@ class MtpDrafter(ChainedDrafter):
     @classmethod
     def of_target(cls, target_name: str, *, num_drafted: int | None = None) -> MtpDrafter:
         """Creates a drafter with the layer in the target's own folder. `num_drafted`: maximum drafts per round; None:
-        3. Raises ConfigError if `target_name` is empty, ModelNotFoundError if there is no such model, and the errors of
-        `read_mtp`."""
+        3. Raises ConfigError if `target_name` is empty, ModelNotFoundError if there is no such model, ModelFileError if
+        it has no MTP layer, UnsupportedModelError for a target or layer that paceline's decoder does not implement."""
         refuse(
             ConfigError, (not target_name, "mtp reads the target's own files: say with target_name which model it is")
         )
@@ -60,7 +60,8 @@ class MtpDrafter(ChainedDrafter):
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> MtpDrafter:
         """Creates a drafter from a folder that `save` wrote. `num_drafted`: maximum drafts per round; None: the number
-        that the layer was trained for. Raises the errors of `read_mtp`."""
+        that the layer was trained for. Raises ModelFileError if the folder has no MTP layer or a tensor does not fit
+        the config, UnsupportedModelError for a layer that paceline's decoder does not implement."""
         return cls(read_mtp(Path(folder)), num_drafted=num_drafted)
 
     @property
@@ -68,8 +69,8 @@ class MtpDrafter(ChainedDrafter):
         return self._stored
 
     def save(self, folder: Path | str) -> None:
-        """Writes a folder that holds only the layer; it can be used as a drafter. Raises CacheError if writing
-        fails."""
+        """Writes a folder that holds only the MTP layer and its config.json; `from_folder` reads it. Raises CacheError
+        if writing fails."""
         layer = self._stored
         write_mtp(folder, layer if is_mtp(layer.raw) else replace(layer, raw=layer.marked(self.num_drafted or 1)))
 

@@ -32,11 +32,13 @@ WHOLE, INDEX, NEW = "model.safetensors", "model.safetensors.index.json", "model-
 
 
 def stitch(layer: MtpLayer, target: Path, out: Path, *, links: bool = False) -> list[str]:
-    """Writes a copy of the target that contains this layer into a new folder; returns the names of the replaced or
-    added tensors. `links`: unchanged weight files become symbolic links to the target's.
+    """Writes a copy of the target into the new folder `out`. This MTP layer replaces the target's own MTP layer, or is
+    added to a target without one. Returns the names of the replaced or added tensors. `links`: weight files that do not
+    change become symbolic links to the target's.
 
-    Raises CacheError if `out` has files or cannot be written, DrafterMismatchError for a layer of another target,
-    UnsupportedModelError for a quantised layer, and the errors of reading the target.
+    Raises CacheError if `out` has files or cannot be written, DrafterMismatchError if the layer was made for another
+    target, ModelNotFoundError if there is no target at that path, ModelFileError if the target is damaged,
+    UnsupportedModelError if the target is not supported or its own MTP layer is quantised.
     """
     check_new(out)
     raw, files = config_json(target := existing(target)), shards_of(target)
