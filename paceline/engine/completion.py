@@ -67,13 +67,14 @@ class Completion:
     token_ids: list[int]
     """Token ids of the answer; the token that ended it, if any, is the last."""
     finish_reason: FinishReason | None
-    """Why the answer ended: "stop" (an end token, or a stop string), "length" (the token limit), "abort" or "error"."""
+    """Why the answer ended: "stop" (an end token, or a stop string) or "length" (the token limit, or a limit of the
+    grammar library llguidance). For a request that fails, `LLM` raises the error instead."""
     stats: GenerationStats
     """Token counts, acceptance and times."""
     logprobs: list[TokenLogprob]
-    """Log-probability of each token of the answer, if `SamplingParams.logprobs` is set; else empty."""
+    """Log-probability of each token of the answer if `SamplingParams.logprobs` is set, else an empty list."""
     prompt_token_ids: list[int]
     """Token ids of the prompt."""
     prompt_logprobs: list[TokenLogprob]
-    """Log-probabilities of each prompt token except the first, if `SamplingParams.prompt_logprobs` is set; else
-    empty."""
+    """Log-probability of each prompt token except the first if `SamplingParams.prompt_logprobs` is set, else an empty
+    list."""

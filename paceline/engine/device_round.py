@@ -1,10 +1,10 @@
-"""Whole rounds on the device: draft, verify, accept, commit and inject, captured as one CUDA graph. The host waits for
-the device once per round.
+"""Whole rounds on the device: draft, verify, accept, commit and inject (write the features of the new positions into
+the drafter's cache), captured as one CUDA graph. The host waits for the device once per round.
 
 Lengths, anchors (last committed tokens) and settings of all rows are stored on the device. A round drafts a block,
-verifies it, counts the accepted drafts, updates each row's length and anchor, and writes the features of all its
-positions into the drafter's cache; those after the accepted ones are unused, as in the target's cache. The host waits
-once and reads one small tensor. A round without drafts is plain decoding.
+verifies it, counts the accepted drafts, updates each row's length and anchor, and injects the features of all verified
+positions. The entries after the accepted drafts are not used, as in the target's cache. The host then reads one small
+tensor. A round without drafts is plain decoding.
 
 A round qualifies if all its rows do: greedy, or sampled by temperature, min-p, top-k and top-p, with drafts of one
 DFlash drafter or none. Otherwise the whole batch takes `round.decode_round`. If sampling a row needs the whole
@@ -46,10 +46,12 @@ ROUNDS = "device"
 
 
 class Form(NamedTuple):
-    """Type of a round's CUDA graph: sampled rows or not, accepted drafts set by a table or not, and the drafter."""
+    """Properties by which the CUDA graphs of rounds differ: whether some rows are sampled, whether acceptance is mocked
+    (a benchmark prescribes the number of accepted drafts), and the drafter."""
 
     is_drawn: bool
-    """True if some rows are sampled; then all positions are sampled by the exponential race (see `race`)."""
+    """True if some rows are sampled, by an exponential race (see `race`); the other rows take the most probable
+    tokens."""
     is_mocked: bool
     """True if a table gives the number of accepted drafts, whatever the tokens are (`verify.rules.mocked`)."""
     drafter: DFlashDrafter | None = None
@@ -105,7 +107,8 @@ class StaticRound(Region):
         return [self.read_out]
 
     def compute(self) -> None:
-        """Compute one round of all rows not idle: update their state and both caches, put results in `read_out`."""
+        """Compute one round of all rows that are not idle: draft, verify, update the rows' state and the KV caches of
+        target and drafter. Copies the results to host memory, where `outcomes` reads them."""
         state, slot_K = self._rows.first(self._num_rows), self._slot_J[1:] - 1
         self.marks.set(0)
         tokens_BJ, confidence_BK, width_B = self._draft(state.is_live_B)
@@ -183,27 +186,29 @@ class StaticRound(Region):
         return self._form.drafter
 
     def logits_JV(self, row: int, count: int) -> Tensor:
-        """Returns the target's logits [count, V] at the first `count` positions of a row, from the latest round."""
+        """Returns the target's logits [count, vocabulary size] at the first `count` verified positions of a cache row,
+        from the latest round."""
         return self.target_pass.logits_TV.unflatten(0, (self._num_rows, -1))[row, :count]
 
 
 class DeviceRounds:
-    """Runs one engine's device rounds: whole decode rounds (draft, verify, commit), each captured as one CUDA graph,
-    for batches with at most one drafter (DFlash v1) and without trees, grammars, penalties and log-probabilities."""
+    """Runs one engine's device rounds: whole decode rounds (draft, verify, commit), each captured as one CUDA graph. A
+    batch qualifies if it has at most one drafter (DFlash v1), no prompt lookup drafts, no trees, no log-probabilities,
+    and no request for which `round.is_shaped` is True, such as one with a grammar or penalties."""
 
     def __init__(self, target: GraphDecoder, pool: Pool, judge: RuleJudge) -> None:
         assert target.recorder is not None
         self._target, self._pool, self._judge, self._recorder = target, pool, judge, target.recorder
         self.counts = Counter[str]()
-        """Number of rounds by kind. ROUNDS counts device rounds; each reason counts the rounds that did not qualify
+        """Numbers of rounds. The key ROUNDS counts device rounds; each reason counts the rounds that did not qualify
         because of it. "whole distribution" counts rows of device rounds that the host sampled."""
 
     @classmethod
     def of(cls, target: Target, pool: Pool, judge: RuleJudge, wanted: bool | None) -> DeviceRounds | None:
-        """Creates an engine's device rounds, or returns None if it shall not use them. `wanted`: True or False; None
-        decides by the target: yes if its passes are captured as CUDA graphs.
+        """Creates an engine's device rounds, or returns None if the engine does not use them. `wanted`: True or False;
+        None decides by the target: yes if its passes are captured as CUDA graphs.
 
-        Raises ConfigError if `wanted` is True and the target cannot do it.
+        Raises ConfigError if `wanted` is True and the target cannot compute device rounds.
         """
         can = isinstance(target, GraphDecoder) and can_record(target.config)
         if wanted and not can:
@@ -216,8 +221,8 @@ class DeviceRounds:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Capture the CUDA graphs of rounds for the pool's drafters, greedy and sampled. No-op if graphs are captured
-        at their first use."""
+        """Capture the CUDA graphs of rounds, greedy and sampled: graphs without drafts, and graphs with drafts if the
+        pool's only drafter is a DFlash v1 drafter. Does nothing if graphs are captured at their first use."""
         if self._recorder.records_late:
             return
         paths = [each for each in self._pool.drafters if isinstance(each, DFlashDrafter) and each.round_path]
@@ -259,11 +264,11 @@ class DeviceRounds:
         return recordings[key]
 
     def __call__(self, batch: Batch) -> RoundStats | None:
-        """Computes one round like `decode_round`, without narrowing.
+        """Computes one round like `decode_round`, but verifies the planned drafts whatever their confidence.
 
         Returns None, and changes nothing but the count of the reason, if the batch does not qualify or its shape is not
-        captured. Seconds of drafting and verifying are measured by events in the CUDA graph, or else estimated by the
-        bytes that drafter and target read.
+        captured. Seconds of drafting and verifying are measured within the round (`Marks`), or else estimated by the
+        bytes of weights that drafter and target read.
         """
         drafter, reason = self._qualified(batch)
         if reason:

@@ -43,7 +43,7 @@ class RowValues(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of drafts that the next round verifies."""
+        """Maximum number of drafts that the next round verifies."""
         return max(min(self.most, self.left - 1), 0)
 
     @property
@@ -86,8 +86,9 @@ class RowState:
 
 
 class DeviceRows:
-    """Decoding state and sampling parameters of all cache rows, on the device. The host copies its values there only if
-    the device's own result differs: a row joined or left, its number of drafts changed, or its answer was cut short."""
+    """Decoding state and sampling parameters of all cache rows, on the device, where each round updates them. The host
+    overwrites them with its own values only if the two differ: a row joined or left, its number of drafts changed, or
+    its answer was cut short."""
 
     def __init__(self, num_rows: int, max_len: int, device: torch.device) -> None:
         self._max_len, is_cuda = max_len, device.type == "cuda"
@@ -111,9 +112,9 @@ class DeviceRows:
         self._known = [RowValues()] * len(self._known)
 
     def set(self, sequences: list[Sequence], most_B: list[int]) -> None:
-        """Prepare the next round: these sequences' rows draft at most `most_B` tokens, all other rows are idle. Makes
-        at most one copy to the device and does not wait for it, because the host waits for every round before the next
-        copy."""
+        """Prepare the next round: the row of `sequences[i]` drafts at most `most_B[i]` tokens, and all rows without one
+        of these sequences are idle. Makes at most one copy to the device and does not wait for it. Call it again only
+        after the round has ended, because the next call overwrites the copied buffer."""
         wanted = [RowValues()] * len(self._known)
         for seq, most in zip(sequences, most_B, strict=True):
             wanted[seq.row] = RowValues.of(seq, most)
@@ -137,8 +138,9 @@ class DeviceRows:
         self._known[row] = known._replace(length=known.length + gained, anchor=bonus, left=known.left - gained)
 
     def mock(self, rule: Rule, sequences: list[Sequence]) -> None:
-        """Fill the table that `survivors` reads: for each of these requests, the number of drafts that `rule` accepts
-        at each length of its text. `rule` is mocked: it prescribes this number, whatever the tokens are."""
+        """Store how many drafts the verification rule `rule` accepts in each of these requests, for every number of
+        cached tokens from the present one on. `survivors` returns these numbers. `rule` must be a mocked rule: it
+        prescribes how many drafts are accepted, whatever the tokens are."""
         assert rule.survives is not None
         if self._survivors_RS is None:
             self._survivors_RS = torch.zeros(
@@ -152,14 +154,15 @@ class DeviceRows:
             self._mocked[seq.row] = rule, seq
 
     def survivors(self, length_B: Tensor) -> Tensor:
-        """Returns for each row how many drafts the rule given to `mock` accepts at the row's length (`length_B`). The
-        result [B] is not limited by the number of drafts."""
+        """Returns how many drafts each of the first B rows accepts at its present number of cached tokens (`length_B`),
+        as stored by `mock`: [B]. A number may exceed the row's number of drafts."""
         assert self._survivors_RS is not None
         return self._survivors_RS[: len(length_B)].gather(1, length_B.clamp(max=self._max_len - 1)[:, None])[:, 0]
 
 
 class Marks:
-    """Time marks within one captured computation: events in its CUDA graph, or the host's clock on other devices."""
+    """Measures how long the parts of one captured computation take, by time marks between them: events in its CUDA
+    graph, or the host's clock on other devices."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._times = [0.0] * count

@@ -1,7 +1,5 @@
 """The engine: add requests at any time, call `step` while there is work, read the tokens that each step committed.
-
-`generate` and the server use the same steps. Not thread-safe: one thread owns an engine.
-"""
+`LLM` and the server use it this way. Not thread-safe: one thread owns an engine."""
 
 from __future__ import annotations
 
@@ -52,11 +50,10 @@ class Chunk:
     sequence: Sequence
     token_ids: list[int]
     text: str
-    """Final text for these tokens. It may end before them, if they end in an incomplete character or in a possible stop
-    string."""
+    """Text that became final in this step. Text that ends in an incomplete character or in a possible stop string is
+    withheld; a later chunk has it."""
     finish_reason: FinishReason | None = None
-    """Reason why the answer ended; None if it goes on. "error": the model failed on this request, and `sequence.error`
-    has the cause."""
+    """Reason why the answer ended; None if it goes on. For "error", `sequence.error` has the exception."""
 
 
 class Engine:
@@ -80,12 +77,15 @@ class Engine:
         max_tv: float | None = None,
         device_rounds: bool | None = None,
     ) -> None:
-        """`drafter`: the drafter, or a pool of drafters by name; `router` then chooses for requests that name none.
-        `planner` None: every round verifies all drafts, and chunks have `prefill_chunk` prompt tokens. `lookups` adds
-        prompt lookup drafts to the drafter's own. `most_predicted`: maximum drafts per round from a request's
-        prediction, None for the drafter's default. `allow_lossy` permits lossy rules, with at most `max_tv` mean total
-        variation. `device_rounds`: compute each qualifying round as one CUDA graph (`device_round.py`); None: if the
-        target's passes are captured as CUDA graphs."""
+        """`drafter`: the drafter, or a pool of drafters by name, the default first. `router` chooses one for requests
+        with a `Route` that names none, unless they set `max_drafted`. `judge` decides which drafts are accepted; None:
+        by the rule "auto". `planner` None: every round verifies all drafts, and chunks have `prefill_chunk` prompt
+        tokens. `lookups` adds prompt lookup drafts to the drafter's own. `most_predicted`: maximum drafts per round
+        from a request's prediction; None: 31. `eos_token_ids`: tokens that end answers. `allow_lossy` permits lossy
+        rules, with at most `max_tv` mean total variation per answer. `device_rounds`: compute each qualifying round as
+        one CUDA graph (`device_round.py`); None: if the target's passes are captured as CUDA graphs. Raises
+        DrafterMismatchError if a drafter does not fit the target, ConfigError if the target cannot do
+        `device_rounds`."""
         self.target, self.tokenizer = target, tokenizer
         self.planner = planner or FixedPlanner(most_chunk=prefill_chunk)
         self.pool = Pool(
@@ -153,13 +153,11 @@ class Engine:
         route: Route | None = None,
         trial_drafter: Drafter | None = None,
     ) -> int:
-        """Queue a request; returns its id.
-
-        `constraint`: compiled state of its grammar, if the caller already has it (`grammars.compile`). `route`: name of
-        the pool's drafter for this request, or its request classes, by which the engine's router chooses one.
-        `trial_drafter`: a drafter outside the pool, tried on this request only, which goes to the front of the queue.
-        Raises PromptError, ContextLengthError or SamplingError for invalid input.
-        """
+        """Queue a request; returns its id. `constraint`: state of the request's grammar, if the caller has compiled it
+        (`grammars.compile`). `route`: names the request's drafter in the pool, or gives its request classes, by which
+        the router chooses one. `trial_drafter`: a drafter outside the pool, bound to the target, for this request only;
+        the request then goes to the front of the queue. Raises PromptError, ContextLengthError or SamplingError for
+        invalid input."""
         params = params or SamplingParams()
         self._check(prompt_ids, params)
         if params.grammar and constraint is None:
@@ -218,8 +216,9 @@ class Engine:
         return seq
 
     def record(self, most_drafted: int = 0, *, grows_trees: bool = False) -> None:
-        """Capture passes of target and drafters as CUDA graphs, if the device uses them: for up to `most_drafted`
-        drafts per round (the drafters' maximum, if larger), with `grows_trees` for the largest tree. Takes seconds."""
+        """Capture the passes of target and drafters as CUDA graphs, if the device uses them. Takes seconds. Verify
+        passes are captured for up to `most_drafted` drafts per round, or more if a drafter makes more. With
+        `grows_trees` they are captured for the largest draft tree."""
         most = max(most_drafted, *(drafter.num_drafted for drafter in self.pool.drafters))
         for source in (self.pool.lookups, self.pool.predictions):
             most = max(most, source.num_drafted) if most and source else most
@@ -230,13 +229,14 @@ class Engine:
             self.device_rounds.record()
 
     def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context prefill chunks have the maximum size, even while other rows decode. For answers that are
-        not streamed."""
+        """Returns a context manager: within it prefill chunks have the maximum size, even while other rows decode. For
+        answers that are not streamed."""
         return self.planner.chunks.whole() if isinstance(self.planner, AdaptivePlanner) else contextlib.nullcontext()
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
-        """Run at most one prefill chunk and one decode round. Returns the new output of each request."""
+        """Run at most one prefill chunk and one decode round. Returns a chunk for each request with new tokens, or that
+        ended."""
         self.rounds, self.read = [], (0, 0.0)
         if not (self.target.has_own_threads and self.pool.has_own_threads):
             return self._advance()

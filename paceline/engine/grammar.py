@@ -1,8 +1,9 @@
 """Grammar-constrained decoding: JSON, JSON of a schema, or a regex, token by token, with speculation.
 
-`Grammars` compiles `SamplingParams.grammar` with llguidance; the state is `Sequence.constraint`. In each round
-`within_grammars` advances the state along the drafts before verification and cuts them at the first refused one; the
-judge then masks every verified position by the drafts before it. Only committed tokens stay in the matcher.
+`Grammars` compiles `SamplingParams.grammar` with llguidance; a running request keeps its grammar state in
+`Sequence.constraint`. In each round `within_grammars` advances the state along the drafts before verification, and cuts
+the drafts at the first refused one. The judge then masks every verified position by the drafts before it. Only
+committed tokens change the state for good.
 """
 
 from __future__ import annotations
@@ -158,11 +159,12 @@ class Grammar:
         tokens."""
 
     def follow(self, seq: Sequence, drafts: list[int], corrects: bool = False) -> list[int]:
-        """Returns the leading drafts that the grammar allows, up to the first refused one. Stores for `mask` which
-        tokens are allowed at the position of each of these drafts, and at the next position.
+        """Returns the leading drafts that the grammar allows, up to the first refused one. Also stores for `mask` which
+        tokens are allowed at the position of each returned draft and at the position after the last one; nothing is
+        stored after an end token.
 
-        With `corrects`, a refused draft is replaced if the grammar allows only one token there. That token is sure to
-        be accepted.
+        `corrects`: replace a refused draft if the grammar allows only one token at its position, and check the next
+        drafts too. The target can generate only this token there, so the replacement will be accepted.
         """
         matcher = self._matcher
         matcher.consume_tokens(seq.tokens[seq.prompt_len + self._num_consumed :])
@@ -189,10 +191,13 @@ class Grammar:
         return self._matcher.is_error()
 
     def mask(self, seq: Sequence, logits_JV: Tensor) -> Tensor:
-        """Returns a copy of the logits [J, V] in which refused tokens are -inf. Positions after a refused draft are
-        unchanged.
+        """Returns a copy of the logits [J, V] of a row's J verified positions in which tokens that the grammar refuses
+        are -inf. Positions after a refused draft are not masked: they are never used, because that draft cannot be
+        accepted.
 
-        Those positions are never used, because the refused draft before them cannot be accepted.
+        The grammar has priority over bias, bad words and an unreached minimum length. If the request has one of these
+        settings, the copy is float32, and logits of tokens that the grammar allows are raised to at least -1e30. A
+        token that these settings forbid is then generated only where the grammar allows no other token.
         """
         if not self._masks or self._num_consumed != seq.num_output:
             self.follow(seq, [])
@@ -219,11 +224,14 @@ def _only(mask: bytes) -> int | None:
 
 
 def within_grammars(batch: Batch, draft: DraftBlock) -> DraftBlock:
-    """Returns each row's drafts up to the first that its grammar refuses, so that later ones are not verified.
+    """Shortens the drafts of rows with a grammar, and returns the drafts of all rows. A tree of such a row is first
+    replaced by its path of top tokens. Drafts after the first one that the grammar refuses are removed, because they
+    cannot be accepted. What happens to the refused draft depends on the row:
 
-    Greedy drafts: where the grammar leaves one token, it replaces the refused draft and drafting goes on. Sampled
-    drafts: the refused one is kept as the row's last, because verification replaces it by a sample from the residual
-    distribution, and removing it would change the distribution of the output.
+    - Greedy rows, and rows with certain (deterministic) drafts: it is removed. But if the grammar allows only one token
+      at its position, this token replaces it, and the next drafts are checked too.
+    - Rows with sampled drafts: it is kept as the last draft. Verification replaces it by a sample from the residual
+      distribution. Removing it would change the distribution of the output.
     """
     if all(seq.constraint is None for seq in batch.sequences):
         return draft

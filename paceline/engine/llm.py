@@ -48,17 +48,21 @@ Message = dict[str, Any]
 _RAW_TEXT = "pass the text itself to generate()"
 """Remedy for errors of `chat` templates."""
 LATER = 7
-"""Drafts per round that passes are measured for if there is no drafter yet but one may be added later."""
+"""With a router, drafters may be added later: target passes are captured for at least this many drafts per round, and
+measured for as many if no drafter drafts yet."""
 
 
 class LLM:
-    """A model with its drafter. `settings` are the fields of `EngineConfig`; `drafter` may also be a Drafter object.
+    """A model with its drafter, to generate text. `drafter`: a drafter's name or path, or a Drafter object. `settings`:
+    further fields of `EngineConfig`.
 
-    `drafters` gives several drafters by name. The first is the default; `router` chooses another for requests that were
-    added with request classes (names of groups of similar requests; `engine.add`). At most `loaded_drafters` of them
-    are in memory (`engine/residency.py`; None: all). `allow_lossy` permits lossy rules
-    (`SamplingParams.lossy`) with at most `max_tv` mean total variation. Raises the errors of paceline.errors: a missing
-    model, a drafter for another target, a KV cache beyond the memory budget.
+    `drafters`: several drafters by name, instead of `drafter`; the first is the default. `router`: chooses a drafter
+    for each request that is added with request classes (`Route.clusters`, see `Engine.add`). `loaded_drafters`: maximum
+    number of drafters in memory, exceeded only while more have running requests; None: all. `allow_lossy`: permits
+    lossy rules (`SamplingParams.lossy`), with at most `max_tv` mean total variation per answer.
+
+    Raises ModelNotFoundError for a missing model, DrafterMismatchError for a drafter of another target,
+    MemoryBudgetError if the KV caches exceed the memory budget, and other errors of paceline.errors.
     """
 
     residency: Residency | None = None
@@ -109,22 +113,20 @@ class LLM:
 
     @classmethod
     def of(cls, config: EngineConfig, **more: Any) -> LLM:
-        """Creates an LLM from a complete config, as the commands do. `more`: other arguments of LLM, such as
-        `router`."""
+        """Creates an LLM from a complete config, as the commands do. `more`: other arguments of LLM, such as `router`;
+        they replace values of the config."""
         return cls(**(asdict(config) | more))
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all KV caches: the target's and the drafters'. They are allocated once; only added drafters increase
-        them."""
+        """Bytes of all KV caches: the target's and the drafters'. Requests do not change the number; adding or removing
+        drafters may."""
         return self.target.cache.num_bytes + memory_of(self.engine.pool.drafters, self.target).cache_bytes
 
     def new_engine(self, drafter: Drafter | Mapping[str, Drafter]) -> Engine:
-        """Returns another engine with the same weights and cache, and with this drafter or these drafters. Use only one
-        of the engines at a time. On CUDA this first captures the passes as CUDA graphs, which takes seconds.
-
-        If the planner is adaptive and no number of drafts is set, the engine also uses prompt lookup.
-        """
+        """Returns another engine with the same weights and cache, and with this drafter or these drafters by name. Use
+        only one of the engines at a time. On CUDA this first captures CUDA graphs, which takes seconds. The engine uses
+        prompt lookup too if `speculate` is "auto" or "off", and neither `num_drafted` nor mocked acceptance is set."""
         every, mock = [drafter] if isinstance(drafter, Drafter) else list(drafter.values()), self.config.mocked
         engine = Engine(
             self.target,
@@ -181,15 +183,16 @@ class LLM:
         return self._planners[first]
 
     def make_drafter(self, drafter: str | Drafter | None, **options: Any) -> Drafter:
-        """Creates a drafter by name for this target, with as many drafts as the config sets; `options` go to its
-        constructor. Raises the errors of `draft.registry.make_drafter`."""
+        """Creates the drafter with this name or path for this target, with as many drafts as the config sets; `options`
+        go to its constructor. A Drafter object is returned as it is. Raises the errors of
+        `draft.registry.make_drafter`."""
         if not isinstance(drafter, Drafter) and options.get("num_drafted") is None:
             options["num_drafted"] = self.config.most_drafted
         return make_drafter(drafter, self.target, target_name=self.config.model, **options)
 
     def use_drafter(self, drafter: str | Drafter | None, **options: Any) -> None:
-        """Replace the drafter for new requests; `options` go to its constructor. Raises an error, and changes nothing,
-        if the drafter cannot be created or does not fit the target."""
+        """Replace the default drafter for new requests. `drafter`, `options`: as in `make_drafter`. Raises an error,
+        and changes nothing, if the drafter cannot be created or does not fit the target."""
         created = self.make_drafter(drafter, **options)
         self.engine.swap(created)
         self._pool_changed()
@@ -223,7 +226,8 @@ class LLM:
 
     def put_drafter(self, name: str, drafter: Drafter) -> None:
         """Add a drafter to the pool under this name. It replaces one with the same name; running requests keep the old
-        one. Raises DrafterMismatchError, and changes nothing, if it does not fit the target."""
+        one. Raises DrafterMismatchError if it does not fit the target, or ConfigError for a reserved name, and then
+        changes nothing."""
         self.engine.put(name, drafter)
         if self.residency:
             self.residency.put(self.engine.pool, name)
@@ -249,10 +253,8 @@ class LLM:
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the model's weights, for example after a policy update. `tensors`: new tensors of the same shapes, by
-        their Hugging Face names. The drafters stay; all cached keys, values and features are discarded.
-
-        Raises ConfigError while answers are running, and the errors of `Target.load_weights`; nothing has changed then.
-        """
+        their Hugging Face names. The drafters stay; all cached keys, values and features are discarded. Raises
+        ConfigError while answers are running, and the errors of `Target.load_weights`; nothing has changed then."""
         self._refuse_while_running("weights cannot change")
         members = self.members
         self.target.load_weights(tensors.items())
@@ -264,8 +266,9 @@ class LLM:
         tools: Iterable[Message] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Returns the token ids of a conversation, by the model's chat template. `variables`: further values for the
-        template. Raises PromptError if the template is missing or fails, or if a message is malformed."""
+        """Returns the token ids of a conversation, by the model's chat template. `tools`: tool definitions,
+        `variables`: further values for the template. Raises PromptError if the template is missing or fails, or if a
+        message is malformed."""
         return chat_ids(self.tokenizer, messages, tools or (), variables)
 
     def chat(
@@ -274,8 +277,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
-        """Answers each conversation, a list of messages, with `params` for all or a list of one for each. Returns the
-        answers in the same order."""
+        """Answers each conversation, a list of messages. Returns the answers in the same order. Raises the errors of
+        `encode_chat`; other arguments and errors: see `generate_ids`."""
         with way_out(_RAW_TEXT):
             prompts = [self.encode_chat(messages) for messages in conversations]
         return self.generate_ids(prompts, params, on_chunk)
@@ -286,8 +289,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
-        """Continues each raw text, without a chat template. Returns the answers in the same order. Raises the errors of
-        `generate_ids`."""
+        """Continues each raw text, without a chat template. Returns the answers in the same order. Raises PromptError
+        for one text instead of a list; other arguments and errors: see `generate_ids`."""
         if isinstance(prompts, str):
             raise PromptError("prompts is one text: give a list of texts, as in [text]")
         return self.generate_ids([self.tokenizer.encode(prompt) for prompt in prompts], params, on_chunk)
@@ -298,13 +301,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
-        """Continues each prompt, a list of token ids. Returns the answers in the same order. An error or interrupt
-        aborts every request of this call. Raises PromptError for one prompt instead of a list, SamplingError if
-        `params` are not as many as the prompts.
-
-        Without `on_chunk` and without other streams, prompts are prefilled in chunks of maximum size: the batch as a
-        whole finishes sooner.
-        """
+        """Continues each prompt, a list of token ids. Returns the answers in the same order. `params`: one for all
+        prompts, or a list with one for each. `on_chunk`: function called with each `Chunk` of new output. Without it,
+        and if no stream is open, prefill chunks have the maximum size: the batch as a whole finishes sooner. Raises
+        PromptError for one prompt instead of a list, SamplingError if `params` are not as many as the prompts, the
+        errors of `Engine.add`, and the error of a request that fails. An error or interrupt aborts all requests of this
+        call."""
         if any(isinstance(prompt, int) for prompt in prompts):
             raise PromptError("prompts is one list of token ids: give a list of such lists, as in [token_ids]")
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
@@ -331,12 +333,10 @@ class LLM:
         return [done[place] for place in range(len(prompts))]
 
     def stream(self, prompt: list[Message] | str | list[int], params: SamplingParams | None = None) -> Generator[Chunk]:
-        """Yields parts of one answer when they are committed. `prompt`: messages for the chat template, raw text, or
-        token ids.
-
-        Several streams may be read alternately, and other answers generated between two chunks; each gets its own
-        chunks.
-        """
+        """Yields the new output of one answer after each step that adds to it. `prompt`: messages for the chat
+        template, raw text, or token ids. Several streams may be read alternately, and other answers generated between
+        two chunks; each stream gets only its own chunks. Raises the errors of `encode_chat` and `Engine.add`, and the
+        error of a request that fails."""
         with contextlib.closing(self._answer([(self._ids_of(prompt), params)])) as answering:
             for _, chunk in answering:
                 yield chunk

@@ -1,17 +1,19 @@
-"""Keeps at most N drafters of a pool in memory (`serve --loaded-drafters N`). The others are released: only their place
-in the pool stays, and their files on disk.
+"""Keeps at most N drafters of a pool in memory (`serve --loaded-drafters N`). The others are released: the pool keeps
+their names, and their weights are on disk only.
 
-A request never waits for a drafter. One whose drafter is released starts at once with the default drafter, which is
-never released, and keeps it; its text is the target's all the same. Meanwhile a thread of its own reads and prepares
-the drafter, one at a time, so that neither the engine's thread nor the disk is blocked; the engine's thread puts it
-into the pool when the next request is assigned a drafter, and is the only one that changes the pool. Waiting instead
-would make one customer's first token as late as a disk is slow; loading in the engine's thread would delay all.
+A request never waits for a drafter. A request that names a released drafter starts at once with the default drafter,
+which is never released, and uses it to its end; the text is the target's all the same. Meanwhile a separate thread
+reads and prepares the named drafter, one drafter at a time, so that neither the engine's thread nor the disk is
+blocked. The engine's thread puts the drafter into the pool when the next request is assigned a drafter; no other thread
+changes the pool. If requests waited, one customer's first token would be as late as a disk is slow; loading in the
+engine's thread would delay all.
 
-Room is made first: the drafter that the fewest of the latest requests named is released, of several the one that was
-used longest ago, but never one with running requests. If all have some, nothing is loaded until a request comes when
-one is idle. The wanted drafter must be requested more than twice as often as the one that it replaces: without that
-rule, customers of about equal traffic would replace one another all the time, and loading takes more than it brings. Of
-several wanted drafters only the latest is loaded: an earlier one is when it is requested again.
+Another drafter is released first, to make room: the one that the fewest of the latest requests named; of several, the
+least recently used one. A drafter with running requests is never released. If all have some, nothing is loaded until a
+request arrives while one is idle. The wanted drafter must be requested more than twice as often as the one that it
+replaces: without that rule, customers of about equal traffic would replace one another all the time, and loading takes
+more time than it saves. If several drafters are wanted, only the latest is loaded; an earlier one is wanted again at
+its next request.
 """
 
 from __future__ import annotations
@@ -35,21 +37,21 @@ from paceline.types import LOOKUP, NONE, Batch, DraftBlock
 RETRY_S = 60.0
 """Seconds after which a drafter that could not be loaded is tried again, at its next request."""
 RECENT_PER_DRAFTER, MORE_OFTEN = 16, 2
-"""Latest requests that count, for each drafter in memory; a drafter replaces one that was requested less than
-1 / MORE_OFTEN times as often."""
+"""Number of latest requests that are counted, for each drafter in memory; a drafter replaces one that was requested
+less than 1 / MORE_OFTEN times as often."""
 log = logging.getLogger("paceline.draft")
 
 
 class ReleasedDrafter(Drafter):
-    """The place of a drafter in a pool whose weights are on disk only. It drafts nothing."""
+    """Placeholder in a pool for a drafter whose weights are on disk only. It drafts nothing."""
 
     is_released = True
 
     def __init__(self, source: str, stamp: Stamp) -> None:
-        """`source`, `stamp`: those of the drafter (`registry.origin_of`)."""
+        """`source`, `stamp`: name or path of the drafter, and state of its files (`registry.origin_of`)."""
         self.source, self.stamp = source, stamp
         self.failure = ""
-        """Reason why it could not be loaded; empty if it was not tried, or will be."""
+        """Error of the latest attempt to load the drafter, kept until it is loaded; empty if no attempt failed."""
         self.retry_at = 0.0
         """Time (time.monotonic) from which loading may be tried again."""
 
@@ -62,11 +64,13 @@ class ReleasedDrafter(Drafter):
 
 
 class Residency:
-    """Releases and loads drafters of a pool, so that at most `most` are in memory, except those with running requests.
-    Used only by the engine's thread; counters may be read by any."""
+    """Releases and loads drafters of a pool, so that at most `most` are in memory; more only while more of them have
+    running requests. Counts only drafters that could be released (`can_release`). Used only by the engine's thread;
+    counters may be read by any."""
 
     def __init__(self, most: int, target: Target, make: Callable[[str], Drafter], kv_memory: int | None) -> None:
-        """`make` creates a drafter by its name or path. `kv_memory`: limit of all caches in bytes; None: no limit."""
+        """`target`: the model that loaded drafters are bound to. `make`: creates a drafter, given its name or path.
+        `kv_memory`: limit of all caches in bytes; None: no limit."""
         self.most, self._target, self._make, self._kv_memory = most, target, make, kv_memory
         self.loads, self.releases, self.misses = Counter[str](), Counter[str](), Counter[str]()
         """Drafter -> times it was loaded, times it was released, requests that named it while it was released."""
@@ -82,7 +86,8 @@ class Residency:
         self._loading: tuple[str, ReleasedDrafter, Future[Drafter]] | None = None
 
     def state_of(self, member: Member) -> str:
-        """Returns "ready", "draining", "released" (also while it is loaded) or "failed"."""
+        """Returns "ready" (in memory), "draining" (new requests do not get it), "failed" (released, and the latest
+        attempt to load it failed) or "released" (also while it is being loaded)."""
         if not member.is_open:
             return "draining"
         if isinstance(released := member.drafter, ReleasedDrafter):
@@ -90,7 +95,9 @@ class Residency:
         return "ready"
 
     def turn(self, pool: Pool) -> None:
-        """Put a drafter that was loaded into the pool, release those that are too many, begin to load the next."""
+        """Put a drafter whose loading is finished into the pool. Begin to load a drafter that was requested while it
+        was not in memory. Release drafters until few enough are in memory. Called before a request is assigned a
+        drafter."""
         self.take_in(pool)
         if self._loading is None and (member := pool.members.get(self._wanted)):
             released, often = member.drafter, self._requests[self._wanted]
@@ -100,14 +107,19 @@ class Residency:
         self._make_room(pool, self.most - (self._loading is not None))
 
     def take_in(self, pool: Pool) -> None:
-        """Put a drafter that was loaded into the pool; room for it was made before."""
+        """Put a drafter whose loading is finished into the pool. Releases no drafter: room was made before loading
+        began."""
         if self._loading and self._loading[2].done():
             self._take(pool, *self._loading)
             self._loading = None
 
     def started(self, pool: Pool, name: str, drafter: str) -> None:
-        """Count a use of `drafter`, which a sequence got, and want the one that it named (`name`) if that is
-        released."""
+        """Record that a new request uses the drafter named `drafter`. `name`: the drafter that the request named; "" if
+        it named no drafter.
+
+        If the drafter that the request named is not in memory, another one was used in its place. The named drafter is
+        then loaded once there is room for it, but not within 60 seconds (RETRY_S) after a failed attempt.
+        """
         self._touch(drafter)
         member = pool.members.get(name)
         self._count(name if member else drafter)
@@ -118,7 +130,8 @@ class Residency:
                 self.turn(pool)
 
     def put(self, pool: Pool, name: str) -> None:
-        """Count a drafter that was put into the pool as used, and release others if they are too many now."""
+        """Record that the drafter `name`, which was put into the pool, was used now. Release others if too many are in
+        memory."""
         self._touch(name)
         self._count(name)
         self._make_room(pool, self.most - (self._loading is not None), keep=name)
@@ -200,8 +213,13 @@ class Residency:
 def create(
     specs: Mapping[str, str | Drafter | None], make: Callable[[str | Drafter | None], Drafter], most: int | None
 ) -> dict[str, Drafter]:
-    """Creates drafters by name with `make`. Those after the first `most` that take memory begin as released ones (None:
-    all are created). Raises the errors of `make`."""
+    """Creates drafters with `make`, and returns them by name. `specs`: for each name, a drafter's name or path, a
+    Drafter or None. Raises the errors of `make`.
+
+    `most`: maximum number of created drafters in memory; None: no limit. Only drafters that can be released again
+    (`can_release`) count. The drafters beyond `most` become placeholders (`ReleasedDrafter`), to be loaded when
+    requests need them. Drafter objects, None, "none" and "ngram" never become placeholders.
+    """
     created: dict[str, Drafter] = {}
     for name, spec in specs.items():
         is_full = most is not None and sum(can_release(drafter) for drafter in created.values()) >= most

@@ -1,10 +1,12 @@
-"""The decode round: draft, verify in one target pass, accept and commit. All other parts plug into it.
+"""The decode round: draft, verify in one target pass, accept and commit. It calls the drafters, the planner, the
+grammars and the verification rules.
 
 `device_round.py` computes the same on the device, for batches that qualify.
 
-`RuleJudge` turns the verify pass's logits into a verdict: each request's own distribution, judged by the selected rule.
-Greedy rows without penalties need only the argmax of each position, computed for the whole batch at once; every other
-row first gets its bias, penalties and filters. The rules themselves are pure functions in `verify/rules.py`.
+`RuleJudge` decides from the verify pass's logits which drafts are accepted. It computes the distribution of each
+request and applies the engine's rule, or the request's own lossy rule, to it. Greedy rows without penalties need only
+the argmax of each position, computed for the whole batch at once; the logits of every other row first get its bias,
+penalties and filters. The rules themselves are pure functions in `verify/rules.py`.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ def decode_round(
     batch: Batch, target: Target, drafter: Drafter | Pool, judge: RuleJudge, narrow: Narrow | None = None
 ) -> RoundStats:
     """Runs one round for all sequences of the batch: draft K tokens, verify J = K+1 positions, commit the accepted
-    ones. Returns the round's statistics. `narrow`: function that chooses, by the drafter's confidences, how many drafts
-    of each row, or which tree, to verify; None: all."""
+    drafts and the bonus token. Returns the round's statistics. `narrow`: function that chooses, by the drafter's
+    confidences, how many drafts of each row, or which tree, to verify; None: all drafts."""
     started, recording_s = time.perf_counter(), target.recording_s
     proposed = drafter.propose(batch)
     if narrow:
@@ -140,8 +142,8 @@ def _outcomes(draft: DraftBlock, verdict: Verdict) -> list[Outcome | None] | Non
 def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
     """Append the accepted drafts and the bonus token to each sequence, up to a token that ends the answer.
 
-    Returns the number of new tokens of each row: at least 1, but 0 for a failed request. `cached_len` becomes the
-    length of the sequence without its last token.
+    Returns the number of new tokens of each row: at least 1, but 0 for a failed request. The `cached_len` of each
+    sequence that has not failed becomes its length without the last token.
     """
     fail(batch, verdict)
     gained = []
@@ -173,9 +175,16 @@ def _observed(
 
 
 class RuleJudge:
-    """Decides which drafts are accepted, by the verification rule `rule`, such as rejection sampling. If the rule needs
-    the drafts' probabilities, greedy rows are judged by the longest match with the target's most probable tokens, and
-    certain (deterministic) drafts of sampled rows by `match`. A request's own lossy rule comes first."""
+    """Decides which drafts are accepted, by the verification rule `rule`, such as rejection sampling. Exceptions:
+
+    - A request with its own lossy rule (`SamplingParams.lossy`) is judged by that rule.
+    - Draft trees: the path that equals the target's own tokens is accepted, unless `rule` has a `walk`, which selects
+      the path.
+    - Greedy rows, if `rule` needs the drafts' probabilities: the leading drafts that equal the target's most probable
+      tokens are accepted.
+    - Sampled rows with certain (deterministic) drafts, if `rule` is lossless and needs the drafts' probabilities: the
+      rule `match` decides.
+    """
 
     def __init__(self, rule: Rule = RULES["auto"]) -> None:
         self.rule = rule
@@ -190,8 +199,8 @@ class RuleJudge:
         return all(_is_plain(seq) and seq.params.logprobs is None for seq in batch.sequences)
 
     def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
-        """Judges a verify pass; `out` has its positions packed row after row. Adds log-probabilities of the tokens to
-        be committed to the sequences that request them."""
+        """Judges a verify pass of a batch with the drafts `draft`. `out`: the target's output, its positions packed row
+        after row. Appends the log-probabilities of the tokens to be committed to the sequences that request them."""
         plain = [_is_plain(seq) for seq in batch.sequences]
         argmax_T = out.best_T() if any(plain) else []
         accepted: list[int] = []
@@ -293,7 +302,7 @@ class RuleJudge:
 
 
 def failure_reason(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
-    """Returns the reason why a row has no token after its `num_accepted` accepted drafts, as a text. `logits_JV`: the
+    """Returns the error message of a row that has no token after its `num_accepted` accepted drafts. `logits_JV`: the
     model's own logits of the row, before penalties and grammar; None if only non-finite logits can be the reason."""
     best_J = [_NONE] * (num_accepted + 1) if logits_JV is None else ForwardOutput(logits_JV, None).best_T()
     if _NONE not in best_J:

@@ -3,11 +3,12 @@
 Each step does at most one prefill chunk and one decode round, so a long prompt delays the others by one chunk at a
 time.
 
-Prompts with a common prefix share work: its keys, values and drafter features are copied between rows. A row remembers
-the tokens in its cache after its sequence has ended, until it is allocated again. A new sequence reuses the longest
-prefix of any row; in its own row without a copy. If a longer prefix is about to be prefilled for another request, as in
-a group of answers to one prompt, it waits for that until its own prefill starts. This is only done for batch-invariant
-targets (`Target.is_width_invariant`), where reuse does not change outputs.
+Prompts with a common prefix share work: the prefix's keys, values and drafter features are copied between rows. The
+tokens in a row's cache are remembered after its sequence has ended, until the row is allocated again. A new sequence
+reuses the longest prefix that any row holds, without a copy if its own row holds it. If another request is still
+prefilling a longer common prefix, as in a group of answers to one prompt, the copy is deferred until the new sequence's
+own prefill starts. Prefixes are reused only for batch-invariant targets (`Target.is_width_invariant`), where reuse does
+not change outputs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Scheduler:
 
     def admit(self, choose: Callable[[Sequence, list[int]], int | None] | None = None) -> Iterator[Sequence]:
         """Give free cache rows to waiting requests, in order of arrival, and yield these requests. `choose`: function
-        (request, free rows) -> row to use; if it is missing or returns None, the cache picks a free row."""
+        (request, free rows) -> row to use; if it is missing or returns None, the request gets the free row with the
+        lowest number."""
         while self.waiting and self._cache.num_free:
             seq = self.waiting.popleft()
             row = self._cache.allocate(choose(seq, self._cache.free_rows) if choose else None)
@@ -85,12 +87,12 @@ class Scheduler:
 
 
 LEAST = 16
-"""Minimum prefix length for reuse; nearly all requests share the beginning of a chat template."""
+"""Minimum length, in tokens, of a prefix that is reused: nearly all requests share the beginning of a chat template."""
 
 
 class PrefixReuse:
-    """Prefix cache: remembers which tokens each cache row holds, and copies common prefixes of prompts to new rows.
-    `Engine` reports when a request gets or leaves a row."""
+    """Prefix cache: remembers which tokens each cache row holds, and copies common prefixes of prompts to new rows. The
+    engine calls it when a request gets a row, begins its prefill or leaves its row."""
 
     def __init__(self, target: Target, drafters: Pool) -> None:
         self._target, self._drafters = target, drafters
@@ -98,7 +100,8 @@ class PrefixReuse:
         """Row without a sequence -> (tokens in its cache, the row's allocation counter at that time)."""
         self._running: dict[int, Sequence] = {}
         self.deferred: set[int] = set()
-        """Ids of requests that wait for another request's prompt, and copy its prefix when their own prefill starts."""
+        """Ids of requests whose common prefix another request is still prefilling; it is copied when their own prefill
+        starts."""
         self.num_reused = 0
         """Number of prompt tokens that were reused instead of computed, since the engine started."""
 
@@ -110,11 +113,12 @@ class PrefixReuse:
         return best if best is not None and lengths[best] >= LEAST else None
 
     def admitted(self, seq: Sequence) -> None:
-        """Copy to the cache row of a newly admitted request the longest prefix of its prompt that another row holds. If
-        a prompt that is still being prefilled has a longer prefix in common, copy nothing yet: `reads` does it when
-        this request's own prefill starts. Call this after the request got `seq.row` and the drafter has started it.
+        """Copy to the cache row of a newly admitted request the longest prefix of its prompt that any row holds. Call
+        this after the request got its row (`seq.row`) and a drafter (`Pool.start`). There are two exceptions:
 
-        A prompt with requested log-probabilities is computed completely, because a cache holds no logits.
+        - An earlier request, whose prompt is still in prefill, shares a longer prefix with this prompt. Nothing is
+          copied yet; `reads` copies the prefix later.
+        - Log-probabilities of the prompt were requested. Nothing is copied, because a cache holds no logits.
         """
         if seq.params.prompt_logprobs is not None:
             self._running[seq.row] = seq
@@ -129,8 +133,8 @@ class PrefixReuse:
             self._take_over(seq)
 
     def reads(self, seq: Sequence) -> None:
-        """Copy the common prefix from another row now, if `admitted` deferred the request until another prompt was
-        computed. Call when the request's prefill starts."""
+        """Copy the prompt's longest prefix from another row now, if `admitted` postponed this because an earlier
+        request was still computing the prefix. Call this when the request's prefill starts."""
         if seq.request_id in self.deferred:
             self.deferred.remove(seq.request_id)
             self._take_over(seq)
@@ -158,8 +162,8 @@ class PrefixReuse:
         self._left.pop(seq.row, None)
 
     def released(self, seq: Sequence, *, is_sound: bool = True) -> None:
-        """Remember the tokens in the row for later requests. Call before the sequence leaves `seq.row`. `is_sound`: its
-        keys and values are valid and may be reused."""
+        """Remember the tokens in the request's row for later requests. Call this before the request leaves `seq.row`.
+        `is_sound`: True if the keys and values in the row are valid and may be reused."""
         self.deferred.discard(seq.request_id)
         if self._running.pop(seq.row, None) is not None and is_sound:
             self._left[seq.row] = seq.tokens[: seq.cached_len], self._target.cache.generations[seq.row]
