@@ -73,7 +73,8 @@ class Chances:
         self.average += self.average[-1:] * more
 
     def of(self, confidence: Sequence[float]) -> list[float]:
-        """Returns the acceptance chance at each slot, given the drafter's confidence (log-probability) there."""
+        """Returns the acceptance chance at each slot. `confidence`: the drafter's log-probability of its top token at
+        each slot."""
         return [self._chance(slot, _bucket_of(logprob)) for slot, logprob in enumerate(confidence)]
 
     def _chance(self, slot: int, bucket: int) -> float:
@@ -104,10 +105,11 @@ class Chances:
 
     def record(self, num_checked: int, num_accepted: int, confidence: Sequence[float] | None = None) -> None:
         """Update the estimates with one row's drafts: the first `num_checked` were verified, the first `num_accepted`
-        accepted. `confidence`: the drafter's log-probability of its top token at each slot, None if unknown.
+        accepted. `confidence`: the drafter's log-probability of its top token at each slot, also of drafts that were
+        not verified; None if unknown.
 
-        A slot that was drafted but not verified counts with its estimated chance. Without that the estimates would be
-        biased upwards, because only promising drafts are verified.
+        If all verified drafts were accepted, each draft that was not verified is counted with its estimated chance.
+        Without this the estimates would be biased upwards, because only promising drafts are verified.
         """
         chances = self.of(confidence[: len(self.average)]) if confidence is not None else []
         self._detect_shift((chances or self.average)[:num_checked], num_accepted)
@@ -151,8 +153,8 @@ def _bucket_of(logprob: float) -> int:
 
 @dataclass(slots=True)
 class Calibration(Ratio):
-    """Correction factor for drafters that predict their own acceptance chances: drafts accepted divided by drafts
-    expected to be accepted."""
+    """Correction factor for sources that predict their own acceptance chances, such as prompt lookup: drafts accepted
+    divided by drafts expected to be accepted."""
 
     over: float = 4.0
     under: float = 4.0

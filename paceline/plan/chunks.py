@@ -14,8 +14,9 @@ takes."""
 
 
 class ChunkSizes:
-    """Chooses prefill chunk sizes. While no row decodes, chunks have the maximum size. Otherwise a chunk takes about as
-    long as one decode round, so that a running answer waits about two rounds for its next token."""
+    """Chooses prefill chunk sizes, at most `most` prompt tokens. With `adapts`, while other rows decode, a chunk takes
+    about as long as one decode round, so that a running answer waits about two rounds for its next token. In all other
+    cases chunks have the maximum size."""
 
     def __init__(self, most: int, adapts: bool) -> None:
         self._most, self._adapts = most, adapts
@@ -39,9 +40,9 @@ class ChunkSizes:
 
     @property
     def most_round_s(self) -> float:
-        """Maximum seconds of the next decode round if a prefill chunk runs in the same step; infinity: no maximum. It
-        is the recent mean duration of rounds that ran without a maximum. Rounds that had one do not count: otherwise
-        the maximum would shrink from round to round."""
+        """Time limit of the next decode round if a prefill chunk runs in the same step: the planner plans no more
+        drafts than fit into these seconds. Infinity: no limit. The limit is a running average of the seconds of rounds
+        that had no limit. A longer round raises it at once, by at most a quarter; shorter rounds lower it slowly."""
         is_free = not self._adapts or self._num_limited >= FREE_EVERY - 1
         return math.inf if is_free or not self._free_s else self._free_s
 
@@ -49,8 +50,8 @@ class ChunkSizes:
         self._token_s = _average(self._token_s, seconds / num_tokens, 2.0)
 
     def decoded(self, seconds: float, *, beside_chunk: bool) -> None:
-        """Add the seconds of one round to the estimates. `beside_chunk`: a prefill chunk ran in the same step; such a
-        round counts less, because it found cold caches. An unusually long round also counts less."""
+        """Update the estimates with the seconds of one decode round. `beside_chunk`: a prefill chunk ran in the same
+        step; such a round counts less, because it found cold caches. An unusually long round also counts less."""
         self._round_s = _average(self._round_s, seconds, 1.25, 0.05 if beside_chunk else 0.2)
         if beside_chunk and self.most_round_s < math.inf:
             self._num_limited += 1

@@ -1,9 +1,9 @@
 """Request clusters: groups of similar requests, for which a router chooses drafters. Imports no PyTorch.
 
-A request's classes are strings made from its properties. They join the language or script of its text with digests of
-the template (the system prompt, or the beginning of a raw text), of the tools and of the answer's schema. A tag that
-the client gives replaces all of these. A class that occurs often becomes a cluster. No name of a cluster reveals the
-request's text.
+A request's classes are strings made from its properties. Each joins the language or script of the request's text with
+digests of the template (the system prompt, or the beginning of a raw text), of the tools and of the answer's schema. A
+tag that the client gives replaces all of these. A class that occurs often becomes a cluster. No name of a cluster
+reveals the request's text.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MOST_SEEN = 1024
 IDLE = 4096
 """A full table replaces a cluster by a new one only if none of the latest 4096 requests belonged to it."""
 TEMPLATE, BEGINNING, LOOKED_AT = 256, 64, 1000
-"""Number of characters used: of a system prompt, of a raw text's beginning, and of the text whose language is
-detected."""
+"""Numbers of characters used: the first of a system prompt, the first of a raw text, and the last of the text whose
+language is detected."""
 
 _WORDS = {
     "en": "the of and to is in that it for you with are",
@@ -74,8 +74,8 @@ def is_tag(name: str) -> bool:
 
 
 def language(text: str) -> str:
-    """Returns the language of a text, such as "en", by its common words. Without enough of them, returns the script of
-    most letters, such as "latin", or "symbols" for a text without letters."""
+    """Returns the language of a text, such as "en", by its common words. If there are too few of them, returns the
+    script of most letters, such as "latin"; "symbols" for a text without letters."""
     words = Counter(re.findall(r"[^\W\d_]+", text.lower()))
     hits = {name: sum(words[word] for word in common) for name, common in _LANGUAGES.items()}
     best = max(hits, key=hits.__getitem__)
@@ -98,7 +98,7 @@ class Clusters:
         """Class that is not a cluster -> number of its requests so far."""
         self._num_requests = 0
         self.evicted: str | None = None
-        """Name of the cluster that the latest call of `of` removed from the full table, if any."""
+        """Name of the cluster that the latest call of `of` removed from the full table; None if it removed none."""
 
     def of(self, classes: Sequence[str]) -> str:
         """Returns the name of a request's cluster, given its classes: the first class that is a cluster or becomes one

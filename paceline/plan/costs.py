@@ -11,8 +11,9 @@ from itertools import accumulate, pairwise
 from paceline.types import RoundStats
 
 FIRST_DRAFTS = 3
-"""The shortest of this many drafting passes is a drafter's first estimate. One pass is not enough: if the system runs
-another program meanwhile, the drafter seems many times too slow, is not tried again, and the estimate stays."""
+"""The shortest of this many drafting passes, after the very first one, is a drafter's first estimate. One pass is not
+enough: if the system runs another program meanwhile, the drafter seems many times too slow, is not tried again, and the
+estimate stays."""
 
 DRAFT_WEIGHT = 0.1
 """Weight of the latest drafting pass in the average of their seconds, after the first ten: those count alike, so that a
@@ -21,7 +22,7 @@ wrong first estimate is soon corrected."""
 
 class PassCosts:
     """Seconds of one forward pass of the target, by its number of token positions in all rows. Values between the
-    measured points are interpolated linearly."""
+    measured points are interpolated linearly, values outside extrapolated."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
         """`points`: measured pairs (token positions, seconds), at least one, with ascending positions.
@@ -54,9 +55,10 @@ class RoundCosts:
     """Estimated durations of rounds of one type: all rows greedy, or some sampled. They are in seconds at the speed
     that the machine had when `passes` was measured.
 
-    `slowness` follows the machine's speed, which changes within seconds. Errors of `passes` are corrected by a factor
-    for each size of pass. These factors are estimated from pairs of consecutive rounds with passes of different sizes,
-    which ran at the same speed.
+    `slowness` is the present duration of a round divided by its duration in `passes`; it follows the machine's speed,
+    which changes within seconds. A correction factor for each size of pass corrects errors of `passes`. It is estimated
+    from pairs of consecutive rounds with passes of different sizes, because the machine's speed hardly changes between
+    them.
     """
 
     passes: PassCosts
@@ -75,8 +77,8 @@ class RoundCosts:
     """Size class of the latest round, and its duration over the one in `passes`."""
 
     def pass_s(self, num_positions: int) -> float:
-        """Returns the estimated seconds, without drafting, of a round that verifies `num_positions` token positions in
-        all rows."""
+        """Returns the estimated seconds, without drafting, of a round that verifies `num_positions` token positions
+        (anchors and drafts) in all rows."""
         known = self._pass_s.get(num_positions)
         if known is None:
             factor = self._factor(size_class(num_positions))
@@ -136,7 +138,7 @@ class RoundCosts:
         self._draft_s[source, num_rows] = known + max(DRAFT_WEIGHT, 1 / (1 + count)) * step, count + 1
 
     def forget(self, source: str) -> None:
-        """Discard the drafting seconds of a source (drafter's name), because its drafter was replaced."""
+        """Discard the drafting seconds of a source (drafter's name), because its drafter was replaced or removed."""
         self._first_s.pop(source, None)
         self._draft_s = {key: known for key, known in self._draft_s.items() if key[0] != source}
 

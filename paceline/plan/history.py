@@ -20,13 +20,14 @@ NEW_SHARE = 0.007
 """Share of each round's time that is saved for a trial of drafts on the next new request, whose text may suit the
 drafter better."""
 FIRST_TRIALS = 2.0
-"""Initial time budget of trials (drafts that seem not to pay), in units of the time of a round without drafts."""
+"""Initial time budget of trials (drafts that seem not to pay), in units of the time of a round without drafts; later
+also the budget's limit, unless the next trial needs more."""
 PLAIN_EVERY = 64
 """Maximum rounds with drafts between two rounds without drafts, which measure the present time of such a round. At the
 beginning they are more frequent."""
 REST = 8
-"""Maximum rounds in which no model drafts after its drafts did not pay; also at most three per row. Even considering
-drafts takes time."""
+"""Maximum rounds in which no drafter with a network drafts, after such drafts did not pay; also at most three per row.
+Even considering drafts takes time."""
 PAUSE = 64
 """Length of a source's first pause, in rounds, after its drafts brought fewer tokens per second than rounds without
 drafts."""
@@ -36,8 +37,8 @@ COMPARED, _CLIP, _GAIN_WEIGHT = 8, 0.3, 0.3
 """Number of latest rounds with drafts that are compared with a round without drafts; limit of the logarithm of their
 relative speed; weight of the latest comparison."""
 COLD = 3
-"""First rounds after the batch consists of new requests only, which are not compared: memory and processor are often
-cold, and these rounds are rarely without drafts."""
+"""Number of rounds that are not compared after all requests of a batch were replaced by new ones, the first such round
+included: memory and processor are often cold, and these rounds are rarely without drafts."""
 RECENT = 0.97
 """Factor on older rounds at each new round, in running averages."""
 
@@ -62,12 +63,14 @@ class Trials:
         return self.wanted_s <= self.budget_s
 
     def begin_request(self) -> None:
-        """Add to `budget_s` a small share of the seconds of all rounds since this was called last."""
+        """Increase the budget because a new request starts, whose text may suit the drafter better. Adds a small share
+        of the seconds of all rounds since the latest call, at most what the next trial needs (`wanted_s`)."""
         self.budget_s, self._new_s = self.budget_s + self._new_s, 0.0
 
     def record(self, num_rows: int, num_tokens: int, seconds: float, plain_s: float, is_trial: bool) -> None:
-        """Add a round to the history: its numbers of rows and new tokens, and its seconds. `plain_s`: estimated seconds
-        of the same round without drafts. `is_trial`: it was a trial, which the budget pays for."""
+        """Update the budget with a round: its numbers of rows and new tokens, and its seconds. `plain_s`: estimated
+        seconds of the same round without drafts. `is_trial`: the round was a trial; the time that it lost compared with
+        plain decoding is subtracted from the budget."""
         self.budget_s = min(self.budget_s, max(FIRST_TRIALS * plain_s, self.wanted_s))
         if not self.is_affordable:
             self.budget_s += TRIAL_SHARE * seconds
@@ -152,12 +155,12 @@ class Pauses:
         return loses
 
     def next(self) -> set[str]:
-        """Returns the sources that are paused in the next round, and shortens all pauses by one round."""
+        """Shortens all pauses by one round, and returns the sources that are still paused in the next round."""
         self._pauses = {source: (max(left - 1, 0), length) for source, (left, length) in self._pauses.items()}
         return {source for source, (left, _) in self._pauses.items() if left}
 
     def forget(self, source: str) -> None:
-        """Discard the statistics of a source (drafter's name), because its drafter was replaced."""
+        """Discard the statistics of a source (drafter's name), because its drafter was replaced or removed."""
         self._gains = {key: gain for key, gain in self._gains.items() if source not in key[0].split("+")}
         self._pauses.pop(source, None)
 
@@ -184,8 +187,8 @@ class RoundHistory:
         self.trials = Trials(FIRST_TRIALS * self.costs.pass_s(1))
 
     def begin(self, keys: set[int]) -> None:
-        """Start a round of the rows with these keys (`Row.key`). If one of them was not in the previous round, time is
-        added to the budget for trials."""
+        """Start a round of the rows with these keys (`Row.key`, one for each request). A key that was not in the
+        previous round belongs to a new request: the budget for trials is then increased (`Trials.begin_request`)."""
         if keys - self._keys:
             self.trials.begin_request()
         self._num_warm = self._num_warm + 1 if keys & self._keys else 0
@@ -212,13 +215,14 @@ class RoundHistory:
             self.plain.restart(num_rows)
 
     def rest(self, num_rows: int) -> None:
-        """Stop drafting with models for the next min(8, 3 * `num_rows`) rounds while the batch has `num_rows` rows,
-        because their drafts would cost more time than they save. Prompt lookup goes on."""
+        """Stop drafters that run a network from drafting in the next min(8, 3 * `num_rows`) rounds, because their
+        drafts would cost more time than they save. Applies only to rounds of `num_rows` rows. Prompt lookup goes on."""
         self._rest = (min(REST, 3 * num_rows), num_rows)
 
     def rests(self, num_rows: int) -> bool:
-        """True if models must not draft in this round of `num_rows` rows, because `rest` was called shortly before for
-        a batch of this size. Call it once per round, as each call shortens the rest by one round."""
+        """Counts one of the rounds for which `rest` stopped drafters, so call it once per round. Returns True if
+        drafters that run a network must not draft in this round: `rest` was called shortly before, for the same
+        `num_rows`."""
         left, resting_rows = self._rest
         self._rest = max(left - 1, 0), resting_rows
         return left > 0 and resting_rows == num_rows

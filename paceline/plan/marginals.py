@@ -7,10 +7,10 @@ candidates. Imports no PyTorch.
 
 A marginal is the chance of the candidate with a given rank at a given slot (draft position). It is counted over the
 rounds in which the top candidate was right at every earlier slot: in those the target's token at the slot is known,
-whatever was verified, a chain or a tree. Trees differ between rounds because a drafter's confidence varies by slot, and
-much of their acceptance comes from that. Here the drafter's probability of a slot's top token is Beta distributed
-around the marginal, as in `simulate/server/server.py`, and the other ranks share the rest in proportion. Candidates
-after a sibling are assumed to be accepted as often as those after the top token;
+whatever was verified, a chain or a tree. A drafter's confidence at a slot varies from round to round, and so do its
+trees; much of their acceptance comes from that. Here the drafter's probability of a slot's top token is Beta
+distributed around the marginal, as in `simulate/server/drafts.py`, and the other ranks share the rest in proportion.
+Candidates after a sibling are assumed to be accepted as often as those after the top token;
 `tests/simulate/test_tree_prediction.py` compares the predictions with measured trees.
 """
 
@@ -71,10 +71,15 @@ class Tally:
 
     @classmethod
     def of(cls, counts: Any) -> Tally:
-        """Reads counts from a dict {"tried": [...], "stood": [[...], ...]}. "tried": for each slot (draft position),
-        the rounds in which the target's token is known and all earlier top candidates were right; "stood": for each
-        slot and rank, in how many of these that candidate was the target's token. Raises ConfigError on invalid
-        counts."""
+        """Reads counts from a dict {"tried": [...], "stood": [[...], ...]}. Both lists have one entry per slot (draft
+        position). A round counts at a slot if the target's token there is known, and at all earlier slots the target's
+        token was the drafter's top candidate.
+
+        - "tried": number of rounds that count at the slot.
+        - "stood": for each rank, in how many of these rounds the target's token was the candidate of this rank.
+
+        Raises ConfigError on invalid counts.
+        """
         tried, stood = (counts.get("tried"), counts.get("stood")) if isinstance(counts, dict) else (None, None)
         if (
             not (isinstance(tried, list) and isinstance(stood, list) and tried and len(stood) == len(tried))
@@ -151,8 +156,9 @@ class Marginals:
         return tuple(itertools.accumulate(self.firsts, operator.mul))
 
     def with_firsts(self, firsts: Sequence[float]) -> Marginals:
-        """Returns marginals in which the top token of each slot has the chance in `firsts`. The candidates of the other
-        ranks divide the remaining chance in their average proportions."""
+        """Returns marginals with other chances of the top tokens: `firsts`, one for each slot. Each other rank gets a
+        fraction of its slot's remaining chance (1 - the top token's): the same fraction at every slot, averaged over
+        the slots of these marginals."""
         left = sum(1 - first for first in self.firsts)
         ranks = itertools.zip_longest(*(own[1:] for own in self.chances_KM), fillvalue=0.0)
         shares = [sum(each) / left if left else 0.0 for each in ranks]
@@ -233,7 +239,8 @@ def path_that_stands(parents: Sequence[int], gains: Sequence[float], lucks: Sequ
     child of an accepted node has its own chance; at most one of them is accepted.
 
     `parents`: index of each node's parent, -1 for none; `gains`: chance that a node and all nodes above it are
-    accepted; `lucks`: a random number in [0, 1) for each slot (depth). The expected number of nodes is sum(gains).
+    accepted; `lucks`: a random number in [0, 1) for each slot (depth). The expected number of accepted nodes is
+    sum(gains).
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

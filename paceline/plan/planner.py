@@ -41,12 +41,13 @@ from paceline.plan.trees import Candidates, Growing, Tree, Weigh, drafter_probs,
 from paceline.types import Offer, RoundStats, Row, RowKind, Take
 
 MARGIN = 0.02
-"""Drafts must promise at least this share more tokens than their time costs, because estimates err."""
+"""Minimum expected gain of a round's drafts, in tokens per row, beyond the tokens that their time costs, because
+estimates err."""
 LIFT_WEIGHT = 0.05
 """Weight of the latest round in the average of tokens gained by not verifying drafts of low confidence."""
 SURE_TRIALS, HOPELESS = 3, 5.0
-"""After SURE_TRIALS trials (drafts that seem not to pay), further ones are HOPELESS times rarer if no drafter could
-pay."""
+"""After SURE_TRIALS trials (drafts that seem not to pay), further ones are HOPELESS times rarer if drafts would not pay
+even if 95% of them were accepted."""
 FEW_CANDIDATES, MOST_CANDIDATES = 8, 32
 """Candidate tokens per slot (draft position) for a tree: the adaptive planner's number, and the maximum."""
 SPARE = 2
@@ -96,7 +97,7 @@ class Planner(Protocol):
         ...
 
     def join(self, plan: Plan, index: int, row: Row) -> None:
-        """Insert a row into the plan at `index`, because its prompt ended in this step."""
+        """Insert a row into the plan at `index`, because its prompt ended in the planned step."""
 
     def narrow(
         self, plan: Plan, confidence_B: Confidences, candidates_B: Sequence[Candidates | None] | None = None
@@ -109,21 +110,22 @@ class Planner(Protocol):
         """Update the estimates with a finished round and its plan."""
 
     def price(self, plan: Plan, index: int, num_checked: int, num_alike: int) -> float | None:
-        """Returns the cost of a round for row `index` of the plan: the time of a round in which all rows draft like
-        this row, divided by that of a round without drafts; None if costs are unknown. `num_checked`: verified drafts
-        of the row; `num_alike`: number of rows, including this one, that share one drafting pass and its time."""
+        """Returns the price of a round for row `index` of the plan: the time of a round in which all rows draft like
+        this row, divided by that of a round without drafts; None if unknown. `num_checked`: verified drafts of the row.
+        `num_alike`: number of rows, including this one, among which the time of one drafting pass is divided."""
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """Add the seconds of a prefill chunk of `num_tokens` tokens."""
+        """Update the estimates with a prefill chunk of `num_tokens` tokens that took `seconds`."""
 
     def forget(self, source: str) -> None:
-        """Discard the statistics of a source (drafter's name), because its drafter was replaced."""
+        """Discard the statistics of a source (drafter's name), because its drafter was replaced or removed."""
 
 
 @dataclass(slots=True)
 class FixedPlanner(Planner):
-    """Plans the same number of drafts for a row in every round, from its first draft source (its own drafter, if that
-    can draft), and prefill chunks of one size; ignores all timings."""
+    """Plans the same number of drafts for a row in every round. They come from the first source that has drafts: the
+    answer that the client predicted, the request's drafter, prompt lookup. Prefill chunks have one size. Ignores all
+    timings."""
 
     num_drafted: int | None = None
     """Drafts per row; None: all that are offered."""
@@ -132,7 +134,7 @@ class FixedPlanner(Planner):
     num_nodes: int = 0
     """Nodes of the tree that each row verifies instead of a chain, if its drafter returns candidates; 0: chains."""
     num_named: int = 0
-    """Minimum candidates per slot to request, also for chains, so that `RoundStats.target_ranks_B` can give the ranks
+    """Candidates per slot to request at least, also for chains, so that `RoundStats.target_ranks_B` can give the ranks
     of the target's tokens."""
     reports_target_ranks: bool = True
 
@@ -180,8 +182,8 @@ class FixedPlanner(Planner):
 
 
 class AdaptivePlanner:
-    """Plans the drafts that give the most tokens per second, by measured durations and acceptance. It is slower than
-    plain decoding only in short trials."""
+    """Plans the drafts that give the most tokens per second, by measured durations and acceptance. Drafts that seem
+    slower than plain decoding are verified only in short trials."""
 
     def __init__(
         self,

@@ -14,9 +14,10 @@ chosen if no drafter is faster, and needs no trial. Rounds may also verify promp
 same for every drafter: of drafters that may be equally fast, one whose own drafts bring far fewer tokens is not chosen.
 
 Older requests count less (discounted UCB, Garivier and Moulines 2008), so changes in a drafter's quality are detected.
-Exploration is bounded: in each cluster every drafter gets FIRST requests, or one; after that CREDIT requests per
-drafter, and then a share EXPLORED of all requests, may go to drafters that do not have the best estimate but may be the
-best. A cluster that is pinned to a drafter (`pin`) does not explore.
+Exploration is bounded. In each cluster every drafter first gets FIRST requests, or one if UNPROVEN requests of all
+clusters brought no gain. After that, a drafter that does not have the best estimate but may be the best gets a request
+only from an exploration budget of CREDIT requests per drafter, to which each later request adds EXPLORED. A cluster
+that is pinned to a drafter (`pin`) does not explore.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ CREDIT = 6.0
 """Exploration budget of a cluster, in requests for each drafter: they may go to a drafter that is not the best by
 estimate."""
 EXPLORED = 0.02
-"""Share of a cluster's later requests that may go to drafters without the best estimate."""
+"""Share of a cluster's later requests that may go to drafters without the best estimate: what each adds to the
+budget."""
 KEEP = 0.98
 """Factor on the weight of older requests at each new one: about the latest 50 requests count."""
 SPREAD, SPREAD_WEIGHT = 0.25, 2.0
@@ -97,8 +99,8 @@ class Arm:
 
     def add(self, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
         """Add a finished request to the statistics. `num_tokens`: generated tokens. `price`: time of its rounds, in
-        units of a round without drafts. `num_own`: accepted drafts that this drafter made, without those of prompt
-        lookup or predictions. `num_rounds`: verify passes."""
+        units of a round without drafts. `num_own`: accepted drafts that this drafter made, without those copied from
+        the prompt or from a predicted answer. `num_rounds`: verify passes."""
         self.own.add(num_own, num_rounds, 1.0)
         weight = min(num_tokens / WHOLE, 1.0)
         self.weight += weight
@@ -107,7 +109,7 @@ class Arm:
             self.squares.add(weight * (num_tokens / price / self.gain - 1.0) ** 2, weight, 1.0)
 
     def fade(self) -> None:
-        """Multiply the weight of all requests so far by 0.98 (KEEP)."""
+        """Multiply the weight of all requests so far by 0.98 (KEEP), so that later requests count more."""
         self.weight *= KEEP
         self.reward.add(0.0, 0.0, KEEP)
         self.squares.add(0.0, 0.0, KEEP)
@@ -128,9 +130,18 @@ class Cluster:
     num_requests: int = 0
 
     def choose(self, drafters: list[str], first: Callable[[str], int]) -> tuple[str, float]:
-        """Chooses the drafter of a new request among `drafters`, listed in initial order of preference. Each drafter
-        first gets up to `first(name)` requests as a trial. Returns (drafter, exploration credit that was spent: 1.0 if
-        the drafter is tried in place of the best one, else 0.0)."""
+        """Chooses the drafter of a new request among `drafters`, listed in initial order of preference. The first rule
+        that applies decides:
+
+        - The drafter that was set for the cluster (`pinned`) is chosen, unless it is clearly slower than plain
+          decoding.
+        - A drafter that has had fewer than `first(name)` requests of this cluster is chosen as a trial; at most 2
+          (FIRST).
+        - The drafter with the best estimates is chosen, or sometimes another one that may be faster. The latter costs
+          1.0 of the exploration credit, to which every request adds a little.
+
+        Returns (drafter, credit that was spent: 1.0 or 0.0).
+        """
         for name in drafters:
             if name != NONE and name not in self.arms:
                 self.arms[name], self.credit = Arm(), self.credit + CREDIT
@@ -164,7 +175,7 @@ class Cluster:
     def add(self, drafter: str, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
         """Add a finished request of this cluster that used `drafter` to the statistics: its generated tokens and its
         number of rounds. `price`: estimated time of these rounds, in units of a round without drafts. `num_own`:
-        accepted drafts that the drafter made, without those of prompt lookup or predictions."""
+        accepted drafts that the drafter made, without those copied from the prompt or from a predicted answer."""
         for arm in self.arms.values():
             arm.fade()
         if arm := self.arms.get(drafter):
@@ -204,7 +215,9 @@ class Router:
 
     def choose(self, key: int, clusters: Sequence[str], drafters: list[str]) -> tuple[str, str]:
         """Returns (drafter, cluster) for a new request. `key`: its request id. `clusters`: its classes, as returned by
-        `clusters_of`. `drafters`: names to choose from."""
+        `clusters_of`; the request's cluster is found from them. `drafters`: names to choose from, the default first. If
+        the default is the only drafter apart from "none", it is always chosen, unless `pin` has set a drafter for the
+        cluster."""
         name = self._classes.of(clusters)
         if self._classes.evicted:
             self.clusters.pop(self._classes.evicted, None)
@@ -219,8 +232,8 @@ class Router:
         return drafter, name
 
     def pin(self, cluster: str, drafter: str | None) -> None:
-        """Give all new requests of a cluster this drafter, unless it is clearly slower than plain decoding. None: let
-        the router choose again. `cluster`: the cluster's name or label.
+        """Give all new requests of a cluster this drafter, unless it is clearly slower than plain decoding. `drafter`
+        None: let the router choose again. `cluster`: the cluster's name or label.
 
         Raises ConfigError for an unknown cluster.
         """
@@ -237,9 +250,9 @@ class Router:
         return FIRST if is_proven or sum(arm.num_given for arm in arms) < UNPROVEN else 1
 
     def learn(self, sequences: Sequence[Request], stats: RoundStats, price: Price) -> None:
-        """Add a finished round to the totals of the running requests `sequences`; `ended` adds these totals to the
-        statistics. `price`: function that returns the round's estimated time for a row, in units of a round without
-        drafts (see `Planner.price`)."""
+        """Add a finished round to the totals (tokens, rounds, time) of the running requests `sequences`, except those
+        with a lossy rule. A request's totals enter the statistics when it ends (`ended`). `price`: function that
+        returns the round's estimated time for a row, in units of a round without drafts (see `Planner.price`)."""
         alike = Counter(
             seq.cluster for seq in sequences
         )  # these would draft together if the drafter were the cluster's best

@@ -13,8 +13,8 @@ from paceline.types import Offer
 FIRST_NODES = 24
 """Initial number of nodes of a draft tree; the tree grows further if more than half of them are worth verifying."""
 TREE_S, TREE_EVERY, TREE_WEIGHT = 2e-4, 16, 0.05
-"""Host seconds for one row's candidates and tree; rounds without trees before trees are tried again; weight of the
-latest tree in the running average of their worth."""
+"""Host seconds for one row's candidates and tree; number of rounds without trees after which trees are tried again;
+weight of the latest tree in the running average of their worth."""
 LEAST_GAIN = 0.01
 """Minimum chance of a draft to be accepted. Drafts below it are not considered, because considering them takes longer
 than they save."""
@@ -22,8 +22,8 @@ than they save."""
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Drafts of one row (a running sequence) from one source, a drafter or prompt lookup, as input of `share_out`,
-    which decides how many of them are verified."""
+    """Drafts of one row (a running sequence) from one source, a drafter or prompt lookup. `share_out` decides how many
+    of them are verified."""
 
     index: int
     """Index of the row in the plan."""
@@ -51,9 +51,12 @@ def gains_of(chances: Sequence[float]) -> list[float]:
 
 def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[float], each_s: float = 0.0) -> float:
     """Returns the largest surplus, in tokens, that drafts of one row can have; at least 0. The surplus of its first n
-    drafts is their expected tokens minus the tokens lost by a longer round: its additional seconds times `rate`, the
-    tokens per second that rounds reach anyway. `num_rows`: rows in the round; the others do not draft. `gains`:
-    expected tokens of each draft (see `gains_of`). `each_s`: seconds to make one draft."""
+    drafts is their expected tokens minus the tokens that the longer round costs: its additional seconds times `rate`.
+
+    `rate`: the present speed in tokens per second, all rows together (see `RoundHistory.rate`). `num_rows`: rows in the
+    round, of which only this one drafts. `gains`: expected tokens of each draft of the row (see `gains_of`). `each_s`:
+    seconds to make one draft.
+    """
     best, expected, plain_s = 0.0, 0.0, costs.pass_s(num_rows)
     for count, gain in enumerate(gains, start=1):
         expected += gain
@@ -80,18 +83,17 @@ class Drafted:
         return self.growing.tree.gains if self.growing else gains_of(self.offer.chances)
 
     def want(self, most: int) -> Want:
-        """Returns the row's drafts as input of `share_out`. First grows a tree to at most `most` nodes; for a chain
-        `most` has no effect."""
+        """First grows the row's tree, if it has one, to at most `most` nodes. Then returns the row's drafts as a
+        `Want`, for `share_out` to decide how many are verified. For a chain `most` has no effect."""
         if self.growing:
             self.growing.to(most)
         return Want(self.index, self.offer, gains=self.gains)
 
 
 def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) -> list[int]:
-    """Returns the number of drafts that each row verifies; grows the rows' draft trees on the way. `share`: function
-    that decides these numbers, given the drafts of each row. At first trees have at most 24 nodes (FIRST_NODES),
-    because few nodes are worth verifying, and considering one takes as long as verifying it; the limit doubles while
-    more than half of the nodes of one tree would be verified."""
+    """Grows the rows' draft trees, and returns the number of drafts that each row verifies. `share`: function that
+    decides these numbers, given the drafts of all rows. Trees have at most 24 nodes (FIRST_NODES) at first. As long as
+    more than half of the nodes of any tree would be verified, this limit is doubled, and `share` decides again."""
     limit = FIRST_NODES
     while True:
         counts = share([each.want(limit) for each in drafted])
@@ -105,8 +107,9 @@ def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) 
 
 
 class TreeWorth:
-    """Decides whether the next round uses draft trees. Candidates and trees take host time even if a chain results in
-    the end. While trees are not worth that time, they are tried only once in 16 rounds (TREE_EVERY)."""
+    """Decides whether the next round uses draft trees. Building a tree takes time on the CPU, even if a chain is
+    verified in the end. If the trees so far gained less than this time is worth, trees are used only once after every
+    16 rounds without them (TREE_EVERY)."""
 
     def __init__(self) -> None:
         self._worth = 0.0
@@ -119,9 +122,10 @@ class TreeWorth:
         return self._worth >= 0.0 or self._num_without >= TREE_EVERY
 
     def record(self, gains: Sequence[float], rate: float) -> None:
-        """Update the estimates after a round was planned. `gains`: for each tree, how much larger its surplus (see
-        `surplus_of`) is than that of the best chain, in tokens; empty for a round without trees. `rate`: tokens per
-        second that rounds reach anyway, which converts the host time of a tree to tokens."""
+        """Update the average gain of a tree after a round was planned. `gains`: for each tree of the round, its surplus
+        in tokens minus the surplus of the best chain (see `surplus_of`); empty for a round without trees. `rate`: the
+        present speed in tokens per second, all rows together (see `RoundHistory.rate`). By `rate`, the time for
+        building a tree is converted to tokens and subtracted from its gain."""
         self._num_without = 0 if gains else self._num_without + 1
         for gain in gains:
             self._worth += TREE_WEIGHT * (gain - rate * TREE_S - self._worth)
@@ -170,13 +174,15 @@ def share_out(
     num_fixed: int = 0,
     margin: float = 0.0,
 ) -> list[int]:
-    """Returns the number of drafts to verify of each want (a row and its drafts). Adds the drafts of all rows one by
-    one, the most valuable first, while the round takes at most `most_s` seconds; selects the best of all these rounds.
+    """Decides how many drafts a round verifies; returns the number for each of `wants` (a row with its drafts).
 
-    `rate`: tokens per second that rounds reach anyway. `num_rows`: all rows that decode. `num_fixed`: drafts of rows
-    that are not among the wants, verified in any case. The best round has the largest surplus: its expected draft
-    tokens minus `rate` * its extra seconds. The surplus must exceed `margin` * `num_rows` tokens; otherwise no drafts
-    are verified.
+    The drafts of all rows are sorted by their expected tokens, the largest first. The round verifies the first n of
+    them. n is chosen for the largest surplus: the expected tokens of these drafts minus `rate` * the round's extra
+    seconds. The round takes at most `most_s` seconds. If no surplus exceeds `margin` * `num_rows` tokens, no drafts are
+    verified.
+
+    `rate`: the present speed in tokens per second, all rows together (see `RoundHistory.rate`). `num_rows`: all rows
+    that decode. `num_fixed`: drafts of rows outside `wants`, which are verified in any case.
     """
     steps, drafting, base = _steps(wants), _Drafting(costs, wants), num_rows + num_fixed
     base_s, total = costs.pass_s(base), 0.0

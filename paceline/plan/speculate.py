@@ -4,7 +4,7 @@ in settings files and in requests.
     auto      the number of drafts with the most tokens per second, by measured times and acceptance, possibly none
     full      all drafts of the drafter
     off       none: plain decoding, and no drafter is loaded (also written 0)
-    N         N drafts; the drafter makes no more
+    N         the drafter's first N drafts, or all if it makes fewer
     tree:N    a tree of the drafter's N most probable drafts
 """
 
@@ -21,17 +21,19 @@ KNOWN = f"auto, full, off, N (drafts in every round) or tree:N (a tree of N draf
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Parsed value of the setting `speculate`: how many tokens are drafted per round, or that this is adapted."""
+    """Parsed value of the setting `speculate`: how many tokens each round drafts, or that the planner adapts the
+    number."""
 
     is_auto: bool = False
     num_drafted: int | None = None
-    """Drafts of every round, 0 without any; None: a number is not given."""
+    """Drafts of every round; 0 for none; None if the setting gives no number ("auto", "full" and "tree:N")."""
     num_nodes: int = 0
     """Nodes of the tree of drafts that every round verifies; 0: chains."""
 
     @classmethod
     def of(cls, text: str) -> Speculation:
-        """Parses "auto", "full", "off", "N" or "tree:N" with a whole number N. Raises ConfigError for another text."""
+        """Parses "auto", "full", "off", "N" or "tree:N" with a whole number N, for a tree 1 to 128 (MOST_NODES). Raises
+        ConfigError for another text."""
         if text in ("auto", "full", "off"):
             return cls(is_auto=text == "auto", num_drafted=0 if text == "off" else None)
         digits = text.removeprefix("tree:")
@@ -49,11 +51,11 @@ class Speculation:
 
     @property
     def adapts(self) -> bool:
-        """True if measured times and acceptance decide the number of drafts. This is so for "auto", and for "off" too:
-        it then applies to drafters that are added later."""
+        """True for "auto" and "off": measured times and acceptance decide the number of drafts. With "off" no drafter
+        is loaded; but if one is added later, its drafts are planned in this way."""
         return self.is_auto or self.is_off
 
     def planner(self, most_chunk: int = 256) -> FixedPlanner:
-        """Returns a planner that ignores measured times, with prefill chunks of `most_chunk` tokens; it treats "auto"
-        as "full". If a drafter makes more than N drafts, only the first N are verified."""
+        """Returns a planner that ignores measured times, with prefill chunks of `most_chunk` tokens. It treats "auto"
+        as "full" (all drafts of the drafter). For the setting "N" it verifies at most the first N drafts."""
         return FixedPlanner(self.num_drafted, most_chunk, num_nodes=self.num_nodes)

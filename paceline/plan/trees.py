@@ -1,10 +1,11 @@
 """Draft trees: several continuations of a text that one target pass verifies. Imports no PyTorch.
 
-A slot is a draft position, from 0. A block drafter returns the likely tokens of each slot whatever the other slots
-hold; a drafter that reads its own drafts returns them for each path that it tried. A tree is built best first: the next
-node is always the most probable continuation (DDTree, 2604.12989, section 3; EAGLE-2, 2406.16858, section 4.2), so it
-has the paths with the largest products. The target samples its own token after each node, with the noise of that
-position. The path that these tokens follow is accepted: the text equals plain decoding's, whatever the tree.
+A slot is a draft position, from 0. A block drafter returns the most probable tokens of each slot, whatever the other
+slots hold; a drafter that reads its own drafts returns them for each path that it tried. A tree is built best first:
+the next node is always the most probable continuation (DDTree, 2604.12989, section 3; EAGLE-2, 2406.16858, section
+4.2), so the tree has the paths with the largest products of probabilities. The target samples its own token after each
+node, with the noise of that position. The path that these tokens follow is accepted: the text equals plain decoding's,
+whatever the tree.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Candidates:
     have no candidates."""
 
     def at(self, path: Sequence[int]) -> Likely:
-        """Returns (token ids, log-probabilities) of the candidates of the next slot after a path: the tokens drafted at
-        all earlier slots."""
+        """Returns (token ids, log-probabilities) of the candidates of the next slot. `path`: the tokens drafted at all
+        earlier slots."""
         if self.branches is not None:
             return self.branches.get(tuple(path), ([], []))
         slot = len(path)
@@ -69,7 +70,7 @@ class Tree:
     """Log-probability of each node in the drafter, given its parent."""
 
     def first(self, count: int) -> Tree:
-        """Returns the tree of the first `count` nodes."""
+        """Returns the tree of the first `count` nodes, as a copy."""
         tokens, parents, ranks = self.tokens[:count], self.parents[:count], self.ranks[:count]
         return Tree(tokens, parents, ranks, self.gains[:count], self.logprobs[:count])
 
@@ -118,8 +119,8 @@ non-increasing."""
 
 
 def drafter_probs(slot: int, logprobs: list[float]) -> list[float]:
-    """Returns exp(logprobs): takes the drafter's own probabilities as acceptance chances. For the argument `weigh` of
-    `grow`; `slot` (draft position) has no effect."""
+    """Returns exp(logprobs): the drafter's own probabilities of a slot's candidates, used as their acceptance chances.
+    One of the functions that `grow` accepts as `weigh`; `slot` (draft position) has no effect."""
     return [math.exp(logprob) for logprob in logprobs]
 
 
@@ -137,8 +138,8 @@ class Growing:
 
     @property
     def is_whole(self) -> bool:
-        """True if the tree cannot grow further: the row's cache has no free position for another node, or every further
-        node has a chance below 0.005 (LEAST_GAIN) to be accepted."""
+        """True if the tree cannot grow further: it has as many nodes as the row may verify (`Candidates.most`), or
+        every further node has a chance below 0.005 (LEAST_GAIN) to be accepted."""
         return (
             len(self.tree.tokens) >= self._candidates.most or not self._frontier or -self._frontier[0][0] < LEAST_GAIN
         )
@@ -202,8 +203,8 @@ class Outcome:
         return count
 
     def siblings(self) -> list[tuple[float, bool]]:
-        """Returns (log-probability in the drafter, True if accepted) of each node that is not its slot's top token, but
-        follows an accepted node or the anchor (the last committed token)."""
+        """Returns (log-probability in the drafter, True if accepted) of each node that is not its slot's top token, and
+        whose parent was accepted or is the anchor (the last committed token)."""
         accepted, tree = {-1, *self.accepted}, self.tree
         return [
             (tree.logprobs[node], node in accepted)
