@@ -36,16 +36,15 @@ target(c_i)); if none is, the target's token is the output:
 With one child, a chain, this is output(c) = a(c) and output(x) = (1 - a(c)) * target(x) / (1 - target(c)): the formula
 above. If every b is 0, the text equals plain decoding's, bit for bit.
 
-**Greedy requests** output the most probable token. Another draft is accepted if the model's distribution at temperature
-1, `model`, allows it: typical and relaxed as above with `model` for target; threshold: model(x) >= single or model(x) >
-acc * max(model); lenience: model(x) > l * max(model) (2211.17192, A.5); mixture: lam * model(x) + 1 - lam > lam *
-max(model), the argmax of the mixture with a certain draft. Of several children the first allowed one is accepted.
-Output and target are single tokens then: the total variation is 1 if they differ, else 0, and instead of the
-Kullback-Leibler divergence, which would be infinite, the log of max(model) / model(x) is counted.
+**Greedy requests** output the most probable token. If it is drafted, it is accepted. Otherwise the first child is
+accepted that the model's distribution at temperature 1, `model`, allows: typical and relaxed as above with `model` for
+target; threshold: model(x) >= single or model(x) > acc * max(model); lenience: model(x) > l * max(model) (2211.17192,
+A.5); mixture: lam * model(x) + 1 - lam > lam * max(model), the argmax of the mixture with a certain draft. Output and
+target are single tokens then: the total variation is 1 if they differ, else 0, and instead of the Kullback-Leibler
+divergence, which would be infinite, the log of max(model) / model(x) is counted.
 
 Budget: with `Ledger.max_tv`, a position is decided losslessly if its total variation exceeds the remaining budget. E is
-known
-before anything is sampled there (for certain drafts: given the drafts).
+known before anything is sampled there (for certain drafts: given the drafts).
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ from paceline.verify.rules import CheckedRow, RowVerdict
 
 def allowed(rule: Rule, target_V: Tensor) -> Tensor | None:
     """Returns bool [V]: True for each token that the lossy rule accepts whenever it is drafted. `target_V`: the
-    target's distribution at the draft's position. Returns None for the rules lenience and mixture, which have no such
-    set."""
+    target's distribution at the draft's position (at temperature 1 for a greedy request). Returns None for the rules
+    lenience and mixture, which have no such set."""
     if isinstance(rule, Typical):
         entropy = float(torch.special.entr(target_V).sum(dtype=torch.float64))
         return target_V > min(rule.eps, rule.delta * math.exp(-entropy))
@@ -89,8 +88,9 @@ def _likeliest(target_V: Tensor, count: int) -> Tensor:
 
 
 def chances(rule: Rule, target_X: Tensor, draft_X: Tensor, allowed_X: Tensor | None) -> Tensor:
-    """Returns the acceptance probability a(x) of each of X tokens, given their probabilities in target and draft, [X]
-    each. `allowed_X`: the entries of `allowed` for these tokens.
+    """Returns the probability a(x) that the lossy rule accepts a draft x, for each of X tokens. `target_X`, `draft_X`:
+    probabilities of these tokens in target and drafter. `allowed_X`: True for each token that the rule accepts whenever
+    it is drafted (from `allowed`); None if the rule has no such set.
 
     If draft(x) is 0 the token cannot be drafted, and its value has no meaning.
     """
@@ -157,9 +157,10 @@ def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
 
 
 def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
-    """Returns for each child of a tree node its chance b_i (formula in the module's docstring) to be accepted if the
-    token sampled from the target is not among the children and no earlier child was accepted. `target_V`: the target's
-    distribution after the node. `children`: token ids drafted there, in the drafter's order."""
+    """Returns for each child of a tree node the probability that the lossy rule accepts it, given that the token
+    sampled from the target is not among the children, and that no earlier child was accepted (b_i in the module's
+    docstring). `target_V`: the target's distribution after the node. `children`: the children's token ids, in the
+    drafter's order."""
     if not children:
         return []
     ids_N = torch.tensor(children, device=target_V.device)
@@ -208,13 +209,18 @@ def follow(
     ledger: Ledger,
     is_greedy: bool,
 ) -> Followed:
-    """Judges a tree of certain (deterministic) drafts; a chain is a tree too. Adds to `ledger` each decision's distance
-    from the target's distribution.
+    """Judges a tree of certain (deterministic) drafts by a request's lossy settings; a chain is a tree too. Adds to
+    `ledger` each decision's distance from the target's distribution. With lossless settings the result equals that of
+    `rules.match` along the tree, bit for bit.
 
-    `tokens`: the nodes' token ids; `parents`: index of each node's parent, -1 at the root. `own`: indices of the
-    accepted nodes, from the root -> the target's own token after them. `probs`: the same indices -> the target's
-    distribution there, [V], at temperature 1 for a greedy request. `coin`: slot (draft position) -> its random number.
-    With lossless settings this equals `rules.match` along the tree, bit for bit.
+    - `tokens`: the nodes' token ids. `parents`: index of each node's parent, -1 for nodes after the anchor (last
+      committed token).
+    - `own`: function (indices of the accepted nodes, from the root) -> the target's own token after them. If it returns
+      a negative token, judging ends with that token as the next token.
+    - `probs`: function (indices of the accepted nodes) -> the target's distribution after them, [V]; for a greedy
+      request at temperature 1.
+    - `coin`: function (draft position) -> the random number that decides there. Unused if `is_greedy`.
+    - `is_greedy`: True for a greedy request.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

@@ -3,18 +3,16 @@
 Four keep the target's distribution for any drafter: match, rejection, block, and auto, which selects one of them.
 
 - `match`: sample the target's own token at each position (`model/sampling/race.py`); a draft is accepted if it equals
-  that
-  token. The text equals plain decoding's with the same seed. At temperature 0 the sample is the most probable token
-  (Stern et al. 1811.03115, section 3).
+  that token. The text equals plain decoding's with the same seed. At temperature 0 the sample is the most probable
+  token (Stern et al. 1811.03115, section 3).
 - `rejection` (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2): draft x is accepted with
   probability min(1, target(x) / draft(x)); the first rejected one is replaced by a token sampled from the residual
   max(target - draft, 0).
-- `block` (Sun et al. 2403.10444, algorithm 2): decides on the drafts together and accepts as many as rejection or more.
-  With
-  x_1 .. x_K drafted, pi_0 = 1 and pi_i = min(pi_{i-1} * target(x_i) / draft(x_i), 1), the first i drafts are accepted
-  with probability pi_i. Independent random numbers eta_i give this with
-      h_i = R_i / (R_i + 1 - pi_i),  R_i = sum over x of max(pi_i * target(x) - draft(x), 0) after x_1 .. x_i,  h_K =
-      pi_K:
+- `block` (Sun et al. 2403.10444, algorithm 2): decides on the drafts together and accepts on average at least as many
+  as rejection. With x_1 .. x_K drafted, pi_0 = 1 and pi_i = min(pi_{i-1} * target(x_i) / draft(x_i), 1), the first i
+  drafts are accepted with probability pi_i. Independent random numbers eta_i give this with
+      h_i = R_i / (R_i + 1 - pi_i) for i < K,  R_i = sum over x of max(pi_i * target(x) - draft(x), 0) after x_1 .. x_i,
+      h_K = pi_K:
   num_accepted is the largest i with eta_i < h_i (0 if none), and the next token is sampled from max(pi_i * target -
   draft, 0) after x_1 .. x_i, or from the target if all K are accepted. Row i of the tensors is the distribution after
   x_1 .. x_i.
@@ -44,8 +42,8 @@ from paceline.types import Sequence as Request
 
 
 class RowVerdict(NamedTuple):
-    """Result of judging one row: the number of accepted drafts, and the target's token after them, which this number
-    does not include."""
+    """Result of judging one row: the number of accepted drafts, and the token after them (not included in the
+    number)."""
 
     num_accepted: int
     next_token: int
@@ -107,8 +105,8 @@ class Rule:
     """True if the rule uses the drafts' distributions. Otherwise it treats all drafts as certain (probability 1).
     The engine judges certain drafts of sampled rows by `match`, if the rule is lossless and uses distributions."""
     draws: bool = False
-    """True if drafters may predict the target's samples, with which certain drafts are compared, from the same
-    noise."""
+    """True if certain drafts are compared with the target's own samples. Drafters may then predict these samples from
+    the same noise."""
     takes_trees: bool = False
     """True if the rule can judge draft trees, by the target's own samples or by `walk`."""
     walk: Callable[[Tree, Uniforms], list[int]] | None = None
@@ -121,7 +119,8 @@ class Rule:
 
 def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:
     """Accepts the leading drafts that equal the target's own tokens. `draw(slot)` returns the target's token at a draft
-    position; it is called for one position after the other, up to the first mismatch, or one after the last draft."""
+    position; it is called for one position after the other: up to the first mismatch, or up to the position after the
+    last draft."""
     for slot, drafted in enumerate(draft_tokens):
         token = draw(slot)
         if token != drafted:
@@ -136,8 +135,8 @@ def match(row: CheckedRow) -> RowVerdict:
 
 
 def auto(row: CheckedRow) -> RowVerdict:
-    """Judges certain (deterministic) drafts by `match` (same text as without a drafter) and sampled drafts by `block`
-    (the most accepted tokens)."""
+    """Judges certain (deterministic) drafts by `match`: the text is the same as without a drafter. Judges sampled
+    drafts by `block`, which on average accepts at least as many as `rejection`."""
     return match(row) if row.draft_probs_KV is None else block(row)
 
 
@@ -152,8 +151,8 @@ def rejection(row: CheckedRow) -> RowVerdict:
 
 
 def block(row: CheckedRow) -> RowVerdict:
-    """Judges all drafts of a row together, by block verification. Looks for the accepted prefix from the end, so that
-    few whole distributions are read."""
+    """Judges all drafts of a row together, by block verification. Tests the longest prefix of the drafts first, then
+    shorter ones, and accepts the first that passes. Usually this reads few whole distributions."""
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     probs_J = prefix_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)
     if num_drafted == 0 or row.uniforms.accept(num_drafted - 1) < probs_J[num_drafted]:
@@ -178,16 +177,17 @@ def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[floa
 
 
 def accept_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
-    """Returns for each of the K drafts min(1, target / draft), the ratio of its probabilities: the chance that it is
-    accepted if all earlier drafts are. `draft_probs_KV` None: certain drafts, of probability 1."""
+    """Returns for each of the K drafts the chance that it is accepted if all earlier drafts are: min(1, its probability
+    in the target / its probability in the drafter). `draft_probs_KV` None: certain drafts, whose probability in the
+    drafter is 1."""
     pairs = zip(drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV), strict=True)
     return [_at_most_one(target, draft) for target, draft in pairs]
 
 
 def prefix_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
-    """Returns pi_0 .. pi_K of block verification (see the module): pi_i is the probability that at least i of the K
-    drafts are accepted. Distributions: `draft_probs_KV` (None: certain drafts) at the K drafts, `target_probs_JV` at
-    the J = K + 1 verified positions."""
+    """Returns [pi_0, ..., pi_K]: pi_i is the probability that block verification accepts at least i of a row's K
+    drafts. `draft_probs_KV`: the distributions that the drafts were sampled from; None for certain (deterministic)
+    drafts. `target_probs_JV`: the target's distributions at the J = K + 1 verified positions."""
     probs_J = [1.0]
     targets, drafts = drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV)
     for target, draft in zip(targets, drafts, strict=True):
@@ -203,18 +203,18 @@ def _at_most_one(target: float, draft: float) -> float:
 
 
 def stop_prob(prefix_prob: float, residual_mass: float) -> float:
-    """Returns h_i of block verification (see the module), for i < K: the probability that exactly i drafts are
-    accepted, given that at most i are. `prefix_prob` is pi_i; `residual_mass` is R_i, the sum of the weights from
-    `residual_after`."""
+    """Returns the probability that block verification accepts exactly i drafts, given that it accepts at most i, for i
+    < K (h_i in the module's docstring). `prefix_prob`: probability that it accepts at least i (pi_i, from
+    `prefix_probs`). `residual_mass`: sum of the weights that `residual_after` returns for i accepted drafts."""
     if prefix_prob == 1.0:
         return 1.0  # also if R_i is 0: then every longer prefix is accepted too, and h_i is not needed
     return residual_mass / (residual_mass + 1.0 - prefix_prob)
 
 
 def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, prefix_prob: float = 1.0) -> Tensor:
-    """Returns max(prefix_prob * target - draft, 0) after the first `num_accepted` drafts, [V]: the weights, not
-    normalised, of the token that replaces the next draft. `prefix_prob`: pi_i of block verification for i =
-    `num_accepted`; 1 for rejection sampling."""
+    """Returns the weights [V], not normalised, for sampling the token after the first `num_accepted` drafts if the next
+    draft is rejected: max(prefix_prob * target - draft, 0). `prefix_prob`: 1 for rejection sampling; for block
+    verification the entry of `prefix_probs` for `num_accepted`."""
     weights_V = target_probs_JV[num_accepted] * prefix_prob
     if row.draft_probs_KV is not None:
         return weights_V.sub_(row.draft_probs_KV[num_accepted]).clamp_(min=0.0)
@@ -223,7 +223,8 @@ def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, 
 
 
 def draw_residual(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor) -> int:
-    """Samples the token that replaces the draft after `num_accepted` ones, from the residual max(target - draft, 0)."""
+    """Samples the token that replaces the first draft after the `num_accepted` accepted ones, from the residual
+    max(target - draft, 0)."""
     return _draw_residual(row, num_accepted, residual_after(row, num_accepted, target_probs_JV), target_probs_JV)
 
 
@@ -249,15 +250,16 @@ MOCKED = "mocked"
 
 def mocked(acceptance: float | Sequence[float] | Marginals) -> Rule:
     """Returns a rule that accepts as many drafts as `acceptance` prescribes, whatever the target's tokens are; never
-    more than were drafted.
+    more than were drafted. Raises ConfigError for a number below 1, and for an invalid curve. `acceptance` is one of
+    three:
 
-    `acceptance` is one of three. A number: the average tokens per round; `acceptance` - 1 drafts are accepted, as
-    evenly as possible. A survival curve: at least i drafts are accepted in a share acceptance[i - 1] of the rounds,
-    with a random number for each row and round, as in the simulated server (`simulate/server/server.py`). Marginals
-    (chances of candidates by slot and rank): a chain follows the survival curve of the top candidates; in a tree a
-    random path is accepted, with the chances in `Tree.gains`. If the tree was grown by the same marginals
-    (`marginals.MockedPlanner`), a round has 1 + sum(gains) tokens on average. Raises ConfigError for a number below 1,
-    and for an invalid curve.
+    - A number: the average tokens per round, including the bonus token. The accepted drafts are spread as evenly as
+      possible over the rounds.
+    - A survival curve: acceptance[i - 1] is the share of rounds in which at least i drafts are accepted. A random
+      number for each row and round decides.
+    - Marginals (chances of candidates by slot and rank): chains follow the survival curve of the top candidates. In a
+      tree a random path is accepted; each node is on it with the probability in `Tree.gains`. If the tree was grown by
+      the same marginals (`marginals.MockedPlanner`), a round has 1 + sum(gains) tokens on average.
     """
     if isinstance(acceptance, Marginals):
         return replace(mocked(acceptance.survival), takes_trees=True, walk=_walk)
