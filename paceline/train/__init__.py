@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def train(config: TrainConfig, *, progress: Progress | None = None) -> TrainResult:
     """Trains a drafter for the model `config.target`: the target answers prompts, the drafter learns from the target's
-    hidden states, and the engine measures the finished drafter on held-out prompts. A second call with the same
-    `config.out` resumes the run. Raises the errors of these stages: subclasses of PacelineError, such as ConfigError,
-    PromptError and TrainingError."""
+    hidden states, and the engine measures the finished drafter on held-out prompts. Returns the drafter's folder and
+    its results. A second call with the same `config.out` resumes the run. Raises subclasses of PacelineError, such as
+    ConfigError, PromptError and TrainingError."""
     from paceline.train.run import run
 
     return run(config, progress or Progress())

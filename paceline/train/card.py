@@ -33,8 +33,9 @@ CHUNK = 1 << 22
 
 def target_hash(name: str) -> str:
     """Returns "sha256:..." of the target's weights: of its GGUF file, or of all its safetensors files, ordered by name.
-    Of more than 4 GB, only names, sizes and the first 4 GB are hashed. For an adapter, it is the hash of the adapter
-    and that of its base model. Raises the errors of `hub.resolve`."""
+    Above 4 GB, only the names and sizes of all files and the first 4 GB of their contents are hashed. For an adapter,
+    returns the hashes of the adapter and of its base model. Raises ModelNotFoundError, ModelFileError, DownloadError or
+    CacheError if the target cannot be found or read."""
     if name in BUILTINS:
         return f"sha256:{BUILTINS[name].gguf_sha256}"
     path = resolve(name)

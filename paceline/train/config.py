@@ -92,7 +92,7 @@ class AnswerConfig:
         return ([{"role": "system", "content": self.system}] if self.system else []) + before
 
     def read_tools(self) -> tuple[dict[str, Any], ...]:
-        """Returns the tools to offer with every prompt. Raises PromptError for a file without tools."""
+        """Returns the tools for every prompt; () if no file is set. Raises PromptError for a file without tools."""
         return read_tools(_json(self.tools), str(self.tools)) if self.tools else ()
 
 
@@ -226,8 +226,8 @@ class OptimConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class LoopConfig(Checked):
-    """Settings of the training loop. A resumed run must have the same values, except for its length, memory use, saving
-    and logging (`checkpoint.FREE_TO_CHANGE`)."""
+    """Settings of the training loop. A resumed run must repeat them, except those for the length of the run, memory
+    use, saving and logging (`checkpoint.FREE_TO_CHANGE`)."""
 
     epochs: Positive = 6.0
     """Passes over the documents, each with new anchors."""
@@ -325,7 +325,7 @@ class DrafterShape(Checked):
 
     @property
     def is_copied(self) -> bool:
-        """True if the initial layers are copies of the target's."""
+        """True if the layers of a new drafter begin as copies of the target's, not with random weights."""
         return self.start != "random"
 
     @property

@@ -44,8 +44,9 @@ def write_run_file(config: TrainConfig) -> Path:
 
 
 def as_tree(config: TrainConfig) -> dict[str, Any]:
-    """Returns all fields of `config` except `given` and None values, as nested dicts of YAML and JSON types; with
-    `init`, `shape.block_size` only if it was given, else the drafter would not keep its own."""
+    """Returns all fields of `config` except `given` and None values, as nested dicts of YAML and JSON types. If
+    `config.init` is set, `shape.block_size` is included only if the user gave it; without it, the drafter in `init`
+    keeps its block size."""
     tree = _without_none({name: value for name, value in plain(config).items() if name not in LEFT_OUT})
     if config.init is not None and not config.is_given("shape.block_size"):
         del tree["shape"]["block_size"]
@@ -53,41 +54,40 @@ def as_tree(config: TrainConfig) -> dict[str, Any]:
 
 
 def read_run_file(file: Path) -> dict[str, Any]:
-    """Reads a run file as nested dicts: part -> field -> value. Raises ConfigError if the file cannot be read or has an
-    unknown setting."""
+    """Reads a run.yaml, the settings of a training run, as nested dicts: group of settings -> field -> value. Raises
+    ConfigError if the file cannot be read or has an unknown setting."""
     tree = read_settings_file(file, f"give a {RUN_FILE} that a run has left, or one of that form")
     _check_names(file, (TrainConfig, TrainConfig), tree, "")
     return tree
 
 
 def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
-    """Reads a YAML file of settings as nested dicts; its keys are the fields of the dataclass `owner`.
-
-    Raises ConfigError if the file cannot be read, with the advice `remedy`, or if a key is unknown, with the nearest
-    known one.
-    """
+    """Reads a YAML file of settings as nested dicts, whose keys are the fields of the dataclass `owner`. Raises
+    ConfigError if the file cannot be read, with `remedy` as advice, or for an unknown key, with the nearest known
+    key."""
     tree = read_settings_file(file, remedy)
     _check_names(file, (owner, owner), tree, "")
     return tree
 
 
 def config_of(tree: Mapping[str, Any], source: Path | str = RUN_FILE) -> TrainConfig:
-    """Returns the TrainConfig of a tree (nested dicts) from `read_run_file`; all fields in the tree count as given by
-    the user. `source`: the tree's file, for errors. Raises ConfigError for a value of a wrong type or out of its
-    range."""
+    """Returns the TrainConfig with the values of `tree`, nested dicts as from `read_run_file`. All fields in the tree
+    count as given by the user. `source`: the tree's file, for error messages. Raises ConfigError for a value of a wrong
+    type or out of its range."""
     config = settings_of(TrainConfig, tree, source, "see paceline train --help")
     return dataclasses.replace(config, given=tuple(leaves(tree)))
 
 
 def settings_of(owner: type, tree: Mapping[str, Any], source: Path | str, remedy: str) -> Any:
-    """Returns an instance of the dataclass `owner` with the values of a tree from `read_settings`. Raises ConfigError
-    for a value of a wrong type; its message has `source`, the tree's file, and the advice `remedy`."""
+    """Returns an instance of the dataclass `owner` with the values of `tree`, nested dicts as from `read_settings`.
+    Raises ConfigError for a value of a wrong type; the message names `source`, the tree's file, and ends with the
+    advice `remedy`."""
     return _built(owner, tree, "", source, remedy)
 
 
 def overlaid(tree: Mapping[str, Any], config: TrainConfig, names: set[str]) -> dict[str, Any]:
-    """Returns `tree` (nested dicts of a run file) with the fields `names`, such as shape.num_layers, set to those of
-    `config`."""
+    """Returns a copy of `tree` (nested dicts of a run file) in which the fields `names`, such as shape.num_layers, have
+    the values of `config`."""
     values = plain(config)
     merged = copy.deepcopy(dict(tree))
     for name in names:
@@ -110,8 +110,9 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def with_given(config: TrainConfig) -> TrainConfig:
-    """Returns the config with `given` set to the fields that differ from their defaults, unless it is set already. A
-    value that a plan sets later then does not count as the user's."""
+    """Returns the config with its field `given` filled in: the names of the fields that the user set. If `given` is
+    None, all fields that differ from their defaults count as set by the user. Call this before a plan changes fields:
+    the plan's values would otherwise count too."""
     return (
         config
         if config.given is not None

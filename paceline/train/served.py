@@ -60,8 +60,9 @@ TIMED, TIMED_TOKENS = 4, 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldoutFigures(Rounds):
-    """Acceptance and other figures of held-out prompts that the real engine answered with a drafter. The training
-    loop's figures differ from these: they are teacher-forced, so every block is anchored in the target's own text."""
+    """Acceptance, token counts and sample answers of held-out prompts that the engine answered with a drafter. The
+    training loop's acceptance differs from this: it is teacher-forced, so every block is anchored in the stored
+    answer."""
 
     num_prompts: int
     num_tokens: int
@@ -75,8 +76,8 @@ def serve_heldout(
     llm: LLM, drafter: Drafter, documents: list[Document], max_tokens: int
 ) -> tuple[HeldoutFigures, list[Document]]:
     """Has the engine answer the documents' prompts greedily with this drafter, with at most `max_tokens` tokens each.
-    Returns (figures, answers with their prompts as documents). Raises ContextLengthError when a prompt does not fit the
-    cache."""
+    Returns (figures, documents of the same prompts with the new answers). Raises ContextLengthError if a prompt does
+    not fit the cache."""
     llm.use_drafter(drafter)
     llm.engine.planner = FixedPlanner()  # always draft full blocks: the drafter is measured, not this machine's speed
     prompts = [document.tokens[: document.answer_start].tolist() for document in documents]
@@ -110,8 +111,8 @@ def heldout_server(
     target: EngineConfig, raw: dict[str, Any], documents: list[Document], max_tokens: int, own: Vocabulary
 ) -> Callable[[dict[str, Tensor]], float]:
     """Returns a function: weights -> acceptance length in the real engine, which answers the prompts of `documents`
-    with at most `max_tokens` tokens each; the weights are rounded to bfloat16 as in the finished drafter. The first
-    call loads the target a second time. `raw`: the drafter's config.json; `own`: its draft vocabulary."""
+    with at most `max_tokens` tokens each. The function rounds the weights to bfloat16, as in the finished drafter; its
+    first call loads the target a second time. `raw`: the drafter's config.json; `own`: its draft vocabulary."""
     load = functools.cache(partial(_loaded, target, documents, max_tokens))
 
     def served(weights: dict[str, Tensor]) -> float:
@@ -129,19 +130,21 @@ def _loaded(target: EngineConfig, documents: list[Document], max_tokens: int) ->
 
 
 def length_for(target: EngineConfig, documents: Sequence[Document], max_tokens: int) -> int:
-    """Returns the cache length, in tokens, for answers of up to `max_tokens` tokens to the documents' prompts: at most
-    the target's context."""
+    """Returns the cache length that answers to the documents' prompts need, in tokens: the longest prompt and
+    `max_tokens`, but not more than the target's context."""
     longest = max(document.answer_start for document in documents) + max_tokens
     return min(longest, load_config(resolve(target.model)).max_position)
 
 
 def params_for(llm: LLM, prompt: Sequence[int], max_tokens: int) -> SamplingParams:
-    """Returns sampling parameters for a greedy answer of up to `max_tokens` tokens, fewer if the cache ends before."""
+    """Returns sampling parameters for a greedy answer of at most `max_tokens` tokens, fewer if the cache has less room
+    left."""
     return SamplingParams(max_tokens=max(1, min(max_tokens, llm.target.cache.max_len - len(prompt))))
 
 
 def has_room(target: Target) -> bool:
-    """Returns True if the device has memory to load the target a second time, for serving during training."""
+    """Returns True if the device has enough free memory to load the target a second time. Measuring acceptance in the
+    engine during training needs this."""
     needed = 4 * target.hidden_size * (target.vocab_size + 16 * target.num_layers * target.hidden_size)
     free = torch.cuda.mem_get_info(target.device)[0] if target.device.type == "cuda" else free_bytes()
     return free is None or needed < 0.5 * free
@@ -149,9 +152,10 @@ def has_room(target: Target) -> bool:
 
 @torch.no_grad()
 def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> float:
-    """Returns the acceptance length over these answers by teacher forcing: each draft is compared with the answer's
-    text. Blocks begin only where the engine would begin a round: after the last round's accepted drafts and one more
-    token."""
+    """Returns the acceptance length of the drafter over existing answers, by teacher forcing: blocks are drafted inside
+    the answers, and a draft is accepted if it equals the answer's token. The first block begins at the answer's first
+    token. Each later one begins where the engine's next round would: after the accepted drafts of the block before it,
+    and one more token."""
     config = drafter.config
     documents = [answer for answer in answers if answer.num_anchors > 0]
     float_network = network_of(config, {name: tensor.float() for name, tensor in drafter.network.state_dict().items()})
@@ -169,8 +173,9 @@ def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> f
 def accepted_at(
     drafter: DFlashTrainable, packer: Packer, head: Head, embedding_VD: Tensor, number: int
 ) -> NDArray[np.int64]:
-    """Returns the number of accepted drafts [P] of a block that begins at each of the P answer positions of document
-    `number` of `packer`, teacher-forced. `head`: the LM head; embedding_VD: the target's embedding matrix."""
+    """Returns, for each of P positions in an answer, the number of accepted drafts of a block that begins there, [P]. A
+    draft is accepted if it equals the answer's token. `number`: document number in `packer`, whose answer is used.
+    `head`: the LM head; embedding_VD: the target's embedding matrix."""
     document = packer.documents[number]
     places = np.arange(document.answer_start, len(document) - 1)
     accepted = [np.zeros(0, dtype=np.int64)]
@@ -182,9 +187,9 @@ def accepted_at(
 
 
 def starts_of(accepted_P: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the indices of the positions where the engine's rounds begin, the first one at 0. A round covers its
-    accepted drafts and one more token. accepted_P [P]: number of accepted drafts of a round that begins at each
-    position."""
+    """Returns the indices of the answer positions where decoding rounds begin, ascending from 0. Each round begins
+    after the accepted drafts of the previous one and one more token. accepted_P [P]: for each position, the number of
+    accepted drafts of a round that would begin there."""
     starts, at = [], 0
     while at < len(accepted_P):
         starts.append(at)
@@ -193,12 +198,15 @@ def starts_of(accepted_P: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def final_figures(target: EngineConfig, folder: Path, documents: list[Document], max_tokens: int) -> dict[str, Any]:
-    """Returns the contents of heldout.json: all figures measured at the end of a run, of the drafter in `folder`, with
-    answers of up to `max_tokens` tokens to the prompts of `documents`. "tokens_per_round": acceptance length in the
-    engine, with the counts and sample texts behind it. "served_of_walked": acceptance length in the engine on the first
-    `WALKED` (8) prompts alone; "teacher_forced", for DFlash: what teacher forcing gives on the same answers.
-    "plain_tokens_per_s", "drafted_tokens_per_s": tokens/s of one stream without and with the drafter.
-    "default_drafter": figures of the drafter that ships for the target, if it is on this machine."""
+    """Measures the drafter in `folder` at the end of a run; returns the contents of heldout.json. The engine answers
+    the prompts of `documents` with up to `max_tokens` tokens each. The keys are the fields of `HeldoutFigures`, and:
+    - "tokens_per_round": acceptance length in the engine;
+    - "served_of_walked": the same, for the first 8 prompts (`WALKED`) only;
+    - "teacher_forced": acceptance length by teacher forcing on the answers to these 8 prompts; only for DFlash;
+    - "plain_tokens_per_s", "drafted_tokens_per_s": speed of one stream without and with the drafter;
+    - "speedup": ratio of these speeds; None if it is unreliable, with the reason in "doubt";
+    - "default_drafter": acceptance length and speed of the drafter that ships for the target, if it is on this
+    machine."""
     drafter, llm = read_trained(folder), _loaded(target, documents, max_tokens)
     figures, answers = serve_heldout(llm, drafter, documents, max_tokens)
     report = {"tokens_per_round": figures.tokens_per_round, **asdict(figures)}
@@ -217,9 +225,9 @@ def final_figures(target: EngineConfig, folder: Path, documents: list[Document],
 
 
 def agreement(figures: dict[str, Any]) -> str | None:
-    """Returns a line that compares the acceptance lengths of the same answers by teacher forcing and in the engine, a
-    warning if they differ by more than `AGREE` (3%); None if one is missing. `figures`: the contents of
-    heldout.json."""
+    """Returns a line that compares two acceptance lengths of the same answers, by teacher forcing and in the engine.
+    The line is a warning if they differ by more than `AGREE` (3%). Returns None if one of them was not measured.
+    `figures`: the contents of heldout.json."""
     forced, served = figures.get("teacher_forced"), figures.get("served_of_walked")
     if not forced or not served:
         return None

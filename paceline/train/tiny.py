@@ -26,8 +26,10 @@ TINY = {
 
 
 def at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Replaces the target by a random tiny one with --scale tiny, and shrinks every setting that the user did not
-    give."""
+    """Returns the config of a run with --scale tiny: its target is a random tiny model, and every setting that the user
+    did not give is small. Returns other configs unchanged. The first of the processes `ranks` writes the tiny model to
+    `config.out`. If the config names neither prompts nor answers, it also writes prompts there, and the run uses
+    them."""
     if config.scale == "default":
         return config
     folder, file = config.out / "target", config.out / "prompts.jsonl"

@@ -27,7 +27,7 @@ class Conversation:
 
     def add_answer(self, answer: Answer) -> bool:
         """Records an answer of the target. If the prompt has a further user message, appends answer and message to
-        `messages` and returns True; otherwise the conversation is finished, and it returns False."""
+        `messages` and returns True. Otherwise the conversation is finished, and the method returns False."""
         self.answers.append(answer)
         if len(self.answers) >= len(self.prompt.turns):
             return False
@@ -38,8 +38,8 @@ class Conversation:
 
 @dataclass(slots=True)
 class Regenerated:
-    """Result of `regenerate` in one process: the folder of the answers, the numbers of generated answers and tokens,
-    the seconds that it took, and counts of the prompts and answers that were left out."""
+    """Result of `regenerate`: the folder of the answers, and the counts of this process: generated answers and tokens,
+    seconds, and the prompts and answers that were left out. In a run on Ray, the counts are those of all workers."""
 
     answers: Path
     """Folder of the answers of all processes."""
@@ -63,8 +63,8 @@ class Regenerated:
 
 
 def conversations_of(prompts: list[Prompt], answering: AnswerConfig) -> dict[str, tuple[Prompt, float]]:
-    """Returns key -> (prompt, temperature) of every conversation to generate: each prompt at each temperature, and at
-    temperatures above 0 once per sample (`answering.samples`). Duplicate prompts have the same key."""
+    """Returns every conversation to generate, as key -> (prompt, temperature). Each prompt is answered once at
+    temperature 0 and `answering.samples` times at each temperature above 0. Duplicate prompts have the same key."""
     return {
         key_of(prompt, temperature, sample): (prompt, temperature)
         for prompt in prompts
@@ -74,8 +74,9 @@ def conversations_of(prompts: list[Prompt], answering: AnswerConfig) -> dict[str
 
 
 def key_of(prompt: Prompt, temperature: float, sample: int = 0) -> str:
-    """Returns a conversation's unique key: SOURCE/ID#HASH@TEMPERATURE, and ~SAMPLE for samples after the first. The
-    hash of the prompt's text is needed since prompts may share an id, and a file may change between runs."""
+    """Returns a conversation's unique key: SOURCE/ID#HASH@TEMPERATURE. `sample`: number of the answer among those to
+    the same prompt at this temperature; if it is above 0, the key ends with ~SAMPLE. HASH is a hash of the prompt's
+    text, which distinguishes prompts with the same id."""
     before = prompt.messages[:-1]
     text = repr((before, prompt.turns) if before else prompt.token_ids or prompt.turns)
     if prompt.tools or prompt.grammar or (prompt.messages and prompt.messages[-1]["role"] != "user"):

@@ -30,7 +30,7 @@ Source = tuple[str, float | None]
 
 @dataclass(slots=True)
 class Mixture:
-    """The prompts of one run, mixed from all its sources, with counts of dropped rows."""
+    """The prompts of one run, mixed from all its sources, and counts of the sources' rows that are not used."""
 
     prompts: list[Prompt] = field(default_factory=list)
     traced: list[Path] = field(default_factory=list)
@@ -40,8 +40,9 @@ class Mixture:
 
 
 def sources_of(prompts: tuple[str, ...]) -> list[Source]:
-    """Splits each text `source` or `source=weight` into (source, weight or None). The name of an existing file is a
-    source, even if it contains "=". Raises ConfigError for an invalid weight."""
+    """Splits each text in `prompts`, SOURCE or SOURCE=WEIGHT, into (source, weight or None). A source is a file, a
+    folder of traces or a data set id. The name of an existing file is a source, even if it contains "=". Raises
+    ConfigError for an invalid weight."""
     return [_source_of(text) for text in prompts]
 
 
@@ -59,9 +60,11 @@ def _source_of(text: str) -> Source:
 
 
 def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -> Mixture:
-    """Reads the prompts of all sources in `config.prompts` and mixes them by the sources' weights; a hash with `seed`
-    selects which prompts of a source are used. Passes to `say` a line on what was left out of a source. Raises
-    PromptError for a source that is unreadable or empty; with `strict`, for the first unusable row."""
+    """Reads the prompts of all sources in `config.prompts` and mixes them by the sources' weights. If a source has more
+    prompts than its weight allows, a hash of each prompt and `seed` decides which are used. `say` gets a line for each
+    source with unusable rows or unused prompts. Raises PromptError for an unreadable or empty source, or if a weight
+    leaves a source without prompts; with `strict`, for the first unusable row. Raises ConfigError for an invalid
+    weight, or if no row of a source has one of the tags in `config.tags`."""
     mixture = Mixture()
     sources: list[tuple[str, float | None, list[Prompt]]] = []
     for source, weight in sources_of(config.prompts):
@@ -86,14 +89,17 @@ def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -
 
 
 def others_of(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
-    """Returns the settings for reading `prompts` that are only used for evaluation (out-of-distribution or held-out
-    prompts): with the `limit` and `strict` of `config`, without its tags."""
+    """Returns settings for reading prompts that are used only for evaluation. `prompts`: their sources, files or data
+    sets. `limit` and `strict` are taken from `config.prompting`, but not its tags: prompts are read whatever tag they
+    have."""
     return PromptsConfig(prompts, config.prompting.limit, config.prompting.strict)
 
 
 def check_begun(config: TrainConfig) -> None:
-    """Raises ConfigError if the run in `config.out` was begun with another target, `init`, `max_len` or other tags, or
-    if one of the requested tags does not occur in a source of prompts."""
+    """Checks that the run in `config.out` can be resumed with `config`. Raises ConfigError in these cases:
+    - `check_same_training` does: the run was begun with another target, `init` or `max_len`;
+    - the run was begun with other tags than `config.prompting.tags`;
+    - one of these tags does not occur in one of the config's sources of prompts."""
     from paceline.train.answers.run_identity import check_same_training  # imports PyTorch, which plans do without
 
     check_same_training(config)

@@ -35,8 +35,8 @@ idle until its longest answer is complete."""
 
 @dataclass(frozen=True, slots=True)
 class PromptTask:
-    """A prompt that a Ray worker answers, and the state of its conversations (one per temperature and sample): those
-    that are finished, and those that an earlier run had begun."""
+    """A prompt that a Ray worker answers, in one conversation per temperature and sample. The worker skips finished
+    conversations, and continues those that an earlier run has begun."""
 
     prompt: Prompt
     finished: frozenset[str]

@@ -29,8 +29,8 @@ NO_TEMPLATE = "the target has no chat template: --raw asks every prompt as it st
 
 @dataclass
 class TokenizerOnly:
-    """Replaces an LLM where only its tokenizer is needed: has no weights, and encodes conversations as token ids by the
-    same `encode_chat`."""
+    """Replaces an LLM where only its tokenizer is needed: has no weights, and encodes conversations as token ids
+    exactly as `LLM.encode_chat` does."""
 
     tokenizer: Tokenizer
 
@@ -47,8 +47,8 @@ class TokenizerOnly:
 
 class PromptEncoder:
     """Encodes prompts as token ids, with the opening (the first messages of every conversation), tools and template
-    variables of `config`. Raises ConfigError if `config` has one of these and also `raw`, which uses no chat
-    template."""
+    variables of `config`. With `config.raw`, prompts are encoded as plain text, without the chat template. Raises
+    ConfigError if `raw` is combined with an opening, tools or variables."""
 
     def __init__(self, llm: LLM | TokenizerOnly, config: AnswerConfig, vocab_size: int | None = None) -> None:
         """`vocab_size`: rows of the target's embedding, if known; else the tokenizer's vocabulary size is used."""
@@ -64,22 +64,22 @@ class PromptEncoder:
         refuse(ConfigError, (config.raw and has_chat, needs_template))
 
     def messages_of(self, prompt: Prompt) -> list[Message]:
-        """Returns the messages of a conversation: the opening (system message and further messages that `config` puts
-        before every prompt), then the prompt's own. A prompt that has its own system message, or no messages, gets no
-        opening."""
+        """Returns the messages of a conversation before the first answer: the opening (system message and further
+        messages that `config` puts before every prompt), then the prompt's own. A prompt with a system message of its
+        own, or without messages, gets no opening."""
         is_own = not prompt.messages or prompt.messages[0]["role"] == "system"
         return prompt.messages if is_own else self.opening + prompt.messages
 
     def first_ids(self, prompt: Prompt) -> list[int]:
-        """Returns the token ids before the first answer. Raises RowError for a prompt that this target cannot
-        answer."""
+        """Returns the token ids of a prompt with its opening, up to the first answer. Raises RowError if the chat
+        template rejects the prompt, or for a token id that the target does not have."""
         return self.encode(prompt, self.messages_of(prompt))
 
     def encode(self, prompt: Prompt, messages: list[Message]) -> list[int]:
         """Returns the token ids of the conversation `messages`, with the tools of `prompt` or, if it has no tools,
-        those of the config. A prompt that is given as token ids is returned as it is; with `raw`, only the prompt's
-        text is encoded. Raises RowError if the chat template rejects the messages, or for a token id that the target
-        does not have."""
+        those of the config. If `prompt` is given as token ids, returns these; with `raw`, encodes only the prompt's
+        text. Raises RowError if the chat template rejects the messages, or for a token id that the target does not
+        have."""
         where = prompt.where or f"{prompt.source}, prompt {prompt.id}"
         if prompt.token_ids:
             if max(prompt.token_ids) >= self.vocab_size:
@@ -107,9 +107,9 @@ class PromptEncoder:
         return self.llm.tokenizer.encode(prompt.turns[0])
 
     def examine(self, prompts: Iterable[Prompt], dropped: Dropped) -> list[int]:
-        """Returns the token count of each usable prompt, in their order. The others are counted in `dropped`: prompts
-        that the chat template rejects, that have token ids unknown to the target, or that are longer than
-        `max_prompt_tokens`."""
+        """Returns the token counts of the usable prompts, in the order of `prompts`. Unusable prompts are counted by
+        reason in `dropped`: the chat template rejects them, they have token ids that the target does not have, or they
+        are longer than `max_prompt_tokens`."""
         counts = list[int]()
         for prompt in prompts:
             try:
@@ -125,7 +125,7 @@ class PromptEncoder:
 
 
 def check_template(tokenizer: Tokenizer, prompts: Iterable[Prompt], config: AnswerConfig) -> None:
-    """Raises ConfigError if the target has no chat template and prompts need one: all but those given as token ids,
-    unless `config.raw` is set."""
+    """Raises ConfigError if the target has no chat template and a prompt needs one. Prompts given as token ids need
+    none; with `config.raw`, no prompt does."""
     needs_one = not config.raw and any(not prompt.token_ids for prompt in prompts)
     refuse(ConfigError, (needs_one and tokenizer.chat_template is None, NO_TEMPLATE))

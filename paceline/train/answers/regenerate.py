@@ -79,8 +79,8 @@ class Prepared:
     """Rows of the prompt sources that were left out."""
 
     def conclude(self, config: RegenerateConfig, done: Regenerated, progress: Progress) -> None:
-        """Logs the counts `done` of the generated answers in the run folder, and reports them through `progress`.
-        Raises PromptError if no prompt could be used."""
+        """Logs `done`, the counts of generated answers, in the run folder, and reports it through `progress`. Raises
+        PromptError if no prompt could be used."""
         dropped = {"dropped": self.written.dropped, "rows_dropped": self.dropped.counts}
         self.folder.log(stage="regenerate", rank=self.ranks.rank, **dropped, **asdict(done))
         _report(config, done, self.written, self.ranks, progress)
@@ -94,10 +94,12 @@ def prepared(
     more: Mapping[str, Any] | None = None,
     fill: Callable[[str, int], str] = lambda opener, seed: opener,
 ) -> Iterator[Prepared]:
-    """Context manager: loads the target and the prompts of a run in `config.out`, and yields them; until it ends, no
-    other run may use the folder. `what`: the run's type, recorded in its config.json. `more`: settings in addition to
-    `config` that a resumed run must repeat. `fill(opener, seed)`: returns the text with which the target begins a
-    self-written prompt; `seed` differs for every prompt. Raises the errors of `paceline.train.regenerate`."""
+    """Context manager: loads the target and the prompts of a run, and yields them. Inside it, no other run may use the
+    folder `config.out`. `what`: the run's type, stored in its config.json. `more`: settings that a resumed run must
+    repeat, in addition to those of `config`. `fill`: (opener, seed) -> first words of a prompt that the target writes
+    itself, where the opener is a configured beginning and the seed differs for every prompt. Raises ConfigError if the
+    folder holds a run with other settings, PromptError for unusable prompts, CacheError for disk errors, and another
+    PacelineError if the target cannot be loaded."""
     ranks = Ranks.here()
     engine = engine_for(config, ranks)
     settings = identity(config, engine, ranks) | plain(dict(more or {}))
@@ -135,7 +137,8 @@ def prepared(
 
 def engine_for(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
     """Returns the target's engine settings for generating answers: without a drafter, with a cache for the longest
-    prompt and answer. If `ranks` has several processes, also this process's GPU and number of threads."""
+    prompt and answer. `ranks`: the processes of the run; if there are several, each gets its own GPU and number of
+    threads."""
     target, answering = config.target, config.answering
     longest = (
         max(answering.max_tokens, MAX_PROMPT_WRITTEN) if config.prompting.num_self_written else answering.max_tokens
@@ -246,10 +249,11 @@ class Regenerator:
         self._started_at, self._advance = 0.0, ignore
 
     def run(self, prompts: list[Prompt], bars: Progress | None = None) -> Regenerated:
-        """Answers these prompts, without their duplicates; `bars` shows the progress of all conversations. A prompt
-        that is too long, or that the chat template refuses, is left out and counted. Raises CacheError if a shard
-        cannot be written, PromptError if a shard is damaged, and the model's error on a conversation. Finished
-        conversations are retained; the next run generates the others."""
+        """Answers the prompts, duplicates only once, and returns the counts; `bars` shows the progress of all
+        conversations. Prompts that are too long, or that the chat template rejects, are left out and counted. Raises
+        CacheError if a shard cannot be written, PromptError if one is damaged, and the error of an answer that fails in
+        the engine or on the server, such as NumericsError or DownloadError. After an error, finished conversations are
+        retained, and the next run generates the others."""
         self.done, self._started_at = Regenerated(self.shards.folder), time.perf_counter()
         conversations = conversations_of(prompts, self.config)
         waiting = self._missing(conversations)
@@ -301,8 +305,8 @@ class Regenerator:
             self._advance_bar()
 
     def first_ids(self, prompt: Prompt) -> list[int]:
-        """Returns the token ids of a prompt, up to the first answer. Raises RowError for a prompt that this target
-        cannot answer."""
+        """Returns the token ids of a prompt with its opening, up to the first answer. Raises RowError if the chat
+        template rejects the prompt, or for a token id that the target does not have."""
         return self._encoder.first_ids(prompt)
 
     def _advance_bar(self) -> None:

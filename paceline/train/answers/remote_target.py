@@ -37,8 +37,8 @@ WAYS = ("ids, extras", "ids", "text", "chat, extras", "chat")
 
 
 class LostAnswer(PacelineError):
-    """Raised for a server's answer that cannot be used, mostly because its token ids are unknown. `reason`: the cause;
-    lost answers are counted by it."""
+    """Raised for a server's answer that cannot be used, mostly because its token ids cannot be determined. `reason`:
+    text by which such answers are counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -58,7 +58,8 @@ class RemoteLLM(TokenizerOnly):
     """Replaces an LLM: the tokenizer is local, the model runs on a server."""
 
     def __init__(self, tokenizer: Tokenizer, client: Client, served_name: str | None, num_at_once: int) -> None:
-        """Raises ConfigError, DownloadError, or Refused if the server does not list its models."""
+        """Raises ConfigError if `served_name` is None and the server does not list its models, DownloadError if the
+        server cannot be reached."""
         super().__init__(tokenizer)
         self.engine = RemoteEngine(self, client, served_name or first_model(client), num_at_once)
         self.target = self.engine
@@ -79,8 +80,10 @@ class RayTokenizer(TokenizerOnly):
 
 
 def remote_target_of(config: RegenerateConfig) -> RemoteLLM | RayTokenizer | None:
-    """Returns the object that replaces the LLM if the target runs remotely; None if it runs on this machine. Raises
-    ConfigError for settings that the remote side does not support, and the errors of connecting to it."""
+    """Returns the object that replaces the LLM: a RemoteLLM if a server runs the target, a RayTokenizer if a Ray
+    cluster does, None if this machine does. Raises ConfigError for an invalid address, for a grammar or `top_k` with a
+    server, or for prompts written by the target with Ray. Raises DownloadError if the server or the tokenizer's files
+    cannot be reached, ModelNotFoundError or ModelFileError for a missing or damaged tokenizer."""
     where = config.remote
     if not where.ray and not where.answers_from:
         return None
@@ -116,7 +119,7 @@ def first_model(client: Client) -> str:
 
 class RemoteEngine:
     """Has the interface of `engine.Engine`, but sends requests to a server, so that a `Regenerator` works with a remote
-    target. It computes and stores nothing: its cache only has a number of rows, which limits the concurrent
+    target. It has no KV cache: the attribute `cache` only gives `num_rows`, the largest number of concurrent
     requests."""
 
     def __init__(self, llm: RemoteLLM, client: Client, served_name: str, num_at_once: int) -> None:
@@ -167,9 +170,9 @@ class RemoteEngine:
         return contextlib.nullcontext()
 
     def step(self) -> list[Chunk]:
-        """Waits until the server has answered a request; returns one chunk, with the whole answer, for each request
-        that was answered by then. `chunk.sequence.error` is set if the request failed or the answer's tokens are
-        unknown."""
+        """Waits until the server has answered a request. Returns one chunk, with the whole answer, for each request
+        that has been answered since the last call; aborted requests are left out. `chunk.sequence.error` is set if the
+        request failed, or if the answer's token ids cannot be determined."""
         chunks = [self._done.get()]
         while not self._done.empty():
             chunks.append(self._done.get())
@@ -236,9 +239,10 @@ class RemoteEngine:
 
 
 def read_answer(response: Any, seq: Sequence, tokenizer: Tokenizer) -> tuple[list[int], str, Any]:
-    """Returns (token ids, text, finish reason: "stop" or "length") of the answer in `response`, the JSON object that a
-    server returned for the request `seq`. Raises LostAnswer if the tokens are unknown, if the answer ended for another
-    reason, or if the server answered another prompt than that of `seq`."""
+    """Reads `response`, the JSON object that a server returned for the request `seq`. Returns (token ids, text, finish
+    reason: "stop" or "length"). Without token ids in the response, the text is encoded by `tokenizer`. Raises
+    LostAnswer if the token ids do not match the text, if the answer ended for another reason, or if the server reports
+    other prompt tokens than those of `seq`."""
     try:
         (choice,) = response["choices"]
         message = choice.get("message") or {}

@@ -36,7 +36,7 @@ fails."""
 
 @dataclass(slots=True)
 class SelfWritten:
-    """Prompts written by the target, and counts of dropped ones by reason."""
+    """Prompts written by the target, and counts of unusable ones by reason."""
 
     prompts: list[str] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -54,7 +54,7 @@ class UserTurn:
 
 
 class PromptWriter:
-    """Has the target write prompts, into a JSON lines file; an interrupted run resumes after the last whole line.
+    """Has the target write prompts, into a JSON lines file; an interrupted run resumes after the last complete line.
     Raises UnsupportedModelError if the chat template omits the user's text, PromptError if the target has no
     template."""
 
@@ -85,8 +85,9 @@ class PromptWriter:
         )
 
     def write(self, num_prompts: int, on_prompt: Callable[[str], None] = lambda prompt: None) -> SelfWritten:
-        """Writes prompts until the file holds `num_prompts`; returns all prompts in it, and calls `on_prompt` with each
-        of them. Raises PromptError if too few prompts are usable or the file is damaged, CacheError for disk errors."""
+        """Writes prompts until the file holds `num_prompts`; returns all prompts in the file. Calls `on_prompt` with
+        each of them, including those that the file already has. Raises PromptError for a damaged file, or if the target
+        writes more than 256 + 8 * (new usable prompts) unusable ones; CacheError for disk errors."""
         drop_cut_line(self.file)
         has_some = self.file.exists() and self.file.stat().st_size
         done = SelfWritten([prompt.turns[0] for prompt in read_prompts(self.file)] if has_some else [])
@@ -163,8 +164,8 @@ def user_turn(
 
 
 def rejection_reason(prompt: str, is_finished: bool, seen: set[str]) -> str | None:
-    """Returns the reason why a prompt is unusable, such as "too short", or None. `is_finished`: True if the target
-    ended the prompt itself; `seen`: normalised texts of earlier prompts, to find duplicates."""
+    """Returns the reason why a prompt is unusable, such as "too short"; None if it is usable. `is_finished`: True if
+    the target ended the prompt itself. `seen`: normalised texts of earlier prompts, to find duplicates; not changed."""
     words = prompt.split()
     checks = (
         (not is_finished, "unfinished"),

@@ -49,7 +49,8 @@ class Document:
 
     @property
     def prompt(self) -> str:
-        """Identifier of the prompt (see `prompt_of`)."""
+        """Identifier of the document's prompt, the same for all answers to it: the hash of the prompt's text or, if the
+        document's key has no hash, the prompt's source and id."""
         return prompt_of(self.key.rsplit("/", 1)[0])
 
     @property
@@ -61,7 +62,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents to learn from, held-out documents, and counts of what was left out or cut."""
+    """Documents to learn from, held-out documents, and counts of answers that were left out or truncated."""
 
     train: Sequence[Document]
     heldout: list[Document]
@@ -78,12 +79,12 @@ class Corpus:
 
     @property
     def num_prompts(self) -> int:
-        """Number of different prompts to learn from; all messages of a conversation and all temperatures count as
-        one."""
+        """Number of different prompts to learn from. A prompt counts once, even if it has answers at several
+        temperatures, or several answers in one conversation."""
         return len({document.prompt for document in self.train})
 
     def told(self) -> str:
-        """Returns a text with the numbers of documents that were left out or cut, by reason; empty if no document
+        """Returns a text with the numbers of documents that were left out or truncated, by reason; empty if no document
         was."""
         counts = (
             (self.num_loops_cut, "cut where they repeat themselves"),
@@ -112,12 +113,13 @@ def read_corpus(
     strict: bool = False,
 ) -> Corpus:
     """Reads documents from folders or files of answers, without duplicates. Holds out a share `heldout_share` of the
-    prompts, at least `min_heldout` and at most `max_heldout`, which a hash of their keys selects.
+    prompts, at least `min_heldout` and at most `max_heldout`: those with the smallest hashes.
 
-    Documents are cut at `max_len` tokens, prompt included, and before the third repetition of a loop: repetitive text
-    adds nothing to learn and makes measured acceptance lengths too optimistic. Documents are ordered by a hash of their
-    keys, which mixes the sources and keeps a conversation together. Raises PromptError if no document is left to learn
-    from; with `strict`, for an unusable row."""
+    Documents are cut at `max_len` tokens, prompt included. An answer that ends in a loop is cut before the third
+    repetition in it: repetitive text adds nothing to learn and makes measured acceptance lengths too optimistic.
+    Documents are ordered by a hash of their conversation's key. This mixes the sources, but keeps the answers of a
+    conversation together. Raises PromptError if no document is left to learn from, or with `strict` for an unusable
+    row."""
     documents: list[tuple[str, int, Document]] = []
     counts, dropped = Counter[str](), Dropped()
     for read in read_documents(sources, max_len, counts, None if strict else dropped):
@@ -163,9 +165,9 @@ def read_documents(
     once: bool = True,
 ) -> Iterator[ReadDocument]:
     """Yields each answer with its prompt as a training document, cut at `max_len` tokens (prompt included) and before
-    an endless repetition. `counts` gets the numbers of answers that are skipped: num_too_short, num_prompt_too_long and
-    num_repeated (duplicates); `dropped` counts unusable rows of files. With `once`, duplicates are skipped; the keys of
-    all answers are then in memory."""
+    an endless repetition. Skipped answers are counted in `counts`, under num_too_short, num_prompt_too_long and
+    num_repeated (duplicates). Unusable rows are counted in `dropped`; if `dropped` is None, the first one raises
+    PromptError. `once`: skip duplicates; this holds a hash of every answer in memory."""
     counts.update(num_too_short=0, num_prompt_too_long=0, num_loops_cut=0, num_cut=0, num_repeated=0)
     seen: set[tuple[int, int]] = set()
     for answer in answers_of(sources, dropped):
@@ -188,9 +190,10 @@ def read_documents(
 
 
 def answers_of(sources: Iterable[AnswerSource], dropped: Dropped | None = None) -> Iterator[Answer]:
-    """Yields the answers in `sources`: folders of answers, files of answers, and files of tokenised data. An unusable
-    row is counted in `dropped`, or raises PromptError if `dropped` is None. Raises PromptError for a missing source,
-    ConfigError for a source in which a requested tag does not occur."""
+    """Yields the answers in `sources`: folders of answers, files of answers, and files of tokenised data. A source of
+    type `Tagged` names tags, and only answers with one of them are yielded. An unusable row is counted in `dropped`; if
+    `dropped` is None, it raises PromptError. Raises PromptError for a missing source, ConfigError if a tag does not
+    occur in its source."""
     for each in sources:
         source, tags = (each.path, each.tags) if isinstance(each, Tagged) else (each, ())
         if not source.exists():
@@ -208,9 +211,11 @@ def answers_of(sources: Iterable[AnswerSource], dropped: Dropped | None = None) 
 def check_answers(
     sources: Iterable[AnswerSource], decode: Callable[[list[int]], str] | None = None, *, strict: bool = False
 ) -> None:
-    """Raises PromptError for a source that is missing or has no usable answer, or if none of its first answers (8 at
-    most) decodes to its stored text, which shows that another tokenizer encoded them. `decode`: token ids -> text. With
-    `strict`, also for an unusable row before or among these answers."""
+    """Reads the first answers (8 at most) of each source. `decode`: token ids -> text, by the target's tokenizer; None
+    to leave texts unchecked. Raises PromptError in these cases:
+    - a source is missing, or has no usable answer;
+    - with `strict`, a row that was read is unusable;
+    - none of a source's answers decodes to its stored text: another tokenizer has encoded them."""
     for source in sources:
         dropped = Dropped()
         first = list(islice(answers_of([source], None if strict else dropped), NUM_READ_BACK))
@@ -243,33 +248,33 @@ def has_vocabulary(document: Document, vocab_size: int) -> bool:
 
 
 def prompt_of(key: str) -> str:
-    """Returns the part of a conversation's key that identifies its prompt: the hash of the prompt's text, the same in
-    any file and row, or without one the key without temperature and sample number. All answers to a prompt share it,
-    and are held out together."""
+    """Returns the part of a conversation's key that identifies its prompt: the hash of the prompt's text or, in a key
+    without a hash, everything before the "@" of the temperature. All answers with the same identifier are held out
+    together."""
     name = key.rsplit("@", 1)[0]
     return name[-8:] if re.search("#[0-9a-f]{8}$", name) else name
 
 
 def heldout_prompts(keys: Iterable[str], share: float, most: int, fewest: int = 1) -> set[str]:
-    """Returns the prompts to hold out, each as the part of a key that `prompt_of` returns: those with the smallest
-    hashes. `num_heldout` computes their number from `share`, `most` and `fewest`. `keys`: those of all
-    conversations."""
+    """Returns the identifiers (`prompt_of`) of the prompts to hold out: those with the smallest hashes. `keys`: the
+    keys of all conversations. `share`, `most` and `fewest` determine the number of prompts, as in `num_heldout`."""
     prompts = sorted({prompt_of(key) for key in keys}, key=lambda prompt: (zlib.crc32(prompt.encode()), prompt))
     return set(prompts[: num_heldout(len(prompts), share, most, fewest)])
 
 
 def num_heldout(num_prompts: int, share: float, most: int, fewest: int = 1) -> int:
-    """Returns the number of prompts to hold out of `num_prompts`: 0 if these are fewer than ten or `share` is 0; else
-    `share` of them, rounded up, but at least `fewest` (or half of them, if that is less), and at most `most`."""
+    """Returns the number of prompts to hold out of `num_prompts`: 0 for fewer than ten prompts or a `share` of 0.
+    Otherwise it is `share` * `num_prompts`, rounded up; it is raised to `fewest` (but not above half of the prompts)
+    and limited to `most`."""
     if not share or num_prompts < 10:
         return 0
     return min(most, max(math.ceil(share * num_prompts), min(fewest, num_prompts // 2)))
 
 
 def loop_start(tokens: list[int]) -> int:
-    """Returns the number of tokens to keep from the beginning of a text. If the text ends in a loop (the same tokens at
-    least three times in a row), it is cut after two passes through the loop, or after 12 tokens of the loop if these
-    are more. Without a loop, all tokens are kept."""
+    """Returns the number of tokens to keep from the beginning of a text. A text that ends in a loop (the same 1 to 64
+    tokens at least three times in a row) keeps the first two repetitions, and at least 12 tokens of the loop. Any other
+    text is kept whole."""
     array = np.array(tokens)
     for period in range(1, min(MAX_PERIOD, len(array) // 3) + 1):
         differs = np.flatnonzero(array[period:] != array[:-period])
@@ -281,8 +286,8 @@ def loop_start(tokens: list[int]) -> int:
 
 
 def epoch_order(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns the order in which an epoch uses the documents: a random permutation of their numbers [num_documents],
-    different for every epoch."""
+    """Returns the order in which an epoch uses the documents: the document numbers, [num_documents], in an order that
+    is random but the same for the same `seed` and `epoch`."""
     return np.random.default_rng((seed, epoch)).permutation(num_documents)
 
 
@@ -300,8 +305,8 @@ def labels_of(
     document: Document, anchors_A: NDArray[np.int64], block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Returns (labels [A, K], validity [A, K]) of the blocks that begin at A anchors (positions in the document).
-    Labels: the token ids at the K = block_size - 1 positions after each anchor. Validity: True where such a position is
-    inside the document; the other labels are arbitrary."""
+    Labels: the token ids at the K = block_size - 1 positions after each anchor. Validity: True where this position is
+    inside the document; labels outside are arbitrary."""
     at_AK = anchors_A[:, None] + np.arange(1, block_size)
     valid_AK = at_AK < len(document)
     return document.tokens[np.minimum(at_AK, len(document) - 1)].astype(np.int64), valid_AK
@@ -315,8 +320,8 @@ def num_valid_slots(document: Document, anchors_A: NDArray[np.int64], block_size
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A position in the training data, at which a step begins: an epoch and an index in that epoch's order of
-    documents."""
+    """A position in the training data, at which a step begins: an epoch, and an index in the order of documents of this
+    epoch."""
 
     epoch: int = 0
     index: int = 0
@@ -324,8 +329,8 @@ class Place:
 
 class StepPlanner:
     """Chooses the documents of each training step, and the anchors (positions where a block of drafts begins) in each.
-    A step takes documents in the epoch's order, each with up to `anchors` blocks, until it has `blocks_per_step`
-    blocks. With several processes, every one plans the same whole step."""
+    A step takes documents in the epoch's order until it has `blocks_per_step` blocks, and up to `anchors` blocks of
+    each document. The plan is for all processes together; every process computes the same one."""
 
     def __init__(
         self, documents: Sequence[Document], *, blocks_per_step: int, anchors: int, block_size: int, seed: int
@@ -347,9 +352,10 @@ class StepPlanner:
         return num_steps + num_blocks / self._blocks_per_step
 
     def step(self, place: Place) -> tuple[list[tuple[int, NDArray[np.int64]]], int, Place]:
-        """Returns (blocks, number of draft positions, next place) of the step that begins at `place`. Blocks: a list of
-        (document number, positions of the anchors). Only draft positions inside the document are counted. Next place:
-        where the following step begins."""
+        """Plans the step that begins at `place`. Returns (blocks, number of draft positions, next place):
+        - blocks: a list of (document number, positions of the anchors in it);
+        - number of draft positions: only those inside the document count;
+        - next place: where the following step begins."""
         chosen: list[tuple[int, NDArray[np.int64]]] = []
         num_blocks = num_slots = 0
         epoch, index = place.epoch, place.index

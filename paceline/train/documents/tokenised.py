@@ -25,9 +25,9 @@ IGNORED = -100
 
 
 def is_tokenised(path: Path) -> bool:
-    """Returns True if a file has tokenised data (token ids with a loss mask) instead of answers: a Parquet file with a
-    column `input_ids` and no column `answer_ids`, or a file that is not Parquet, since answers are stored only as
-    Parquet."""
+    """Returns True if a file has tokenised data (token ids with a loss mask), False if it has answers. A Parquet file
+    has tokenised data if it has a column `input_ids` and no column `answer_ids`. A file of another format always has,
+    since answers are stored only as Parquet."""
     if path.suffix != ".parquet":
         return True
     try:

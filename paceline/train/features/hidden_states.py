@@ -55,8 +55,9 @@ sinks."""
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The target's hidden states at the S positions of one document: those of some target layers, concatenated to F
-    values per position (`taps_SF`), and, if requested, the final ones, after the last norm (`final_SD`)."""
+    """The target's hidden states at the S positions of one document. `taps_SF`: outputs of some target layers,
+    concatenated to F values per position. `final_SD`: final hidden states, after the last norm; None if not
+    requested."""
 
     taps_SF: Tensor
     """Outputs of the tapped target layers at each position, concatenated."""
@@ -65,15 +66,15 @@ class Features:
 
 
 class FeatureSource(Protocol):
-    """Provides the target's hidden states for documents to the training loop."""
+    """Provides the training loop with the target's hidden states of each document."""
 
     def of(self, number: int) -> Features:
-        """Returns the hidden states of document `number`."""
+        """Returns the hidden states of the document with index `number` in the documents of this source."""
         ...
 
 
 class MeasuredSource(FeatureSource, Protocol):
-    """A feature source (it gives the target's hidden states for documents) that also provides the documents themselves
+    """A feature source (provides the target's hidden states of documents) that also has the documents themselves
     (`documents`) and the size of their features (`bytes_per_position`)."""
 
     @property
@@ -86,8 +87,8 @@ class MeasuredSource(FeatureSource, Protocol):
 
 
 class OnlineFeatures:
-    """A feature source that computes the target's hidden states on request, one document at a time; a prefix shared
-    with the previous document is not computed again."""
+    """A feature source that computes the target's hidden states on request, one document at a time. If a document
+    begins with the same tokens as the previous one, these are not computed again."""
 
     def __init__(
         self, target: Target, documents: Sequence[Document], tap_layers: tuple[int, ...], needs_final: bool
@@ -162,12 +163,12 @@ class Form:
 
     @property
     def mark(self) -> str:
-        """Text that identifies the storage format in `fingerprint`; empty for unchanged values."""
+        """Name of the storage format, which `fingerprint` includes; empty if values are stored unchanged."""
         return ""
 
     def encode(self, features: Features) -> dict[str, Tensor]:
-        """Returns one document's features as named tensors for storage: on the CPU, contiguous, without shared
-        memory."""
+        """Returns one document's features as named CPU tensors for storage; the tensors are contiguous and share no
+        memory with each other."""
         tensors = {"taps": features.taps_SF.cpu().contiguous()}
         if features.final_SD is not None:  # which may be a part of the taps
             tensors["final"] = features.final_SD.cpu().clone(memory_format=torch.contiguous_format)
@@ -178,11 +179,13 @@ class Form:
         return Features(tensors["taps"], tensors.get("final"))
 
     def bytes_of(self, num_bytes: int) -> int:
-        """Returns the bytes per position in this format. `num_bytes`: bytes per position before encoding."""
+        """Returns the bytes that one position takes in this format. `num_bytes`: bytes of the position before
+        encoding."""
         return num_bytes
 
     def coder(self, features: Features) -> Callable[[], Features]:
-        """Encodes features and holds them in memory; returns a function that decodes them."""
+        """Encodes `features` in this format and holds the result in memory. Returns a function without arguments that
+        decodes it and returns the features."""
         tensors = {name: tensor.clone() if name == "taps" else tensor for name, tensor in self.encode(features).items()}
         return lambda: self.decode(tensors)
 
@@ -192,9 +195,9 @@ PLAIN = Form()
 
 @dataclass(frozen=True, slots=True)
 class CachedFeatures:
-    """Feature source that reads each document's hidden states from its file in `folder`, which `cache_features` has
-    written in the storage format `form`. Equal documents share a file. Existing files are used without a check, so the
-    folder's name must include `fingerprint(...)`."""
+    """Feature source that reads each document's hidden states from a file in `folder`, where `cache_features` has
+    written them in the storage format `form`. Documents with the same tokens share a file. A file is not checked
+    against the target, so the folder's name must include `fingerprint(...)`."""
 
     folder: Path
     documents: Sequence[Document]
@@ -206,7 +209,8 @@ class CachedFeatures:
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def missing(self) -> list[int]:
-        """Returns the numbers of the documents without a file; of equal documents only the first one."""
+        """Returns the numbers of the documents that have no file yet; of several documents with the same tokens, only
+        the first."""
         first = dict[Path, int]()
         for number in range(len(self.documents)):
             first.setdefault(self.path(number), number)
@@ -232,10 +236,11 @@ def cache_features(
     on_document: Callable[[], None] = lambda: None,
     computing: Callable[[list[int]], AbstractContextManager[Callable[[int], Features]]] | None = None,
 ) -> CachedFeatures:
-    """Computes features with `source` for the documents of `cached` that have no file, and writes their files; returns
-    `cached`. Each process writes those of its share of the documents (`ranks`; None: a single process), and calls
-    `on_document` for each document of its share. `computing`: context manager that takes the document numbers to
-    compute, in their order, and yields a function from number to features (default: `source.of`). Other runs may write
+    """Computes the features of those documents of `cached` that have no file, and writes their files; returns `cached`.
+    `ranks`: the processes, each of which writes a share of the documents; None for a single process. `on_document` is
+    called once for each document of this process's share, also if it already has a file. `computing`: replaces
+    `source.of` as the way to compute features, for example in batches. It is called with the numbers of the documents
+    to compute, and returns a context manager that yields a function, document number -> features. Other runs may write
     into the same folder at the same time. Raises CacheError if the disk is too small or fails."""
     share, missing = (ranks or Ranks()).share_of(len(cached.documents)), cached.missing()
     cached.check_room(missing, source.bytes_per_position)
@@ -253,7 +258,7 @@ def cache_features(
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises CacheError if the disk of `folder` lacks room for `num_bytes` more of features, with a margin."""
+    """Raises CacheError if the disk of `folder` lacks room for `num_bytes` of new features plus a margin."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     disk = shutil.disk_usage(existing)
     if num_bytes > disk.free - min(FREE_MARGIN * disk.total, MOST_MARGIN):
@@ -266,9 +271,10 @@ def check_room(folder: Path, num_bytes: int) -> None:
 def fingerprint(
     target: object, dtype: torch.dtype, tap_layers: tuple[int, ...], needs_final: bool, form: Form = PLAIN
 ) -> str:
-    """Returns a hash (hexadecimal) of all arguments, which with a document's tokens determine its stored hidden states:
-    those of the target layers `tap_layers`, and with `needs_final` also the final ones, before the LM head. `target`:
-    anything whose repr identifies the target's weights."""
+    """Returns a hexadecimal hash of the arguments, for the name of a folder of stored hidden states: two runs can share
+    the folder only if all arguments are equal. `target`: any object whose repr identifies the target's weights.
+    `tap_layers`: the target layers whose hidden states are stored. `needs_final`: True if the final ones, before the LM
+    head, are stored too."""
     identity = repr((target, str(dtype), tap_layers, needs_final, form.mark))
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
@@ -288,9 +294,9 @@ class ScaledFeatures:
 
 
 def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
-    """Measures the magnitude (root mean square) of each of the F features over a sample: up to 32 documents at equal
-    distances in `documents`, without the positions of large norm (attention sinks). Returns (scale [F], mean [F]): the
-    power of two near the inverse of each feature's magnitude, and the means of the scaled features."""
+    """Measures each of the F features over a sample, up to 32 evenly spaced documents of `documents`. Positions of
+    large norm (attention sinks) are ignored. Returns (scale [F], mean [F]). Scale: the power of two nearest to 1 / (the
+    feature's root mean square). Mean: the mean of the feature after multiplication by its scale."""
     step = max(1, len(documents) // NUM_SAMPLED)
     taps = (source.of(number).taps_SF for number in range(0, len(documents), step)[:NUM_SAMPLED])
     sample_SF = torch.cat([taps_SF[:: max(1, len(taps_SF) // MOST_SAMPLED)].float().cpu() for taps_SF in taps])
@@ -304,11 +310,10 @@ def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple
 def stored_scale(
     file: Path, source: FeatureSource, documents: Sequence[Document], is_first: bool, mark: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns (scale [F], mean [F]) of the features: a power of two near the inverse of each feature's magnitude, and
-    the means of the scaled features. They are measured on `documents` at the run's first start (`measure_scale`) and
-    later read from `file`, so that a resumed run scales features in the same way. `is_first`: True in the process that
-    writes the file. `mark`: identifies the features; a file with another one is replaced. Raises CacheError if the file
-    is damaged or cannot be written."""
+    """Returns (scale [F], mean [F]), the results of `measure_scale`: a power of two for each feature, and the mean of
+    each scaled feature. They are read from `file`, so that a resumed run scales features in the same way. If the file
+    is missing or holds another `mark` (text that identifies the features), they are measured on `documents`, and the
+    process with `is_first` True writes the file. Raises CacheError if the file is damaged or cannot be written."""
     with reraised(CacheError, f"{file} cannot be read", "use another --out", OSError, SafetensorError, KeyError):
         if file.is_file():
             with safe_open(file, "pt") as stored:
@@ -341,8 +346,9 @@ def train_in_scaled_units(network: DFlashNetwork | Eagle3Network, scale_F: Tenso
 
 @torch.no_grad()
 def begin_without_mean(network: DFlashNetwork | Eagle3Network, mean_F: Tensor) -> None:
-    """Initialises `fc` (the projection of the taps, hidden states of some target layers) for scaled features: weights
-    of equal size for all F features, and an output of zero for their mean, mean_F [F]."""
+    """Initialises `fc` (the projection of the taps, hidden states of some target layers) for scaled features. Its
+    weights get the same standard deviation for each of the F features. They are then changed so that the input mean_F
+    gives the output zero. mean_F [F]: mean of each scaled feature."""
     weight, mean_F = network.fc.weight, mean_F.to(network.fc.weight.device)
     weight.mul_(0.02 / weight.std(dim=0, keepdim=True).clamp(min=1e-12))
     weight.sub_(torch.outer(weight @ mean_F, mean_F) / mean_F.square().sum())

@@ -51,10 +51,12 @@ class Reading:
 
 
 def mark_of_target(config: TrainConfig, target: Target) -> int:
-    """Returns a 64-bit hash of what identifies the target: the path, names, sizes and modification times of its weight
-    files, its adapter, the weight format in which it was loaded, and its server if it is remote. The folder of stored
-    hidden states is named by it, so those of another model are never used. Machines with model caches of their own get
-    different hashes."""
+    """Returns a 64-bit hash that identifies the target, for the name of the folder of stored hidden states: those of
+    another model are never read. The hash depends on:
+    - path, names, sizes and modification times of the weight files, so it differs on machines with other paths;
+    - the adapter and the weight format;
+    - whether a server computes the hidden states; with `config.shared_features`, also the server's address and model
+      name."""
     settings, remote = config.target, config.remote
     path = light_folder(settings.model).resolve()
     adapter, base = (adapter_digest(path) if is_adapter(path) else ""), base_of(path)
@@ -76,9 +78,9 @@ def stored_features(
     form: Form = PLAIN,
 ) -> CachedFeatures:
     """Returns a feature source that reads the hidden states of `documents` at the target layers `taps` from files,
-    which may still be missing. `form`: their storage format. The files are in the folder `features-<fingerprint>` in
-    `config.shared_features`, or in `config.out` if that is None. `mark`: result of `mark_of_target` in the first
-    process."""
+    which may still be missing. `form`: storage format of the files. Their folder is `features-<fingerprint>` in
+    `config.shared_features` or, if that is None, in `config.out`. `mark`: hash of the target (`mark_of_target`), which
+    must be the same in all processes."""
     name = fingerprint(mark, target.dtype, taps, config.loop.loss.needs_target_probs, form)
     return CachedFeatures((config.shared_features or config.out) / f"features-{name}", documents, form)
 
@@ -87,8 +89,9 @@ def cache_on_ray(
     config: TrainConfig, target: Target, cached: CachedFeatures, taps: tuple[int, ...], progress: Progress
 ) -> None:
     """Computes hidden states at the target layers `taps` on a Ray cluster for the documents of `cached` that have no
-    file, and writes their files. Only the sizes and the dtype of `target` are used. Raises CacheError if the disk is
-    too small or fails, and the errors of the cluster and its workers."""
+    file, and writes their files. `target` only gives sizes and dtype. Raises CacheError if the disk is too small or
+    fails, ConfigError if Ray is not installed, DownloadError if the cluster cannot be reached or fails, and any
+    PacelineError of a worker."""
     needs_final = config.loop.loss.needs_target_probs
     width = (len(taps) + needs_final) * target.hidden_size * target.dtype.itemsize
     documents, length = cached.documents, sum(map(len, cached.documents))

@@ -89,8 +89,8 @@ class RemoteFeatures:
 
     @property
     def introduction(self) -> str:
-        """Text for the user that names the server; for vLLM also the layer ids with which it must have been started,
-        since these cannot be checked."""
+        """Text for the user that names the server. For a vLLM server, which does not report its layers, the text also
+        states the layer ids that must be set when vLLM is started."""
         if self._is_paceline:
             return f"hidden states of {self._client.url}"
         ids = [layer + 1 for layer in self._taps]
@@ -100,9 +100,9 @@ class RemoteFeatures:
         )
 
     def of(self, number: int) -> Features:
-        """Returns the hidden states of document `number`. Raises DownloadError if the server does not answer or
-        refuses, CacheError if vLLM's file is missing or unreadable, ConfigError or NumericsError for other tokens or
-        shapes than requested, or values that are not finite."""
+        """Returns the hidden states of document `number`. Raises DownloadError if the server cannot be reached or
+        rejects the request, CacheError if vLLM's file with the hidden states is missing or unreadable, ConfigError if
+        the tokens or shapes differ from the requested ones, NumericsError for values that are not finite."""
         tokens = self.documents[number].tokens.tolist()
         try:
             tensors = self._requested(tokens) if self._is_paceline else self._extracted(tokens)

@@ -74,8 +74,12 @@ class Sources:
     _sources: dict[int, MeasuredSource] = field(default_factory=dict)
 
     def of(self, documents: Sequence[Document]) -> FeatureSource:
-        """Returns the feature source of these documents. Streaming is used only for the training documents; features of
-        held-out documents are few and are stored on disk instead."""
+        """Returns the feature source of `documents`. `config.features` selects how it gets the hidden states:
+        - computed on request;
+        - stored on disk;
+        - streamed: threads compute them in advance and do not store them. Held-out documents are then stored on disk.
+
+        On a Ray cluster, they are always stored on disk."""
         is_learned = documents is self.documents
         if self.config.remote.ray:
             return self._of_ray(documents, is_learned)
@@ -89,8 +93,9 @@ class Sources:
         return self._cached(documents, source, form)
 
     def scale(self, features: FeatureSource) -> tuple[Tensor, Tensor]:
-        """Returns (scale [F], mean [F]) of the training documents' `features`: a power of two near the inverse of each
-        feature's magnitude, and the means of the scaled features. Measured once per run, then read from its folder."""
+        """Returns (scale [F], mean [F]): for each feature, a power of two to multiply it by, and the mean of the scaled
+        feature. `features`: feature source of the training documents. The values are measured once per run, then read
+        from its folder."""
         if self._scale is None:
             file = self.config.out / "feature-scale.safetensors"
             mark = fingerprint(identity_of(self.config.target.model), self.target.dtype, self.taps, needs_final=False)
@@ -100,8 +105,9 @@ class Sources:
 
     @contextlib.contextmanager
     def following(self, trainer: Trainer) -> Iterator[None]:
-        """Context manager: inside it, threads compute in advance what `trainer` needs next: streamed features, and the
-        next packs (batches) if features are stored on disk, or are streamed on a GPU."""
+        """Context manager: inside it, threads do work for `trainer` in advance. If features are streamed, threads
+        compute the features of the next documents. If features are stored on disk, or streamed to a GPU, a thread
+        assembles the next packs (batches of training blocks)."""
         with contextlib.ExitStack() as stack:
             if self.stream is not None:
                 stack.callback(self.stream.close)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class StreamedFeatures:
-    """A feature source (it gives the target's hidden states for documents) whose threads compute features in advance,
-    for one consumer. `begin` starts the threads, `close` ends them."""
+    """A feature source (provides the target's hidden states of documents) whose threads compute features in advance
+    into a buffer of limited size. `begin` starts the threads, `close` ends them; only one thread may call `of`."""
 
     def __init__(
         self,
@@ -55,15 +55,17 @@ class StreamedFeatures:
         """Number of documents requested out of order."""
 
     def begin(self, numbers: Iterator[int]) -> None:
-        """Starts computing the features of the documents `numbers`, in the order in which `of` will request them.
-        `numbers` has no consecutive repetitions, since `of` returns the latest document again."""
+        """Starts threads that compute the features of the documents `numbers`, in this order; the caller must then
+        request them with `of` in the same order. A document that is requested several times in a row must be in
+        `numbers` only once."""
         self.close()
         self._numbers, self._latest, self._failure, self.num_out_of_order = numbers, None, None, 0
         self._executor = ThreadPoolExecutor(self._num_threads, "paceline-features")
         self._submit(self._executor)
 
     def close(self) -> None:
-        """Waits for the documents in flight, ends the threads, and discards all features."""
+        """Waits for the documents that are being computed, ends the threads, and discards all features in the
+        buffer."""
         if self._executor:
             self._executor.shutdown(cancel_futures=True)
         self._executor, self._pending, self.held_bytes = None, None, 0

@@ -33,7 +33,8 @@ from paceline.model.torch.sdpa import working_kernels
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Describes the positions in a pack (a batch of training blocks from several documents): the context positions of
-    each document, concatenated, and the blocks, in the same order of documents."""
+    all documents, one document after the other, and the positions of the blocks. Blocks are in the same order of
+    documents."""
 
     context_lens: tuple[int, ...]
     """Number of context positions per document."""
@@ -48,8 +49,8 @@ class Layout:
         return self.context_starts or (0,) * len(self.context_lens)
 
     def block_positions(self) -> Tensor:
-        """Returns the position in its document of every token of all blocks, [T], block after block; T = number of
-        blocks * block_size."""
+        """Returns the positions of the blocks' tokens, [T], block after block; T = number of blocks * block_size. A
+        position counts from the beginning of the token's document."""
         anchors = torch.cat(self.anchors)
         return (anchors[:, None] + torch.arange(self.block_size, device=anchors.device)).flatten()
 
@@ -97,8 +98,9 @@ class _PackedAttention(ABC):
 
 
 class SplitAttention(_PackedAttention):
-    """Computes attention in a pack (batch of training blocks) document by document, with two products (queries by the
-    context's keys, and queries by those of their own block) under one softmax."""
+    """Computes attention in a pack (batch of training blocks) one document at a time. Each query attends to the
+    document's context and to its own block; the scores of both are computed separately, followed by one softmax over
+    both."""
 
     def _plan(self, window: int | None, is_causal: bool) -> list[Tensor]:
         """Returns an additive mask [A, 1, B, N + B] per document."""
@@ -199,12 +201,15 @@ CONTEXT, PADDING = -1, -2
 
 
 def mask_function(slots: Tensor, keys: Tensor, window: int | None, is_causal: bool) -> Callable[..., Tensor]:
-    """Returns a mask function for FlexAttention, True where a query (position of a block) may attend to a key: to the
-    context of its document before its block's anchor, and to its own block. With `is_causal`, it attends to no later
-    key of its own block; with `window`, only to keys fewer than `window` positions away. The function ignores its
-    arguments `batch` and `head`. slots [4, T]: position, document, block, and the block's anchor, of each of the T
-    queries. keys [3, S]: position, document and block (`CONTEXT` for a context key) of each of the S keys. Only
-    `window` is a constant, so the function compiled for one pack (batch of training blocks) is valid for the next."""
+    """Returns a mask function for FlexAttention, True where a query (a position of a block) may attend to a key.
+    Visible keys:
+    - context keys of the query's document, before the anchor of the query's block;
+    - keys of the query's own block; with `is_causal`, only those not after the query;
+    - with `window`, of these only keys fewer than `window` positions away.
+
+    slots [4, T]: position, document, block, and anchor of the block, for each of the T queries. keys [3, S]: position,
+    document and block (`CONTEXT` for a context key) of each of the S keys. The mask function's arguments `batch` and
+    `head` have no effect. It can be compiled once and used for all packs (batches of training blocks)."""
     # Separate tensors: offsets into a common one would become constants of the compiled function.
     position_T, document_T, block_T, anchor_T = (row_T.clone() for row_T in slots)
     position_S, document_S, block_S = (row_S.clone() for row_S in keys)
@@ -229,8 +234,8 @@ TILE = 128
 
 @functools.cache
 def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
-    """Returns (flex_attention, create_block_mask), compiled for inputs of all sizes. flex_attention is compiled a
-    second time when the size of its inputs changes for the first time. `backend`: that of torch.compile."""
+    """Returns (flex_attention, create_block_mask), compiled by torch.compile with `backend` for inputs of any size.
+    flex_attention is compiled twice: in the first call, and when the size of its inputs first changes."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     make = functools.partial(torch.compile, dynamic=True, backend=backend)
@@ -239,8 +244,8 @@ def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
 
 class FlexAttention(SdpaAttention):
     """Computes attention with PyTorch's FlexAttention over all contexts and blocks of a pack (batch of training
-    blocks); fully masked tiles cost nothing. Queries and keys are padded to whole tiles, so that few sizes occur and no
-    size has its own compiled kernel."""
+    blocks); fully masked tiles cost nothing. Queries and keys are padded to whole tiles, so that one compiled kernel
+    serves packs of all sizes."""
 
     def _plan(self, window: int | None, is_causal: bool) -> Any:
         slots, keys = self._places()

@@ -48,8 +48,8 @@ class Checkpoint(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """A hash of the network's weights and the optimiser states, in hexadecimal, to compare checkpoints of
-        processes."""
+        """A hash of the network's weights and the optimiser states, in hexadecimal. Processes compare it to check that
+        they have read the same checkpoint."""
         every = {**self.weights, **{f"optimiser {name}": tensor for name, tensor in self.optimisers.items()}}
         return f"{mark_of_text(repr([(name, mark_of(tensor)) for name, tensor in sorted(every.items())])):x}"
 
@@ -62,9 +62,10 @@ def save_checkpoint(
     trainer: dict[str, Any],
     keep_last: int = 1,
 ) -> Path:
-    """Writes a checkpoint to the folder `step-N` in `folder`, then deletes all but the newest `keep_last` checkpoints;
-    returns the new one's folder. `raw`: the drafter's config.json; `tensors`: its weights; `optimisers`: the optimiser
-    states; `trainer`: contents of trainer.json. Raises CacheError for disk errors, before any checkpoint is deleted."""
+    """Writes a checkpoint to the folder `step-N` in `folder`; returns its path. After that, deletes older checkpoints,
+    so that `keep_last` remain, and any with a larger N, which are from another run. `raw`: the drafter's config.json;
+    `tensors`: its weights; `optimisers`: the optimiser states; `trainer`: contents of trainer.json. Raises CacheError
+    for disk errors; all earlier checkpoints then remain."""
     newest = folder / f"step-{trainer['step']:06d}"
     described = json.dumps(plain(trainer), indent=1) + "\n"
     if (newest / "trainer.json").is_file() and (newest / "trainer.json").read_text(encoding="utf-8") == described:
@@ -100,7 +101,8 @@ def _scratch(final: Path, remedy: str) -> Iterator[Path]:
 
 def save_best(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor], figures: dict[str, Any]) -> None:
     """Writes the best weights so far to `folder`/best, in place of earlier ones. `raw`: the drafter's config.json;
-    `tensors`: its weights; `figures`: step and acceptance lengths. Raises CacheError for disk errors."""
+    `tensors`: its weights; `figures`: stored with the weights, such as the step and the acceptance length. Raises
+    CacheError for disk errors."""
     best, before = folder / BEST, folder / BEFORE
     with _scratch(best, "free space") as scratch:
         write_checkpoint(scratch, raw, tensors)
@@ -122,8 +124,8 @@ def _finish_rename(folder: Path) -> None:
 
 
 def best_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Returns (weights, figures) as written by `save_best`; None if there is no such checkpoint in `folder`. Raises
-    CacheError if it cannot be read."""
+    """Returns (weights, figures) that `save_best` has written to `folder`; None without such weights. Raises CacheError
+    if they cannot be read."""
     best = folder / BEST
     with reraised(CacheError, f"{best} cannot be read", "train with --keep last", OSError, ValueError, SafetensorError):
         _finish_rename(folder)

@@ -56,8 +56,8 @@ OWN_HEAD = (
 
 
 def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
-    """Returns the contents of config.json of a new DFlash drafter for this target, with the sizes in `shape`, else the
-    target's."""
+    """Returns the contents of config.json of a new DFlash drafter for this target. Sizes that `shape` leaves open are
+    the target's."""
     decoder = getattr(target, "config", None)
     keys: dict[str, Any] = {}
     has_bias = shape.attention_bias
@@ -87,16 +87,16 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
 
 
 def window_keys(window: int, num_layers: int) -> dict[str, Any]:
-    """Returns the config.json entries (key -> value) of draft layers with a sliding window: a draft position attends
-    only to positions fewer than `window` away, before it and, inside its block, also after it."""
+    """Returns the config.json entries (key -> value) of draft layers with a sliding window. A draft position then
+    attends only to positions fewer than `window` away: earlier ones and, inside its own block, also later ones."""
     layers = ["sliding_attention"] * num_layers
     return {"sliding_window": window, "use_sliding_window": True, "layer_types": layers, "is_causal": False}
 
 
 def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
-    """Returns the config.json entries (key -> value) that a new drafter copies from its target, whose config is
-    `decoder`. The scaling of the rotary embedding is left out if it depends on the text's length (LongRoPE), or if the
-    target rotates only a part of each head: a drafter always rotates whole heads."""
+    """Returns the config.json entries (key -> value) that a new drafter copies from its target's config `decoder`. The
+    scaling of the rotary embedding is not copied if it depends on the text's length (LongRoPE). It is also not copied
+    if the target rotates only a part of each head: a drafter always rotates whole heads."""
     keys = {key: getattr(decoder, field) for key, field in TABLES["drafter"]["from_target"].items()}
     scaling = keys["rope_scaling"]
     if scaling and (decoder.rotary_dim or scaling["rope_type"] in ("longrope", "proportional")):
@@ -106,8 +106,8 @@ def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
 
 def end_keys(target: Target) -> dict[str, float]:
     """Returns the config.json entries (key -> value) for the scales and the soft cap that the target applies to its
-    embeddings and logits. A drafter must apply them too, since the embedding matrix and the LM head do not include
-    them."""
+    embeddings and logits. A drafter must apply them itself, since they are not part of the embedding matrix and the LM
+    head that it shares with the target."""
     ends, keys = target.ends, dict[str, float]()
     if ends.embedding != 1.0:
         keys["input_embedding_scale"] = ends.embedding
@@ -119,9 +119,10 @@ def end_keys(target: Target) -> dict[str, float]:
 
 
 def own_sizes(shape: DrafterShape, keys: dict[str, Any]) -> dict[str, int]:
-    """Returns the MLP width and the numbers of heads that `shape` requests, as config.json entries (key -> value),
-    which replace those in `keys`, the entries copied from the target. Raises ConfigError if the number of key-value
-    heads does not divide that of query heads."""
+    """Returns config.json entries (key -> value) for the MLP width and numbers of heads that `shape` gives; sizes that
+    it leaves open are omitted. `keys`: entries copied from the target. If `shape` gives only the number of query heads,
+    that of key-value heads follows from the ratio in `keys`. Raises ConfigError if the number of query heads is not a
+    multiple of that of key-value heads."""
     sizes = {"intermediate_size": shape.intermediate_size, "num_attention_heads": shape.num_heads}
     heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     group = heads // kv_heads if heads and kv_heads else 1
@@ -147,9 +148,10 @@ def _tap_layers(num_layers: int, shape: DrafterShape) -> tuple[int, ...]:
 
 
 def init_folder(init: str | None, target_name: str) -> Path | None:
-    """Returns the folder of the drafter that `init`, the value of `--init`, names; None for a new drafter. "default" is
-    the drafter that ships for the target `target_name`. Raises ConfigError if the drafter does not exist, DownloadError
-    or CacheError if the shipped one is not installed and cannot be downloaded."""
+    """Returns the folder of the drafter from which training continues; None for a new drafter. `init`: value of
+    `--init`, a folder or "default"; "default" is the drafter that ships for the target `target_name`. Raises
+    ConfigError if the drafter does not exist, DownloadError or CacheError if the shipped one is not installed and
+    cannot be downloaded."""
     if init is None:
         return None
     if init == "default" and target_name not in shipped.SHIPPED:
@@ -164,9 +166,9 @@ def init_folder(init: str | None, target_name: str) -> Path | None:
 
 
 def embedding_matrix(target: Target, config: DFlashConfig | None = None, own: Vocabulary = ALL_TOKENS) -> Tensor:
-    """Returns a copy of the embedding matrix [V, D] of the target's V tokens: the target's own, or, if the drafter has
-    another width D than the target (`config.has_own_width`), one made of the rows of the drafter's own LM head
-    (`own.head_VD`)."""
+    """Returns a copy of the embedding matrix [V, D] that the drafter reads, for the target's V tokens. If the drafter's
+    width D differs from the target's (`config.has_own_width`), its rows are those of the drafter's own LM head
+    (`own.head_VD`). Otherwise the matrix is the target's."""
     if config is not None and config.has_own_width and own.head_VD is not None:
         rows_V = rows_of_tokens(own.ids, config.mask_token_id, target.vocab_size)
         return own.head_VD[rows_V].to(target.device, target.dtype)
@@ -189,9 +191,9 @@ def most_frequent(
     number: int | None, corpus: Corpus, target: Target, say: Callable[[str], None], known: Tensor | None = None
 ) -> Tensor | None:
     """Returns the ids of the `number` most frequent tokens in the answers, ascending, as a drafter's draft vocabulary;
-    None (all tokens) if `number` is None, 0, or at least the target's vocabulary. `known`: token ids that precede
-    others of the same frequency, such as the draft vocabulary of a drafter that is continued. Reports through `say` the
-    share of these tokens in the answers."""
+    None (all tokens) if `number` is None, 0, or at least the size of the target's vocabulary. `known`: token ids that
+    come first among equally frequent tokens, such as the current draft vocabulary of a drafter in continued training.
+    `say` gets a line with these tokens' share of all tokens in the answers."""
     if not number or number >= target.vocab_size:
         return None
     counts_V = torch.from_numpy(corpus.token_counts(target.vocab_size))
@@ -205,9 +207,10 @@ def most_frequent(
 
 
 def continued_vocabulary(init: Path | None, corpus: Corpus, target: Target) -> Vocabulary:
-    """Returns the draft vocabulary of a drafter whose training continues from the folder `init`: the tokens that it
-    drafts now and all tokens of the new answers, which is possible since its LM head has the target's rows; all tokens
-    if `init` drafts all or is None. A drafter of another width than the target's keeps its tokens and head."""
+    """Returns the draft vocabulary of a drafter whose training continues. `init`: its folder; None for a new drafter.
+    - A new drafter, or one that drafts all tokens: all tokens.
+    - A drafter of another width than the target's: its current vocabulary, with its own LM head.
+    - Any other drafter: its current tokens, and all tokens of the new answers in `corpus`."""
     if init is None:
         return ALL_TOKENS
     if is_dflash(read_json(init / "config.json")) and (stored := read_stored(init)).config.has_own_width:
@@ -228,10 +231,12 @@ def network_for(
     block_size: int | None = None,
     window: int | None = None,
 ) -> tuple[dict[str, Any], DFlashNetwork]:
-    """Returns (config.json, network with float32 weights) of a new drafter, or of the drafter in the folder `init`.
-    `block_size` and `window` (number of positions that draft layers attend to) replace those of the drafter in `init`;
-    None keeps them; no weight depends on them. Raises DrafterMismatchError if `init` belongs to another target,
-    ConfigError if training such a drafter is not implemented."""
+    """Returns (config.json, network with float32 weights) of a drafter. If `init` is a folder, they are read from it;
+    `block_size` and `window` (number of positions that draft layers attend to) then replace the stored values, unless
+    they are None. If `init` is None, a new drafter with the sizes `shape` is created; `block_size` and `window` have no
+    effect. `target_name`: the model whose layers a new drafter copies, if `shape.is_copied`. Raises
+    DrafterMismatchError if `init` belongs to another target, ConfigError if training such a drafter is not
+    implemented."""
     if init is not None:
         stored = read_stored(init)
         config, tensors = stored.config, stored.tensors
@@ -288,11 +293,10 @@ class FirstNorm(NamedTuple):
 def scale_first_logits(norm: FirstNorm, head: Head, hidden_TD: Tensor, slots: Slots) -> float:
     """Scales the weight of `norm` so that the first loss is near log(vocabulary); returns the factor.
 
-    hidden_TD [T, D]: hidden states of the T draft positions of the first blocks; `slots`: their labels; `head`: the LM
-    head. Logits get a standard deviation of about one. A new drafter predicts nearly the same wrong tokens everywhere,
-    so the loss may still exceed log(vocabulary) by more than `FIRST_LOSS_MARGIN`; then the factor is the largest one
-    without this excess, found by bisection (the loss is convex in the factor).
-    """
+    hidden_TD [T, D]: hidden states of the T draft positions of the first blocks; `slots`: labels of these positions;
+    `head`: the LM head. At first, the factor is the one that gives the logits a standard deviation of about one. If the
+    loss is then above log(vocabulary) + `FIRST_LOSS_MARGIN`, the factor is reduced until the loss meets this limit, by
+    bisection. (This happens if the drafter predicts nearly the same wrong tokens everywhere.)"""
     rows_T, reached_T = head.local(slots.labels_AK.flatten())
     is_learned_T = slots.valid_AK.flatten() & reached_T
     hidden_TD, labels_T = hidden_TD[is_learned_T][:MEASURED_SLOTS], rows_T[is_learned_T][:MEASURED_SLOTS]

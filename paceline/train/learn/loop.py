@@ -126,13 +126,14 @@ class Trainer:
 
     @property
     def share_done(self) -> float:
-        """Share of the run that is done, 0 to 1: that of its steps or of its minutes, whichever is larger."""
+        """Completed share of the run, 0 to 1: steps done / all steps, or minutes used / allowed minutes if that is
+        larger."""
         by_minutes = self.state.seconds / 60 / self.config.max_minutes if self.config.max_minutes else 0.0
         return min(1.0, max(self.state.step / self.total_steps, by_minutes))
 
     def resume(self) -> bool:
-        """Loads the latest checkpoint; returns False without one. Raises ConfigError if the run's settings differ from
-        the checkpoint's, ProcessesError if processes read different checkpoints."""
+        """Loads the latest checkpoint and returns True; returns False without a checkpoint. Raises ConfigError if the
+        run's settings differ from the checkpoint's, ProcessesError if processes read different checkpoints."""
         checkpoint = latest_checkpoint(self.folder)
         self.parallel.check_alike("the checkpoint it reads", lambda: "none" if checkpoint is None else checkpoint.mark)
         if checkpoint is None:
@@ -153,11 +154,11 @@ class Trainer:
         notice: Callable[[str], None] = ignore,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Trains until the end and writes checkpoints; returns False if stopped earlier. `on_step` is called after each
-        step with its line for metrics.jsonl, which after an evaluation also has the results on `heldout` and `ood`
-        (out-of-distribution) documents; `notice` gets warnings. `should_stop` is called after every step; if it returns
-        True in one process, all save and return. Raises TrainingError for a loss that is not finite, ProcessesError if
-        processes differ in initial state or weights."""
+        """Trains until the end and writes checkpoints; returns False if stopped earlier, else True. `on_step` is called
+        after each step with its line for metrics.jsonl; if the step ended with an evaluation, the line has the results
+        on `heldout` and `ood` (out-of-distribution) documents. `notice` gets warnings. `should_stop` is called after
+        every step; if it returns True in one process, all save a checkpoint and return. Raises TrainingError for a loss
+        that is not finite, ProcessesError if processes differ in initial state or weights."""
         self.parallel.agree(self.network, self.optimisers.states(), repr(asdict(self.state)))
         last_saved = time.monotonic()
         while self.share_done < 1.0:
@@ -250,9 +251,9 @@ class Trainer:
         }
 
     def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
-        """Computes the loss of this process's share of the step's blocks `chosen`, and adds its gradients to the
-        weights' `grad`; returns (loss, metrics) of that share. `num_slots`: draft positions of the whole step, by which
-        the loss is divided; `head`: LM head."""
+        """Computes loss and gradients of this process's share of a step, and adds the gradients to the weights' `grad`;
+        returns (loss, metrics) of that share. `chosen`: blocks of the whole step, all processes together. `num_slots`:
+        their number of draft positions, by which the loss is divided. `head`: LM head."""
         metrics, loss = SlotMetrics.zero(self.drafter.block_size - 1), 0.0
         pieces = self.parallel.pieces(chosen, self.budget)
         for number, piece in enumerate(pieces):
@@ -266,8 +267,9 @@ class Trainer:
     def pack_loss(
         self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True
     ) -> tuple[Tensor, SlotMetrics]:
-        """Returns (loss, metrics) of one pack (batch), with the LM head `head`. The loss is divided by `num_slots`, the
-        step's draft positions. Without `is_measured` the metrics are zero, which saves time."""
+        """Returns (loss, metrics) of one pack (batch of training blocks), with the LM head `head`. The loss is the
+        pack's sum divided by `num_slots`, the number of draft positions in the whole step. With `is_measured` False,
+        metrics are not computed and are zero."""
         if isinstance(self.drafter, Eagle3Trainable):
             inputs = pack, self.embedding_VD, head, self.config.loss, num_slots
             return self.drafter.loss(*inputs, is_autocast=self.config.autocast, is_measured=is_measured)
@@ -288,15 +290,17 @@ class Trainer:
 
     @torch.no_grad()
     def first_slots(self) -> tuple[Tensor, Slots]:
-        """Returns (hidden states [A * K, D], labels) of the first document's A blocks of K draft positions."""
+        """Returns (hidden states [A * K, D], labels) of the first training document's A blocks of K draft positions
+        each: the inputs of `scale_first_logits`."""
         chosen, _, _ = self.planner.step(Place())
         pack = self.packer.pack(chosen[:1])
         return self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), pack.slots
 
     @torch.no_grad()
     def evaluate(self, documents: Sequence[Document], features: FeatureSource) -> dict[str, Any]:
-        """Returns the loss, eal (expected acceptance length) and accuracy of the drafter on `documents`,
-        teacher-forced; for the keys see `SlotMetrics.rates`. All processes must call it; they share the work."""
+        """Evaluates the drafter on `documents`, teacher-forced. Returns averages over them, such as "loss", "accuracy"
+        and "eal" (expected acceptance length); `SlotMetrics.rates` lists all. All processes must call it; they share
+        the work."""
         packer = Packer(self.drafter.block_size, documents, features, self.device, self.budget.window)
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)
         for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.budget):
@@ -398,8 +402,8 @@ class Trainer:
 
 def unigram_entropy(counts_V: NDArray[np.int64], drafted: NDArray[np.int64] | None = None) -> float:
     """Returns the entropy, in nats per token, of tokens with counts counts_V [V]: the loss of a drafter that knows only
-    token frequencies. `drafted`: ids of the draft vocabulary, within which probabilities are taken; other tokens count
-    with 0 nats. None: all tokens."""
+    token frequencies. `drafted`: ids of the draft vocabulary; None for all tokens. Tokens outside the draft vocabulary
+    count in the average with a loss of 0 nats."""
     total = counts_V.sum()
     counts = (counts_V if drafted is None else counts_V[drafted]).astype(np.float64)
     counts = counts[counts > 0]

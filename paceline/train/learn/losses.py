@@ -35,8 +35,8 @@ EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Labels (token ids) of the A blocks of a pack (batch), which have K = block_size - 1 slots (draft positions) each;
-    a block's anchor has no label."""
+    """Labels (token ids) of the A blocks of a pack (batch). Each block has K = block_size - 1 slots (draft positions);
+    its anchor has no label."""
 
     labels_AK: Tensor
     """The target's token at each slot; arbitrary where `valid_AK` is False."""
@@ -74,13 +74,13 @@ class Head:
         return logits_RV if self.offset_V is None else logits_RV.add_(self.offset_V)
 
     def target_logits(self, final_RD: Tensor) -> Tensor:
-        """Returns the target's own logits [R, V] for the head's V tokens at R positions, computed from the target's
-        final hidden states there, `final_RD`."""
+        """Returns the target's own logits [R, V] for the head's V tokens at R positions. `final_RD` [R, D]: the
+        target's final hidden states at these positions."""
         return self.target.of_logits(final_RD.to(self.weight_VD.dtype) @ self.weight_VD.T)
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (rows, is_known) for the token ids `labels`, both of their shape: each token's row in `weight_VD` (an
-        arbitrary one if the head lacks the token), and True if the head has the token."""
+        """Returns (rows, is_known), both of the shape of the token ids `labels`: each token's row in `weight_VD`, and
+        whether the head has the token. If it does not, the row is arbitrary."""
         if self.columns is None:
             return labels, torch.ones_like(labels, dtype=torch.bool)
         rows = torch.searchsorted(self.columns, labels).clamp_(max=len(self.columns) - 1)
@@ -89,8 +89,8 @@ class Head:
 
 @dataclass(slots=True)
 class SlotMetrics:
-    """The summed loss and counts of correct drafts per slot, over blocks. Sums of packs and processes are added;
-    `rates` turns them into averages."""
+    """Sums over blocks: the loss, and for each slot (draft position of a block) the numbers of correct drafts. Sums of
+    packs and processes are added; `rates` turns them into averages."""
 
     flat: Tensor
     """The sums as one vector [3 + 8 K]: the loss, then `sums_4K`, `selector_2` and `selector_4K`."""
@@ -101,22 +101,27 @@ class SlotMetrics:
 
     @property
     def sums_4K(self) -> Tensor:
-        """Four counts of blocks for each of the K slots, [4, K]: those where the slot is valid; where the target's
-        token is the drafter's most probable one; where it is in the drafter's top 16; and where it and all earlier
-        tokens of the block are the most probable ones."""
+        """Four counts of blocks, [4, K], one for each of the K slots (draft positions).
+        - (1) The slot is inside the document.
+        - (2) The target's token at this slot is the drafter's most probable token.
+        - (3) The target's token at this slot is one of the drafter's 16 most probable ones.
+        - (4) At this and all earlier slots, the target's token is the drafter's most probable one."""
         return self.flat[1 : 1 + 4 * self._num_slots].unflatten(0, (4, -1))
 
     @property
     def selector_2(self) -> Tensor:
-        """Two sums of a selector (DFlash 2), [2]: its loss, and the number of slots whose target token is among its
-        candidates."""
+        """Two sums of a selector (part of DFlash 2 that chooses each draft among candidates), [2]: its loss, and the
+        number of slots (draft positions) whose candidates include the target's token."""
         return self.flat[1 + 4 * self._num_slots :][:2]
 
     @property
     def selector_4K(self) -> Tensor:
-        """Four counts of the blocks that a selector scored, for each of the K slots, [4, K]: those where the slot is
-        valid; where, at this and all earlier slots, the first (most probable) candidate is the target's token; where
-        the selector chooses the target's token; and where it does so at this and all earlier slots."""
+        """Four counts of blocks, [4, K], one for each of the K slots (draft positions). Only blocks are counted whose
+        candidates a selector has scored.
+        - (1) The slot is inside the document.
+        - (2) At this and all earlier slots, the most probable candidate is the target's token.
+        - (3) At this slot, the selector chooses the target's token.
+        - (4) At this and all earlier slots, the selector chooses the target's token."""
         return self.flat[3 + 4 * self._num_slots :].unflatten(0, (4, -1))
 
     @property
@@ -124,9 +129,14 @@ class SlotMetrics:
         return (len(self.flat) - 3) // 8
 
     def rates(self) -> dict[str, Any]:
-        """Returns the mean loss, accuracy, recall@1 and recall@16 per slot, and the expected acceptance length, eal = 1
-        + sum_k P(slots 1..k all right). With a selector, `eal` is that of its choices, `base_eal` that of the most
-        probable tokens in the same blocks, and `selector_lift` the difference."""
+        """Returns averages, for slots (draft positions) inside documents:
+        - "loss", "accuracy": means over all slots;
+        - "recall1", "recall16": for each slot, the share of blocks with the target's token in the drafter's top 1 or
+          top 16;
+        - "eal": expected acceptance length, 1 + sum over k of P(slots 1 to k all right).
+
+        With a selector, "eal" is that of the selector's choices, and there are also "base_eal" (that of the most
+        probable tokens), "selector_lift" (the difference) and "selector_loss" (mean loss of the selector)."""
         counts_K, top1_K, top16_K, prefix_K = self.sums_4K
         counts_K = counts_K.clamp(min=1)
         eal = 1.0 + float((prefix_K / counts_K).sum())
@@ -149,15 +159,14 @@ class SlotMetrics:
 def head_loss(
     hidden_TD: Tensor, slots: Slots, head: Head, config: LossConfig, num_slots: float, is_measured: bool = True
 ) -> tuple[Tensor, SlotMetrics]:
-    """Returns (loss, metrics) of the hidden states of a pack; the loss's backward pass fills the gradient of
-    `hidden_TD`.
+    """Computes the training loss from hidden states of a pack (batch of blocks); returns (loss, metrics). A backward
+    pass from the loss gives the gradient of `hidden_TD`.
 
-    hidden_TD [A * K, D]: normed hidden states of the slots, block after block, from which the LM head `head` computes
-    the logits. The loss is a scalar: the weighted sum over valid slots divided by `num_slots`, the number of valid
-    slots in the whole step. So the losses of all packs and processes add up to the step's loss. Metrics are sums; they
-    cost one more pass over the logits. They cover all blocks in an evaluation (without gradients), the first chunk of
-    blocks in training; without `is_measured` they are zero.
-    """
+    hidden_TD [A * K, D]: normed hidden states of the slots (K draft positions of each of A blocks), block after block,
+    from which the LM head `head` computes the logits. The loss is a scalar: the weighted sum over valid slots (those
+    inside the document), divided by `num_slots`, the number of valid slots in the whole step. So the losses of all
+    packs and processes add up to the step's loss. Metrics cover all blocks in an evaluation (without gradients), and
+    only the pack's first blocks in training, to save time. With `is_measured` False they are zero."""
     grad_TD = torch.empty_like(hidden_TD) if hidden_TD.requires_grad else None
     total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
     per_block = slots.labels_AK.shape[1]
@@ -223,8 +232,8 @@ def _cross_entropy(
 
 
 def softmax_over(logits_RV: Tensor) -> Tensor:
-    """Returns the softmax of each row; on CPU it overwrites the logits, since allocating memory costs more than the
-    softmax. It copies a few rows at a time, since PyTorch does not support an output that is its own input."""
+    """Returns the softmax of each row of logits. On a CPU the result overwrites `logits_RV`, since allocating memory
+    for it would take longer than computing it."""
     if logits_RV.device.type != "cpu":
         return logits_RV.softmax(-1)
     for rows_RV in logits_RV.split(SOFTMAX_ROWS):
@@ -253,9 +262,10 @@ def _by_autograd(
 def slot_losses(
     logits_RV: Tensor, label_R1: Tensor, slots: Slots, head: Head, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """Returns (cross entropy, loss) of each slot, [A, K] each (A blocks, K slots per block); differentiable.
-    `slot_weights` are not applied yet. logits_RV: one row for each of the R = A * K slots; label_R1: column of the
-    target's token."""
+    """Returns (cross entropy, loss), [A, K] each, for the K slots (draft positions) of A blocks; differentiable. The
+    loss is the one that `config` selects: the cross entropy, or a distance to the target's probabilities. It is not yet
+    multiplied by `slot_weights`. logits_RV: one row for each of the R = A * K slots. label_R1: column of the target's
+    token in each row."""
     log_probs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
     ce_AK = -log_probs_RV.gather(1, label_R1).view(slots.labels_AK.shape)
     if not config.needs_target_probs:
@@ -267,8 +277,8 @@ def slot_losses(
 
 
 def distance(name: str, draft_RV: Tensor, target_RV: Tensor) -> Tensor:
-    """Returns the distance [R] that the loss `name` (kl, lk or lk-hybrid) computes in each of R rows between the
-    log-probabilities of drafter and target, [R, vocabulary] each."""
+    """Returns the distance [R] between drafter and target in each of R rows, as the loss `name` (kl, lk or lk-hybrid)
+    defines it. draft_RV, target_RV [R, V]: log-probabilities of drafter and target."""
     target_probs_RV = target_RV.exp()
     kl_R = (target_probs_RV * (target_RV - draft_RV)).sum(-1)
     if name == "kl":
@@ -281,10 +291,11 @@ def distance(name: str, draft_RV: Tensor, target_RV: Tensor) -> Tensor:
 
 
 def slot_weights(config: LossConfig, loss_AK: Tensor, valid_AK: Tensor) -> Tensor:
-    """Returns the weight [A, K] of each slot (draft position) in the loss, zero where the slot is not valid. `loss_AK`:
-    cross entropy CE of each slot, detached. d-pace: with s = (1 - alpha) exp(-CE) + alpha and prefix_j = s_1 ... s_j,
-    w_k = sum_{j >= k} prefix_j / K. Other losses: w_k = exp(-(k - 1) / gamma). If CE is 0 in all slots of a block, both
-    formulas give it similar total weights."""
+    """Returns the weight [A, K] of each slot (draft position) in the loss, zero where the slot is after the document's
+    end. `loss_AK`: cross entropy CE of each slot, detached.
+
+    For the loss d-pace, slot k has the weight sum_{j >= k} s_1 ... s_j / K, where s_i = (1 - alpha) exp(-CE_i) + alpha.
+    For other losses, slot k has the weight exp(-(k - 1) / gamma)."""
     valid_AK = valid_AK.to(loss_AK.dtype)
     num_slots = loss_AK.shape[1]
     if config.name == "d-pace":
@@ -304,11 +315,12 @@ def default_gamma(block_size: int) -> float:
 
 
 def measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetrics:
-    """Returns counts for each of the K slots (draft positions) over A blocks: valid ones, those whose label is the
-    drafter's most probable token or in its top 16, and those up to which all labels are the most probable tokens.
+    """Counts, for each of the K slots (draft positions), in how many blocks the drafter is right. Returns a SlotMetrics
+    whose `sums_4K` has these counts; its other sums are zero.
 
-    logits_RV: one row per slot, R = A * K; label_R1: column of the slot's label. If logits are equal, which is frequent
-    in bfloat16, only one of these tokens counts as the most probable."""
+    logits_RV: one row per slot, R = A * K for A blocks. label_R1: column of the target's token in each row. valid_AK:
+    True for slots inside the document. Of tokens with equal logits, which are frequent in bfloat16, only one counts as
+    the most probable."""
     rank_AK = _count(logits_RV > logits_RV.gather(1, label_R1)).view(valid_AK.shape)
     top1_AK = (logits_RV.max(-1).indices == label_R1[:, 0]).view(valid_AK.shape) & valid_AK
     top16_AK = (rank_AK < NUM_RECALLED) & valid_AK
@@ -340,9 +352,9 @@ class LossVocabulary:
         self._rest = order_V[size - self._num_sampled :]
 
     def head(self, labels: Tensor, generator: torch.Generator, scale: float = 1.0, cap: float = 0.0) -> Head:
-        """Returns a head with only the rows of the tokens that are selected for one step; these include all `labels`
-        (token ids). `generator` draws the sample. Logits are multiplied by `scale`, and soft-capped if `cap` is above
-        0."""
+        """Returns an LM head with only the rows of the tokens that are selected for one step, which include all
+        `labels` (token ids). `generator`: source of the random sample. `scale` multiplies the logits; `cap` above 0 is
+        their soft cap."""
         picked = torch.randperm(len(self._rest), generator=generator)[: self._num_sampled]
         sampled = self._rest[picked]
         certain = torch.unique(torch.cat([self._frequent, labels.flatten().cpu()]))

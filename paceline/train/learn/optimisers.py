@@ -63,9 +63,9 @@ class Optimisers:
                 yield from ((f"{number}.{index}.{key}", tensor) for key, tensor in state.items())
 
     def fill(self, stored: dict[str, Tensor], laid_out: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Restores stored optimiser states, named as in `states`, in the dtype of their parameters.
-        `laid_out(parameter, state)`: function that returns the part of a whole state tensor that this process holds.
-        Step counts go to the device where the optimiser reads them."""
+        """Restores stored optimiser states (name -> tensor, as from `states`) in the dtype of their parameters.
+        `laid_out(parameter, state)`: returns the part of a whole state tensor that this process holds. Step counts are
+        placed on the device on which the optimiser needs them."""
         slots = [[(weight, group) for group in one.param_groups for weight in group["params"]] for one in self.every]
         for name, tensor in stored.items():
             number, index, key = name.split(".")
@@ -82,8 +82,9 @@ def _count(parameter: Tensor, steps: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def learning_rate_share(progress: float) -> float:
-    """Returns the learning rate as a share of its peak. `progress`: share of the run that is done. The rate rises
-    linearly, then follows a cosine down to `LAST_SHARE` (5%) of the peak."""
+    """Returns the learning rate as a share of its peak. `progress`: completed share of the run, 0 to 1. The rate rises
+    linearly during the first 4% of the run (`WARM_UP_SHARE`), then follows a cosine down to 5% of the peak
+    (`LAST_SHARE`)."""
     if progress < WARM_UP_SHARE:
         return max(0.01, progress / WARM_UP_SHARE)
     along = min(1.0, (progress - WARM_UP_SHARE) / (1.0 - WARM_UP_SHARE))

@@ -108,9 +108,9 @@ class Packer:
 
 
 def context_of(anchors_A: NDArray[np.int64], window: int | None) -> range:
-    """Returns the context of blocks that begin at these anchors: the positions of their document that they attend to,
-    all before the last anchor. `window`: sliding window of the network's layers (its largest), in positions; None if a
-    layer attends to all."""
+    """Returns the context of blocks that begin at these anchors: the positions in the document that the blocks attend
+    to, all before the last anchor. `window`: largest sliding window of the network's layers, in positions; None if a
+    layer attends to all positions."""
     return range(0 if window is None else max(0, int(anchors_A.min()) - window + 1), int(anchors_A.max()))
 
 
@@ -128,13 +128,13 @@ class PackBudget:
     """Largest sliding window of the network's layers, in positions; None if a layer attends to all."""
 
     def size(self, anchors_A: NDArray[np.int64]) -> int:
-        """Returns the number of positions, of context and blocks, that a document takes in a pack if its blocks begin
-        at these anchors."""
+        """Returns the number of positions that one document takes in a pack: those of its context, and those of the
+        blocks that begin at `anchors_A` (positions in the document)."""
         return len(context_of(anchors_A, self.window)) + len(anchors_A) * self.block_size
 
     def pieces(self, chosen: Chosen) -> Iterator[Chosen]:
-        """Splits one document's blocks, (document number, anchor positions), into parts that are each small
-        enough for one pack; several parts are ordered by anchor."""
+        """Splits one document's blocks, (document number, anchor positions), into parts that each fit one pack. If
+        there are several parts, the anchors are sorted."""
         number, anchors_A = chosen
         if self.tokens is None or self.size(anchors_A) <= self.tokens:
             yield chosen
@@ -195,8 +195,8 @@ class Trainable(Protocol):
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
         """Returns hidden states [A * K, D] (A blocks, K draft positions each) from which the target's head predicts the
-        draft positions; differentiable. embedding_VD [V, D]: the target's embedding matrix, in float32 or a smaller
-        dtype. With `is_autocast`, products are computed in bfloat16."""
+        tokens at the draft positions; differentiable. embedding_VD [V, D]: the target's embedding matrix, in float32 or
+        a 16-bit dtype. With `is_autocast`, matrix products are computed in bfloat16."""
         ...
 
 
@@ -223,8 +223,8 @@ class DFlashTrainable(Trainable):
         return self.hidden_of(tokens_AB, pack, embedding_VD, is_autocast)
 
     def hidden_of(self, tokens_AB: Tensor, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """Returns hidden states like `hidden`, for given input tokens tokens_AB [A, B = block_size] instead of anchor
-        and MASK tokens."""
+        """Returns the same hidden states as `hidden`, but for other input tokens than anchor and MASK tokens: tokens_AB
+        [A, B], for A blocks of B = block_size tokens."""
         config = self._config
         embedded_TD = F.embedding(tokens_AB.flatten(), embedding_VD).float() * config.input_embedding_scale
         dtype = torch.bfloat16 if is_autocast else torch.float32
@@ -237,8 +237,8 @@ class DFlashTrainable(Trainable):
     @torch.no_grad()
     def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
         """Returns bool [A, K] (A blocks, K draft positions each): True where the drafter's most probable token is the
-        target's. False after the document's end. hidden_TD [A * K, D]: result of `hidden` for the same pack; `head`:
-        the LM head; `embedding_VD` is not used."""
+        target's. Positions after the document's end are False. hidden_TD [A * K, D]: result of `hidden` for the same
+        pack; `head`: the LM head; `embedding_VD`: not used here, only by a subclass with a selector."""
         rows_R, reached_R = head.local(pack.slots.labels_AK.flatten())
         right_R = (head.logits(hidden_TD).argmax(-1) == rows_R) & reached_R
         return right_R.view(pack.slots.valid_AK.shape) & pack.slots.valid_AK

@@ -29,9 +29,10 @@ SAME = 1e-3
 
 
 def restrict(network: nn.Module, config: LoopConfig) -> None:
-    """Prepares a drafter for the training of a part: freezes all weights but those that `config.learn` names; for
-    "low-rank", freezes all and adds trainable factors A and B of a low-rank difference to each projection. Does nothing
-    for "all". Raises ConfigError for a rank that is not below a projection's sizes."""
+    """Selects the weights of a drafter that training changes, by `config.learn`. "all": all of them; nothing is done.
+    "last-layer": the last layer and the final norm; all others are frozen. "low-rank": all are frozen, and each
+    projection gets trainable factors A and B, whose product is added to its weight. Raises ConfigError if the rank is
+    not below the sizes of a projection."""
     if config.learn == "all":
         return
     assert isinstance(network, DFlashNetwork), "`check_part` refuses the others"
@@ -75,8 +76,9 @@ def factors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def restore_factors(network: nn.Module, checkpoint: Checkpoint) -> None:
-    """Takes the factors out of `checkpoint.optimisers` and copies them into the network. Raises ConfigError if the
-    network then has other weights than the checkpoint, which means that --init names another drafter than before."""
+    """Moves the low-rank factors from a checkpoint, where they are stored in `checkpoint.optimisers`, into the network.
+    The network must have the weights of the drafter in --init. Raises ConfigError if its weights, with the factors
+    added, differ from the checkpoint's: then --init names another drafter than at the run's start."""
     for name, weight in factors(network):
         weight.copy_(checkpoint.optimisers.pop(name))
     for name, weight in network.state_dict().items():

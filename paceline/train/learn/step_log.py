@@ -70,8 +70,8 @@ def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
 
 
 def risen_rate(run: RunFolder, trainer: Trainer) -> str | None:
-    """Returns a note for the user if a resumed run has a much higher learning rate than before, because it was
-    lengthened; otherwise None."""
+    """Returns a note for the user if a resumed run will begin with a much higher learning rate than at its last step,
+    because the run was lengthened; otherwise None."""
     last = next((line["lr"] for line in reversed(run.metrics()) if line.get("lr")), None)
     now = trainer.config.optim.lr * learning_rate_share(trainer.share_done)
     if last is None or trainer.share_done <= WARM_UP_SHARE or now < MUCH_HIGHER * last:

@@ -34,11 +34,12 @@ REMEDY = "start from random layers (--first-layers random)"
 
 @torch.no_grad()
 def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], target: Any) -> None:
-    """Fills the draft layers with target layers, evenly spread over the target's depth.
+    """Fills the draft layers with copies of target layers, evenly spread over the target's depth.
 
-    `tensors`: (Hugging Face name, tensor) pairs of the target; `target`: its DecoderConfig, or None for a model run by
-    Transformers, which must have as many heads as the drafter and the same `head_dim`. Parts that a target layer does
-    not have, such as an MLP in a layer of experts, stay random. Raises ConfigError if nothing can be copied."""
+    `tensors`: (Hugging Face name, tensor) pairs of the target. `target`: its DecoderConfig; None for a model that
+    Transformers runs. Without a DecoderConfig, the target must have as many heads as the drafter, of the same
+    `head_dim`. Parts that a target layer does not have stay random, such as the MLP if the layer has experts. Raises
+    ConfigError if the target's layers cannot be copied."""
     shape, num_layers = network.config.shape, network.config.num_target_layers
     if num_layers is None:
         raise ConfigError(f"the drafter's config does not say how many layers its target has: {REMEDY}")
@@ -67,10 +68,9 @@ def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], t
 
 @torch.no_grad()
 def fuse_taps(network: DFlashNetwork, scale_F: Tensor) -> None:
-    """Initialises `fc` (the projection of the taps, hidden states of some target layers) so that it computes the mean
-    of the taps, each feature divided by its magnitude, plus a little noise. Call it before `train_in_scaled_units`.
-    scale_F [F]: the inverse of each feature's magnitude, from `measure_scale`. The output has a magnitude of about
-    1."""
+    """Initialises `fc` (the projection of the taps, hidden states of some target layers). It first divides each tap by
+    the tap's own root mean square; its output is the average of the results, plus a little noise. Call it before
+    `train_in_scaled_units`. scale_F [F]: the inverse of each feature's root mean square, from `measure_scale`."""
     size = network.config.shape.hidden_size
     scale_F = scale_F.to(network.fc.weight)
     scale_LD = scale_F.unflatten(0, (-1, size))
@@ -141,10 +141,10 @@ def _fill(layer: Any, parts: dict[str, Tensor], source: str) -> None:
 
 @torch.no_grad()
 def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
-    """Returns the magnitude of the outputs of a query or key projection for a normed input, with which a missing head
-    norm is initialised: the geometric mean over heads of each head's root mean square, since one head of Qwen2.5 may
-    have biases a hundred times larger than the others. `projection`: linear layer with heads of `head_dim` outputs
-    each; `norm_D`: weight of the norm before it."""
+    """Returns the typical magnitude of the outputs of a query or key projection for a normed input. It is the initial
+    weight of a draft layer's norm of these outputs, if the target has no such norm to copy. `projection`: linear layer
+    with heads of `head_dim` outputs each; `norm_D`: weight of the norm before it. The magnitude is the geometric mean
+    over the heads of their root mean squares, so that a single head with very large biases has little effect."""
     square_X = (projection.weight * norm_D).square().sum(1)
     if projection.bias is not None:
         square_X = square_X + projection.bias.square()
@@ -152,9 +152,10 @@ def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
 
 
 def settle_units(network: DFlashNetwork, scale_F: Tensor, mean_F: Tensor, *, is_new: bool, is_copied: bool) -> None:
-    """Makes `fc` (the projection of the taps, hidden states of some target layers) train on scaled features. scale_F,
-    mean_F [F]: results of `measure_scale`. For a new drafter (`is_new`) also initialises `fc`: its output is the mean
-    of the taps if the layers are copies of the target's (`is_copied`), else zero where the features have their mean."""
+    """Makes `fc` (the projection of the taps, hidden states of some target layers) train on scaled features. Also
+    initialises the `fc` of a new drafter (`is_new`): its output is the average of the normalised taps if the drafter's
+    layers are copies of the target's (`is_copied`), otherwise random and zero for the input mean_F. scale_F, mean_F
+    [F]: results of `measure_scale`."""
     if is_new and is_copied:
         fuse_taps(network, scale_F)
     train_in_scaled_units(network, scale_F)

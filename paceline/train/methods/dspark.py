@@ -28,7 +28,8 @@ NEVER = 30.0
 
 
 class DSparkTrainable(DFlashTrainable):
-    """Trains DSpark: a DFlash network with a Markov head and a confidence head."""
+    """Trains DSpark: a DFlash network with a Markov head, which adds logits that depend on the previous token, and a
+    confidence head, which predicts the probability that a draft is accepted."""
 
     network: DSparkNetwork
 
@@ -44,9 +45,9 @@ class DSparkTrainable(DFlashTrainable):
     ) -> tuple[Tensor, SlotMetrics]:
         """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the draft positions of the whole
         step. hidden_TD [A * K, D]: result of `hidden` for the pack (A blocks, K draft positions each); `head`: LM head
-        over the tokens that the loss compares; embedding_VD: the target's embedding matrix. The loss includes that of
-        the confidence head, the metrics do not. They cover all blocks in an evaluation, the first ones in training;
-        without `is_measured` they are zero."""
+        with the tokens over which the loss is computed; embedding_VD: the target's embedding matrix. The loss includes
+        that of the confidence head; the loss in the metrics does not. Metrics cover all blocks in an evaluation, only
+        the first ones in training; with `is_measured` False they are zero."""
         slots, is_training = pack.slots, torch.is_grad_enabled()
         per_block = slots.labels_AK.shape[1]
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)

@@ -44,8 +44,9 @@ DECAY = 0.8
 def drafted_ids(
     shape: DrafterShape, init: Path | None, corpus: Corpus, target: Target, say: Callable[[str], None]
 ) -> Tensor:
-    """Returns the token ids of an EAGLE-3 drafter's draft vocabulary, ascending: that of the drafter in the folder
-    `init`, or the most frequent tokens in the answers."""
+    """Returns the token ids of an EAGLE-3 drafter's draft vocabulary, ascending. With `init`, it is that of the drafter
+    in this folder; otherwise the `shape.draft_vocab` most frequent tokens in the answers. `say` gets a line with their
+    share of all tokens in the answers."""
     if init is not None:
         return read_eagle3(init).ids.sort().values
     chosen = most_frequent(shape.draft_vocab, corpus, target, say)
@@ -101,11 +102,14 @@ def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[st
 
 @torch.no_grad()
 def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor, *, is_new: bool) -> Tensor:
-    """Makes the network train on features of similar magnitude; returns the scale [F] to multiply features by. `fc` is
-    the projection of the taps (hidden states of some target layers). If norms come before it, the features stay
-    unscaled (a scale of ones), and a new drafter's norms get the scale as their initial weights. scale_F: near the
-    inverse of each feature's magnitude. mean_F: means of the scaled features, at which the `fc` of a new drafter
-    (`is_new`) has an output of zero."""
+    """Makes the network train on features of similar magnitude; returns the scale [F] to multiply features by. scale_F,
+    mean_F [F]: results of `measure_scale`. `is_new`: True for a new drafter, False for a trained one.
+
+    - If the network has no norm before `fc` (the projection of the features), the returned scale is scale_F.
+    - If it has norms before `fc`, the returned scale is all ones; in a new drafter, the initial weights of the norms
+      are proportional to scale_F.
+
+    In both cases, `fc` of a new drafter is changed so that the input mean_F gives the output zero."""
     config = network.config
     if not config.fc_norm and not config.norm_before_fc:
         train_in_scaled_units(network, scale_F)
@@ -132,8 +136,9 @@ def target_head(target: Target, ids: Tensor) -> Head:
 
 
 class ChainAttention:
-    """Attention in training of a drafter that drafts token by token. A block's drafts are a chain, computed in steps
-    (`step`). The queries of step 0 are all context positions of the pack; each later step has one query per block."""
+    """Attention in the training of drafters that draft token by token. The drafts of a block are computed in several
+    steps; the attribute `step` is the number of the current one. In step 0, there is one query per context position
+    of the pack; in each later step, one per block."""
 
     def __init__(
         self, shape: DecoderConfig, layout: Layout, dtype: torch.dtype, *, first: int = 1, scores: Scores = PLAIN
@@ -212,10 +217,10 @@ def chain_hidden(
     states_ND: Tensor,
     embed: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Runs all steps of a pack's chains, with the text's own tokens as inputs (teacher forcing); returns the head's
-    inputs [A * K, D] (A blocks, K drafts each). `network`: (embedded tokens, states, attention) -> (states for the next
-    step, head's inputs). `states_ND`: the states of the N context positions for step 0. `embed`: token ids ->
-    embeddings."""
+    """Runs all steps of a pack's chains (blocks drafted token by token), with the text's own tokens as inputs (teacher
+    forcing). Returns the inputs of the LM head [A * K, D] (A blocks, K drafts each). `network`: (embedded tokens,
+    states, attention) -> (states for the next step, inputs of the LM head). states_ND: states of the N context
+    positions, the input of step 0. `embed`: token ids -> embeddings."""
     states_TD, normed_TD = network(embed(pack.behind_N), states_ND, attend)
     states_AD, outputs = states_TD[attend.entries_A], [normed_TD[attend.entries_A]]
     for attend.step in range(1, pack.slots.labels_AK.shape[1]):

@@ -43,8 +43,8 @@ from paceline.train.plan.target_facts import TargetFacts, read_target
 
 @dataclass(frozen=True, slots=True)
 class InitialDrafter:
-    """A drafter before its first training step, with the LM heads for its losses and for drafting, and the indices of
-    the target layers that it reads."""
+    """A drafter before its first training step, with the indices of the target layers that it reads, and two LM heads:
+    one to compute training losses, one to draft."""
 
     drafter: Trainable
     network: DFlashNetwork | Eagle3Network | MtpNetwork
@@ -73,9 +73,10 @@ class InitialDrafter:
 
 
 def check_drafter(config: TrainConfig) -> None:
-    """Checks the drafter against its target's sizes, if these are known without the weights, before prompts are
-    answered. Raises ConfigError for a setting of a new drafter, DrafterMismatchError if the drafter in `config.init`
-    belongs to another target, and the errors of reading it. Does nothing for tiny targets."""
+    """Checks, before prompts are answered, that the run's drafter fits the target's sizes. Raises ConfigError if a
+    setting of a new drafter does not fit, DrafterMismatchError if the drafter in `config.init` belongs to another
+    target, and the errors of reading that drafter. Does nothing with --scale tiny, or if the target's sizes cannot be
+    read without its weights."""
     if config.scale != "default":
         return
     init = init_folder(config.init, config.target.model)
@@ -113,10 +114,10 @@ def _check_new(shape: DrafterShape, target: TargetFacts) -> None:
 
 
 def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
-    """Returns the token ids of the draft vocabulary with which a run trains, ascending; None for all tokens. For
-    EAGLE-3 it is that of the drafter in `config.init`, if given. Otherwise it is the most frequent tokens in the
-    answers; of equally frequent ones, those that the drafter in `config.init` drafts come first. Reports through `say`
-    their share of all tokens in the answers."""
+    """Returns the token ids of the draft vocabulary with which a run trains, ascending; None for all tokens. It
+    consists of the most frequent tokens in the answers; among equally frequent ones, tokens of the draft vocabulary of
+    the drafter in `config.init` are preferred. Exception: an EAGLE-3 drafter in `config.init` keeps its draft
+    vocabulary. `say` gets a line with the chosen tokens' share of all tokens in the answers."""
     init, number = init_folder(config.init, config.target.model), config.shape.draft_vocab
     if config.shape.kind == "eagle3":
         return drafted_ids(config.shape, init, corpus, target, say)
@@ -125,8 +126,9 @@ def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Calla
 
 
 def initial_drafter(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> InitialDrafter:
-    """Creates a new drafter, or reads that of `config.init`, on the target's device. Raises DrafterMismatchError if
-    `init` belongs to another target, and the errors of reading it."""
+    """Creates a new drafter, or reads that of `config.init`, on the target's device. `draft_ids`: result of
+    `draft_ids_of`. Raises DrafterMismatchError if `init` belongs to another target, ConfigError if it does not exist or
+    cannot be trained with these settings, and another PacelineError if its files cannot be read."""
     initial = _built(config, target, draft_ids)
     if config.loop.autocast or target.device.type != "cpu":
         return initial
@@ -184,8 +186,9 @@ def _own_vocabulary(
 
 
 def use_scaled_units(initial: InitialDrafter, scale_F: Tensor, mean_F: Tensor) -> Tensor:
-    """Makes the drafter train on features of similar magnitude; returns the scale [F] to multiply features by. scale_F,
-    mean_F: results of `measure_scale`."""
+    """Makes the drafter train on features of similar magnitude; returns the scale [F] by which the caller multiplies
+    features. (It is all ones for mtp drafters, which have a norm for features.) scale_F, mean_F: results of
+    `measure_scale`."""
     network = initial.network
     if isinstance(network, MtpNetwork):
         return torch.ones_like(scale_F)  # features come from the target's final norm, and the layer norms them first

@@ -63,8 +63,9 @@ class MtpNetwork(nn.Module):
         self._names = frozenset(layer.tensors)
 
     def forward(self, embedded_TD: Tensor, hidden_TD: Tensor, attend: ChainAttention) -> tuple[Tensor, Tensor]:
-        """Returns (input of the next step, input of the head), [T, D] each, from embedded tokens and the previous
-        positions' hidden states. In the first step these are the target's, later the previous step's first output."""
+        """Runs one step; returns (hidden states for the next step, inputs of the LM head), [T, D] each. embedded_TD:
+        embedded tokens. hidden_TD: hidden states of the positions before them: in the first step the target's, later
+        those that the previous step returned."""
         scale = self.config.residual_scale
         both_TX = torch.cat([self._norm("embedding_norm", embedded_TD), self._norm("hidden_norm", hidden_TD)], dim=-1)
         hidden_TD = self._linear("fc", both_TX).float()
@@ -171,9 +172,13 @@ def _is_read_by_each(shape: DecoderConfig, name: str) -> bool:
 
 
 def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNetwork]:
-    """Returns (config.json, multi-token-prediction layer to train). The layer is that of --init; else the target's own;
-    else, if `config.shape.is_copied`, a copy of the target's last layer of full attention. Raises ConfigError if there
-    is no such layer, DrafterMismatchError if --init belongs to another target, and the errors of reading the files."""
+    """Returns (config.json, multi-token-prediction layer to train). The layer is the first of these:
+    - with --init, the layer of that drafter;
+    - with `config.shape.is_copied`, a copy of the target's last layer of full attention;
+    - otherwise the multi-token-prediction layer of the target itself.
+
+    Raises ConfigError if the target has no such layer, or has one although a copy is requested. Raises
+    DrafterMismatchError if --init belongs to another target, and the errors of reading the files."""
     init = init_folder(config.init, config.target.model)
     layer = read_mtp(init) if init is not None else _first_layer(config)
     for what, mine, theirs in (
@@ -186,9 +191,11 @@ def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNet
 
 
 def check_mtp(config: TrainConfig) -> None:
-    """Checks, before the answers are generated, that the target has a multi-token-prediction layer to train, or a layer
-    to copy. Does nothing for other drafters, with --init, and for tiny targets. Raises ConfigError, or the errors of
-    reading the files."""
+    """Checks, before answers are generated, that an mtp training has a multi-token-prediction layer to begin with. Does
+    nothing for other drafters, with --init, or with --scale tiny. Raises ConfigError if the target has no such layer,
+    or has one although a copied layer is requested (`config.shape.is_copied`). Raises UnsupportedModelError if none of
+    the target's layers can be copied, and ModelNotFoundError, DownloadError or ModelFileError if the target cannot be
+    read."""
     if config.shape.kind == "mtp" and config.init is None and config.scale == "default":
         _first_layer(config)
 
@@ -216,10 +223,10 @@ def _first_layer(config: TrainConfig) -> MtpLayer:
 
 @torch.no_grad()
 def new_layer(path: Path, seed: int = 0) -> MtpLayer:
-    """Returns a multi-token-prediction layer for a target (`path`: its folder or GGUF file) that lacks one: a copy of
-    the target's last layer of full attention. Its input is the sum, with a little noise drawn by `seed`, of the normed
-    embedding and the normed hidden state; its output goes through a copy of the target's final norm. Its layout is
-    DeepSeek's, or Qwen's for families with that layout. Raises UnsupportedModelError if no layer can be copied."""
+    """Returns a new multi-token-prediction layer for a target without one. `path`: the target's folder or GGUF file.
+    The layer is a copy of the target's last layer of full attention, followed by a copy of the target's final norm. Its
+    input is the sum of the normed embedding and the normed hidden state; the weights of this input projection get a
+    little noise, drawn by `seed`. Raises UnsupportedModelError if no layer can be copied."""
     raw = config_json(path)
     config = decoder_config(raw, path)
     layer = one_layer(config)

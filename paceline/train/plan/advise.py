@@ -43,8 +43,8 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One of the compared amounts of training data, with the predicted acceptance length, speed and training time of a
-    drafter trained on that many answers."""
+    """Prediction for a drafter trained on a certain number of answers: acceptance length, speed, and hours and cost of
+    the training. `Advice` compares several numbers of answers."""
 
     answers: int
     tokens_per_round: float
@@ -68,7 +68,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The decision whether to train a drafter for a server, and the figures behind it."""
+    """The recommendation whether to train a drafter for a server, with the predictions that it is based on."""
 
     verdict: str
     """The decision: train, collect (more answers first), or no."""
@@ -99,8 +99,8 @@ class Advice:
 
 
 def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
-    """Returns the advice whether to train a drafter for a server. `costs`: the served model, its machine, and the
-    source of the times of its decoding rounds; `config`: traffic, training machine and prices; `seen`: measurements of
+    """Recommends whether to train a drafter for a server. `costs`: the served model, its machine, and the source of the
+    times of its decoding rounds. `config`: assumptions on traffic, training machine and prices. `seen`: measurements of
     the traffic, used where `config` sets no value. Raises PacelineError, such as ConfigError for an unknown machine."""
     streams = config.streams or seen.streams or 1
     load = Load(streams, config.context)

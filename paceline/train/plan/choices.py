@@ -52,11 +52,13 @@ that of all weights for the last layer, and two to four times for low-rank diffe
 
 
 def for_chains(config: TrainConfig) -> TrainConfig:
-    """Returns the config with the defaults for eagle3 and mtp drafters, which draft token by token (chains): one layer,
-    blocks of `ttt_steps` drafts, cross entropy; for eagle3 a draft vocabulary; for mtp a loss weight that decays from
-    draft to draft, and a small learning rate for the target's own layer. For other drafters, only sets a larger
-    learning rate if a part is trained (`loop.learn`). Raises ConfigError for settings that do not fit the drafter's
-    type."""
+    """Returns the config with defaults that depend on the drafter's type, for settings that the user did not give:
+    - eagle3, mtp (which draft token by token): one layer, cross entropy as the loss, and blocks of `ttt_steps` drafts;
+    - eagle3: also a draft vocabulary;
+    - mtp: also a loss weight that falls from draft to draft; a small learning rate if the layer is the target's own;
+    - other types: only a larger learning rate, and only if a part of the drafter is trained (`loop.learn`).
+
+    Raises ConfigError for settings that do not fit the drafter's type."""
     shape, loop, kind = config.shape, config.loop, config.shape.kind
     check_part(config)
     if not shape.is_chained:
@@ -86,9 +88,8 @@ def for_chains(config: TrainConfig) -> TrainConfig:
 
 
 def check_part(config: TrainConfig) -> None:
-    """Checks the settings of a run that trains only a part of a drafter (`loop.learn`). Raises ConfigError if they do
-    not fit: without `init`, for drafters other than DFlash and DFlash 2, or for settings that need the whole
-    drafter."""
+    """Checks the settings of a run that trains only a part of a drafter (`loop.learn` is not "all"). Raises ConfigError
+    without `init`, for drafters other than DFlash and DFlash 2, or for settings that need the whole drafter."""
     loop, kind = config.loop, config.shape.kind
     has_rank, part = loop.rank != LoopConfig().rank, f"learn {loop.learn}"
     refuse(ConfigError, (has_rank and loop.learn != "low-rank", f"rank means nothing for {part}: leave it out"))
@@ -107,7 +108,8 @@ def check_part(config: TrainConfig) -> None:
 
 
 def is_trained_already(shape: DrafterShape) -> bool:
-    """Returns True if training starts from the target's own mtp layer, which was trained with the target."""
+    """Returns True if a run without `init` begins with weights that are already trained: the target's own mtp layer.
+    This is so for an mtp drafter whose layer is not copied from another layer of the target."""
     return shape.kind == "mtp" and not shape.is_copied
 
 
@@ -143,8 +145,8 @@ class Sizes:
         return self.num_layers * self.layer_parameters + self.features * self.hidden_size
 
     def learned(self, loop: LoopConfig) -> int:
-        """Number of matrix parameters that a training with `loop.learn` updates: all, the last layer's, or the low-rank
-        factors'."""
+        """Number of matrix parameters that a training updates. `loop.learn` selects all parameters, those of the last
+        layer, or the low-rank factors."""
         if loop.learn == "low-rank":
             attention = 4 * self.hidden_size + 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
             return self.num_layers * loop.rank * (attention + 3 * (self.hidden_size + self.intermediate_size))
@@ -159,8 +161,10 @@ class Sizes:
 
 
 def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
-    """Returns the sizes of a new drafter, with the target's where the config gives no size, or the sizes of the DFlash
-    drafter given by --init. Raises ConfigError or ModelFileError if that drafter does not exist or is damaged."""
+    """Returns the sizes of a run's drafter. If `config.init` names a DFlash drafter, they are its sizes; only the block
+    size is replaced if the user gave one. In all other cases they are those in `config`, and sizes that `config` leaves
+    open are the target's. Raises ConfigError or ModelFileError if the drafter in `config.init` does not exist or is
+    damaged."""
     shape, hidden = config.shape, target.shape.hidden_size
     stored = None if config.init is None else _stored_sizes(config.init, config.target.model, target.shape.vocab_size)
     if stored is not None:
@@ -223,8 +227,9 @@ def _of_target(target: TargetFacts) -> tuple[int, int, int, int]:
 
 
 def deployment_of(target: TargetFacts, machine: MachineFacts) -> Deployment:
-    """Returns the speeds of one of the machine's devices and the number formats with which the target would run on it.
-    A quantised target is assumed to have the format (q4_1, q8_0 or bfloat16) with the nearest number of bytes."""
+    """Returns the deployment of the target on one device of the machine: the device's speeds, and the number formats of
+    the target's weights and computation. A quantised target is assumed to have the format q4_1, q8_0 or bfloat16,
+    whichever is nearest in bytes per weight."""
     precisions = target.shape.precisions
     if target.is_quantised:
         near = min(("q4_1", "q8_0", "bfloat16"), key=lambda name: abs(FORMATS[name].num_bytes - target.value_bytes))
@@ -264,8 +269,8 @@ class Choice:
 
 
 def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:
-    """Yields, for a new drafter, a value and its reason for each config field that a plan can set, by the sizes of the
-    target and the hardware. The caller ignores those for fields that the user has set."""
+    """Yields what a plan chooses for a new drafter: for each config field a value and its reason, by the sizes of the
+    target and the hardware. Choices for fields that the user has set are yielded too; the caller must ignore them."""
     is_chained = config.shape.is_chained  # whose shape is the published one, or the target's own
     if not is_chained:
         yield from _shape_choices(config, target, machine)
@@ -289,8 +294,9 @@ def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> 
 
 
 def machine_choices(machine: MachineFacts) -> Iterator[Choice]:
-    """Yields the choices (field, value, reason) that depend only on the machine: no autocast to bfloat16 on a processor
-    that computes float32 faster. They also apply if training continues an existing drafter."""
+    """Yields the plan's choices (field, value, reason) that depend only on the machine and so also hold when the
+    training of an existing drafter continues. At present there is only one: if the processor computes float32 faster
+    than bfloat16, autocast to bfloat16 is turned off."""
     if machine.is_slow_in_bfloat16:
         rates = machine.machine.flops_per_s
         reason = (

@@ -46,7 +46,7 @@ class Seen:
 
 
 def seen_in_server(seen: ServerSeen, url: str) -> Seen:
-    """Converts `seen`, the metrics read from the server at `url`, to measurements of its traffic."""
+    """Converts the metrics `seen` of the server at `url` to measurements of its traffic."""
     running = seen.samples[0].running if seen.samples else None
     mean, rounds = seen.tokens / seen.answers if seen.answers else None, seen.tokens_per_round or 1.0
     acceptance, drafted = (from_survival(seen.survival), len(seen.survival)) if seen.survival else (None, 0)
@@ -58,8 +58,13 @@ def seen_in_server(seen: ServerSeen, url: str) -> Seen:
 
 
 def with_server(traces: Seen, server: Seen) -> Seen:
-    """Adds a server's measurements to those of its traces, in total and for each tag: the number of running requests,
-    and the server's acceptance where the traces record no drafts (`acceptance` is None)."""
+    """Combines two measurements of the same server: `traces` from its traces, `server` from its metrics. Returns a copy
+    of `traces` with these values of `server`:
+    - the number of concurrent requests;
+    - the acceptance, if that of `traces` is None.
+
+    The measurements of each tag are changed in the same way, with the same values, since `server` has no values per
+    tag."""
     added = replace(traces, streams=server.streams, source=f"{traces.source}; {server.source}")
     if traces.acceptance is None:
         added = replace(

@@ -18,8 +18,8 @@ RULE = (
 
 @dataclass(frozen=True, slots=True)
 class Customer:
-    """Expected gain of a drafter trained on the answers to one customer's requests (those with one x-paceline-tag), for
-    the same customer's traffic."""
+    """Prediction for a drafter that serves one customer: it is trained on the answers to this customer's requests (all
+    those with one x-paceline-tag) and used only for them."""
 
     tag: str
     answers: int
@@ -42,7 +42,7 @@ class Customer:
 
     @property
     def objection(self) -> str:
-        """Reason why the customer does not deserve a drafter of its own; empty if it does."""
+        """Reason not to train a drafter for this customer alone; empty if such a training pays off."""
         if self.tag == UNTAGGED:
             return "no customer"
         if self.answers < NUMBERS[0]:
@@ -54,8 +54,8 @@ class Customer:
 
 
 def deserving(customers: Sequence[Customer]) -> str:
-    """Returns the sentence below the table of customers that names those who deserve a drafter of their own; empty
-    without customers."""
+    """Returns a sentence that names the customers for whom a drafter of their own pays off. If it does not pay off for
+    any customer, the sentence has the reason for the first one. Returns an empty text if no requests have a tag."""
     customers = [each for each in customers if each.tag != UNTAGGED]
     if not customers:
         return ""

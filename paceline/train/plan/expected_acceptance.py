@@ -41,15 +41,16 @@ class Learned:
 
     @property
     def counted(self) -> float:
-        """Number of blocks that count as training data: those of at most `EPOCHS` (6) passes over each answer."""
+        """Number of blocks that count as training data: `blocks`, but not more than 6 (`EPOCHS`) passes over all
+        answers have."""
         return self.blocks if self.answers is None else min(self.blocks, EPOCHS * self.places * self.answers)
 
 
 def expected_tokens(target: str, blocks: float) -> dict[str, Any] | None:
     """Returns the expected result of training a drafter for the model named `target` on this many blocks, by the
-    target's measured learning curve; None without such a curve. Keys: "tokens_per_round" (acceptance length in serving,
-    linear in log(blocks) between measured points), "is_beyond_the_curve" (more blocks than measured), and the curve's
-    "source" and "data"."""
+    target's measured learning curve; None if it has no curve. Keys: "tokens_per_round" (acceptance length in serving,
+    linear in log(blocks) between measured points), "is_beyond_the_curve" (True if more blocks than measured), "source"
+    and "data" (texts: where the curve is recorded, and on which data)."""
     curves = json.loads(Path(__file__).with_name("curves.json").read_text(encoding="utf-8"))["curves"]
     curve = next((entry for entry in curves if entry["target"] == target), None)
     if curve is None:
@@ -73,12 +74,16 @@ def interpolated(points: Sequence[Sequence[float]], at: float) -> float:
 
 
 def expected_of(target: str, learned: Learned) -> dict[str, Any]:
-    """Returns the expected result of training a drafter for the model named `target` on this amount of data: by the
-    target's learning curve, or by published trainings if it lacks one. Keys: "tokens_per_round" (acceptance length in
-    serving), "is_beyond_the_curve" (more data than measured), "source" and "data" (texts: where the curve or trainings
-    are recorded, on which data), "is_own" (True with a curve), "interval" (lowest and highest acceptance length; only
-    without a curve), "advised" (advised number of answers), "answers" (number in `learned`) and "places" (blocks per
-    answer and epoch)."""
+    """Returns the expected result of training a drafter for the model named `target` on this amount of data. It is
+    computed from measurements: the target's own learning curve or, without one, published trainings of other drafters.
+    Keys:
+    - "tokens_per_round": acceptance length in serving;
+    - "interval": (lowest, highest) acceptance length; only without a curve;
+    - "is_own": True if the target has a curve;
+    - "is_beyond_the_curve": True if there is more data than in the measurements;
+    - "source", "data": texts that name the file of the measurements, and the data they were made on;
+    - "advised": advised number of answers;
+    - "answers", "places": copied from `learned`: number of answers, and blocks per answer and epoch."""
     expected = expected_tokens(target, learned.counted)
     is_own = expected is not None
     if expected is None:
@@ -95,9 +100,9 @@ def expected_of(target: str, learned: Learned) -> dict[str, Any]:
 
 
 def expected_lines(target: str, expected: dict[str, Any]) -> Iterator[str]:
-    """Yields the lines of text about the expected acceptance length in a printed training plan: the length, the
-    learning curve that it is read from, and a warning if there are too few answers. `target`: name of the model that
-    the drafter is for. `expected`: result of `expected_of`."""
+    """Yields the lines about the expected acceptance length in a printed training plan: the length, its source (the
+    target's learning curve or published trainings), and a warning if there are too few answers. `target`: name of the
+    model that the drafter is for. `expected`: result of `expected_of`."""
     about = "at least" if expected["is_beyond_the_curve"] else "about"
     answers, advised = expected["answers"], expected["advised"]
     learned = "" if answers is None else f" from {answers:,} different answers"
@@ -113,9 +118,10 @@ def expected_lines(target: str, expected: dict[str, Any]) -> Iterator[str]:
 
 
 def advised_answers(target: str, places: float) -> int:
-    """Returns the advised number of answers: the smallest of `NUMBERS` (300 to 100,000) for which the expected accepted
-    drafts per round are at least 85% (`ENOUGH`) of those for 100,000, by the target's learning curve or else by
-    published trainings. `places`: blocks per answer and epoch."""
+    """Returns the advised number of answers for a training: the smallest of `NUMBERS` (300 to 100,000) that is expected
+    to bring at least 85% (`ENOUGH`) of the accepted drafts per round that 100,000 answers bring. The expectation is
+    from the target's learning curve or, without one, from published trainings. `places`: blocks per answer and
+    epoch."""
     gains = []
     for number in NUMBERS:
         own = expected_tokens(target, EPOCHS * places * number)

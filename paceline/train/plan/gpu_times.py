@@ -23,9 +23,9 @@ CHECKPOINT_BYTES = 12.0
 def fixed_seconds(
     config: TrainConfig, target: TargetFacts, machine: MachineFacts, sizes: Sizes, steps_s: float
 ) -> dict[str, float]:
-    """Returns name -> seconds of the parts of a GPU run that do not depend on the number of prompts: "loading" the
-    target, "compiling", and writing "checkpoints"; {} for CPUs. `steps_s`: seconds of all training steps, from which
-    the number of checkpoints follows."""
+    """Returns the seconds of those parts of a GPU run that do not depend on the number of prompts. Keys: "loading" (of
+    the target), "compiling", "checkpoints" (writing them). Returns {} on a CPU. `steps_s`: seconds of all training
+    steps, which determine the number of checkpoints."""
     if not machine.is_gpu:
         return {}
     weights = (
@@ -37,8 +37,9 @@ def fixed_seconds(
 
 
 def hours_range(config: TrainConfig, hours: dict[str, float]) -> tuple[float, float]:
-    """Returns (fewest, most) hours of a run. `hours`: the expected hours per stage. The expected hours are multiplied
-    by factors below and above 1, except those of the steps if the run is limited in minutes, which are exact."""
+    """Returns (fewest, most) hours of a run. `hours`: stage -> expected hours. The fewest are 0.7 times the sum, the
+    most twice the sum (`UNSURE`). If the run has a limit in minutes, the hours of the stage "steps" are known, and are
+    not multiplied."""
     has_end = config.minutes is not None or config.loop.max_minutes is not None
     exact = hours["steps"] if has_end else 0.0
     low, high = ((sum(hours.values()) - exact) * factor + exact for factor in UNSURE)

@@ -43,7 +43,8 @@ class Limit:
 
 
 def limits_of(config: TrainConfig, target: TargetFacts, machine: MachineFacts, sizes: Sizes) -> list[Limit]:
-    """Returns the limits of a document's length: the target's context and the machine's memory, as far as known."""
+    """Returns the upper limits of a document's length: the target's context and the machine's memory. A limit that is
+    not known is omitted."""
     limits, context = list[Limit](), target.shape.max_context
     if context:
         limits.append(Limit(context, f"the target's context is {context:,} tokens"))
@@ -55,9 +56,9 @@ def limits_of(config: TrainConfig, target: TargetFacts, machine: MachineFacts, s
 
 
 def position_bytes(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
-    """Returns the bytes of memory for one position of a document: keys and values of a target that runs here, hidden
-    states of the tapped layers (one 16-bit and two float32 copies), and the drafter's keys and values with their
-    gradients."""
+    """Returns the bytes of memory for one position of a document: the target's keys and values (none for a remote
+    target), hidden states of the tapped layers (one 16-bit and two float32 copies), and the drafter's keys and values
+    with their gradients."""
     taps = sizes.features * (2.0 + 2 * 4)
     own = 2.0 * 4 * sizes.num_layers * 2 * sizes.num_kv_heads * sizes.head_dim
     value = num_bytes(target.shape.precisions.kv)
@@ -66,9 +67,12 @@ def position_bytes(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> fl
 
 
 def memory_of(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
-    """Returns the bytes of memory that the training stage needs at most, without documents: the target's weights (0 for
-    a remote target), float32 copies of its embedding and head (if it is quantised or remote), the drafter's weights
-    with their optimiser, and activations and logits of one pack (batch of training blocks)."""
+    """Returns the bytes of memory that training needs, without those for the positions of documents (`position_bytes`).
+    They are the sum of:
+    - the target's weights, unless the target is remote;
+    - float32 copies of its embedding and head, if it is quantised or remote;
+    - the drafter's weights and optimiser states;
+    - activations and logits of one pack (batch of training blocks)."""
     is_elsewhere = config.remote.features_at is not None
     matrix = 2.0 * 4 * target.shape.vocab_size * sizes.hidden_size if target.is_quantised or is_elsewhere else 0.0
     rows = config.loop.blocks_per_pack * sizes.block_size
@@ -79,10 +83,12 @@ def memory_of(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
 
 
 def fit_lengths(config: TrainConfig, limits: Sequence[Limit] = ()) -> tuple[TrainConfig, dict[str, str]]:
-    """Returns the config with a `max_len` (largest number of tokens of a document), and field -> reason of each change.
-    A given `max_len` stays; `max_prompt_tokens` may then be lowered. `limits`: upper limits of a chosen `max_len`, from
-    `limits_of`. Raises ConfigError if the given `max_len` and `max_prompt_tokens` leave no room for an answer,
-    PromptError for unreadable answers."""
+    """Chooses `max_len`, the largest number of tokens of a document; returns (config, field -> reason of each change).
+    - If `config` has no `max_len`, it becomes what prompts and answers need, but not more than `limits` allow.
+    - If `config` has a `max_len`, it stays. If it leaves no room for an answer, `max_prompt_tokens` is lowered.
+
+    `limits`: upper limits of `max_len`, from `limits_of`. Raises ConfigError if the user gave both lengths and they
+    leave no room for an answer, PromptError for unreadable answers."""
     if config.max_len is not None:
         return _prompts_fitted(config, config.max_len)
     lengths = sorted(_lengths(tagged(config.answers, config.prompting.tags)))
@@ -102,18 +108,20 @@ def fit_lengths(config: TrainConfig, limits: Sequence[Limit] = ()) -> tuple[Trai
 
 
 def with_length(config: TrainConfig, stored: int | None = None) -> TrainConfig:
-    """Returns the config with `max_len` set: to its own value if given, else to `stored` (the length of the resumed
-    run), else to the length that its prompts and answers need. The target's context and the memory are not
-    considered."""
+    """Returns the config with `max_len` (largest number of tokens of a document) set. It is the first of these that
+    exists:
+    - the value in `config`;
+    - `stored`, the value of the run that is resumed;
+    - the length that the prompts and answers need; the target's context and the memory do not limit it."""
     if config.max_len is not None:
         return config
     return with_value(config, "max_len", stored) if stored is not None else fit_lengths(config)[0]
 
 
 def stored_length(out: Path) -> int | None:
-    """Returns the `max_len` in run.yaml of the run in the folder `out`; None if the run has not begun. It is not read
-    from plan.json, since plans of earlier versions lack it where the default was used. Raises ConfigError for a damaged
-    run.yaml."""
+    """Returns the `max_len` that run.yaml of the run in the folder `out` has; None if the run has not begun. (It is not
+    read from plan.json, since earlier versions did not write a default `max_len` there.) Raises ConfigError for a
+    damaged run.yaml."""
     file = out / RUN_FILE
     settings = read_settings_file(file, "remove it, the run writes it again") if file.exists() else {}
     length = settings.get("max_len")
@@ -121,8 +129,8 @@ def stored_length(out: Path) -> int | None:
 
 
 def longest_of(config: TrainConfig) -> int:
-    """Returns the `max_len` (largest number of tokens of a document) of a config in which it is set, as after
-    planning."""
+    """Returns `config.max_len`, the largest number of tokens of a document. The caller must pass a config in which it
+    is not None; a planned config always has it."""
     assert config.max_len is not None, "fit_lengths chooses it"
     return config.max_len
 

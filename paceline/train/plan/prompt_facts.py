@@ -39,7 +39,7 @@ MOST_LETTERS = 600
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Number and mean length (tokens) of a run's prompts, as far as they are known, and counts of those left out."""
+    """Number and mean length (tokens) of a run's prompts, counted or assumed, and counts of rows that are left out."""
 
     prompts: int
     """Number of prompts to be answered."""
@@ -66,9 +66,10 @@ class _Examined:
 
 
 def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = False) -> Data:
-    """Returns the number and mean length of a run's prompts, counted before it begins; with `reads_answers`, also
-    counts existing answers. Appends to `notes` what is left out or unknown, such as a data set that is not on this
-    machine. Raises PromptError for an unreadable file; with `strict`, for an unusable row."""
+    """Returns the number and mean length of a run's prompts, counted before the run begins. Appends texts for the user
+    to `notes`, such as a count of unusable rows, or the name of a data set that is not on this machine.
+    `reads_answers`: True to read the answers in `config.answers` too, and report their number in a note. Raises
+    PromptError for an unreadable file; with `strict`, for an unusable row."""
     local, own = _local(config, notes)
     tokenizer = tokenizer_here(config.target.model) if config.scale == "default" else None
     examined = _examined(config, local, tokenizer, notes)

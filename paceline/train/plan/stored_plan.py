@@ -13,8 +13,8 @@ from paceline.train.run_file import value_of, with_value
 
 
 def apply_stored(config: TrainConfig, plan: dict[str, Any]) -> TrainConfig:
-    """Returns the config with the values stored in `plan` (the run's plan.json), except for fields that the user gives
-    now or that no longer exist."""
+    """Returns the config with the values stored in `plan`, the contents of the run's plan.json. Fields that the user
+    gives now stay; stored fields that no longer exist are ignored."""
     for name, value in (plan.get("values") or {}).items():
         try:
             before = value_of(config, name)
@@ -35,9 +35,13 @@ def stored_plan(out: Path) -> dict[str, Any] | None:
 
 
 def with_minutes(plan: dict[str, Any], config: TrainConfig, say: Callable[[str], None]) -> dict[str, Any]:
-    """Returns `plan` (contents of plan.json) for `config.minutes`: the steps get as many more or fewer minutes as those
-    differ from the plan's; all of them, with the steps taken before, if the plan had none. Reports changes through
-    `say`, also that `config.minutes` has no effect next to a given `loop.max_minutes`."""
+    """Returns a copy of `plan` (contents of plan.json), adapted to a new time limit `config.minutes` of the whole run.
+    It changes the limit of the training steps, `loop.max_minutes`:
+    - If the plan was made for another limit of the whole run, the steps get the difference in addition.
+    - If it was made without a limit, the steps get all of `config.minutes`, including steps already taken.
+    - If the user gave `loop.max_minutes`, nothing changes; `say` gets a note that `config.minutes` has no effect.
+
+    If the plan had another limit for the steps, `say` also gets the new expected acceptance length."""
     values, before, minutes = plan.get("values") or {}, plan.get("minutes"), config.minutes
     if minutes is None or config.is_given("loop.max_minutes"):
         if minutes not in (None, before):
@@ -52,8 +56,9 @@ def with_minutes(plan: dict[str, Any], config: TrainConfig, say: Callable[[str],
 
 
 def update_expected(plan: dict[str, Any], share: float, say: Callable[[str], None]) -> None:
-    """Updates the expectations in `plan` (contents of plan.json) to this share of its blocks, and reports them through
-    `say`."""
+    """Changes `plan` (contents of plan.json) in place: multiplies the number of blocks to train on by `share`, and
+    computes the expected acceptance length again. `say` gets the lines that describe the new expectation. Does nothing
+    for a plan without an expectation."""
     expected = plan.get("expected") or {}
     if not {"answers", "places"} <= expected.keys():  # a plan of an earlier version, or of a drafter of chains
         return

@@ -72,14 +72,16 @@ class TargetFacts:
 
     @property
     def value_bytes(self) -> float:
-        """Mean bytes per weight: by the size of the weight file if it is here, else of the model's number format."""
+        """Mean bytes per weight: size of the weight file / number of parameters if the file is on this machine;
+        otherwise the bytes of the model's number format."""
         if self.weight_bytes:
             return self.weight_bytes / (self.shape.num_parameters or 1.0)
         return FORMATS[self.shape.precisions.weights].num_bytes
 
 
 def read_target(target: EngineConfig) -> TargetFacts:
-    """Reads a target's sizes. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError, with a remedy."""
+    """Reads a target's sizes, without its weights and without a download. Raises ModelNotFoundError for an unknown
+    model, ModelFileError for a damaged file, UnsupportedModelError for an unsupported architecture."""
     name, path = target.model, Path(target.model).expanduser()
     if name in BUILTINS:
         path = BUILTINS[name].kept_in(cache_home())
@@ -143,7 +145,7 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """The hardware of a run: the speeds of a device, and the number of GPUs or processes."""
+    """The hardware of a run: the speeds of one device, and the number of such devices (GPUs; on CPUs, processes)."""
 
     machine: Machine
     number: int = 1
@@ -164,7 +166,8 @@ class MachineFacts:
 
     @property
     def decoding(self) -> Machine:
-        """The machine's speeds for the target's passes: float32's in place of bfloat16's if bfloat16 is slower."""
+        """The machine's speeds for the target's passes. If bfloat16 is slower than float32, the rate of bfloat16 is
+        replaced by that of float32."""
         rates = self.machine.flops_per_s
         if not self.is_slow_in_bfloat16:
             return self.machine
@@ -178,9 +181,9 @@ class MachineFacts:
 
 
 def machine_of(device_name: str | None, device: str = "auto") -> MachineFacts:
-    """Returns the known machine `device_name`, such as "8x H100". Without a name, returns the measured speeds of
-    `device` (such as "auto" or "cpu") on this machine. Raises ConfigError, which lists the known names, for an unknown
-    one."""
+    """Returns the known machine `device_name`, such as "8x H100". If it is None, returns the measured speeds of
+    `device` (such as "auto" or "cpu") on this machine. Raises ConfigError for an unknown name; the message lists the
+    known names."""
     if device_name:
         number, name = _counted(device_name)
         if machine := catalogue.machine(name):

@@ -112,9 +112,9 @@ class Plan:
 
 
 def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answers: bool = False) -> Plan:
-    """Returns the plan of a run on the machine `device_name`, such as "8x H100" [default: this machine];
-    `reads_answers` also counts existing answers. Raises the errors of reading the target's sizes, ConfigError for an
-    unknown device or contradictory lengths, and PromptError for bad prompts."""
+    """Returns the plan of a run. `device_name`: the machine, such as "8x H100"; None for this one. `reads_answers`:
+    report the number of existing answers. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError for the
+    target, ConfigError for an unknown machine or lengths without room for an answer, PromptError for bad prompts."""
     config = for_chains(config)
     target, machine = read_target(config.target), machine_of(device_name, config.target.device)
     notes: list[str] = []
@@ -259,7 +259,8 @@ def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFac
 
 
 def flops_per_block(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) -> float:
-    """Returns the FLOPs of training on one block, forward and backward, with its share of the document's context."""
+    """Returns the FLOPs of training on one block, forward and backward. The FLOPs of a document's context are divided
+    among its blocks and included."""
     rows = config.loop.loss.vocab or sizes.draft_vocab
     # Two each for the outputs, and for gradients of inputs and of weights.
     times = {"all": 6.0, "low-rank": 4.0, "last-layer": 2.0 + 4.0 / sizes.num_layers}[config.loop.learn]

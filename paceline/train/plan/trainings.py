@@ -69,7 +69,8 @@ class Expected:
     """True if no training with as many answers was measured."""
 
     def at_most(self, most: float) -> Expected:
-        """Returns a copy with value and interval limited to `most` tokens per round, the drafter's block size."""
+        """Returns a copy whose acceptance length and interval are limited to `most` tokens per round, the drafter's
+        block size."""
         return Expected(min(self.tokens_per_round, most), min(self.low, most), min(self.high, most), self.is_beyond)
 
 
@@ -84,10 +85,10 @@ TRAININGS, HELDOUT_DEVIATION = _read()
 
 
 def published(answers: float, traffic: str | None = None) -> Expected:
-    """Returns the expected acceptance length of a drafter trained on this many answers of a workload that was not
-    measured, by published trainings. `traffic`: the workload's kind, "mixed" or "application" (requests of one
-    application). With None, both kinds are equally probable: accepted drafts are the geometric mean of both, and the
-    interval is that of the mixture."""
+    """Returns the expected acceptance length of a drafter trained on this many answers, computed from published
+    trainings; for a workload without measurements of its own. `traffic`: type of the workload, "mixed" or "application"
+    (requests of one application). None: the type is unknown. The expected number of accepted drafts per round is then
+    the geometric mean of the numbers for both types, and the interval covers both intervals."""
     kinds = (traffic,) if traffic else KINDS
     level = 1 - (1 - LEVEL) * len(kinds)  # of a mixture, hardly more than one kind lies beyond each end
     each = [_of_kind(answers, kind, level) for kind in kinds]
@@ -145,16 +146,17 @@ class _Group:
 
 
 def student(freedom: int, level: float = LEVEL) -> float:
-    """Returns half the width of the central interval with probability `level` of Student's t distribution with
-    `freedom` degrees of freedom (by Hill's expansion; 1% off at 3 degrees of freedom)."""
+    """Returns the value t for which Student's t distribution with `freedom` degrees of freedom lies between -t and t
+    with probability `level` (by Hill's expansion; 1% off at 3 degrees of freedom)."""
     z = statistics.NormalDist().inv_cdf(0.5 + level / 2)
     terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + sum(term / max(freedom, 1) ** power for power, term in enumerate(terms, start=1))
 
 
 def growth() -> tuple[float, float, float]:
-    """Returns the least, median and largest growth exponent e of the published workloads that were trained with several
-    numbers of answers: accepted drafts per round grew as answers ** e."""
+    """Returns how the number of accepted drafts per round grows with the number of answers, as (least, median, largest)
+    exponent of the published workloads. An exponent e means that accepted drafts are proportional to answers ** e. Only
+    workloads with trainings on clearly different numbers of answers are used."""
     exponents = []
     for _, group in groupby(sorted(TRAININGS, key=_workload), _workload):
         rows = sorted(group, key=lambda row: row.answers)
@@ -170,8 +172,8 @@ def _workload(row: Training) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class OwnRun:
-    """A finished training by the user: its folder, number of answers and measured acceptance length, from which `at`
-    predicts those of other trainings."""
+    """A finished training by the user: its folder, number of answers and measured acceptance length. `at` predicts from
+    these the acceptance length of a training on another number of answers."""
 
     folder: Path
     answers: int
@@ -193,9 +195,9 @@ class OwnRun:
 def find_run(run: str | None, target: str) -> OwnRun | None:
     """Returns the result of a training that the user ran, with its measured acceptance length.
 
-    `run`: the run's folder; "none" returns None. By default the newest run in runs/ that has such a result for this
-    target, or None without any; damaged runs are skipped, and logged. Raises ConfigError if a given folder has no
-    result."""
+    `run`: the run's folder. If `run` is None, returns the newest run in runs/ with a measured acceptance length for
+    this target, or None if there is no such run; damaged runs are skipped and logged. If `run` is the text "none",
+    returns None. Raises ConfigError if a given folder has no result for this target."""
     if run == "none":
         return None
     if run is not None:
@@ -220,8 +222,8 @@ def find_run(run: str | None, target: str) -> OwnRun | None:
 
 
 def own_run(folder: Path, target: str) -> OwnRun | None:
-    """Returns the result of the training in `folder`; None if it is of another target or was not measured. Raises
-    ConfigError for damaged files."""
+    """Returns the result of the training in `folder`; None if it trained for another target or its acceptance length
+    was not measured. Raises ConfigError for damaged files."""
     plan = _content(folder / "plan.json")
     if known_name(str(plan.get("target"))) != known_name(target):
         return None

@@ -27,9 +27,9 @@ def mark_of_text(text: str) -> int:
 
 
 def check_alike(marks: Sequence[int], names: Sequence[str], world: int, device: torch.device, remedy: str) -> None:
-    """Raises ProcessesError in all processes if any of them has other marks (hashes) than the first process. All must
-    pass the same number of marks. `names`: what each mark belongs to; `world`: number of processes; `device`: where the
-    process group communicates; `remedy`: advice in the error."""
+    """Raises ProcessesError in all processes if any of them has other `marks` (hashes) than the first process. All must
+    pass equally many marks. `names`: what each mark is the hash of; `world`: number of processes; `device`: where the
+    process group communicates; `remedy`: advice at the end of the error message."""
     own = torch.tensor(marks, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(own) for _ in range(world)]
     dist.all_gather(gathered, own)

@@ -40,8 +40,9 @@ GO_ON = "what is finished is kept: start all processes again with the same comma
 
 
 class Liveness:
-    """Detects training processes that have failed, by the heartbeats of all processes; also has a barrier (`wait`). One
-    thread calls its methods; another one sends this process's heartbeats."""
+    """Detects training processes that have failed, by the heartbeats that every process sends through a shared store;
+    also has a barrier (`wait`). Its methods must be called from one thread; another thread sends this process's
+    heartbeats."""
 
     def __init__(self, store: Any, ranks: Ranks, beat_s: float = BEAT_S, lost_after_s: float = LOST_AFTER_S) -> None:
         """`store`: a store of torch.distributed that all processes share."""
@@ -56,7 +57,7 @@ class Liveness:
 
     def wait(self) -> None:
         """A barrier: waits, without a timeout, until all processes have called it. Raises ProcessesError if one of them
-        is gone."""
+        fails or sends no more heartbeats."""
         self._num_waits += 1
         try:
             self._store.set(f"wait/{self._num_waits}/{self._ranks.rank}", "")
@@ -67,8 +68,9 @@ class Liveness:
             raise self._without_store(error) from error
 
     def blame(self, error: BaseException) -> ProcessesError:
-        """Returns the error to raise after a collective has failed with `error`: it names the process that is gone, or
-        reports that one is late."""
+        """Returns the error to raise after a collective operation has failed with `error`. If another process failed or
+        sends no heartbeats, the returned error names it. If all processes are alive, it says that one of them is slow
+        or hangs."""
         if lost := self.lost():
             return lost
         reason = f"{' '.join(str(error).split()):.200}"
@@ -103,8 +105,8 @@ class Liveness:
             self._store.set(f"failed/{self._ranks.rank}", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def leave(self) -> None:
-        """Stops the heartbeats and reports that this process has left. The first process waits for the others to leave,
-        but not forever: it may host the store through which all communicate."""
+        """Stops the heartbeats and reports that this process has left. The first process may host the store through
+        which all communicate, so it also waits for the others to leave, for a limited time."""
         self._is_over.set()
         self._thread.join()
         parted = [f"parted/{rank}" for rank in self._others]
@@ -183,8 +185,8 @@ def process_group(
     """Context manager: joins torchrun's process group, if there are several processes; yields a function that waits for
     all of them without a timeout. `device`: "cpu" selects gloo; otherwise each process uses its own GPU with NCCL, if
     there are GPUs. `beat_s`: seconds between heartbeats. Raises ConfigError for more processes than GPUs;
-    ProcessesError if processes do not find each other, or if another one fails, is lost, or exceeds
-    `step_timeout_minutes` within a step."""
+    ProcessesError if processes do not find each other, or if another process fails, sends no more heartbeats, or keeps
+    a step waiting for more than `step_timeout_minutes`."""
     if ranks.world == 1:
         yield lambda: None
         return

@@ -33,8 +33,8 @@ AGAIN = "the last checkpoint is kept: start all processes again with the same co
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The blocks of one pack, and the weight of their loss: 1, or 0 for a block that is added only so that all
-    processes compute equally many packs."""
+    """The blocks of one pack, and the weight by which their loss is multiplied. The weight is 1, or 0 for a filler: a
+    pack that a process computes only so that all processes compute equally many."""
 
     chosen: list[Chosen]
     weight: float = 1.0
@@ -51,7 +51,7 @@ class Replicated:
 
     def prepare(self, drafter: Trainable, is_autocast: bool = False) -> None:
         """Sets up the all-reduce of the network's gradients over all processes. Call it before an optimiser takes the
-        parameters. `is_autocast` (products are in bfloat16) is not used here."""
+        parameters. `is_autocast` is ignored here; it matters only for `Sharded`."""
         if self.ranks.world > 1:
             self._buckets = GradientBuckets(each for each in drafter.network.parameters() if each.requires_grad)
 
@@ -72,7 +72,7 @@ class Replicated:
 
     def check_alike(self, what: str, describe: Callable[[], str]) -> None:
         """Raises ProcessesError if `describe()` returns different texts in different processes. `what`: name of the
-        compared thing, for the error."""
+        compared thing, for the error message."""
         if self.ranks.world > 1:
             self._check_alike([mark_of_text(describe())], [what])
 
@@ -93,7 +93,8 @@ class Replicated:
         loss.backward()
 
     def sum_gradients(self, network: nn.Module) -> None:
-        """Sums the gradients over all processes, after the last piece and before any other communication."""
+        """Sums the gradients over all processes. Call it after the step's last backward pass, before any other
+        communication."""
         if self._buckets:
             self._buckets.finish()
 
@@ -142,7 +143,8 @@ class Replicated:
         return copies
 
     def weights(self, network: nn.Module) -> dict[str, Tensor]:
-        """Returns the network's whole `state_dict` in main memory on the first process; an empty dict on the others."""
+        """Returns the network's `state_dict` with whole tensors in main memory on the first process; an empty dict on
+        the others."""
         with self._mixing():
             return self.whole(network.state_dict().items())
 
@@ -176,18 +178,18 @@ class Replicated:
 class Sharded(Replicated):
     """Sharded data-parallel training (FSDP2): every process holds a part of every tensor; a layer's parts are gathered
     while it computes. Every forward and backward pass is a collective, so all processes compute equally many packs.
-    Methods import torch.distributed.tensor, which is slow."""
+    torch.distributed.tensor is imported only inside methods, since this import is slow."""
 
     _network: Any = None
     """The network as changed by FSDP2: its class is a new one, its parameters are DTensors."""
 
     def prepare(self, drafter: Trainable, is_autocast: bool = False) -> None:
-        """Shards the first process's network over all processes, in place, before an optimiser takes its parameters.
+        """Shards the first process's network over all processes, in place. Call it before an optimiser takes the
+        parameters.
 
-        With `is_autocast`, layers are gathered in bfloat16, half the bytes; gradients are summed in float32, and the
-        shards that the optimiser updates are float32. Autocast casts the inputs of each product. FSDP itself casts no
-        inputs, so the residual stream stays float32, as in one process.
-        """
+        `is_autocast`: True to gather layers in bfloat16, which halves the bytes sent. Gradients are still summed in
+        float32, and the optimiser updates float32 shards. The inputs of a layer are not converted; autocast converts
+        the inputs of each matrix product inside it."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 

@@ -54,10 +54,10 @@ class Share:
 
     @classmethod
     def of(cls, machines: Sequence[Mapping[str, float]], requested: int | None) -> Share:
-        """Returns the CPUs and GPUs of each of `requested` workers; by default one worker for each GPU, or for each
-        machine if there are no GPUs. `machines`: the Ray resources of each machine, name -> amount; machines without
-        CPUs for Ray do not count. Raises ConfigError if no machine has CPUs, or if there are fewer GPUs than requested
-        workers."""
+        """Returns the number of workers, and the CPUs and GPUs of each. `requested`: number of workers; None for one
+        per GPU, or one per machine if there are no GPUs. `machines`: for each machine of the cluster, its Ray
+        resources, name -> amount. Machines without the resource CPU are ignored. Raises ConfigError if no machine has
+        CPUs, or if there are GPUs but fewer than requested workers."""
         useful = [machine for machine in machines if machine.get("CPU", 0) > 0]
         if not useful:
             raise ConfigError("the Ray cluster has no machine with processors: start workers (ray start --address ...)")
@@ -72,7 +72,8 @@ class Share:
 
 
 class BatchResult(NamedTuple):
-    """The results of one batch of items, and the worker's error, if there was one."""
+    """The results of one batch of items; if the worker raised a PacelineError, `error` has it and there are no
+    results."""
 
     results: list[Any]
     error: tuple[str, str] | None = None
@@ -100,9 +101,9 @@ class Worker:
 
 @contextlib.contextmanager
 def connected(where: RemoteConfig) -> Iterator[ModuleType]:
-    """Context manager: connects this process to the cluster at `where.ray` and yields the module `ray`; an existing
-    connection is reused and stays open. Raises ConfigError if Ray is not installed, DownloadError if the cluster cannot
-    be reached."""
+    """Context manager: connects this process to the Ray cluster at `where.ray`, yields the module `ray`, and
+    disconnects at the end. If the process is already connected, that connection is used, and stays open. Raises
+    ConfigError if Ray is not installed, DownloadError if the cluster cannot be reached."""
     with needing(ConfigError, "--ray needs Ray: pip install 'paceline[ray]', here and on every machine of the cluster"):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
         import ray
@@ -125,8 +126,9 @@ def connected(where: RemoteConfig) -> Iterator[ModuleType]:
 
 
 def distributed(ray: ModuleType, where: RemoteConfig, job: Job, items: Sequence[Any], at_most: int) -> Iterator[Any]:
-    """Processes the items on the cluster in batches of at most `at_most`; yields their results in any order. Re-raises
-    the PacelineError of a worker; raises DownloadError if the cluster fails."""
+    """Processes the items on the cluster with `job`, in batches of at most `at_most`; yields the results in any order.
+    Re-raises the PacelineError of a worker. Raises DownloadError if the cluster fails, ConfigError if it has too few
+    CPUs or GPUs for the workers."""
     if not items:
         return
     share = Share.of([node["Resources"] for node in ray.nodes() if node["Alive"]], where.ray_workers)
