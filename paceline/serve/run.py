@@ -44,12 +44,12 @@ PROBE_SECONDS = 0.1
 
 
 class Probing:
-    """Transport for the response to a client that has closed its sending side: detects whether the client is gone or
+    """Transport for the response to a client that has closed its sending side. Detects whether the client is gone or
     still reads.
 
-    Only a write can detect this: the operating system of a client that is gone rejects the data, and asyncio reports a
-    lost connection. So the first bytes, the same for all responses, are written early, one by one, at doubling
-    intervals.
+    Only a write can detect this: if the client is gone, its operating system rejects the data, and asyncio reports a
+    lost connection. So the beginning of the response, "HTTP/1.1 ", is written before the rest is ready: one byte at a
+    time, at doubling intervals.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -59,7 +59,7 @@ class Probing:
         self._probe()
 
     def write(self, data: bytes) -> None:
-        """Write response data without the bytes that were already written as probes."""
+        """Write response data, without the first bytes if they were already written as probes."""
         if self._timer:
             self._timer.cancel()
         self._transport.write(data[self._num_ahead :])
@@ -105,8 +105,9 @@ class Connection(H11Protocol):
         self._watch_headers()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return True, which keeps the connection open, if the client may still wait for the response to a complete
-        request."""
+        """Handle the end of the data that the client sends. Returns True, which keeps the connection open, if a
+        complete request is still being answered: the client may be waiting for the response. Otherwise returns
+        False."""
         self._has_ended = True
         if not self._is_answering or self.cycle.more_body:
             return False
@@ -209,8 +210,8 @@ def listen(config: ServeConfig) -> socket.socket:
 def settings_of(
     app: ASGIApp, config: ServeConfig, *, close_seconds: float = CLOSE_SECONDS, dated: bool = True
 ) -> uvicorn.Config:
-    """Return the uvicorn settings of an application. `close_seconds`: uvicorn's limit for a graceful shutdown. `dated`:
-    add a Date header to responses."""
+    """Return the uvicorn settings of an application. `close_seconds`: seconds that uvicorn waits for unfinished
+    responses when it shuts down. `dated`: add a Date header to responses."""
     return uvicorn.Config(
         app,
         host=config.host,
@@ -228,13 +229,14 @@ def settings_of(
 
 
 def make_server(worker: EngineWorker) -> Server:
-    """Create the HTTP server of the worker, without starting either."""
+    """Create the HTTP server of the worker. Starts neither the server nor the worker."""
     return Server(settings_of(create_app(worker), worker.config), worker)
 
 
 def run(worker: EngineWorker, *, say: Callable[[str], None], introduce: Callable[[LLM], str]) -> None:
-    """Serve until a signal arrives. `say` prints a line, `introduce` describes the loaded model. Raises the error that
-    prevented loading the model or restarting the engine."""
+    """Load the model and serve until a signal arrives. `say` prints a line; `introduce` returns a description of the
+    loaded model, which is printed. Raises ConfigError if the address is not available, and the error that prevented
+    loading the model or restarting the engine."""
 
     async def serve(bound: socket.socket) -> None:
         server = make_server(worker)

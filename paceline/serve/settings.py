@@ -125,15 +125,15 @@ class ServeConfig:
         self.named_drafters()
 
     def named_drafters(self) -> dict[str, str]:
-        """Return drafter name -> drafter (folder, hub id, ...), in the given order. A single drafter may have no name:
-        its key is then ""."""
+        """Return the configured drafters in their order: name -> folder, hub id or built-in name of the drafter. If a
+        single drafter is configured without a name, its key is ""."""
         return named_drafters(self.drafters)
 
 
 def named_drafters(drafters: Sequence[str]) -> dict[str, str]:
-    """Parse texts of the form NAME=DRAFTER; returns name -> drafter. A single text may be only DRAFTER, and gets the
-    name ""; without texts the drafter is "none". Raises ConfigError for invalid, reserved, repeated or missing names,
-    and for more than `MOST_DRAFTERS` texts."""
+    """Parse texts of the form NAME=DRAFTER; returns name -> drafter. A single text may also be DRAFTER alone; its key
+    is then "". Without texts, the result is {"": "none"}. Raises ConfigError for invalid, reserved, repeated or missing
+    names, and for more than `MOST_DRAFTERS` texts."""
     named: dict[str, str] = {}
     for text in drafters or ("none",):
         name, _, drafter = text.partition("=")

@@ -28,8 +28,9 @@ PARTS = "weight", "cache"
 
 
 class DrafterCounts:
-    """Counts the finished requests, the decode rounds and their seconds, for each drafter. A round with n requests in
-    the batch, and its seconds, count n times. One thread writes; any thread may read."""
+    """Counts finished requests, decode rounds and seconds of these rounds for each drafter. A round is counted once for
+    each request in its batch, under the request's drafter; each count adds the seconds of the whole round. One thread
+    writes; any thread may read."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, dict[tuple[int, int], int]] = {}
@@ -40,8 +41,12 @@ class DrafterCounts:
         """(drafter, request class) -> finished requests."""
 
     def round(self, stats: RoundStats) -> None:
-        """Count one decode round: for each request in the batch its drafter, its drafted and accepted tokens, and the
-        round's seconds. Trial requests of new drafters and requests with a lossy rule are left out."""
+        """Count one decode round, once for each request in its batch. It is counted under the request's drafter, with
+        the request's numbers of drafted and accepted tokens, and with the seconds of the whole round.
+
+        Left out are requests with a lossy acceptance rule, and the trial requests that test a drafter while it is
+        loaded.
+        """
         spent = stats.draft_s + stats.verify_s + stats.host_s
         for name, num_drafted, num_accepted in zip(
             stats.drafter_B, stats.num_drafted_B, stats.num_accepted_B, strict=False
@@ -63,17 +68,17 @@ class DrafterCounts:
             self.requests[key if key in self.requests or len(self.requests) < MOST_PAIRS else (OTHER, OTHER)] += 1
 
     def totals(self, name: str) -> tuple[int, int, float]:
-        """Return (rounds, output tokens of these rounds, seconds of these rounds) of a drafter. All three are summed
-        over requests: a round with n requests in the batch counts n times."""
+        """Return (rounds, output tokens, seconds) of all rounds of a drafter, (0, 0, 0.0) for an unknown one. A round
+        with n requests of this drafter in the batch counts as n rounds, with n times its seconds."""
         rounds = self.rounds.get(name, {}).copy()
         num_rounds = sum(rounds.values())
         num_accepted = sum(accepted * count for (_, accepted), count in rounds.items())
         return num_rounds, num_rounds + num_accepted, self.seconds.get(name, 0.0)
 
     def collect(self, model: str, engine: Engine | None) -> Iterator[Metric]:
-        """Yield the Prometheus metrics of all drafters. `model`: value of the label model_name. `engine`: the engine
-        that stepped last, for current values: each drafter's running requests, bytes of memory, and the router's gains
-        (estimated tokens/s relative to plain decoding); None leaves them out."""
+        """Yield the Prometheus metrics of all drafters. `model`: value of the label model_name. `engine`: the running
+        engine, whose present values are added: each drafter's running requests and bytes of memory, and the router's
+        gains (estimated tokens/s relative to plain decoding). Without an engine (None), only the counts are yielded."""
         names = list(self.rounds)
         totals = {name: self.totals(name) for name in names}
         firsts, survived = {}, {}

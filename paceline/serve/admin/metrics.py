@@ -80,8 +80,9 @@ class Metrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def step(self, engine: Engine, seconds: float) -> None:
-        """Count an engine step. `seconds`: time from the end of the previous step, or from the end of an idle wait, to
-        the end of this step. Call it before `chunk` is called for the step's tokens."""
+        """Count an engine step: its rounds, and the seconds of each phase. `seconds`: time since the end of the
+        previous step; if the engine was idle in between, only the time since it got new work. Call this method before
+        `chunk` is called for the step's tokens."""
         self.engine, totals, (num_read, read_s) = engine, self.totals, engine.read
         totals.steps += 1
         totals.prefill_seconds += read_s
@@ -111,8 +112,9 @@ class Metrics(Collector):
             self.step_times[phase, size] = count + 1, before_s + seconds
 
     def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """Count `num_tokens` new tokens of a request, generated at the time `now` (time.perf_counter), and record the
-        time to first token or the inter-token latency."""
+        """Count `num_tokens` new tokens of a request, generated at the time `now` (time.perf_counter). Also records the
+        time to the first token if these are the first ones, else the time since the previous ones (inter-token
+        latency)."""
         self.totals.generation_tokens += num_tokens
         last_at = self._open.get(sequence)
         if last_at is None:
@@ -125,10 +127,12 @@ class Metrics(Collector):
         self._open[sequence] = now
 
     def finished(self, sequence: Sequence, outcome: FinishReason, tag: str | None = None) -> None:
-        """Count a finished request, and pass it to the trace writer, if there is one. Call it for every request that
-        `chunk` was called for. `outcome`: its finish reason; `tag`: the client's label, stored in the trace only.
+        """Count a finished request and, if traces are recorded, pass it to the trace writer. This must be called for
+        every request that `chunk` was called for. `outcome`: the finish reason; `tag`: the client's label, used only in
+        the trace.
 
-        Histograms of whole requests, such as end-to-end latency, exclude aborted and failed ones.
+        Aborted and failed requests are left out of the histograms of whole requests (end-to-end latency, queue,
+        prefill, decode).
         """
         self._open.pop(sequence, None)
         self.ended[outcome] += 1
@@ -152,18 +156,19 @@ class Metrics(Collector):
             self._traces.offer(sequence, outcome, tag)
 
     def refused(self, reason: str) -> None:
-        """Count a request rejected before it reached the engine, under `reason`, the code of its error response."""
+        """Count a request that was rejected before it reached the engine. `reason`: code of the error response."""
         with self._lock:
             self._refusals[reason] += 1
 
     def crashed(self) -> None:
-        """Count a restart of the engine after a crash, and forget the requests that it was running."""
+        """Count a restart of the engine after a crash. Forgets the crashed engine and the requests that were running in
+        it."""
         self.totals.worker_restarts += 1
         self.engine = None
         self._open.clear()
 
     def render(self) -> tuple[bytes, str]:
-        """Return body and content type of /metrics."""
+        """Return (body, content type) of the response to GET /metrics."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     # The methods below run during a scrape, in any thread.

@@ -24,10 +24,10 @@ Redacted = tuple[list[int], list[int]]
 
 
 class Redactor:
-    """Redacts matches of regular expressions in text and token ids. In text, the placeholder "[redacted]" replaces
-    them.
+    """Removes matches of the given regular expressions from the texts and token ids of traces. The placeholder
+    "[redacted]" replaces a match.
 
-    Raises ConfigError for an invalid pattern, and for one that matches the empty string or the placeholder.
+    Raises ConfigError for a pattern that is invalid, or that matches the empty string or the placeholder.
     """
 
     def __init__(self, patterns: Iterable[str], tokenizer: Tokenizer) -> None:
@@ -42,8 +42,11 @@ class Redactor:
             self._patterns.append(compiled)
 
     def text(self, text: str) -> str:
-        """Return the text with every match replaced by the placeholder. Returns only the placeholder if a match
-        remains, or appears once the escapes of JSON or a regular expression are resolved, as in a grammar."""
+        """Return the text with every match replaced by the placeholder "[redacted]".
+
+        Checks the result again for matches, also after its backslash escapes are resolved (\\u0041 becomes A). If one
+        is found, returns the placeholder instead of the whole text.
+        """
         for pattern in self._patterns:
             text = pattern.sub(PLACEHOLDER, text)
         plain, escaped = text, ""
@@ -54,7 +57,7 @@ class Redactor:
         return text
 
     def value(self, value: Any) -> Any:
-        """Return a JSON value with every string in it redacted."""
+        """Return a copy of a JSON value with every string in it redacted, except the keys of objects."""
         if isinstance(value, dict):
             return {key: self.value(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -62,9 +65,12 @@ class Redactor:
         return self.text(value) if isinstance(value, str) else value
 
     def tokens(self, prompt_ids: list[int], answer_ids: list[int]) -> Redacted | None:
-        """Return the token ids of a prompt and its answer without the matches. A match in the prompt is replaced by the
-        placeholder, and the whole answer is dropped; otherwise the answer is cut before its first match. Returns None
-        if a match remains: the trace must then be dropped."""
+        """Remove matches from a trace; returns the pair (prompt ids, answer ids).
+
+        - If a match begins in the prompt, the placeholder replaces it, and the answer becomes empty.
+        - If matches begin only in the answer, the answer is cut before the first one.
+        - If a pattern still matches after this, returns None; the caller must then drop the trace.
+        """
         if self._is_clean(prompt_ids, answer_ids):
             return prompt_ids, answer_ids
         redacted = self._cut(prompt_ids, answer_ids)

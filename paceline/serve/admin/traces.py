@@ -84,7 +84,7 @@ log = logging.getLogger("paceline.serve")
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Record of one request for training: its prompt, answer and statistics. None marks unknown values."""
+    """Record of one request for training: its prompt, answer and statistics. Unknown values are None."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
@@ -117,7 +117,7 @@ class Trace:
 
 
 class Lost(Exception):
-    """Raised by a function that builds a trace if it cannot be recorded; the writer counts the loss under `reason`."""
+    """Raised if a trace cannot be built. `reason`: key under which the writer counts the trace as lost."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -129,7 +129,7 @@ Maker = Callable[[], Iterable[Trace]]
 
 
 class TraceWriter:
-    """Writes traces to Parquet files in a folder, from a background thread that ends with `close`.
+    """Writes traces to Parquet files in a folder. `begin` starts its background thread, `close` ends it.
 
     Several writers and readers may use the folder at the same time.
     """
@@ -163,7 +163,7 @@ class TraceWriter:
         self._thread: threading.Thread | None = None
 
     def begin(self, tokenizer: Tokenizer) -> None:
-        """Start the writer's thread, unless it runs. Raises ConfigError for invalid redaction patterns."""
+        """Start the writer's thread, if it is not running yet. Raises ConfigError for invalid redaction patterns."""
         if self._thread is None:
             self._tokenizer = tokenizer
             self._redactor = Redactor(self._config.redact, tokenizer) if self._config.redact else None
@@ -171,10 +171,10 @@ class TraceWriter:
             self._thread.start()
 
     def offer(self, sequence: Sequence, outcome: str, tag: str | None = None) -> None:
-        """Record a request that finished with `outcome`, under the client's label `tag`. Never waits, never raises.
+        """Record a finished request. `outcome`: finish reason; `tag`: the client's label. Never waits or raises.
 
         Skips requests with mocked acceptance, whose text is meaningless. Counts requests with a lossy acceptance rule
-        as lost, because their answers would train a drafter on its own drafts.
+        as lost, because drafters must not be trained on text that the target would reject.
         """
         if sequence.ledger:
             self.lose("lossy")
@@ -183,11 +183,11 @@ class TraceWriter:
             self.put(lambda: [_served(sequence, outcome, tag, ended, total_s)])
 
     def put(self, maker: Maker, *, wait: bool = False, is_full: bool = False) -> bool:
-        """Queue `maker`, a function that returns traces; the writer's thread calls it. True if queued; never raises.
+        """Queue `maker`, a function that builds traces, for the writer's thread. Returns True if it was queued. Only a
+        random share of all calls (`TraceConfig.sample`) is queued; the others return False. Never raises.
 
-        Only a random share of the calls is queued (`TraceConfig.sample`). If the queue is full, a call with `wait`
-        waits until there is room; otherwise the trace is counted as lost. With `is_full` it is always counted as lost:
-        the caller has reached its own limit, such as bytes that wait to be parsed.
+        If the queue is full, `wait` decides: True waits for room, False counts the trace as lost. `is_full`: True if a
+        limit of the caller is reached; the trace is then counted as lost even if the queue has room.
         """
         if self._random.random() >= self._config.sample:
             return False
@@ -207,7 +207,7 @@ class TraceWriter:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Write the queued traces and end the thread; stops waiting after `timeout_s`."""
+        """Write the queued traces and end the thread. Waits for this at most `timeout_s` seconds."""
         self._is_closing = True
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)  # wakes the thread, as a full queue does
@@ -379,8 +379,8 @@ def _served(seq: Sequence, outcome: str, tag: str | None, ended: float, total_s:
 
 
 def given(params: SamplingParams) -> dict[str, Any]:
-    """Return the sampling parameters that differ from their defaults, by name; logit biases become strings, because
-    JSON has no -inf. A prediction is left out: it does not change the answer."""
+    """Return name -> value of the sampling parameters that differ from their defaults. `prediction` is left out. In
+    logit_bias, token ids and biases become strings, because JSON has no -inf."""
     defaults = asdict(SamplingParams())
     values = {name: value for name, value in asdict(params).items() if value != defaults[name]}
     values.pop("prediction", None)

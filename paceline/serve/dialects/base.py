@@ -39,10 +39,10 @@ class Part:
 
 class Translated(Exchange):
     """A request of Anthropic's Messages or OpenAI's Responses API that was converted to a chat request. Converts the
-    chat's answer to stream events, or to one response object, of that API.
+    answer of the chat to the format of that API: stream events, or one response object.
 
-    The answer is a sequence of parts, each a text or a tool call. A part has events for its beginning, each new text,
-    and its end. Non-streamed answers are built from the same events as streams.
+    The answer is a sequence of parts, each a text or a tool call. A part has events for its beginning, for each new
+    text, and for its end. A response object is built from the same events as a stream.
     """
 
     end = b""
@@ -70,8 +70,8 @@ class Translated(Exchange):
 
     @property
     def marks(self) -> dict[str, Any]:
-        """Fields added to every object and event: {"lossless": False} if a lossy rule or mocked acceptance may change
-        the answer, otherwise {}."""
+        """Fields added to every response object and event: {"lossless": False} if a lossy rule or mocked acceptance may
+        change the answer, otherwise {}."""
         return {name: self._head[name] for name in ("lossless",) if name in self._head}
 
     async def whole(self) -> dict[str, Any]:
@@ -87,11 +87,12 @@ class Translated(Exchange):
             self.close()
 
     def written(self, chunk: dict[str, Any]) -> bytes:
-        """Convert one chunk of the chat's stream to server-sent events of this API, as bytes."""
+        """Convert one chunk of the chat's stream to events of the API that the client uses; returns them encoded as
+        server-sent events."""
         return b"".join(map(self.sent, self._events(chunk)))
 
     def sent(self, event: dict[str, Any]) -> bytes:
-        """Encode one event as a server-sent event, named by the event's type."""
+        """Encode one event as a server-sent event, whose name is the event's "type"."""
         return sse(event | self.marks, event["type"])
 
     def _events(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -132,7 +133,7 @@ class Translated(Exchange):
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """Return the answer so far as one response object of this API."""
+        """Return the answer so far as one response object, in the format of the API that the client uses."""
 
     @abstractmethod
     def begun(self) -> Iterator[dict[str, Any]]:
@@ -144,8 +145,8 @@ class Translated(Exchange):
 
     @abstractmethod
     def grown(self, part: Part, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the events for `text`: new text of the part, or of its tool call's arguments. `logprobs`: OpenAI's
-        log-probability objects of the new tokens; empty if not requested."""
+        """Yield the events for `text`, the newest text of the part or, for a tool call, of its arguments. `logprobs`:
+        log-probabilities of the new tokens in OpenAI's format; empty if not requested."""
 
     @abstractmethod
     def closed(self, part: Part) -> Iterator[dict[str, Any]]:
@@ -158,8 +159,9 @@ class Translated(Exchange):
 
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Context manager that replaces names of chat fields in ApiErrors by the names in the client's request (`names`:
-    chat field -> client's field)."""
+    """Context manager that renames fields in an ApiError raised within it. The request was converted to a chat, so the
+    error names a field of the chat; the client must see the name in its own request. `names`: chat field -> client's
+    field."""
     try:
         yield
     except ApiError as error:
@@ -174,9 +176,9 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_keys(part: Closed, kind: str, keys: set[str], where: str, optional: tuple[str, ...] = ()) -> None:
-    """Raises RequestRefused if `part`, an object of type `kind` in a request, has a field that is not in `keys`, or
-    lacks one of `keys` that is not in `optional`; "type" is not checked, and null counts as missing. `where`: the
-    object's place in the request, for the message."""
+    """Raises RequestRefused unless `part`, an object of a request, has the fields of its type `kind`: all of `keys`
+    except the `optional` ones must be present, and no other field but "type". A field with the value null counts as
+    missing. `where`: the object's place in the request, for the message."""
     given = {name for name in part.model_fields_set if getattr(part, name) is not None} - {"type"}
     for name in sorted(keys - given - {*optional}):
         raise RequestRefused(f"{where}.{name}: a part of type {kind} needs it", param=f"{where}.{name}")

@@ -15,7 +15,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageExchange(Translated):
-    """A Messages request, and its answer in Anthropic's format."""
+    """One request to Anthropic's Messages API. Converts its answer to that API's format."""
 
     def body(self) -> dict[str, Any]:
         return self._message() | {

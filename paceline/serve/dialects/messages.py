@@ -79,7 +79,8 @@ class MessageTool(Closed):
 
 
 class MessageToolChoice(Closed):
-    """Choice of a tool: auto, any (at least one call), tool (the named one) or none."""
+    """Rule for tool calls by `type`: auto (the model decides), any (at least one call), tool (a call of the tool
+    `name`) or none (no call)."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, description="tool: name of the tool.")
@@ -92,15 +93,15 @@ class MessageFormat(Closed):
 
 
 class OutputConfig(Closed):
-    """Format of the answer, and reasoning effort."""
+    """Required format of the answer (a JSON schema), and reasoning effort."""
 
     effort: str | None = Field(None, description="Passed to the chat template, which must use reasoning_effort.")
     format: MessageFormat | None = Field(None, description="JSON schema of the answer.")
 
 
 class Thinking(Closed):
-    """Reasoning of the model: type "disabled" sets the chat template's variable enable_thinking to false, all other
-    types set it to true."""
+    """Field `thinking` of a Messages request. It sets the variable enable_thinking of the chat template: false for the
+    type "disabled", true for all other types."""
 
     unused: ClassVar[dict[str, str]] = fields.MESSAGES_NESTED_UNUSED["thinking"]
 
@@ -183,8 +184,9 @@ def add_messages(app: FastAPI, worker: EngineWorker) -> None:
 
 
 def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
-    """Convert a request of Anthropic's Messages API to a chat request. Also returns a map from names of chat fields to
-    the client's names, for error messages. Raises RequestRefused for fields that are missing or do not fit together."""
+    """Convert a request of Anthropic's Messages API (for an answer or a token count) to a chat request. Returns (chat
+    request, names). `names` maps fields of the chat request to fields of the client's request, for error messages.
+    Raises RequestRefused for a missing field, and for fields that may not occur together."""
     messages = [("system", {"role": "system", "content": _text(body.system)})] if body.system else []
     for place, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{place}]")

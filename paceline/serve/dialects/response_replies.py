@@ -10,7 +10,7 @@ from paceline.serve.http.failures import ApiError
 
 
 class ResponseExchange(Translated):
-    """A Responses request, and its answer in OpenAI's Responses format."""
+    """One request to OpenAI's Responses API. Converts its answer to that API's format."""
 
     def __init__(self, *arguments: Any, body: Any, **options: Any) -> None:
         """`body` is the ResponsesRequest (not named in the type, because its module imports this one)."""

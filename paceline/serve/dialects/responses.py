@@ -37,7 +37,7 @@ NAMES = {
 
 
 class ResponsePart(Closed):
-    """One text of a message, of reasoning, or of a call's output."""
+    """One piece of text in a conversation: of a message, of reasoning, or of the output of a function call."""
 
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["content"]
 
@@ -74,14 +74,15 @@ class ResponseTool(Closed):
 
 
 class ResponseToolChoice(Closed):
-    """The function that the answer must call."""
+    """Tool choice that forces a call of the function `name`."""
 
     type: Literal["function"] = "function"
     name: str
 
 
 class TextFormat(Closed):
-    """Format of the answer: text, json_object, or json_schema (with `schema`)."""
+    """Format of the answer, by `type`: text (free text), json_object (a JSON object), or json_schema (follows
+    `schema`)."""
 
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["format"]
 
@@ -100,7 +101,7 @@ class TextConfig(Closed):
 
 
 class Reasoning(Closed):
-    """Reasoning effort, passed to the chat template."""
+    """Field `reasoning` of a Responses request: the reasoning effort, passed to the chat template."""
 
     refused: ClassVar[dict[str, Refused]] = fields.RESPONSES_NESTED_REFUSED["reasoning"]
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["reasoning"]
@@ -166,8 +167,9 @@ def add_responses(app: FastAPI, worker: EngineWorker) -> None:
 
 
 def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
-    """Convert a request of OpenAI's Responses API to a chat request. Also returns a map from names of chat fields to
-    the client's names, for error messages. Raises RequestRefused for fields that are missing or do not fit together."""
+    """Convert a request of OpenAI's Responses API to a chat request. Returns (chat request, names). `names` maps fields
+    of the chat request to fields of the client's request, for error messages. Raises RequestRefused for a missing
+    field, and for fields that may not occur together."""
     messages, names = _messages(body)
     same = {"model", "temperature", "top_p", "parallel_tool_calls"} & body.model_fields_set
     chat = (

@@ -36,7 +36,7 @@ class Clock:
         self.mark("parse")
 
     def mark(self, part: str) -> None:
-        """End phase `part`: add the time since the last mark to it."""
+        """End the current phase: add the seconds since the previous `mark` to those of the phase `part`."""
         now = time.perf_counter()
         self._parts[part] += now - self._last_s
         self._last_s = now
@@ -46,14 +46,16 @@ class Clock:
         self._first_byte_s = time.perf_counter() - self.arrived_s
 
     def timings(self, sequences: Iterable[Sequence]) -> dict[str, float]:
-        """Return name -> seconds of each phase of the request, and their sum `total_s`: the time from its arrival to
-        this call. `sequences`: the request's answers; if there are several, the engine's phases are those of the answer
-        that ended last.
+        """Return name -> seconds for each phase of the request, for their sum `total_s` (from the request's arrival to
+        this call), and for `first_byte_s` (from its arrival to the first byte of the response).
 
-        Before the engine: `parse_s`, `dispatch_s`, `template_s`, `tokenizer_s`, `grammar_s`. `queue_s`: waiting for a
-        row of the KV cache or for other requests' work. `prefill_s`, `draft_s`, `verify_s`. `engine_s`: planning and
-        bookkeeping between passes. `text_s`: detokenisation. `send_s`: from the end of the last round to this call.
-        `other_s`: the rest of `total_s`. In addition, `first_byte_s`: from arrival to the answer's first byte.
+        `sequences`: the engine's records of the request's answers. If there are several answers, the phases in the
+        engine are those of the answer that ended last.
+
+        Phases before the engine: `parse_s`, `dispatch_s` (switching threads), `template_s`, `tokenizer_s`, `grammar_s`.
+        Phases in the engine: `queue_s` (waiting for a row of the KV cache, or for other requests' steps), `prefill_s`,
+        `draft_s`, `verify_s`, `engine_s` (planning and bookkeeping), `text_s` (detokenisation). Phase after the engine:
+        `send_s` (from the end of the last round to this call). `other_s`: the rest of `total_s`.
         """
         seq = max(sequences, key=lambda each: each.timings.until_s)
         spent, total_s = seq.timings, time.perf_counter() - self.arrived_s

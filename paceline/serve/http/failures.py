@@ -46,15 +46,17 @@ class ApiError(Exception):
 
     @classmethod
     def known(cls, code: str, **values: Any) -> ApiError:
-        """Return the error with this code in failures.json; `values` are inserted into its message."""
+        """Return the error with this code in failures.json. `values`: values of the placeholders in its message and
+        headers."""
         entry = FAILURES[code]
         headers = {name: text.format(**values) for name, text in entry.get("headers", {}).items()}
         return cls(entry["status"], entry["message"].format(**values), code=entry.get("code", code), headers=headers)
 
     @classmethod
     def failed(cls, error: Exception | None) -> ApiError:
-        """Return the error response (status 500) for one request that failed with `error` (None if unknown). It has the
-        message of a PacelineError; messages of other exceptions, which may contain private data, are hidden."""
+        """Return the response (status 500) for a request that failed in the engine with `error`; None if the error is
+        unknown. Only the message of a PacelineError is sent to the client. Other messages may contain private data, so
+        a general one replaces them."""
         return (
             cls(500, str(error), code="request_failed")
             if isinstance(error, PacelineError)
@@ -63,15 +65,15 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Error object in OpenAI's format."""
+        """Error object in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
         other = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, other)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
-        """Error object in Anthropic's format. For a prompt beyond the context the message begins with "prompt is too
-        long", by which clients know that a conversation must be shortened."""
+        """Error object in Anthropic's format. If the prompt is longer than the context, the message begins with "prompt
+        is too long", because clients shorten a conversation when they read this."""
         message = self.message
         if self.param and self.param not in message:
             message = f"{self.param}: {message}"
@@ -83,7 +85,7 @@ class ApiError(Exception):
 
 
 class RequestRefused(ApiError):
-    """An invalid request, or one that this server does not support."""
+    """Error response for a request that is invalid or not supported by this server; status 400 by default."""
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400
@@ -92,8 +94,8 @@ class RequestRefused(ApiError):
 
     @classmethod
     def of(cls, error: PacelineError, param: str | None = None) -> RequestRefused:
-        """Convert an error of the tokenizer, template or engine to an error response. `param` is the request's invalid
-        field, used if the error names no field."""
+        """Convert an error of the tokenizer, chat template or engine to an error response with status 400. `param`: the
+        invalid field, used if `error` names no field itself."""
         is_length, text = isinstance(error, ContextLengthError), str(error)
         param = getattr(error, "field", None) or param or ("max_tokens" if is_length else None)
         if isinstance(error, TemplateError):
@@ -109,7 +111,8 @@ def dump(value: Any) -> bytes:
 
 
 def compact(value: Any) -> str:
-    """Return a value of a request as JSON text. Raises RequestRefused if it is nested too deeply."""
+    """Return a value from a request as JSON text. Raises RequestRefused if it is nested too deeply for Python's JSON
+    encoder."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
@@ -119,13 +122,14 @@ def compact(value: Any) -> str:
 def json_response(
     value: Any, status: int = 200, headers: dict[str, str] | None = None, *, multiple: int = 1
 ) -> Response:
-    """Return a JSON response. Its body is padded with spaces, which parsers ignore, to a multiple of `multiple` bytes,
-    so that its length reveals an answer's length only roughly (serve --even-chunks)."""
+    """Return a JSON response. Its body is padded with spaces, which parsers ignore, to a multiple of `multiple` bytes.
+    With serve --even-chunks, this hides the exact length of an answer."""
     body = dump(value)
     return Response(body + b" " * (-len(body) % multiple), status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError, path: str = "") -> Response:
-    """Return the error response in the format of the API that `path` belongs to."""
+    """Return `error` as a response: in Anthropic's format if the request's `path` begins with /v1/messages, else in
+    OpenAI's."""
     body = error.anthropic_body if path.startswith(ANTHROPIC) else error.body
     return json_response(body, error.status, error.headers)

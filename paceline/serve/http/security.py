@@ -107,9 +107,10 @@ class Body:
         self._is_whole = self._is_replayed = False
 
     async def read(self, length: str) -> None:
-        """Read the body; `length` is the Content-Length header.
+        """Read the whole body into memory. `length`: value of the Content-Length header.
 
-        Raises ApiError if it is too long or too slow, ClientDisconnect if the client disconnects.
+        Raises ApiError if the body is too large or takes too long to arrive, ClientDisconnect if the client
+        disconnects.
         """
         most = self._config.max_body_bytes
         if not length.isdecimal() or int(length[:19]) > most:
@@ -126,7 +127,9 @@ class Body:
     async def discard(self) -> None:
         """Read and drop the rest of the body, because a client that is still sending would not read the response.
 
-        Stops after `DISCARD_BYTES`, after `DISCARD_PAUSE_S` without data, and at the body's deadline."""
+        Stops after `DISCARD_BYTES` (64 MiB), after `DISCARD_PAUSE_S` (2 seconds) without data, and at the time limit
+        for the body.
+        """
         num_bytes = 0
         with contextlib.suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout_at(self._due):
@@ -134,8 +137,8 @@ class Body:
                     num_bytes += len(await asyncio.wait_for(self._next(), DISCARD_PAUSE_S))
 
     async def replay(self) -> Message:
-        """ASGI `receive` for the application: returns the whole body at the first call, then later messages
-        (http.disconnect)."""
+        """ASGI function `receive` for the application, used after `read`. The first call returns the whole body as one
+        message. Later calls wait for the next message from the server, which is http.disconnect."""
         if self._is_replayed:
             return await self._receive()
         self._is_replayed = True
@@ -161,7 +164,7 @@ async def _refuse(error: ApiError, path: str, body: Body, send: Send) -> None:
 
 
 def allowed_hosts(config: ServeConfig) -> frozenset[str] | None:
-    """Return the host names that are valid in a Host header, without ports; None if all are."""
+    """Return the host names that a Host header may contain, without ports; None if every name is allowed."""
     names = config.allowed_hosts
     if not names and _is_loopback(config.host):
         names = (config.host, "localhost", "127.0.0.1", "::1")
@@ -169,7 +172,8 @@ def allowed_hosts(config: ServeConfig) -> frozenset[str] | None:
 
 
 def host_name(host: str) -> str:
-    """Return a Host header in lower case, without its port; IPv6 addresses without brackets."""
+    """Return the host name in a Host header: in lower case, without the port, and without the brackets of an IPv6
+    address."""
     host = host.strip().lower()
     name = (
         host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0] if host.count(":") == 1 else host

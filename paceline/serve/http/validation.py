@@ -26,9 +26,9 @@ ENDPOINTS: dict[str, type[Closed]] = {
 
 
 def invalid(error: RequestValidationError, content_type: str, endpoint: str = "") -> ApiError:
-    """Return the error response for a request that pydantic rejected with `error`; it names the first invalid field. If
-    the Content-Type header `content_type` is not JSON, the response reports this instead. `endpoint`: the request's
-    path."""
+    """Return the error response for a request that pydantic rejected with `error`. The message names the first invalid
+    field or, if the Content-Type header `content_type` is not JSON, reports only the wrong content type. `endpoint`:
+    the request's path."""
     if (
         "json" not in content_type.lower()
     ):  # web pages of other origins can send other types without a preflight request
@@ -79,7 +79,8 @@ def _reason(path: tuple[Any, ...], errors: list[Any], endpoint: str) -> str:
 
 
 def known_fields() -> list[str]:
-    """Return the names of the fields of all requests, including nested ones; error messages suggest them."""
+    """Return the names of all fields in all request formats, including those of nested objects. Error messages suggest
+    names from this list."""
     models, names = [*Closed.__subclasses__()], dict[str, None]()
     for model in models:
         models += model.__subclasses__()

@@ -17,7 +17,7 @@ from paceline.types import TokenLogprob
 
 
 class ChatReply(Reply):
-    """One answer of a chat completion, as an entry of `choices`."""
+    """One answer of a chat completion. Converts its text and tool calls to an entry of OpenAI's `choices`."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: ChatRequest) -> None:
         super().__init__(index, tokenizer, request, has_logprobs=bool(request.logprobs))
@@ -74,7 +74,7 @@ class ChatReply(Reply):
 
 
 class TextReply(Reply):
-    """One answer of a text completion, as an entry of `choices`."""
+    """One answer of a text completion. Converts its text to an entry of OpenAI's `choices`."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: CompletionRequest, echo: str) -> None:
         super().__init__(index, tokenizer, request, has_logprobs=request.logprobs is not None)

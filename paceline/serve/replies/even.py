@@ -35,16 +35,18 @@ KEPT = 0.9
 
 
 class Pace:
-    """Interval between the frames (chunks of one size) of one answer, in seconds. It is fixed, or computed anew only
-    after every `WINDOW` answers, so that it reveals nothing about a single one."""
+    """Interval in seconds between two frames (chunks of equal size) of a streamed answer. It is fixed, or follows the
+    speed of earlier answers: it starts at `START_S`, and is computed anew after the first `FIRST` finished answers,
+    then after every `WINDOW`. As each computation uses several answers, the interval does not reveal the speed of a
+    single one."""
 
     def __init__(self, fixed_s: float | None = None) -> None:
         self.interval_s = fixed_s or START_S
         self._is_fixed, self._due, self._measured = fixed_s is not None, FIRST, list[float]()
 
     def observe(self, token_s: Iterable[float]) -> None:
-        """Add the mean seconds per token of finished answers, one number each. Unless the interval is fixed, it is
-        computed from these numbers once there are enough."""
+        """Record the mean seconds per token of finished answers, one number for each answer. Unless the interval is
+        fixed, it is computed anew once enough answers have been recorded."""
         self._measured += token_s
         if len(self._measured) >= self._due and not self._is_fixed:
             kept_s = sorted(self._measured)[int(KEPT * (len(self._measured) - 1))]
@@ -53,8 +55,11 @@ class Pace:
 
 
 def single(event: Event, token_text: Callable[[int], str]) -> Iterator[Event]:
-    """Split an event into one event per token. Each token gets as many characters of the event's text as the token's
-    own text has, and the last token gets the rest, because text that was held back belongs to no token."""
+    """Split an event into one event per token. `token_text` returns the text of a token id.
+
+    The event's text is divided among its tokens in order. Each token but the last gets as many characters as
+    `token_text` returns for it. The last token gets the rest, which may include text held back from earlier events.
+    """
     chunk, rest = event.chunk, event.chunk.text
     last = len(chunk.token_ids) - 1
     for place, token in enumerate(chunk.token_ids[:-1]):
@@ -70,8 +75,9 @@ def single(event: Event, token_text: Callable[[int], str]) -> Iterator[Event]:
 
 
 def frames(piece: bytes, size: int) -> list[bytes]:
-    """Return `piece`, whole server-sent events or b"", as frames of `size` bytes each. An SSE comment before the
-    events, which clients ignore, fills the rest."""
+    """Cut `piece` into frames of exactly `size` bytes. `piece`: complete server-sent events; b"" gives one frame of
+    padding. The padding is put before the events, so that the last frame is full. It is an SSE comment, which clients
+    ignore."""
     opening, closing = COMMENT
     spaces = -(len(piece) + len(opening) + len(closing)) % size
     padded = opening + b" " * spaces + closing + piece
@@ -79,11 +85,14 @@ def frames(piece: bytes, size: int) -> list[bytes]:
 
 
 async def paced(pieces: AsyncIterator[bytes], size: int, interval_s: float) -> AsyncIterator[bytes]:
-    """Yield the frames of a stream, one per interval. `pieces`: one token's events each, b"" for a token without text.
+    """Yield a stream as frames of `size` bytes, the first at once and then one every `interval_s` seconds. `pieces`:
+    the encoded events of one token each; b"" for a token without text.
 
-    The first frame leaves at once; while no token is ready, frames of padding leave. The last event waits until the
-    number of frames becomes a multiple of `MULTIPLE`. If a slow client delays a frame by more than an interval, the
-    frames missed are not made up for."""
+    - If no piece is ready when a frame is due, the frame contains only padding.
+    - The total number of frames is a multiple of `MULTIPLE`. To reach it, frames of padding are sent before the last
+      piece.
+    - If a slow client delays a frame, later frames are not sent faster to catch up.
+    """
     ready, sending = deque([frames(await anext(pieces), size)]), list[bytes]()
     (cover,) = frames(b"", size)
     loop, number = asyncio.get_running_loop(), 0

@@ -36,8 +36,8 @@ log = logging.getLogger("paceline.serve")
 
 
 class Reply(ABC):
-    """One growing answer: `take` adds the worker's events, `choice` returns the text since its last call as an entry of
-    OpenAI's `choices`: for each chunk of a stream, or once for the whole answer."""
+    """One answer while it is generated. `take` adds an event from the worker. `choice` returns the text added since its
+    last call, as an entry of OpenAI's `choices`: once per chunk of a stream, or once for a complete answer."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: Sampling, *, has_logprobs: bool) -> None:
         self.index, self.tokenizer = index, tokenizer
@@ -59,7 +59,7 @@ class Reply(ABC):
             self._detokenizer = tokenizer.stream(request.skip_special_tokens is not False)
 
     def take(self, event: Event) -> None:
-        """Add the new tokens of one event."""
+        """Add the new text, tokens and log-probabilities of one event."""
         chunk = event.chunk
         self._text += chunk.text
         self._logprobs += event.logprobs
@@ -104,7 +104,7 @@ class Reply(ABC):
 
 
 class Exchange:
-    """One API request and its answers: turns the worker's events into a response object or a stream."""
+    """One API request and its answers. Converts the worker's events to one response object or to a stream."""
 
     end = DONE
     """Bytes sent after the last event of a stream."""
@@ -144,7 +144,7 @@ class Exchange:
         self._ticket.close()
 
     async def begin(self) -> None:
-        """Wait for the first tokens, so that an error before them still determines the HTTP status."""
+        """Wait for the first tokens. An error before them is raised here, while the HTTP status can still be chosen."""
         self._first = await self._ticket.read()
         self._clock.answered()
 
@@ -175,7 +175,8 @@ class Exchange:
             self.close()
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the answers as encoded server-sent events; events that arrived together are joined."""
+        """Yield the answers as encoded server-sent events. Events that arrived together are joined into one piece of
+        bytes. An error is sent as the last event."""
         try:
             async for chunks in self.chunks():
                 pieces = [self.written(chunk) if chunk else b"" for chunk in chunks]
@@ -193,15 +194,17 @@ class Exchange:
             yield self.end
 
     def even_stream(self, pace: Pace) -> AsyncIterator[bytes]:
-        """Yield the server-sent events as frames of one size at a steady rate, which shows network listeners neither
-        accepted drafts nor lengths of tokens. `pace`: interval between the frames of each answer."""
+        """Yield the stream as frames of equal size at a steady rate, so that network listeners see neither the number
+        of accepted drafts nor the lengths of tokens. `pace`: interval between frames for a request with one answer;
+        with n answers, the interval is n times shorter."""
         self._is_even, top = True, self._ticket.jobs[0].params.logprobs
         size = FRAME + (0 if top is None else LOGPROB * (1 + top))
         return paced(self.stream(), size, pace.interval_s / len(self._replies))
 
     async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
-        """Yield the stream's chunks as JSON objects: one list for each batch of events that arrived together. In an
-        `even_stream` there is one chunk per token; it is {} if there is nothing to send yet."""
+        """Yield the chunks of the stream as JSON objects, in lists: one list for each batch of events that arrived
+        together. After `even_stream` was called, each token has its own chunk; the chunk is {} if there is no text to
+        send for it yet."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         head = self._head | {
@@ -222,7 +225,7 @@ class Exchange:
         return sse(chunk)
 
     def failed(self, error: ApiError) -> bytes:
-        """Encode an error as the last event of a stream."""
+        """Encode an error as a server-sent event, the last one of a stream."""
         return sse(error.body)
 
     def _last(self, with_usage: bool) -> dict[str, Any]:
@@ -260,7 +263,8 @@ class Exchange:
 
     @property
     def token_s(self) -> list[float]:
-        """Mean seconds per token of each finished answer of several tokens, without the first token."""
+        """Mean seconds per token after the first, one number for each finished answer. Answers of one token are left
+        out."""
         times = [seq.timings.token_s for seq in self._sequences]
         return [(each[-1] - each[0]) / (len(each) - 1) for each in times if len(each) > 1]
 
@@ -337,12 +341,12 @@ def finite(logprob: float) -> float:
 
 
 def sse(value: dict[str, Any], name: str = "") -> bytes:
-    """Encode a JSON value as a server-sent event, with an event name if it is not empty."""
+    """Encode a JSON value as a server-sent event. `name`: its event name; "" for an event without a name."""
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + dump(value) + b"\n\n"
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of `work`, unless the client disconnects first: then cancel `work` and raise ClientDisconnect.
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect.
     `receive`: the request's ASGI function, which reports the disconnection."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_hung_up(receive))
@@ -364,7 +368,7 @@ async def _hung_up(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events that aborts its request when the client disconnects."""
+    """A response of server-sent events. If the client disconnects, its unfinished answers are aborted."""
 
     def __init__(self, exchange: Exchange, pace: Pace | None = None) -> None:
         """With `pace`, all chunks have one size and leave at its rate."""

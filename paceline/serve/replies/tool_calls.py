@@ -25,19 +25,20 @@ SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call of the answer; `arguments` is JSON text."""
+    """A tool call in an answer: the tool's name, and its arguments as JSON text."""
 
     name: str
     arguments: str
 
     def as_json(self) -> dict[str, Any]:
-        """Return OpenAI's tool call object with a new id."""
+        """Return the call as OpenAI's tool call object, with a new random id."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def read_call(text: str, names: set[str]) -> Call | None:
-    """Parse `text`, a JSON object, as a call of one of the tools `names`; returns None if it is not such a call."""
+    """Parse `text`, a JSON object, as a call of one of the tools `names`. Returns None if it is not JSON or not a call
+    of one of them."""
     try:
         spans = _members(text.strip(SPACE))
         name = json.loads(spans.get("name", "null"))
@@ -73,14 +74,15 @@ def _skip(text: str, place: int) -> int:
 
 
 class ObjectScan:
-    """Finds the end of the JSON object that starts at `begin` in a growing text; reads every character once."""
+    """Finds the end of a JSON object in a text that still grows. The object starts at the offset `begin`. Over all
+    calls of `end`, each character is read once."""
 
     def __init__(self, begin: int) -> None:
         self._place, self._depth, self._is_string = begin, 0, False
 
     def end(self, text: str) -> int | None:
-        """Return the offset after the object's closing brace, or None if it has not arrived yet. Each call passes the
-        whole text so far."""
+        """Return the offset after the object's closing brace, or None if the brace has not arrived yet. `text`: all of
+        the text that has arrived so far."""
         while mark := (IN_STRING if self._is_string else QUOTE_OR_BRACE).search(text, self._place):
             self._place = mark.end()
             if mark[0] == "\\":
@@ -136,11 +138,11 @@ Piece = str | Call
 
 
 class CallParser:
-    """Splits a streamed answer into texts and tool calls, in the answer's order; the result does not depend on how the
-    answer is split into chunks.
+    """Splits a streamed answer into texts and tool calls, in the answer's order. The sizes of the pieces in which the
+    answer arrives do not change the result.
 
-    Text that may become a call is held back until that is decided. White space before a call and after the last one is
-    dropped.
+    Text that could be the beginning of a call is held back until more text shows whether it is one. White space before
+    a call and after the last call is dropped.
     """
 
     def __init__(self, names: Iterable[str], *, is_whole: bool = False, most: int | None = None) -> None:
@@ -154,7 +156,8 @@ class CallParser:
         self._is_start, self._has_text = True, False
 
     def push(self, text: str) -> list[Piece]:
-        """Add the next text of the answer; returns the texts to send and the complete calls, in order."""
+        """Add the next text of the answer. Returns, in order, the texts that can be sent now and the calls that are
+        complete."""
         self._held += text
         if self._is_whole or (self._scan and self._scan.end(self._held) is None):
             return []
@@ -163,7 +166,7 @@ class CallParser:
         return [] if self._is_start else [piece for piece in self._read(is_end=False) if piece]
 
     def finish(self) -> list[Piece]:
-        """End the answer; returns the texts and calls in the text held back until now, in order."""
+        """End the answer. Returns the texts and calls in the text that was held back, in order."""
         if self._is_whole or self._is_start:
             calls = self._whole(is_end=True)
             if calls:

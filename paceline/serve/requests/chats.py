@@ -42,13 +42,15 @@ Drafter = Annotated[
 
 
 def names_of(worker: EngineWorker) -> tuple[str, ...]:
-    """Return the model names that clients may use; by default only the last part of the model's path."""
+    """Return the model names that clients may use: those in the configuration, else only the last part of the model's
+    path."""
     return worker.config.served_names or (short_name(worker.serving().name),)
 
 
 def check_model(name: str | None, worker: EngineWorker) -> tuple[str, ModelInfo]:
-    """Return (model name for clients, properties of the loaded model). `name`: the model that the request names, or
-    None. Raises ApiError if the server has no model with this name, or does not accept requests now."""
+    """Return (model name for clients, properties of the loaded model). `name`: the model named in the request; None if
+    the request names no model. Raises ApiError if the server has no model of this name, or does not accept requests
+    now."""
     names = names_of(worker)
     if name is not None and name not in names:
         message = f"there is no model {name!r:.100} here: this server has {', '.join(names)}"
@@ -64,12 +66,14 @@ async def answer_chat(
     exchange: Callable[..., Exchange],
     drafter: str | None = None,
 ) -> Response:
-    """Queue a chat request in the engine and return the HTTP response. `tag`, `drafter`: values of the headers
-    x-paceline-tag (label in the trace) and x-paceline-drafter (name of the drafter); None if missing.
+    """Queue a chat request in the engine and return the HTTP response.
 
-    `exchange`: function that creates the Exchange, the object that writes the answers in the endpoint's format. Its
-    arguments: the model's name, `body`, a Ticket (source of the engine's tokens), one ChatReply for each of the `n`
-    answers, and the keyword `lossless`, False if acceptance is mocked."""
+    - `tag`: value of the header x-paceline-tag (the client's label, recorded in the trace); None if missing.
+    - `drafter`: value of the header x-paceline-drafter (name of the drafter to use); None if missing.
+    - `exchange`: returns an Exchange, which converts the answers to the endpoint's format. Its arguments are the
+      model's name, `body`, the Ticket (source of the engine's tokens), a list with one ChatReply per answer, and the
+      keyword `lossless` (False if acceptance is mocked).
+    """
     name, model = check_model(body.model, worker)
     clock = Clock(http.scope)
     jobs = await asyncio.to_thread(chat_jobs, body, model, worker.config, clock)
@@ -87,11 +91,12 @@ def asked_route(
     worker: EngineWorker,
     model: ModelInfo,
 ) -> Route | None:
-    """Return the route, which selects the request's drafter; None selects the default drafter.
+    """Return the route that selects the request's drafter; None selects the default drafter.
 
-    `drafter`: value of the header x-paceline-drafter, a drafter's name, which takes precedence. Without it the route
-    follows the server's setting `route`; with `route` "tag", the header x-paceline-tag (`tag`) names the drafter.
-    Raises RequestRefused for an unknown drafter."""
+    `drafter`: value of the header x-paceline-drafter. If given, it names the drafter; otherwise the server's setting
+    `route` decides (see `route_of`). `tag`: value of the header x-paceline-tag, which names the drafter if `route` is
+    "tag". Raises RequestRefused if x-paceline-drafter names an unknown drafter.
+    """
     name = drafter and drafter.strip()
     return chosen_route(name, model.drafters) if name else route_of(worker.config.route, body, http.headers, tag)
 
@@ -104,7 +109,8 @@ async def count_chat(body: ChatRequest, worker: EngineWorker) -> int:
 
 async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[Job]:
     """Compile the grammars of one request's jobs (a job is one answer to generate). Returns copies of the jobs with the
-    compiled grammars and with `clock`, which measures the compilation."""
+    compiled grammars; `clock` measures the compilation and is set in each copy. Raises RequestRefused for an invalid
+    grammar."""
     clock.mark("dispatch")
     jobs = await worker.compiled(jobs)
     clock.mark("grammar")
@@ -112,7 +118,8 @@ async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[
 
 
 async def respond(http: Request, exchange: Exchange) -> Response:
-    """Return the HTTP response with the answers, complete or streamed; aborts the request if the client disconnects."""
+    """Return the HTTP response with the answers of `exchange`: one JSON object, or a stream. If the client disconnects,
+    the request is aborted."""
     pace: Pace | None = http.app.state.pace
     http.state.is_queued = True
     try:

@@ -36,8 +36,8 @@ TOKEN_KEY = re.compile("0|[1-9][0-9]{0,18}", re.ASCII)
 
 
 def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None) -> list[Job]:
-    """Convert a chat request to jobs for the engine, one for each of its `n` answers. Run it in a thread, since
-    rendering and encoding are slow; `clock` measures both.
+    """Convert a chat request to jobs for the engine, one for each of its `n` answers. Rendering the chat template and
+    encoding are slow, so call this function in a thread; `clock` measures both.
 
     Raises RequestRefused for fields that are invalid or contradict each other, and for values beyond this server's
     limits.
@@ -71,9 +71,9 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock
 def completion_jobs(
     request: CompletionRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None
 ) -> tuple[list[Job], list[str]]:
-    """Convert a text completion request to jobs, `n` for each prompt, in order. Also returns for each job the text to
-    put before its answer: with `echo` the prompt, else "". Run it in a thread, since encoding is slow; `clock` measures
-    it.
+    """Convert a text completion request to jobs for the engine (a job is one answer to generate): `n` for each prompt,
+    in the order of the prompts. Also returns, for each job, the text to put before its answer: the prompt if the
+    request has `echo`, else "". Encoding is slow, so call this function in a thread; `clock` measures it.
 
     Raises RequestRefused for unsupported or invalid fields, and for values beyond this server's limits.
     """
@@ -110,10 +110,10 @@ def jobs_of(
     logprobs: int | None,
     grammar: tuple[str, GrammarSpec] | None,
 ) -> list[Job]:
-    """Return `n` jobs (answers to generate) for each prompt (token ids), in the prompts' order. Without `max_tokens`,
-    an answer has at most `config.default_max_tokens` tokens, or as many as fit the context if these are fewer.
-    `logprobs`: number of most probable tokens to return at each position, None for no log-probabilities. `grammar`:
-    (request field with the grammar, grammar).
+    """Return `n` jobs (answers to generate) for each prompt (token ids), in the order of the prompts. `max_tokens`:
+    longest answer in tokens; None limits it to `config.default_max_tokens` and to the rest of the context. `logprobs`:
+    number of most probable tokens to return at each position; None for no log-probabilities. `grammar`: (name of the
+    request field with the grammar, the grammar), or None.
 
     Raises RequestRefused for values that are invalid or beyond this server's limits.
     """
@@ -161,8 +161,9 @@ def jobs_of(
 
 def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar: GrammarSpec | None) -> SamplingParams:
     """Return the request's sampling parameters. `logprobs`: number of most probable tokens whose log-probabilities are
-    returned at each position, None for no log-probabilities; limited to `vocab_size` (tokens in the vocabulary), as is
-    top_k. `grammar`: that of the answer, or None. Raises RequestRefused for invalid values."""
+    returned at each position; None for no log-probabilities. This number and the request's top_k are limited to
+    `vocab_size`, the number of tokens in the vocabulary. `grammar`: the grammar that the answer must follow, or None.
+    Raises RequestRefused for invalid values."""
     temperature = 1.0 if request.temperature is None else request.temperature
     is_greedy = temperature < MIN_TEMPERATURE or request.top_p == 0  # top_p always keeps the most likely token
     try:

@@ -16,8 +16,8 @@ from paceline.data.messages import UNUSED_CALL_KEYS, UNUSED_CALLED_KEYS, UNUSED_
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An unsupported request field: requests with it are rejected, unless its value requests the default behaviour (a
-    neutral value)."""
+    """A request field that the server does not support. A request with this field is rejected, unless the field's value
+    is neutral: it requests what the server does by default."""
 
     advice: str
     """Part of the error message: what to do instead."""
@@ -25,7 +25,7 @@ class Refused:
     """Values that request the default behaviour, and so are accepted."""
 
     def holds(self, value: Any) -> bool:
-        """Return True if `value` is neutral: it requests the default behaviour, so the field is accepted."""
+        """Return True if `value` is neutral, so that a request with it is accepted."""
         return any(type(value) is type(one) and value == one for one in self.neutral)
 
 
@@ -193,8 +193,12 @@ NESTED_UNUSED: dict[str, dict[str, str]] = {
 
 
 def is_left_out(name: str, value: Any, refused: Mapping[str, Refused], unused: Mapping[str, str]) -> bool:
-    """Return True if an unsupported field can be dropped: its value is null, the field is in `unused` (ignored fields),
-    or its value requests the default behaviour (see `refused`, the rejected fields)."""
+    """Return True if the unsupported field `name` can be ignored, for one of these reasons:
+
+    - Its value is null.
+    - It is in `unused`, the ignored fields.
+    - It is in `refused`, the rejected fields, but its value requests the default behaviour.
+    """
     return value is None or name in unused or (name in refused and refused[name].holds(value))
 
 
@@ -207,9 +211,11 @@ def why_refused(
 ) -> str:
     """Return the error message for an unsupported field.
 
-    `path`: names of the enclosing objects, then of the field; `refused`: the endpoint's rejected fields; `nested`:
-    object's name -> its rejected fields; `known`: valid names, for suggestions; `endpoints`: endpoints that support the
-    field.
+    - `path`: the field's name, after the names of the objects that contain it, outermost first.
+    - `refused`: rejected fields at the top level of a request.
+    - `nested`: rejected fields in objects of a request, by the object's name.
+    - `known`: valid names, for suggestions.
+    - `endpoints`: other endpoints, which support the field.
     """
     *parents, name = path
     table = nested.get(parents[-1], {}) if parents else refused

@@ -35,15 +35,15 @@ CHAT_ONLY = (
 
 
 def chat_ids(request: ChatRequest, model: ModelInfo, clock: Clock | None = None) -> list[int]:
-    """Return the token ids of a chat request's prompt; `clock` measures the template and the tokenizer. Raises
-    RequestRefused for invalid messages or tools, and for texts far beyond the context."""
+    """Return the token ids of a chat request's prompt. `clock` measures the template and the tokenizer. Raises
+    RequestRefused for invalid messages or tools, and for texts that are far longer than the context."""
     check_characters(_texts(request), model, "messages")
     return encode_request(request, model.tokenizer, clock)
 
 
 def prediction_ids(request: ChatRequest, model: ModelInfo) -> tuple[int, ...]:
-    """Return the token ids of the answer that the request predicts; () without a prediction. Raises RequestRefused for
-    a prediction without text, or one longer than the context."""
+    """Return the token ids of the request's prediction (the answer that the client expects); () if it has no
+    prediction. Raises RequestRefused for a prediction that is not text, or is longer than the context."""
     if request.prediction is None:
         return ()
     try:
@@ -73,9 +73,9 @@ def _texts(request: ChatRequest) -> Iterator[str]:
 def encode_request(
     request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, clock: Clock | None = None
 ) -> list[int]:
-    """Return the token ids of a request's conversation, rendered with its tools and its variables for the chat
-    template. `clock` measures the template and the tokenizer. Raises RequestRefused for invalid messages or tools, or
-    if the template does not use `reasoning_effort` or `documents` of the request."""
+    """Return the token ids of a request's conversation. The chat template renders it, with the request's tools and
+    template variables. `clock` measures the template and the tokenizer. Raises RequestRefused for invalid messages or
+    tools, and if the request sets `reasoning_effort` or `documents` but the template does not use them."""
     variables = dict(request.chat_template_kwargs or {})
     for name in TEMPLATE_FIELDS:
         value = getattr(request, name)
@@ -126,8 +126,9 @@ def encode_chat(
 
 
 def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
-    """Return the token ids for /tokenize: those of the request's text, encoded like a completion's prompt, or of its
-    conversation, encoded like a chat. Raises RequestRefused unless the request has exactly one of the two."""
+    """Return the token ids for a request to /tokenize. Its `prompt` is encoded like the prompt of a text completion,
+    its `messages` like a chat. Raises RequestRefused unless the request has exactly one of these two fields, and for
+    options that belong to the other one."""
     if (request.prompt is None) == (request.messages is None):
         raise RequestRefused("give either prompt or messages", param="prompt")
     if request.messages is None:
@@ -141,7 +142,8 @@ def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
 
 
 def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[int]]:
-    """Return the token ids of each prompt. Raises RequestRefused for missing, empty, too long or invalid prompts."""
+    """Return the token ids of each prompt of a text completion request. Raises RequestRefused for missing, empty, far
+    too long or otherwise invalid prompts."""
     prompt, with_special = request.prompt, request.add_special_tokens is not False
     is_one = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
     prompts, encoded = cast("list[str | list[int]]", [prompt] if is_one else prompt), list[list[int]]()
@@ -155,8 +157,8 @@ def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[in
 
 
 def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True) -> list[int]:
-    """Return the token ids of a text, without a chat template. `add_special_tokens`: also add those that the tokenizer
-    puts around a text, such as BOS. Raises RequestRefused if the tokenizer rejects the text."""
+    """Return the token ids of a text, without a chat template. `add_special_tokens`: also add the special tokens that
+    the tokenizer puts around a text, such as BOS. Raises RequestRefused if the tokenizer rejects the text."""
     try:
         return tokenizer.encode(text, add_special_tokens)
     except PacelineError as error:
@@ -164,7 +166,8 @@ def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True
 
 
 def check_ids(ids: list[int], model: ModelInfo, field: str) -> list[int]:
-    """Return the ids unchanged. Raises RequestRefused, naming `field`, for a token outside the vocabulary."""
+    """Check that all token ids are in the vocabulary, and return them. Raises RequestRefused, naming `field`,
+    otherwise."""
     wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
     if wrong is not None:
         raise RequestRefused(f"token {wrong} is outside the model's vocabulary of {model.vocab_size}", param=field)
@@ -172,8 +175,9 @@ def check_ids(ids: list[int], model: ModelInfo, field: str) -> list[int]:
 
 
 def check_characters(texts: Iterable[str], model: ModelInfo, field: str) -> None:
-    """Raises RequestRefused, before the texts are encoded, if together they have more than MAX_TOKEN_CHARACTERS (64)
-    characters per token of the context. `field`: the request's field with the texts, for the error."""
+    """Raises RequestRefused if the texts together have more than 64 (MAX_TOKEN_CHARACTERS) characters per token of the
+    context. Texts that are far too long are thus rejected without being encoded. `field`: name of the request's field
+    that contains the texts, for the error."""
     num_characters = sum(map(len, texts))
     if num_characters > MAX_TOKEN_CHARACTERS * model.max_len:
         noun = "prediction" if field == "prediction" else "prompt"

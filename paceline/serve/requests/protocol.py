@@ -156,12 +156,14 @@ class Message(Closed):
     refusal: SkipValidation[str | None] = Field(None, description="Replaces a content that is null.")
 
     def as_sent(self) -> dict[str, Any]:
-        """Return the fields that the client sent; `paceline.data.messages` checks them."""
+        """Return the fields that the client sent, without defaults. Their values are not validated yet;
+        `paceline.data.messages` does this later."""
         return {name: getattr(self, name) for name in self.model_fields_set}
 
 
 class Prediction(Closed):
-    """The answer that the client expects. Where it is right, generation is faster; it never changes the answer."""
+    """The answer that the client expects. Parts that the prediction has right are generated faster; the answer itself
+    never changes."""
 
     type: Literal["content"]
     content: SkipValidation[str | list[ContentPart]] = Field(

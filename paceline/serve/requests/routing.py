@@ -18,8 +18,8 @@ DRAFTER = "x-paceline-drafter"
 
 
 def chosen_route(name: str, drafters: Sequence[str]) -> Route:
-    """Return the route to the drafter `name`, which the header x-paceline-drafter selects; "none" is plain decoding.
-    Raises RequestRefused for other names than "none" and those in `drafters`."""
+    """Return the route to the drafter `name`, the value of the header x-paceline-drafter; "none" is plain decoding.
+    Raises RequestRefused if `name` is neither "none" nor in `drafters`."""
     if name not in (*drafters, NONE):
         message = f"there is no drafter {name!r:.100} here: {DRAFTER} names one of {', '.join([*drafters, NONE])}"
         raise RequestRefused(message, param=DRAFTER, code="drafter_not_found")
@@ -29,9 +29,12 @@ def chosen_route(name: str, drafters: Sequence[str]) -> Route:
 def route_of(
     how: str, body: ChatRequest | CompletionRequest, headers: Mapping[str, str], tag: str | None
 ) -> Route | None:
-    """Return the route that selects a request's drafter. `how`: the server's setting `ServeConfig.route`. "tag" and
-    "header:NAME": the tag or this header names the drafter; None if it is missing, and then the first drafter is used.
-    "auto": the route has the request's classes (kinds of similar requests), by which the router chooses a drafter."""
+    """Return the route that selects a request's drafter. `how`: the server's setting `ServeConfig.route`.
+
+    "tag": `tag` (the client's label) is the name of the drafter. "header:NAME": the value of the header NAME is the
+    name of the drafter. If this label or header is missing, returns None, which selects the first drafter. "auto": the
+    router chooses the drafter by the request's classes (groups of similar requests), computed from `body` and `tag`.
+    """
     if how != AUTO:
         name = tag if how == TAG else headers.get(how.partition(":")[2])
         return Route(name.strip()) if name else None

@@ -26,8 +26,9 @@ def tools_of(request: ChatRequest | TokenizeRequest) -> list[Tool]:
 
 
 def forced_schema(request: ChatRequest) -> str | None:
-    """Return the JSON schema that the answer must follow because `tool_choice` forces a call; None if it may be text.
-    Raises RequestRefused for an invalid `tool_choice`, or if definitions of two tools conflict."""
+    """Return the JSON schema that the answer must follow if `tool_choice` forces a tool call, else None. Raises
+    RequestRefused for an invalid `tool_choice`, or if the same name has different definitions ("$defs") in the schemas
+    of two tools."""
     choice = request.tool_choice
     if choice is None or choice in ("none", "auto"):
         return None
@@ -41,12 +42,13 @@ def forced_schema(request: ChatRequest) -> str | None:
 
 
 def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return the tools as JSON, as the client sent them."""
+    """Return the tools as JSON objects with exactly the fields that the client sent."""
     return [tool.model_dump(exclude_unset=True) for tool in tools]
 
 
 def text_of(message: Message, field: str = "messages") -> str:
-    """Return a message's text; errors name `field`. Raises RequestRefused for parts without text."""
+    """Return a message's text. Raises RequestRefused if the content has a part without text; the error names
+    `field`."""
     try:
         return content_text(message.content, f"{field}.content")
     except MessageError as error:

@@ -56,29 +56,43 @@ class Drafters:
         """Name -> (rounds, tokens, seconds) counted under this name before the current drafter was loaded."""
 
     async def table(self) -> list[dict[str, Any]]:
-        """Return a list with an object per drafter: name, drafter (its source), state, rows (running requests that use
-        it), tokens_per_round and tokens_per_s (since it was loaded; None before its first round), weight_bytes,
-        cache_bytes, and memory_bytes (the sum of these two)."""
+        """Return a list with an object per drafter, which has these keys:
+
+        - name;
+        - drafter: source it was loaded from; "" while it is being loaded;
+        - state: such as ready, loading or draining;
+        - rows: number of running requests that use it;
+        - tokens_per_round, tokens_per_s: means since it was loaded; None before its first round;
+        - weight_bytes, cache_bytes, and memory_bytes, their sum.
+        """
         members = await self._call(_rows)
         empty = {"drafter": "", "rows": 0} | NO_MEMORY
         shown = members + [{"name": name, "state": state, **empty} for name, state in self._busy.items()]
         return [row | self._figures(row["name"]) for row in shown]
 
     async def memory(self) -> dict[str, int]:
-        """Return weight_bytes, cache_bytes and memory_bytes of all drafters together; what several of them share
-        counts once."""
+        """Return {"weight_bytes", "cache_bytes", "memory_bytes" (their sum)} of all drafters together. Memory that
+        several drafters share counts once."""
         return await self._call(lambda model: _sizes(memory_of(model.engine.pool.drafters, model.target)))
 
     async def clusters(self) -> list[dict[str, Any]]:
-        """Return a list with an object per request class: cluster (its name), label (the name, with a client's tag
-        replaced by a hash), pinned (drafter or None), requests (number), gains (drafter -> estimated tokens/s relative
-        to plain decoding) and given (drafter -> requests routed to it). Empty without a router."""
+        """Return a list with an object per request class (group of similar requests); an empty list if the server has
+        no router. An object has these keys:
+
+        - cluster: name of the class;
+        - label: the name, with a client's tag replaced by a hash;
+        - pinned: drafter that all requests of the class must use, or None;
+        - requests: number of requests in the class;
+        - gains: drafter -> estimated tokens/s relative to plain decoding;
+        - given: drafter -> number of requests routed to it.
+        """
         return await self._call(_clusters)
 
     async def load(self, name: str, drafter: str) -> dict[str, Any]:
-        """Load a drafter (folder or hub id) into the pool under `name`, where it replaces the old one, if any; running
-        requests keep the old one. Returns its entry in `table`. Raises ApiError if the drafter or the name is rejected,
-        or while another drafter is being loaded."""
+        """Load a drafter (folder or hub id) into the pool under `name`. If the name is in use, new requests get the new
+        drafter; running requests keep the old one. Returns the new drafter's entry in `table`. Raises ApiError if the
+        drafter or its name is invalid, if memory or room in the pool is lacking, if a trial request with the drafter
+        fails, and while another drafter is being loaded."""
         with _refusing():
             check_name(name)
         if self._busy:
@@ -102,14 +116,15 @@ class Drafters:
         return await self._changed(name)
 
     async def drain(self, name: str) -> dict[str, Any]:
-        """Give the drafter no new requests; returns its entry in `table`. Raises ApiError for an unknown name."""
+        """Stop giving new requests to the drafter `name`; its running requests finish. Returns its entry in `table`.
+        Raises ApiError for an unknown name."""
         with _refusing(404):
             await self._call(lambda model: model.drain_drafter(name))
         return await self._changed(name)
 
     async def unload(self, name: str) -> list[dict[str, Any]]:
-        """Unload a drafter; returns the `table` of the others. Raises ApiError if running requests use it, or for an
-        unknown name."""
+        """Remove a drafter from the pool; returns the `table` of the remaining ones. Raises ApiError if running
+        requests use the drafter, or for an unknown name."""
 
         def remove(model: LLM) -> int:
             pool = model.engine.pool
@@ -127,9 +142,9 @@ class Drafters:
         return await self.table()
 
     async def pin(self, cluster: str, name: str | None) -> dict[str, Any]:
-        """Pin a request class (`cluster`) to drafter `name`, so that all its requests use it; None unpins it. Returns
-        the class's entry in `clusters`. Raises ApiError for an unknown class or drafter, or without a router (--route
-        auto)."""
+        """Pin a request class (`cluster`) to the drafter `name`, so that all its requests use this drafter; None unpins
+        the class. Returns the class's entry in `clusters`. Raises ApiError for an unknown class or drafter, and if the
+        server has no router (it has one with --route auto)."""
 
         def pin(model: LLM) -> None:
             if name not in (None, NONE):

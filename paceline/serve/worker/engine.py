@@ -50,8 +50,11 @@ class ModelInfo:
 
 
 def marks_of(model: LLM) -> dict[str, Any]:
-    """Return a fingerprint of the model's drafters (name -> source, file stamp, and if new requests may use it). It
-    changes if a drafter is replaced, drained or removed, not if it is released from memory and loaded again. Keeps no
-    drafter in memory."""
+    """Return a fingerprint of the model's drafters, which changes if a drafter is replaced, drained or removed. Maps
+    name -> (source, state of its files when the drafter was loaded, True if new requests may use the drafter).
+
+    The fingerprint does not change if a drafter is only released from memory and loaded again. It keeps no drafter in
+    memory.
+    """
     members = [(name, each.drafter, each.is_open) for name, each in model.members.items()]
     return {name: (drafter.source or ref(drafter), drafter.stamp, is_open) for name, drafter, is_open in members}

@@ -19,8 +19,7 @@ Command = Callable[[], None]
 
 
 class Inbox:
-    """FIFO queue of commands for one thread. Any thread may post commands; only that thread takes them, until `close`
-    is called."""
+    """FIFO queue of commands for one thread. Any thread may add commands; only this one takes them."""
 
     def __init__(self) -> None:
         self._commands: deque[Command] = deque()
@@ -41,11 +40,11 @@ class Inbox:
                 self._condition.notify()
 
     def post_first(self, command: Command) -> None:
-        """Queue a command before all others. Only for the thread that takes commands."""
+        """Queue a command before all others. Only the thread that takes the commands may call this."""
         self._commands.appendleft(command)
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Queue a function. Returns a future with its result or exception, or with an ApiError if the inbox is closed
+        """Queue `function`. Returns a future with its result or exception, or with an ApiError if the inbox is closed
         before the function has run."""
         future: Future[Any] = Future()
         with self._condition:
@@ -78,7 +77,8 @@ class Inbox:
         return self._commands.popleft()
 
     def close(self, code: str) -> None:
-        """Drop all queued commands. Pending and later calls fail with the error `code` of failures.json."""
+        """Close the inbox and drop all queued commands. All futures of `call` that have no result yet, and those of
+        later calls, get the ApiError with this `code` in failures.json."""
         with self._condition:
             self._closed = code
             self._commands.clear()
@@ -88,7 +88,8 @@ class Inbox:
 
 
 def complete(future: Future[Any], function: Callable[[], Any]) -> None:
-    """Set the future's result or exception to that of `function()`, unless the future is cancelled."""
+    """Run `function` and set its result or exception in the future; does nothing if the future is cancelled. SystemExit
+    and KeyboardInterrupt, which are not subclasses of Exception, are raised here; the future then gets an ApiError."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -40,13 +40,21 @@ or marginals (acceptance by draft position and candidate rank)."""
 
 
 def read_mock(text: str) -> Mock:
-    """Parse the text of `serve --mock`: how many drafts the mocked verification accepts. Raises ConfigError.
+    """Parse the text of `serve --mock`, which sets how many drafts the mocked verification accepts. Raises ConfigError
+    unless it has one of these three forms.
 
-    There are three forms. A number: mean tokens per round, including the bonus token (1 or more). A survival curve
-    (shares of rounds whose first 1, 2, ... drafts are accepted): written .8,.6,.4 or survival:.8,.6,.4, or the path of
-    a JSON list, of a JSON object with a list "survival", or of a run, trace or log that `paceline simulate` accepts
-    as --acceptance. Marginals (acceptance chances by draft position and candidate rank): the name of a built-in table,
-    "greedy" or "sampled", or the path of a JSON list of lists or of a JSON object with "marginals".
+    A number: mean tokens per round, 1 or more, including the bonus token.
+
+    A survival curve (shares of rounds whose first 1, 2, ... drafts are accepted):
+
+    - .8,.6,.4 or survival:.8,.6,.4;
+    - the path of a JSON file with such a list, alone or under the key "survival";
+    - any other path that `paceline simulate --acceptance` reads.
+
+    Marginals (acceptance chances by draft position and candidate rank):
+
+    - the name of a built-in table, "greedy" or "sampled";
+    - the path of a JSON file with a list of lists, or with an object that has the key "marginals".
     """
     path = Path(text).expanduser()
     if text in built_in():
@@ -87,12 +95,19 @@ def _checked(shares: list[float]) -> tuple[float, ...]:
 
 
 def mocked_engine(engine: EngineConfig, mock: str, scratch: Path) -> EngineConfig:
-    """Return `engine` with mocked acceptance: `mock`, the text of --mock, sets how many drafts verification accepts.
+    """Return the configuration `engine` with mocked acceptance. `mock`: the text of --mock, which sets how many drafts
+    verification accepts (see `read_mock`).
 
-    A model given as a config.json, or by a name that only the catalogue has (`paceline simulate --list`), gets random
-    weights, and its config is written to a folder in `scratch`. A folder without weights gets random weights too.
-    Raises ConfigError if `mock` or the config is invalid, ModelNotFoundError if the model or its config is not found,
-    and UnsupportedModelError if its config is unknown or not a JSON object.
+    The model gets random weights in these cases:
+
+    - It is a folder without weights.
+    - It is a JSON file, which is read as the model's config.json.
+    - It is a name in the catalogue (`paceline simulate --list`) but not a hub id. A hub id in the catalogue counts too
+      if `engine` already has random weights.
+
+    In the last two cases, the config is written to a folder in `scratch`. Raises ConfigError if `mock` or the config is
+    invalid, ModelNotFoundError if the model or its config is not found, UnsupportedModelError if the config is not a
+    JSON object or the catalogue does not have it.
     """
     acceptance, path = read_mock(mock), Path(engine.model).expanduser()
     if isinstance(acceptance, Marginals):
@@ -131,10 +146,13 @@ def _with_config(engine: EngineConfig, config: dict[str, Any], folder: Path) -> 
 
 
 def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
-    """Return the drafter to load on a server with mocked acceptance: `name` unchanged, except that "default" becomes
+    """Return the drafter to load on a server with mocked acceptance: `name`, except that "default" becomes
     random-dflash (an untrained drafter with random weights) if no drafter shipped for `model` is installed.
-    `most_accepted`: most tokens per round, with the bonus token, that the mock accepts; only at 1 (no draft is ever
-    accepted) the drafter "none" is allowed. Raises ConfigError for a drafter that does not draft in every round."""
+
+    `most_accepted`: maximum tokens per round that the mock gives, including the bonus token; 1 means that no draft is
+    ever accepted. Raises ConfigError for "ngram", because it does not draft in every round, and for "none" if
+    `most_accepted` is above 1.
+    """
     if name == "default":
         return name if shipped.local(model) else "random-dflash"
     if name == LOOKUP or (name == NONE and most_accepted > 1):
@@ -146,8 +164,8 @@ def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
 
 
 def check_yield(mock: Mock, num_drafted: int) -> None:
-    """Raises ConfigError if the mocked acceptance `mock` (tokens per round, survival curve or marginals, see
-    `read_mock`) needs more than `num_drafted` drafts per round."""
+    """Raises ConfigError if the mocked acceptance `mock` (see `read_mock`) needs more drafts per round than
+    `num_drafted`, the number that the drafter drafts."""
     mock = mock.survival if isinstance(mock, Marginals) else mock
     most = len(mock) + 1 if isinstance(mock, tuple) else mock
     if most > num_drafted + 1:

@@ -42,8 +42,9 @@ class Event:
 
 
 class Ticket:
-    """The answers to one API request, from submission to the end. One task of the event loop reads the events and must
-    close the ticket. `deadline`: time.perf_counter time at which the worker aborts unfinished answers."""
+    """The answers to one API request, from its submission to their end. A single task of the event loop reads the
+    events, and must close the ticket. `deadline`: time (time.perf_counter) at which the worker aborts unfinished
+    answers."""
 
     def __init__(
         self,
@@ -64,8 +65,8 @@ class Ticket:
         self._arrived = asyncio.Event()
 
     async def read(self) -> list[Event]:
-        """Wait for new events and return them; an empty list after the last one. Raises the error that ended the
-        request."""
+        """Wait for new events and return them; once all answers have ended, return an empty list. Raises the error that
+        ended the request."""
         while not self._events:
             if self._error:
                 raise self._error
@@ -77,7 +78,7 @@ class Ticket:
         return events
 
     def close(self) -> None:
-        """Abort unfinished answers; their cache rows are free before the engine's next step."""
+        """Abort unfinished answers. Their rows of the KV cache are free before the engine's next step."""
         if self.num_left:
             self._abort(self)
 
@@ -88,7 +89,7 @@ class Ticket:
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
-        """End all answers with an error, which `read` raises after the events so far."""
+        """End all answers with an error. `read` first returns the events added before, then raises the error."""
         self.num_left, self._error = 0, error
         self._arrived.set()
 
@@ -97,12 +98,12 @@ Addressed = tuple[Ticket, Event | Exception]
 
 
 class Outbox:
-    """Passes events from the engine's thread to the event loop. Events of several rounds are batched, since waking the
-    loop costs CPU time.
+    """Passes events from the engine's thread to the event loop. Waking the loop costs CPU time, so the events of
+    several rounds may be delivered together.
 
-    First tokens, ends and errors are delivered at once. Other events are held as long as the oldest of them would still
-    be less than `interval_s` seconds old at the end of the next round. If a round takes longer than that, nothing is
-    held.
+    First tokens, ends of answers and errors are delivered at once, with all held events. Other events are held until
+    the end of the next round, unless the oldest held event would then be `interval_s` seconds old or more. The next
+    round is assumed to take as long as the last one.
     """
 
     def __init__(self, deliver: Callable[[list[Addressed]], None], interval_s: float) -> None:
@@ -113,10 +114,13 @@ class Outbox:
         self._oldest_s = 0.0
 
     def put(self, events: list[Addressed], now: float, step_s: float, *, is_urgent: bool) -> None:
-        """Add the (ticket, event or error) pairs of an engine step: they are delivered now, or held for the next step.
+        """Add the events of one engine step, as (ticket, event or error) pairs. They are delivered now or held for the
+        next step.
 
-        The step ended at `now` (any clock, in seconds) and took `step_s` seconds. Events are held if the oldest would
-        not be too old after a next step of the same duration. With `is_urgent`, all are delivered now."""
+        `now`: end of the step, in seconds of any clock; `step_s`: duration of the step. The events are held if the
+        oldest would be less than `interval_s` seconds old after one more step of this duration. With `is_urgent`, all
+        are delivered now.
+        """
         if not self._held:
             self._oldest_s = now
         self._held += events
@@ -124,7 +128,7 @@ class Outbox:
             self.flush()
 
     def send(self, events: list[Addressed]) -> None:
-        """Deliver all held events and then `events`, (ticket, event or error) pairs, at once."""
+        """Deliver all held events at once, followed by `events`, which are (ticket, event or error) pairs."""
         self._held += events
         self.flush()
 

@@ -57,7 +57,8 @@ class _Live:
 
 
 class EngineWorker:
-    """Runs the engine in a thread of its own, with queues for requests. Call public methods from the event loop."""
+    """Runs the engine in a thread of its own, and queues requests for it. Call its public methods from the event
+    loop."""
 
     def __init__(
         self,
@@ -100,7 +101,8 @@ class EngineWorker:
         self._thread.start()
 
     async def loaded(self) -> None:
-        """Wait until the model is loaded. Raises the error that prevented it."""
+        """Wait until the model is loaded. Raises the error that prevented loading, or ApiError if the worker was
+        stopped before the model was loaded."""
         await self._has_started.wait()
         if self.failure:
             raise self.failure
@@ -119,7 +121,8 @@ class EngineWorker:
         return sum(ticket.num_left for ticket in self._open)
 
     async def compiled(self, jobs: list[Job]) -> list[Job]:
-        """Return the jobs of one API request with compiled grammars. Raises RequestRefused for an invalid grammar."""
+        """Compile the grammar of one API request's jobs; returns the jobs with compiled grammars, or unchanged if they
+        have no grammar. Raises RequestRefused for an invalid grammar."""
         spec = jobs[0].params.grammar
         if spec is None:
             return jobs
@@ -131,9 +134,9 @@ class EngineWorker:
         return [replace(job, constraint=grammar) for job, grammar in zip(jobs, grammars, strict=True)]
 
     def submit(self, jobs: list[Job], tag: str | None = None, route: Route | None = None) -> Ticket:
-        """Queue a request's jobs, all or none; the returned ticket delivers their events. `tag`: the client's label,
-        for traces; `route`: selects the drafter. Raises ApiError if the queue is full or the server accepts no
-        requests."""
+        """Queue all jobs of one API request. Returns a ticket, which delivers their events. `tag`: the client's label,
+        for traces; `route`: selects the drafter. If the queue has too little room for all jobs, or the server accepts
+        no requests, raises ApiError and queues no job."""
         num_rows, num_open = self.serving().num_rows, self.num_open
         if num_open + len(jobs) > num_rows + self.config.max_queue:
             raise ApiError.known("queue_full", seconds=max(1, round(self._mean_s * (num_open - num_rows) / num_rows)))
