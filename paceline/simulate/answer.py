@@ -61,8 +61,8 @@ THIS = "this"
 
 @dataclass(slots=True)
 class Setup:
-    """The cost model of a prediction (`costs`: seconds of a decode round by batch size, drafts and context), with its
-    model and machine, sentences on the limits of the prediction, and warnings."""
+    """Inputs of a prediction: cost model (`costs`: seconds of a decode round by batch size, drafts and context), model
+    and machine. Also has sentences on the prediction's limits, and warnings."""
 
     costs: StepCosts
     title: str
@@ -80,18 +80,17 @@ class Setup:
     """Sentence that lists the assumed default values (`simulate/assumed.py`)."""
 
     def ignore(self, config: CostsConfig, *names: str) -> Setup:
-        """Adds a warning about the options in `names` that are set in `config` but have no effect with these costs.
-        Returns the setup."""
+        """Adds a warning if `config` sets any of the options `names`, which have no effect with this kind of costs.
+        Returns the setup itself."""
         if given := given_of(config, *names):
             self.warnings.append(f"{', '.join(given)} has no effect here: the {self.kind} model knows better")
         return self
 
 
 def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
-    """Returns the costs of a round that `config` selects, with warnings for `loads` (batch sizes and context lengths to
-    predict). If `config` requests an overhead (constant seconds added to every round), it is determined at the context
-    length of the first load. Raises PacelineError if a model, machine, option or file in `config` is unknown or
-    invalid."""
+    """Returns the setup that `config` selects: round costs, model, machine, and warnings for `loads` (batch sizes and
+    context lengths to predict). An overhead (seconds added to every round) is determined at the first load's context
+    length. Raises PacelineError if a model, machine, option or file in `config` is unknown or invalid."""
     setup = _source(config, loads)
     overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
     if overhead:
@@ -152,9 +151,10 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
 def deployment_of(
     config: CostsConfig, known: Precisions, measured: Machine | None = None, locality: float = 0.0
 ) -> Deployment:
-    """Returns the Deployment for a prediction: machine, number formats, number of GPUs, expert locality, as set in
-    `config`. Defaults: the number formats `known`, the machine `measured` (None: measure this one), and `locality`,
-    from 0 (every position selects its experts independently) to 1 (positions of a sequence share them)."""
+    """Returns the machine, number formats, number of GPUs and expert locality that `config` sets. The other arguments
+    are defaults: `measured` for the machine (None: this computer, whose rates are then measured), `known` for the
+    number formats, `locality` for the expert locality. Locality is from 0 (each position selects its experts
+    independently) to 1 (all positions of a sequence share them)."""
     number, name = counted(config.hardware)
     if number > 1 and config.gpus not in (1, number):
         raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")
@@ -165,7 +165,8 @@ def deployment_of(
 
 
 def counted(hardware: str | None) -> tuple[int, str | None]:
-    """Splits "2x H100" into (2, "H100"); "H100" gives (1, "H100"). Raises ConfigError for a number below 1."""
+    """Splits "2x H100" into (2, "H100"); "H100" gives (1, "H100"), and None gives (1, None). Raises ConfigError for 0
+    machines."""
     match = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(.*\S)\s*", hardware or "", re.IGNORECASE)
     if not match:
         return 1, hardware
@@ -175,8 +176,9 @@ def counted(hardware: str | None) -> tuple[int, str | None]:
 
 
 def drafter_of(config: CostsConfig, deployment: Deployment) -> DrafterCost:
-    """Returns the drafter's cost. Its parameters are float32 in a float32 deployment, else bfloat16: servers run it in
-    the target's data type, and do not quantise it."""
+    """Returns the drafter's cost. If `config` has the drafter's number of parameters, a roofline gives the cost; else
+    the drafter takes a share of the time of a target pass. For the roofline, parameters are float32 if the target's
+    weights are, else bfloat16 (servers do not quantise drafters)."""
     if config.drafter_params is None:
         return _fraction(config)
     number_format = "float32" if deployment.precisions.weights == "float32" else "bfloat16"
@@ -189,8 +191,8 @@ def _fraction(config: CostsConfig) -> FractionDrafter:
 
 
 def machine_named(name: str | None) -> Machine:
-    """Returns a known machine by its name, ignoring case and spaces; None and "this" measure this machine's GPU, or
-    else its CPU. Raises ConfigError, which lists the names."""
+    """Returns a known machine by its name, ignoring case and spaces. None and "this" measure this machine: its GPU if
+    it has one, else its CPU. "cpu" measures its CPU. Raises ConfigError, which lists the known names."""
     wanted = (name or THIS).strip().lower().replace("-", " ").replace("_", " ")
     if wanted in (THIS, "this machine", "cpu"):
         return this_machine(resolve(EngineConfig(device="cpu" if wanted == "cpu" else "auto")).device)
@@ -209,7 +211,8 @@ def _title(shape: ModelShape, deployment: Deployment) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Predicted speed-ups of speculation for each batch size, with the costs and acceptance behind them."""
+    """Predicted speed-ups of speculation for each batch size, and the costs and acceptance that they were computed
+    from."""
 
     setup: Setup
     acceptance: Acceptance
@@ -223,8 +226,8 @@ class Answer:
     """Predictions of draft trees for each batch size, if requested."""
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the JSON output: the first batch size's prediction at the top level, those of all batch sizes under
-        "sweep" (None for a single one)."""
+        """Returns the prediction as a JSON object. The first batch size's figures are at the top level. "sweep" lists
+        those of all batch sizes; it is None if there is only one."""
         deployment = self.setup.deployment
         return {
             **asdict(self.predictions[0]),
@@ -253,8 +256,8 @@ class Answer:
 
 
 def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
-    """Predicts the speed-up of speculation for each batch size in `config`. Raises PacelineError as `set_up`,
-    ConfigError for invalid acceptance, marginals or tree sizes."""
+    """Predicts the speed-up of speculation for each batch size in `config`. Raises ConfigError for invalid options,
+    acceptance, marginals or tree sizes, another PacelineError for a model that is unknown or cannot be predicted."""
     marginals = read_marginals(config.marginals or "greedy") if config.tree else None
     if marginals and not config.acceptance:
         kind, acceptance_text = "histogram" if marginals.num_rounds else "conditional", "of the marginals"
@@ -319,8 +322,8 @@ def _serving(costs: CostsConfig, config: PredictConfig, setup: Setup, prediction
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """Results of a simulated server, one for each load and policy (rule for the number of drafts). For a replayed run:
-    one for each load and `speculate` setting of the run, compared with the measurement."""
+    """Results of a simulated server: one for each load and policy (rule for the number of drafts). If a recorded run
+    was replayed, one for each load and `speculate` setting of the run, compared with the measurement."""
 
     setup: Setup
     server: ServerShape
@@ -332,8 +335,8 @@ class ServerAnswer:
 
     @property
     def num_within(self) -> int:
-        """Number of results in `compared` whose prediction errors are small enough: at most 10% of tokens per second
-        and 30% of the median time to the first token."""
+        """Number of results in `compared` that were predicted well: tokens per second with an error of at most 10%, and
+        the median time to the first token with an error of at most 30%."""
         return sum(each.is_within for each in self.compared)
 
     def as_json(self, config: ServingConfig) -> dict[str, Any]:
@@ -356,8 +359,8 @@ class ServerAnswer:
 
 def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
     """Simulates each load under each policy (rule for the number of drafts), or replays the recorded run
-    `config.against`. Raises PacelineError as `set_up`, ConfigError for invalid lengths, acceptance or policies, or a
-    run that cannot be replayed."""
+    `config.against`. Raises ConfigError for invalid options, or for a run that cannot be replayed; another
+    PacelineError for a model that is unknown or cannot be predicted."""
     passes = read_passes(config.against) if config.against else []
     jobs = [job for each in passes for job in each.jobs]
     if not passes:

@@ -18,8 +18,8 @@ ACCEPTANCE = "0.8"
 
 def assumed(context: float = CONTEXT, streams: str | int = STREAMS, acceptance: str = ACCEPTANCE) -> str:
     """Returns a sentence that lists a prediction's assumptions: `context` (cached tokens per sequence), `streams`
-    (sequences that decode together) and `acceptance` (as text). A value that differs from the default is followed by
-    the default."""
+    (number of sequences that decode together) and `acceptance` (as text). If a value differs from its default, the
+    sentence also names the default."""
     parts = [
         _part(f"{context:,.0f} tokens of context", context != CONTEXT, f"{CONTEXT:,}"),
         _part(

@@ -56,15 +56,26 @@ def page(this_machine: Machine | None = None) -> str:
 
 
 def joined(names: Sequence[str] = SCRIPTS) -> str:
-    """Returns the page's JavaScript as one script: the two JSON tables that its files import (config.json keys, command
-    line flags) as constants, then the files `names` without their import lines."""
+    """Returns the page's JavaScript as one script: the files `names`, in this order, without their import lines. Two
+    JSON tables that they import (keys of config.json, command line flags) come first, as constants."""
     tables = f"const CONFIG_KEYS = {embedded(KEYS)}, FLAGS = {embedded(FLAGS)};\n"
     return tables + "".join(IMPORT.sub("", _read(name)) for name in names)
 
 
 def data(this_machine: Machine | None = None) -> dict[str, Any]:
-    """Returns the data embedded in the page: models, machines, number formats, texts and measured points. A machine's
-    "option" is its name on the command line."""
+    """Returns the data that the page contains as JSON, with these keys:
+
+    - version: paceline's version;
+    - models: name -> sizes of a model;
+    - unavailable: a sentence that names the models without known sizes, or "";
+    - machines: name -> rates of a machine, and "option", its name on the command line;
+    - formats: name -> number format;
+    - measured_locality: expert locality fitted to measurements;
+    - latency_s: seconds of latency of one all-reduce between GPUs;
+    - limits: sentences on a prediction's limits;
+    - measured: measured speed-ups for the chart (see `measured`);
+    - passage: a sample text (see `passage`).
+    """
     machines = {name: {**asdict(machine), "option": name} for name, machine in catalogue.machines().items()}
     if this_machine is not None:
         machines["this machine"] = {**asdict(this_machine), "option": "this"}
@@ -84,8 +95,15 @@ def data(this_machine: Machine | None = None) -> dict[str, Any]:
 
 
 def measured() -> dict[str, dict[str, Any]]:
-    """Returns the measured speed-ups in the page's chart: name of a series ("published", "own") -> its "label", "note"
-    and "points". A point has "label", "batch", "tokens_per_round", "speedup" over plain decoding and "is_mocked"."""
+    """Returns the measured speed-ups in the page's chart, in two series: "published" (another system's) and "own"
+    (paceline's). A series has a "label", a "note", and "points", each with these keys:
+
+    - "label": drafter, model and prompts, or "mocked";
+    - "batch": batch size;
+    - "tokens_per_round";
+    - "speedup": over plain decoding;
+    - "is_mocked": True if the acceptance was mocked.
+    """
     system = landmarks.TOLD["systems"][0]
     points = [each for each in system["points"] if "tokens_per_round" in each]
     published = [
@@ -118,8 +136,8 @@ def _point(label: str, tokens_per_round: float, speedup: float, is_mocked: bool)
 
 
 def passage() -> list[str]:
-    """Returns the sample text that the page fills in at the predicted decoding speeds, split into pieces of about one
-    token; no model generated it."""
+    """Returns a sample text in pieces of about one token. The page shows them one after the other, at the predicted
+    decoding speed; no model generated the text."""
     return PIECE.findall(_read("passage.txt").strip())
 
 
@@ -143,13 +161,13 @@ def _short(number: float) -> str:
 
 
 def embedded(value: Any) -> str:
-    """Returns a value as JSON with HTML markup escaped, to be embedded in a page."""
+    """Returns a value as JSON text that can be embedded in an HTML page: the characters &, < and > are escaped."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def hash_of(text: str) -> str:
-    """Returns the SHA-256 of a script or style sheet in the format of a content security policy."""
+    """Returns the SHA-256 of a script or style sheet as a content security policy lists it: "sha256-" and base64."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

@@ -19,7 +19,8 @@ def _check(settings: Any) -> None:
 
 
 def given_of(settings: Any, *names: str) -> list[str]:
-    """Returns the options in `names` whose values are not the defaults."""
+    """Returns those of the options `names` whose values in `settings` differ from their defaults, as written on the
+    command line (--max-draft)."""
     own = {field.name: field.default for field in fields(settings)}
     return [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name) != own[name]]
 
@@ -29,8 +30,9 @@ DraftLength = Annotated[int, within("between 0 and 1024", least=0, most=1024)]
 
 @dataclass(frozen=True, slots=True)
 class CostsConfig:
-    """Selects the source of step times: a model on a machine, measured steps, a calibration, or the toy model (drafting
-    and verification take no time). Raises ConfigError on invalid values, or if two options contradict each other."""
+    """Selects the source of step times: a model on a machine, measured steps, a calibration, or the toy model (a round
+    takes as long as a plain target pass). Raises ConfigError on invalid values, or if two options contradict each
+    other."""
 
     model: str | None = None
     """A model name from --list, a config.json, a folder with one, or a GGUF file [default: smollm2-135m]."""
@@ -166,8 +168,8 @@ class ServingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ChartConfig:
-    """Settings of the chart of speed-up over acceptance length, of `paceline compare`. Raises ConfigError on invalid
-    values."""
+    """Settings of the chart that `paceline compare --simulate` draws: speed-up over acceptance length. Raises
+    ConfigError on invalid values."""
 
     results: tuple[Path, ...] = ()
     """With --simulate: bench decode runs, mocked or real, whose points are drawn."""
@@ -192,7 +194,8 @@ class ChartConfig:
 
 @dataclass(frozen=True, slots=True)
 class PriceConfig:
-    """Price of a machine and required response times. Raises ConfigError on invalid values."""
+    """Settings for the price of answers: price of the machine, required response times, and the requests to simulate.
+    Raises ConfigError on invalid values."""
 
     price_per_hour: Positive | None = None
     """Price per hour of the machine with all its GPUs; prints requests/s and the price of 1,000 answers."""

@@ -37,11 +37,12 @@ class Serving:
 
 
 def server_flags(serving: Serving) -> dict[str, str]:
-    """Returns server name (paceline, vllm, sglang) -> command line that serves this model and drafter; with 0 drafts,
-    plain decoding.
+    """Returns server name (paceline, vllm, sglang) -> command line that serves the model with the drafter and number of
+    drafts in `serving`; 0 drafts mean plain decoding.
 
-    Block sizes in these command lines are drafts + 1: they include the last accepted token. If paceline cannot serve
-    the setting, a remark replaces its command line.
+    Block sizes in these command lines are the number of drafts + 1, because they include the anchor (the last accepted
+    token). If paceline cannot run the model, or if `serving` has several GPUs, a remark replaces paceline's command
+    line.
     """
     method, drafts = METHODS[serving.method], serving.num_drafted
     checkpoint = {"model": serving.drafter} if method["model"] else {}

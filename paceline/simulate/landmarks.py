@@ -34,8 +34,8 @@ WAYS = {"token by token": (0.75, None), "in blocks": (0.89, 16)}
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One published decoding rate of a system, in tokens/s of one stream, with the published and the predicted speed-up
-    over plain decoding. A speed-up is a ratio of total rates: tokens/s summed over all streams."""
+    """One published decoding rate of a system, in tokens/s of one stream. Also has the published and the predicted
+    speed-up over plain decoding. A speed-up is a ratio of total rates: tokens/s summed over all streams."""
 
     system: str
     setting: str
@@ -63,7 +63,8 @@ class Served:
 
 
 def served() -> Iterator[Served]:
-    """Yields every published serving speed, in tokens/s, with the speed-up that the simulator predicts for it."""
+    """Yields each published decoding rate of other systems, in tokens/s, with its published and its predicted
+    speed-up."""
     for system in TOLD["systems"]:
         costs = _costs_of(system)
         added_s = overhead_s(costs, Load(1, system["context"]), system["plain_rate"])
@@ -99,7 +100,8 @@ def _point(system: dict[str, Any], point: dict[str, Any], costs: RooflineCosts, 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """One speed-up of the walk-through (a published calculation without overheads), and its prediction."""
+    """One speed-up from the walk-through (a published calculation without overheads), and the simulator's prediction
+    for the same model, drafting method and batch size."""
 
     model: str
     way: str
@@ -116,7 +118,7 @@ class Walked:
 
 
 def walked() -> Iterator[Walked]:
-    """Yields the speed-ups of the two tables of the walk-through (a published calculation), each with its
+    """Yields every speed-up in the two tables of the walk-through (a published calculation), each with the simulator's
     prediction."""
     table = TOLD["walkthrough"]
     for model, ways in table["models"].items():
@@ -146,8 +148,9 @@ class BestLengths:
 
 
 def best_lengths() -> Iterator[BestLengths]:
-    """Yields each drafter's published and predicted best numbers of drafts. The prediction uses the drafter's measured
-    survival curve (share of rounds whose first i drafts are all accepted) and its roofline."""
+    """Yields, for each drafter with published figures, the published and the predicted best number of drafts. The
+    prediction uses the drafter's measured survival curve (share of rounds whose first i drafts are all accepted) and
+    its roofline."""
     table = TOLD["best_lengths"]
     shape, machine = catalogue.find(table["model"]), catalogue.machines()["B200"]
     deployment = Deployment(machine, shape.precisions)
@@ -162,10 +165,10 @@ def best_lengths() -> Iterator[BestLengths]:
 
 
 def experts() -> list[tuple[int, float, float, float]]:
-    """Returns how many distinct experts one layer reads for several consecutive positions of one sequence, if each
-    position uses 8 of 256. Each row: (number of positions, measured number of experts, number predicted for positions
-    that select experts independently, number predicted with MEASURED_LOCALITY, which is the expert locality fitted to
-    the measured numbers)."""
+    """Returns how many distinct experts one layer reads for several consecutive positions of one sequence, when each
+    position selects 8 of 256 experts. A row: (number of positions; measured number of experts; number predicted if
+    positions select independently; number predicted with MEASURED_LOCALITY). MEASURED_LOCALITY is the expert locality
+    that was fitted to these measurements."""
     table = TOLD["experts"]
     return [
         (

@@ -30,9 +30,9 @@ LOOKUPS = ("ngram",)
 
 
 def cost_by_method(costs: CostsConfig, method: str | None) -> tuple[CostsConfig, list[str]]:
-    """Returns `costs` with the drafter cost of this drafting method (0 for n-gram lookup, else the default share of a
-    target pass), and sentences that explain it. Returns `costs` unchanged and no sentences if `method` is None or if
-    `costs` has its own drafter cost, such as a measured one."""
+    """Returns (`costs` with the drafter cost of this drafting method, sentences that explain it). n-gram lookup costs
+    0; any other method costs the default share of a target pass. Returns (`costs`, []) if `method` is None, or if
+    `costs` already fix the drafter's cost, for example by measured times."""
     is_said = costs.drafter_cost is not None or costs.drafter_params is not None
     if method is None or is_said or costs.toy or costs.table is not None or costs.calibration is not None:
         return costs, []
@@ -71,8 +71,12 @@ def _rate_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
 
 
 def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
-    """Returns sentences on the limits of the acceptance data, e.g. if `load` has more draft positions than the data
-    (`acceptance.depth`)."""
+    """Returns sentences on the limits of the acceptance data. Each is included only if it applies:
+
+    - One chance is used for all drafts. (If this applies, it is the only sentence.)
+    - `load` has more draft positions than the data.
+    - The data come from recorded rounds, with their number.
+    """
     if acceptance.kind == "constant":
         return [TEXTS["constant"]]
     limits = []
@@ -84,8 +88,8 @@ def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
 
 
 def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Load]) -> list[str]:
-    """Returns warnings: for the smallest load that exceeds the memory, and for a context longer than the model
-    supports."""
+    """Returns warnings: one for the smallest load that does not fit into memory, and one if the first load's context is
+    longer than the model supports."""
     needs = [(memory_need(shape, deployment, each.batch, each.context), each) for each in loads]
     needs.sort(key=lambda pair: pair[1].batch)
     too_large = [memory_warning(need, load, deployment, shape) for need, load in needs if not need.fits][:1]
@@ -93,8 +97,9 @@ def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Loa
 
 
 def memory_warning(need: MemoryNeed, load: Load, deployment: Deployment, shape: ModelShape | None = None) -> str | None:
-    """Returns a warning with the sufficient number of GPUs if weights and caches (`need`) do not fit into memory, else
-    None. With `shape`, this number is one by which the attention heads can be divided, if there is any."""
+    """Returns a warning if weights and caches (`need`) do not fit into memory, else None. The warning names the
+    smallest number of GPUs with enough memory; with `shape`, the smallest one that can also divide the attention heads,
+    if there is one."""
     if need.fits:
         return None
     weights, cache, memory = need.weight_bytes, need.cache_bytes, need.memory_bytes

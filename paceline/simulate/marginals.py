@@ -25,16 +25,21 @@ REMEDY = (
 
 
 def built_in() -> dict[str, dict[str, Any]]:
-    """Returns name -> built-in counts of a drafter's candidates: "about" (description), "tried" (by draft position:
-    rounds that reached it) and "stood" (by draft position and candidate rank: rounds in which this candidate was the
-    target's token)."""
+    """Returns name -> recorded counts of a drafter's candidates, built into paceline. The counts have these keys:
+
+    - "about": description of the record;
+    - "tried": for each draft position, the number of rounds in which the top candidates of all earlier positions were
+      right;
+    - "stood": for each draft position and candidate rank, the number of these rounds in which this candidate was the
+      target's token.
+    """
     return read_json(BUILT_IN, "install paceline again")
 
 
 def read_marginals(text: str) -> Marginals:
     """Returns marginals: chances that a drafter's candidate is the target's token, by draft position and candidate
-    rank. `text`: a built-in name, a run folder, RUN:DRAFTER, or a JSON file. Raises ConfigError for any other text, or
-    a file without marginals."""
+    rank. `text`: a built-in name, a run folder, RUN:DRAFTER (one of the drafters in a run), or a JSON file. Raises
+    ConfigError for any other text, or a file without marginals."""
     if text in (known := built_in()):
         return Marginals.of(Tally.of(known[text]))
     path, drafter = with_name(text)
@@ -45,9 +50,9 @@ def read_marginals(text: str) -> Marginals:
 
 
 def marginals_in(content: Any, name: str, drafter: str = "") -> Marginals:
-    """Returns the marginals (acceptance chances by draft position and candidate rank) in a JSON file's content. `name`:
-    the file's name, for errors; `drafter`: if the file has the results of several drafters, the one to read. Raises
-    ConfigError if there are no marginals."""
+    """Returns the marginals (acceptance chances by draft position and candidate rank) in `content`, the content of a
+    JSON file. `name`: the file's name, for errors. `drafter`: drafter whose marginals to return, if the file has
+    several; "" selects the one with the most rounds. Raises ConfigError if there are no marginals."""
     if isinstance(content, dict) and isinstance(content.get("results"), list):
         return Marginals.of(Tally.of(_of_run(content["results"], name, drafter)))
     marginals = content.get("marginals") if isinstance(content, dict) else content

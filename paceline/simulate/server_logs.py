@@ -51,8 +51,8 @@ LEAST_RATE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Figures of one interval of a server's log, or their means over all intervals: number of running requests, tokens
-    per second of all of them together, and tokens and drafts per request and round."""
+    """Figures of one interval of a server's log. If they come from saved metrics, which have no intervals, they are
+    means over the whole time."""
 
     running: int
     """Number of requests that decoded together."""
@@ -71,7 +71,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Decoding speed, acceptance and other figures that a server's log or metrics report."""
+    """Figures that a server's log or metrics report: decoding speed, acceptance, and numbers of tokens and answers."""
 
     server: str
     """Name of the server software: vLLM, SGLang, llama.cpp or paceline."""
@@ -89,14 +89,13 @@ class Seen:
 
 
 def is_server_text(text: str) -> bool:
-    """True if `text`, which may be only the beginning of a file, looks like a log or metrics that `parse_server`
-    reads."""
+    """True if `text` looks like a log or metrics that `parse_server` reads. The beginning of a file is enough."""
     return any(mark in text for mark in (*PREFIXES, "Avg generation throughput:", "Decode batch"))
 
 
 def read_server(file: Path, model: str | None = None) -> Seen:
-    """Reads a server's log, or the saved text of GET /metrics. If it covers several models, `model` or FILE:MODEL
-    selects one. Raises ConfigError if the file does not exist or has no known line."""
+    """Reads a server's log, or the saved text of GET /metrics. If it covers several models, `model` selects one; `file`
+    may also be FILE:MODEL. Raises ConfigError if the file cannot be read, or has no line of a known form."""
     path, name = with_name(str(file))
     file, model = Path(path), name or model
     with reraised(
@@ -109,8 +108,8 @@ def read_server(file: Path, model: str | None = None) -> Seen:
 
 
 def parse_server(text: str, name: str = "the text", model: str | None = None) -> Seen:
-    """Parses the text of a log or of metrics. `name`: the text's name, for errors. `model`: selects one of several
-    models. Raises ConfigError if no line is known, or if there are several models and none is selected."""
+    """Parses the text of a log or of metrics. `name`: name of the text, for errors. `model`: selects one of several
+    models. Raises ConfigError if no line has a known form, or if there are several models and `model` is None."""
     lines = text.splitlines()
     if any(line.startswith(PREFIXES) for line in lines):
         return _metrics(text, name, model)

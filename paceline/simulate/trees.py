@@ -24,8 +24,8 @@ BEST = "best"
 
 @dataclass(frozen=True, slots=True)
 class TreePoint:
-    """Predicted acceptance length and speed of decoding with draft trees: each sequence gets a tree of `nodes` drafts
-    in every round."""
+    """Predicted acceptance length and speed of decoding if each sequence gets a draft tree of `nodes` drafts in every
+    round."""
 
     nodes: int
     tokens_per_round: float
@@ -39,8 +39,8 @@ class TreePoint:
 
 @dataclass(frozen=True, slots=True)
 class TreePrediction:
-    """Predictions of draft trees for one load, for the best tree size and the requested ones, compared with the best
-    chain of the same marginals (chances by draft position and candidate rank)."""
+    """Predictions of draft trees for one load: for the best tree size and for the requested ones. They are compared
+    with the best chain (drafts without branches)."""
 
     batch: int
     best_nodes: int
@@ -52,8 +52,8 @@ class TreePrediction:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Parses tree sizes: "8,32" -> (8, 32), "best" -> (). Raises ConfigError for any other text, and for sizes outside
-    1 to MOST_NODES."""
+    """Parses numbers of drafts per tree: "8,32" gives (8, 32); "best" gives (), which requests only the best size.
+    Raises ConfigError for any other text, and for sizes outside 1 to MOST_NODES."""
     if text.strip() == BEST:
         return ()
     parts = [part.strip() for part in text.split(",")]
@@ -65,9 +65,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def expected_of(marginals: Marginals, num_slots: int) -> list[Expected]:
-    """Returns, for draft trees with 0, 1, ... MOST_NODES drafts, the mean acceptance length (tokens per round) and the
-    mean depth (drafts on the longest path). `marginals`: acceptance chances by draft position and candidate rank, of
-    which the first `num_slots` positions are used."""
+    """Returns the mean acceptance length (tokens per round) and the mean depth (drafts on the longest path) of draft
+    trees, in a list: entry n is for trees with n drafts, from 0 to MOST_NODES. `marginals`: acceptance chances by draft
+    position and candidate rank. `num_slots`: depth limit of the trees; later positions of `marginals` are not used."""
     if not num_slots:
         return [Expected(1.0, 0.0)] * (MOST_NODES + 1)
     return marginals.first_slots(num_slots).expected(MOST_NODES)
@@ -81,9 +81,9 @@ def predict_trees(
     sizes: Sequence[int],
     has_unit: bool = True,
 ) -> TreePrediction:
-    """Predicts draft trees for one load: the best size, and the requested `sizes` (drafts per tree). `expected[n]`:
-    acceptance length and depth of trees with n drafts. `chain`: prediction of chains for the same load. `has_unit`:
-    True if costs are in seconds."""
+    """Predicts draft trees for one load: of the best size, and of the requested `sizes` (numbers of drafts).
+    `expected[n]`: acceptance length and depth of trees with n drafts. `chain`: prediction of chains (drafts without
+    branches) for the same load. `has_unit`: True if costs are in seconds; otherwise tokens per second are None."""
 
     def point(nodes: int) -> TreePoint:
         tokens, depth = expected[nodes]

@@ -45,8 +45,8 @@ FEWEST = 6
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One measured time, in seconds, of a target pass, of drafting or of a whole round, with its batch size, its
-    positions or drafts per row (`width`), and its context in tokens."""
+    """One measured time in seconds, of a target pass, of drafting or of a whole round. Its size is given by the batch
+    size, the positions or drafts per row (`width`), and the context in tokens."""
 
     batch: float
     width: float
@@ -61,8 +61,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Measured times of target passes, drafting, whole rounds and the host, from one or several steps.json (files of
-    `paceline bench steps`)."""
+    """Measured times of target passes, drafting, whole rounds and the host (launches, scheduling, sampling), read from
+    one or several steps.json, which `paceline bench steps` writes."""
 
     verify: list[Observation]
     draft: list[Observation]
@@ -77,8 +77,8 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Measured and predicted seconds of a whole round, at a size (batch, positions per row) that was held out of the
-    fit."""
+    """Measured and predicted seconds of whole rounds of one size (batch, positions per row). The prediction comes from
+    a fit that did not use this size."""
 
     batch: float
     positions: float
@@ -87,14 +87,15 @@ class HeldOut:
 
     @property
     def error(self) -> float:
-        """Relative error of the predicted tokens per second: above 0 if the prediction is too fast."""
+        """Relative error of the predicted tokens per second: 0.1 if they are 10% more than measured."""
         return self.measured_s / self.predicted_s - 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A calibration of the roofline, the measurements it was fitted to, and its predictions for held-out sizes (pairs
-    of batch size and positions per row)."""
+    """A calibration of the roofline, fitted to all measured times (`steps`). Its prediction error is estimated by a
+    second fit that leaves out some sizes (batch, positions per row); `held_out` has the second fit's predictions at
+    these sizes."""
 
     steps: Steps
     calibration: Calibration
@@ -103,7 +104,7 @@ class Fitted:
 
     @property
     def mean_error(self) -> float:
-        """Mean absolute relative error of tokens per second over the held-out (batch size, positions per row) pairs."""
+        """Mean absolute relative error of the predicted tokens per second over the held-out sizes; 0.1 is 10%."""
         return statistics.fmean(abs(point.error) for point in self.held_out)
 
     @property
@@ -128,11 +129,12 @@ def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
 
 
 def locality_of(steps: Steps, shape: ModelShape) -> float:
-    """Returns the expert locality (0: positions select experts independently; 1: all positions share them) that best
-    fits the measured numbers of distinct experts, by relative errors; 0 if these were not measured.
+    """Returns the expert locality with which `distinct_experts` best predicts the measured numbers of distinct experts.
+    0: each position selects its experts independently; 1: all positions of a sequence share them. Returns 0 if the
+    numbers were not measured.
 
-    Positions of random weights share more experts than those of text, so measured times are fitted with the experts
-    actually read.
+    Use the result only with step times of the same measurement. A model with random weights has a higher locality than
+    a trained model on text.
     """
     experts = shape.experts
     if not experts or not steps.experts:
@@ -161,8 +163,8 @@ def _measured_shape(config: CostsConfig, steps: dict[str, Any]) -> ModelShape:
 
 
 def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
-    """Combines the measurements of several steps.json files. Raises ConfigError for invalid times, or if fewer sizes
-    (batch, positions per row) were measured than a fit needs."""
+    """Combines the contents of several steps.json files. Raises ConfigError for invalid times, or if target passes of
+    fewer than `FEWEST` sizes (batch, positions per row) were measured."""
     for steps in files:
         table_of(steps)  # refuses values that are no times
         if steps.get("rounds"):
@@ -189,18 +191,22 @@ def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
 
 
 def machine_of(steps: dict[str, Any]) -> Machine | None:
-    """Returns the device (with its peak bandwidth and FLOP/s) on which the times in `steps`, the content of a
-    steps.json, were measured. Returns None if `steps` does not describe it completely."""
+    """Returns the machine on which the times in `steps`, the content of a steps.json, were measured, with its peak
+    bandwidth and FLOP/s. Returns None if `steps` does not describe it completely."""
     machine = steps.get("machine")
     known = set(Machine.__dataclass_fields__)
     return Machine(**machine) if isinstance(machine, dict) and {*machine, "cached_bytes_per_s"} == known else None
 
 
 def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
-    """Returns the number formats of the model measured in `steps`, the content of a steps.json: weights and experts in
-    the stored weight format (the first one, if a GGUF file has several), attention and cache in the run's dtype. An
-    unknown stored format is replaced by the dtype, an unknown dtype by the cache format of `known`, the model's own
-    formats."""
+    """Returns the number formats of the measured model. `steps`: content of a steps.json, the times of
+    passes measured by `paceline bench steps`. `known`: number formats according to the model's config.
+
+    - Attention and cache get the "dtype" of `steps`. If this is missing or not a format of the simulator, they get the
+      cache's format in `known`.
+    - Weights and experts get the "weight_format" of `steps`: the first one if a GGUF file has several. If this is
+      missing or not a format of the simulator, they get the format of attention and cache.
+    """
     dtype, stored = str(steps.get("dtype", "")), str(steps.get("weight_format", "")).partition("+")[0].lower()
     rest = dtype if dtype in FORMATS else known.kv
     weights = stored if stored in FORMATS else rest
@@ -208,15 +214,16 @@ def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
 
 
 def fitted(steps: Steps, shape: ModelShape, deployment: Deployment) -> Fitted:
-    """Fits the costs of a round to all measured sizes (batch, positions per row); also fits to two thirds of the sizes
-    and measures the error on the others. Raises ConfigError if no size can be held out."""
+    """Fits the costs of a round to all measured sizes (batch, positions per row). To measure the prediction error, also
+    fits them to about two thirds of the sizes and predicts the others. Raises ConfigError if no size can be left
+    out."""
     calibration = fit(steps, shape, deployment)
     return Fitted(steps, calibration, calibration.costs(shape, deployment), predicted(steps, shape, deployment))
 
 
 def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
-    """Fits the costs of target pass and drafting to all measured times; the host's seconds per round are taken as
-    measured."""
+    """Fits the costs of the target pass and of drafting to all measured times. The seconds of the host per round are
+    not fitted: the measured ones are used."""
     draft = fit_draft(steps.draft) if steps.draft else None
     verify = fit_pass(steps.verify, shape, deployment)
     where = (deployment.machine, deployment.precisions, deployment.expert_locality)
@@ -224,9 +231,9 @@ def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
 
 
 def fit_pass(times: list[Observation], shape: ModelShape, deployment: Deployment) -> PassFit:
-    """Fits the roofline estimate of a target pass to measured times: a factor on the seconds of reading weights and
-    caches from memory, a factor on the seconds of arithmetic, and added seconds per pass, position and cached token.
-    Searches the ratio of the two factors, and solves for the other values by non-negative least squares."""
+    """Fits the roofline model of a target pass to measured times. The fit has a factor on the seconds of reading
+    weights and caches, a factor on the seconds of arithmetic, and added seconds per pass, per position and per cached
+    token. The ratio of the two factors is found by search, the rest by non-negative least squares."""
     parts = [_part_seconds(each, shape, deployment) for each in times]
     others = np.array([[1.0, each.batch * each.width, each.batch * each.context] for each in times])
 
@@ -245,13 +252,12 @@ def _part_seconds(each: Observation, shape: ModelShape, deployment: Deployment) 
 
 
 def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
-    """Returns the shares (1.0: all) of the machine's memory bandwidth and arithmetic rate that one sequence reaches
-    under the fitted costs. `context`: cached tokens.
+    """Returns (share of the machine's memory bandwidth, share of its arithmetic rate) that passes over one sequence
+    reach under the fitted costs; 1.0 is the full rate. `context`: cached tokens of the sequence.
 
-    The share of the bandwidth is that of a pass over one position; fixed costs of a pass lower it. The share of the
-    arithmetic rate is measured on 64 additional positions: a pass over 128 minus one over 64; costs per position lower
-    it. The fitted factors alone are ambiguous, since measurements of one model seldom separate such overheads from
-    slower reading or computing.
+    The first share is the seconds of reading at the full bandwidth, divided by the fitted seconds of a pass over one
+    position. The second share is computed in the same way for arithmetic, from the difference between a pass over 128
+    positions and one over 64.
     """
 
     def at(positions: float) -> tuple[float, float, float]:
@@ -268,8 +274,8 @@ def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
 
 
 def fit_draft(times: list[Observation]) -> DraftFit:
-    """Fits a drafter's cost to measured drafting times, once as one pass for all drafts and once as a pass per draft;
-    returns the better fit."""
+    """Fits a drafter's cost to measured drafting times in two ways: with one pass for all drafts, and with one pass per
+    draft. Returns the fit with the smaller mean squared relative error."""
     fits = [_fit_draft(times, is_block) for is_block in (True, False)]
     return min(fits, key=lambda pair: pair[0])[1]
 
@@ -300,9 +306,9 @@ def nnls(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Non-negative least squares: returns the x >= 0 [k] that minimises |columns @ x - wanted|. `columns`: [n, k] with
     a small k; `wanted`: [n].
 
-    The result is the best over all subsets of columns whose own least squares have no negative term (Lawson and Hanson,
-    "Solving Least Squares Problems", 1974, chapter 23). Columns are scaled to unit length first, so that seconds and
-    counts weigh alike.
+    Solves ordinary least squares for every subset of the columns, and takes the best solution without negative terms
+    (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23). Columns are first scaled to unit length, so
+    that seconds and counts weigh alike.
     """
     lengths = np.linalg.norm(columns, axis=0)
     scale = np.where(lengths > 0, lengths, 1.0)
@@ -332,8 +338,9 @@ def _searched(solve: Callable[[float], tuple[float, np.ndarray]]) -> float:
 
 
 def predicted(steps: Steps, shape: ModelShape, deployment: Deployment) -> list[HeldOut]:
-    """Fits the costs of a round to two thirds of the sizes (batch, positions per row) and predicts the held-out ones.
-    Returns measured and predicted seconds of whole rounds. Raises ConfigError if no size can be held out."""
+    """Fits the costs of a round to about two thirds of the sizes (batch, positions per row), and predicts the times of
+    whole rounds at the others. Returns each measured and predicted time in seconds. Raises ConfigError if no size can
+    be left out."""
     held = held_out_sizes(steps)
     training = replace(
         steps,
@@ -352,8 +359,9 @@ def predicted(steps: Steps, shape: ModelShape, deployment: Deployment) -> list[H
 
 
 def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
-    """Returns the (batch, positions) sizes to hold out: every third number of positions at each batch size, but neither
-    the smallest nor the largest size."""
+    """Returns the sizes (batch, positions per row) to leave out of a fit: at each batch size, about a third of the
+    measured numbers of positions. Two sizes are never left out: the fewest positions at the smallest batch, and the
+    most positions at the largest batch."""
     batches = sorted({each.batch for each in steps.verify})
     held = set()
     for number, batch in enumerate(batches):
@@ -363,8 +371,9 @@ def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
 
 
 def measured_rounds(steps: Steps) -> list[Observation]:
-    """Returns times of whole rounds: of plain decoding, and of each size at which drafting was measured. If rounds were
-    not measured as a whole, a round's time is the sum of its verification, drafting and host time."""
+    """Returns the times of whole rounds. If `steps` contains no such times, a round's time is the sum of its
+    verification, drafting and host time. If drafting was measured, a round with drafts is left out unless drafting was
+    measured at its size."""
     drafts = {(each.batch, each.width + 1, each.context): each.seconds for each in steps.draft}
     rounds = steps.rounds or [
         replace(each, seconds=each.seconds + drafts.get((*each.size, each.context), 0.0) + steps.host_s)

@@ -29,8 +29,8 @@ DECODED = frozenset(each["family"] for each in _FAMILIES.values())
 
 
 def entries() -> dict[str, dict[str, Any]]:
-    """Returns model name -> entry of the model catalogue: its "config", "shape" or "unavailable" (the reason), with
-    "source" and "hub" (hub id or None)."""
+    """Returns model name -> entry of the model catalogue. An entry has "source", "hub" (hub id or None), and one of:
+    "config" (keys of its config.json), "shape" (fields of ModelShape), "unavailable" (why it cannot be predicted)."""
     models: dict[str, dict[str, Any]] = {}
     for file in sorted((HERE / "catalogue").glob("*.json")):
         family = json.loads(file.read_text(encoding="utf-8"))
@@ -43,14 +43,15 @@ def entries() -> dict[str, dict[str, Any]]:
 
 
 def machines() -> dict[str, Machine]:
-    """Returns name -> machine for the known machines; machines.json has the sources of their figures."""
+    """Returns name -> machine for all known machines, from machines.json, which also has the sources of their
+    figures."""
     known = json.loads((HERE / "machines.json").read_text(encoding="utf-8"))["machines"]
     return {entry["name"]: Machine(**entry) for entry in known}
 
 
 def machine(name: str) -> Machine | None:
-    """Returns the machine with this name (case, spaces, hyphens and the maker's name are ignored), or the only one
-    whose first word is `name`; None without a match."""
+    """Returns the known machine with this name; case, spaces, hyphens and the maker's name are ignored. `name` may also
+    be the first word of a machine's name, if only one machine's name begins with it. Returns None without a match."""
     known, wanted = machines(), re.sub(r"[\s_-]", "", name).lower()
     names = {each.replace(" ", "").lower(): each for each in known}
     names |= {each.removeprefix("apple"): full for each, full in names.items()}
@@ -65,7 +66,8 @@ def all_shapes() -> dict[str, ModelShape]:
 
 
 def shape_of_entry(entry: dict[str, Any]) -> ModelShape:
-    """Returns a catalogue entry's model shape. Raises UnsupportedModelError, with the reason, if the entry lacks it."""
+    """Returns the model shape of a catalogue entry. Raises UnsupportedModelError if the entry is "unavailable", with
+    its reason."""
     if "unavailable" in entry:
         raise UnsupportedModelError(f"{entry['name']}: {entry['unavailable']}")
     if "shape" in entry:
@@ -76,10 +78,11 @@ def shape_of_entry(entry: dict[str, Any]) -> ModelShape:
 
 def find(model: str) -> ModelShape:
     """Returns a model's shape. `model`: a catalogue name (case and hub owner are ignored), a config.json or its folder,
-    a JSON file of shape fields, or a GGUF file.
+    a JSON file with the fields of ModelShape, or a GGUF file.
 
     Raises ModelNotFoundError for an unknown name (with the nearest names) or a missing file, UnsupportedModelError for
-    a config without the sizes that a prediction needs, ModelFileError for a damaged GGUF file."""
+    a config without the sizes that a prediction needs, ModelFileError for a damaged GGUF file.
+    """
     path, is_folder = Path(model).expanduser(), os.path.isdir(Path(model).expanduser())
     if path.suffix == ".json" or is_folder:
         return _from_file(path / "config.json" if is_folder else path)
@@ -111,13 +114,15 @@ def _entry(model: str) -> dict[str, Any]:
 
 
 def known_name(model: str) -> str:
-    """Returns the catalogue's name of a model that is given by its name or hub id, in any case; else `model`."""
+    """Returns the catalogue's name of `model`, a name or hub id in any case; returns `model` unchanged if it is not in
+    the catalogue."""
     names = {each.lower(): name for name, entry in entries().items() for each in (name, entry["hub"]) if each}
     return names.get(model.lower(), model)
 
 
 def has_decoder(model: str) -> bool:
-    """True if paceline's own decoder runs this model. Also True for a model that is not in the catalogue."""
+    """True if paceline's own decoder can run the model of this catalogue name. Also True for a name that is not in the
+    catalogue, because nothing is known about such a model."""
     entry = entries().get(model)
     config = {} if entry is None else entry.get("config", {})
     return entry is None or (config.get("model_type") in DECODED and not config.get("enable_moe_block"))

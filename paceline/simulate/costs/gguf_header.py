@@ -26,8 +26,9 @@ FAMILIES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_os
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], float]:
-    """Returns (keys of the model's config.json, mean bytes per weight), from all parts of a split file. Raises
-    ModelFileError if the file is not a whole GGUF file, UnsupportedModelError if it does not describe a known model."""
+    """Reads the header of a GGUF file, or of all parts of a split one. Returns (keys of the model's config.json, mean
+    bytes per weight over all tensors). Raises ModelFileError if a file is damaged or incomplete, UnsupportedModelError
+    if it does not describe a known model."""
     from paceline.model.gguf.container import open_gguf
 
     file = open_gguf(path)

@@ -22,8 +22,8 @@ KEYS: dict[str, Any] = json.loads((Path(__file__).parent / "config_keys.json").r
 
 
 def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelShape:
-    """Builds the model shape from the keys of a config.json; `name` and `source` are stored in it. Raises
-    UnsupportedModelError if a size is missing or invalid, or the model family is not supported."""
+    """Computes the sizes of a model from the keys of its config.json. `name` and `source` are stored in the result.
+    Raises UnsupportedModelError if a size is missing or invalid, or the model family is not supported."""
     read = ConfigReader(config)
     layers, hidden, vocab = range(read.whole("num_hidden_layers")), read.whole("hidden_size"), read.whole("vocab_size")
     attention = [attention_of(read, layer) for layer in layers]
@@ -45,9 +45,10 @@ def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelS
 
 
 class ConfigReader:
-    """Reads values of a config.json (of a multimodal one: the language model's), by any of the names that families use.
+    """Reads values of a config.json; in a multimodal one, those of the language model. A value is found under any of
+    the key names that model families use for it.
 
-    Raises UnsupportedModelError, which names a key that is missing or not a number.
+    Raises UnsupportedModelError, with the key's name, if a required key is missing or a size is not a number.
     """
 
     def __init__(self, whole_config: dict[str, Any]) -> None:
@@ -72,8 +73,9 @@ class ConfigReader:
         return bool(self.config.get(name))
 
     def whole(self, name: str, default: int | None = None, within: dict[str, Any] | None = None) -> int:
-        """Returns the integer value of a key of the config, or of the object `within` if given. Returns `default` if
-        the key is missing or null; without a default, raises UnsupportedModelError."""
+        """Returns the integer value of the key `name`. The key is read from `within`, an object of the config, or from
+        the whole config if `within` is None. Returns `default` if the key is missing or null. Raises
+        UnsupportedModelError if there is no `default` either, or for a value that is not a valid size."""
         keys, config = (name, *KEYS["other_names"].get(name, ())), self.config if within is None else within
         value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is None:
@@ -97,12 +99,12 @@ class ConfigReader:
 
     @property
     def differs_by_layer(self) -> bool:
-        """True if the heads of layers with full attention have another number or size than those of sliding-window
-        layers (Gemma 4)."""
+        """True if layers with full attention and layers with a sliding window have heads of different number or size
+        (Gemma 4)."""
         return self.family.startswith(tuple(KEYS["by_layer"]))
 
     def key_heads(self, layer: int) -> tuple[int, int]:
-        """Returns (number of key heads, size of a head) of a layer."""
+        """Returns (number of key and value heads, size of a head) of a layer."""
         kv_heads, head_dim = self.whole("num_key_value_heads", self.whole("num_attention_heads")), self.head_dim
         if not self.differs_by_layer or self.layer_kind(layer) != "full_attention":
             return kv_heads, head_dim
@@ -121,12 +123,13 @@ class ConfigReader:
 
     @property
     def input_size(self) -> int:
-        """Returns the width of per-layer embeddings (Gemma 4); 0: none."""
+        """Width of the per-layer embeddings (Gemma 4); 0 if the model has no such embeddings."""
         return self.whole("hidden_size_per_layer_input", 0)
 
     @property
     def layer_table(self) -> int:
-        """Returns the number of parameters in the table of per-layer embeddings."""
+        """Number of parameters in the table of per-layer embeddings, over all layers; 0 if the model has no such
+        embeddings."""
         if not self.input_size:
             return 0
         rows = self.whole("vocab_size_per_layer_input", self.whole("vocab_size"))
@@ -134,7 +137,8 @@ class ConfigReader:
 
     @property
     def is_tied(self) -> bool:
-        """True if the embedding and the head are one tensor; the default depends on the family."""
+        """True if the embedding and the LM head are one tensor. If the config does not specify it, the model's family
+        decides."""
         value = self.whole_config.get("tie_word_embeddings", self.config.get("tie_word_embeddings"))
         return self.family.startswith(tuple(KEYS["tied"])) if value is None else bool(value)
 
@@ -147,9 +151,9 @@ class ConfigReader:
         return self.whole(next(filter(self.has, KEYS["per_token"]), KEYS["per_token"][0]))
 
     def layer_kind(self, layer: int) -> str:
-        """Returns a layer's attention type: full_attention, sliding_attention or linear_attention. Without
-        "layer_types" it follows the family's pattern: Gemma 3 uses sliding windows in all but every sixth layer,
-        Mistral and similar ones in all layers or none."""
+        """Returns a layer's attention type: full_attention, sliding_attention or linear_attention. If the config has no
+        "layer_types", the type follows the pattern of the model's family: Gemma 3, for example, uses full attention in
+        every sixth layer and sliding windows in the others. Raises UnsupportedModelError for an unknown type."""
         kinds = self.config.get("layer_types")
         if self.differs_by_layer and layer == self.whole("num_hidden_layers") - 1:
             return "full_attention"
@@ -173,7 +177,9 @@ class ConfigReader:
         return "sliding_attention" if slides else "full_attention"
 
     def compress_ratio(self, layer: int) -> int:
-        """Returns the tokens per entry of a layer's compressed cache (DeepSeek V4); 0: the layer compresses nothing."""
+        """Returns how many tokens share one entry of a layer's compressed cache (DeepSeek V4); 0 if the layer does not
+        compress it. Raises UnsupportedModelError if "compress_ratios" is not a list of integers with one for each
+        layer."""
         values, num_layers = self.config.get("compress_ratios"), self.whole("num_hidden_layers")
         if (
             not isinstance(values, list)
@@ -198,9 +204,9 @@ class ConfigReader:
 
     @property
     def precisions(self) -> Precisions:
-        """Returns number formats by the stored dtype and the quantisation; experts may have another one than the rest
-        (MXFP4 in gpt-oss, fp4 in DeepSeek V4). Attention is assumed to be 16-bit, as is the cache (8-bit in DeepSeek
-        V4), although servers have options for both."""
+        """Number formats of the model's parts, from the stored dtype and the quantisation. Experts may have another
+        format than the other weights (MXFP4 in gpt-oss, fp4 in DeepSeek V4). Attention and cache are assumed to be
+        bfloat16 (the cache float8 in DeepSeek V4): the config does not show with which formats a server runs them."""
         quantisation = self.whole_config.get("quantization_config") or self.config.get("quantization_config")
         quantisation = quantisation if isinstance(quantisation, dict) else {}
         method, dtype = quantisation.get("quant_method"), self.config.get("dtype", self.config.get("torch_dtype"))
@@ -217,7 +223,7 @@ class ConfigReader:
 
 
 def attention_of(read: ConfigReader, layer: int) -> tuple[Attention, int]:
-    """Returns (one layer's attention sizes, as an Attention with layers=1; number of parameters of its matrices)."""
+    """Returns (attention sizes of one layer, as an Attention with layers=1; number of parameters in its matrices)."""
     kind = read.layer_kind(layer)
     if kind == "linear_attention":
         return _linear(read)
@@ -291,8 +297,9 @@ def _indexer(read: ConfigReader) -> dict[str, int]:
 
 
 def feed_forward_parameters(read: ConfigReader, layer: int) -> int:
-    """Returns the number of parameters of one layer's dense feed-forward part, of its router if it has experts (in
-    Gemma 4 both), and of its update from per-layer embeddings."""
+    """Returns the number of feed-forward parameters of one layer, without experts. In a dense layer, these are its
+    feed-forward matrices. In a mixture-of-experts layer, they are those of the router and, in Gemma 4, also of a dense
+    part. Matrices for per-layer embeddings (Gemma 4) count as part of the dense ones."""
     hidden, is_sparse = read.whole("hidden_size"), read.is_sparse(layer)
     router = hidden * (read.num_experts + read.has("shared_expert_intermediate_size")) if is_sparse else 0
     if is_sparse and not read.has("enable_moe_block"):
@@ -302,7 +309,8 @@ def feed_forward_parameters(read: ConfigReader, layer: int) -> int:
 
 
 def experts_of(read: ConfigReader) -> Experts | None:
-    """Returns the expert parameters summed over all mixture-of-experts layers; None for a dense model."""
+    """Returns the experts' parameters, summed over all mixture-of-experts layers; None for a dense model. Raises
+    UnsupportedModelError unless a token uses at least one and not all of the experts."""
     layers = sum(read.is_sparse(layer) for layer in range(read.whole("num_hidden_layers")))
     if not layers:
         return None

@@ -25,7 +25,7 @@ from paceline.simulate.speedup import Load
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Seconds added to every round, and the source of this number."""
+    """Seconds added to every round (`seconds`), and where this number comes from."""
 
     seconds: float
     source: str
@@ -35,11 +35,11 @@ class Overhead:
 
 
 def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
-    """Returns the overhead in seconds: the difference between the measured and the predicted time of a plain round.
-    `plain_rate`: measured tokens/s of each stream of `load`, with plain decoding.
+    """Returns the overhead of a round in seconds: the measured time of a plain round (without drafts) less the time
+    that `costs` predict for it. `plain_rate`: measured tokens/s of each stream of `load`, with plain decoding.
 
-    A plain round (without drafts) gives each stream one token, so its measured time is 1 / plain_rate. Raises
-    ConfigError if plain_rate is not above 0, or faster than `costs` allow without any overhead.
+    A plain round gives each stream one token, so its measured time is 1 / plain_rate. Raises ConfigError if plain_rate
+    is not above 0, or is higher than `costs` allow without any overhead.
     """
     if not 0 < plain_rate < float("inf"):
         raise ConfigError(f"plain_rate must be above 0 tokens/s, not {plain_rate:g}")
@@ -56,8 +56,8 @@ def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
 
 
 def with_overhead(costs: StepCosts, added_s: float, token_s: float = 0.0) -> StepCosts:
-    """Returns the same costs with `added_s` seconds added to each round, and to a roofline `token_s` seconds for each
-    position of a target pass. Raises ConfigError for costs that are not in seconds."""
+    """Returns `costs` with an overhead: `added_s` seconds in each round and, if `costs` are a roofline, `token_s`
+    seconds for each position of a target pass. Raises ConfigError for the toy model, whose costs are not in seconds."""
     if not isinstance(costs, RooflineCosts | MeasuredCosts):
         raise ConfigError("an overhead needs costs in seconds, the toy model has none: leave --toy or the overhead out")
     slower = replace(costs, host_s=costs.host_s + added_s)
@@ -70,10 +70,15 @@ def with_overhead(costs: StepCosts, added_s: float, token_s: float = 0.0) -> Ste
 def overhead_of(
     costs: StepCosts, context: int, overhead_ms: float | None, plain_rate: float | None, server_log: Path | None
 ) -> Overhead | None:
-    """Returns the overhead of a round from one of three sources: given in milliseconds, computed from `plain_rate`
-    (tokens/s of plain decoding with one stream), or fitted to a server's log. None if no source is given. `costs`:
-    round times without overhead; `context`: cached tokens per sequence. Raises ConfigError if the rate or the log is
-    faster than `costs`, or the log cannot be read."""
+    """Returns the overhead of a round, from the first of these arguments that is not None; None if all three are None.
+
+    - `overhead_ms`: the overhead itself, in milliseconds.
+    - `server_log`: file of a server's log; the overhead is fitted to its round times.
+    - `plain_rate`: measured tokens/s of plain decoding with one stream.
+
+    `costs`: round costs without overhead; `context`: cached tokens per sequence. Raises ConfigError if the log cannot
+    be read, or if the log or the rate is faster than `costs` allow.
+    """
     if overhead_ms is not None:
         return Overhead(overhead_ms / 1e3, "as given")
     if server_log is not None:
@@ -86,13 +91,14 @@ def overhead_of(
 
 
 def fitted(costs: StepCosts, context: int, seen: Seen, name: str) -> Overhead:
-    """Returns the overhead fitted to a server's log: what measured rounds take beyond those that `costs` predicts.
-    `seen`: the parsed log; `context`: cached tokens per sequence, used for intervals for which the log reports none;
-    `name`: the log's name, for messages.
+    """Returns the overhead fitted to a server's log: how many seconds longer the measured rounds took than `costs`
+    predict. `seen`: the parsed log; `context`: cached tokens per sequence, where the log does not report them; `name`:
+    name of the log, for messages.
 
-    A log of one load yields a constant, the median. If the rounds of one interval had at least twice as many positions
-    as those of another, a roofline gets seconds for each position too: the slope of a line through the medians of all
-    numbers of positions. Raises ConfigError if no round is known, or if the rounds were faster than `costs`.
+    The overhead is a constant: the median over the log's intervals. If `costs` are a roofline, seconds per position may
+    be added. They are fitted by a line, if the largest rounds have at least twice as many positions as the smallest.
+
+    Raises ConfigError if the log has no times of rounds, or if its rounds were faster than `costs` allow.
     """
     if not seen.samples:
         raise ConfigError(f"{name} tells of tokens a round but of no round's time: give a log of a steady load")

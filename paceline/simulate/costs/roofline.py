@@ -96,9 +96,10 @@ def attention_work(group: Attention, precisions: Precisions, batch: float, posit
 
 
 def indexer_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
-    """Returns the work of the indexer in one pass, summed over all layers of `group` (layers with equal attention) and
-    over `batch` sequences, each with `positions` new and `context` cached tokens. The indexer scores all compressed
-    cache entries of a sequence (one per `group.ratio` tokens), to select those that sparse attention reads."""
+    """Returns the work of the indexer in one pass. For sparse attention, the indexer scores all compressed cache
+    entries of a sequence (one per `group.ratio` tokens) and selects those to read. The work is summed over all layers
+    of `group` (layers with equal attention) and over `batch` sequences, each with `positions` new and `context` cached
+    tokens."""
     times, ratio = batch * group.layers, group.ratio or 1
     flops = times * 2.0 * group.indexer_heads * group.indexer_dim * (context // ratio) * positions
     read = times * (context / ratio) * group.indexer_dim * num_bytes(precisions.indexer)
@@ -107,8 +108,8 @@ def indexer_work(group: Attention, precisions: Precisions, batch: float, positio
 
 def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions: float, context: float) -> list[Work]:
     """Returns the work of each part of a target pass: projections, experts, attention, and the indexer of sparse
-    attention. Each of `batch` sequences has `positions` new and `context` cached tokens. With `deployment.per_layer`,
-    attention and indexer have one entry for each group of layers, else one for all layers."""
+    attention. Each of `batch` sequences has `positions` new and `context` cached tokens. Attention and the indexer have
+    one entry each, summed over all layers; with `deployment.per_layer`, one entry for each group of equal layers."""
     precisions, tokens = deployment.precisions, batch * positions
     works = [
         Work("projections", 2.0 * shape.dense * tokens, shape.dense * num_bytes(precisions.weights), precisions.weights)
@@ -129,8 +130,8 @@ def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions:
 
 
 def collective_seconds(shape: ModelShape, deployment: Deployment, tokens: float) -> float:
-    """Returns the seconds of communication between GPUs in a pass over `tokens` tokens of all sequences together: two
-    ring all-reduces of 16-bit activations per layer; 0 on one GPU."""
+    """Returns the seconds that GPUs need to exchange data in a pass over `tokens` tokens (of all sequences together):
+    two ring all-reduces of 16-bit activations per layer. 0 on one GPU."""
     num_gpus = deployment.num_gpus
     if num_gpus == 1:
         return 0.0
@@ -147,9 +148,10 @@ def pass_seconds(
     reading: float = 1.0,
     computing: float = 1.0,
 ) -> dict[str, float]:
-    """Returns part -> seconds of one pass: projections, experts, attention, collectives.
+    """Returns the seconds of one target pass by part, as {"projections", "experts", "attention", "collectives"}; the
+    last is communication between GPUs.
 
-    Each of `batch` sequences has `positions` new and `context` cached tokens. `reading` and `computing` multiply
+    Each of `batch` sequences has `positions` new and `context` cached tokens. `reading` and `computing` are factors on
     the seconds of reading and of arithmetic at the machine's full rates.
     """
     parts = {"projections": 0.0, "experts": 0.0, "attention": 0.0}
@@ -186,8 +188,8 @@ def memory_need(shape: ModelShape, deployment: Deployment, batch: int, context: 
 
 def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
     """Returns the cache bytes of one sequence of `context` tokens in one layer of `group` (layers with equal
-    attention). A compressed history has one entry per `group.ratio` tokens; linear attention has only its state; layers
-    that read the entries of other layers store nothing."""
+    attention). A compressed history takes one entry per `group.ratio` tokens. Linear attention has only its state.
+    Layers that read the cache entries of other layers store nothing."""
     if group.shared:
         return 0.0
     if group.kind == "linear":
@@ -202,9 +204,9 @@ def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
 
 
 def shares_evenly(shape: ModelShape) -> list[int]:
-    """Returns the numbers of tensor-parallel GPUs over which the attention heads can be divided, by the rules of vLLM
-    and SGLang: each divides the number of query heads, and divides the number of key heads or is a multiple of it.
-    Empty if the heads are unknown."""
+    """Returns the numbers of GPUs among which tensor parallelism can divide the attention heads in vLLM and SGLang.
+    Such a number must divide the number of query heads. It must also divide the number of key heads, or be a multiple
+    of it. The list is empty if the numbers of heads are unknown."""
     most = max((group.heads for group in shape.attention), default=0)
     return [number for number in range(1, most + 1) if all(_is_even(group, number) for group in shape.attention)]
 

@@ -39,8 +39,8 @@ from paceline.simulate.files import check_amounts, is_amount, read_json, record_
 
 @dataclass(frozen=True, slots=True)
 class FractionDrafter:
-    """Drafter cost as a share of the target's: each drafter pass takes `fraction` of a plain target pass at the same
-    batch."""
+    """Drafter cost as a share of the target's: a drafter pass takes `fraction` of the seconds of a plain target pass
+    (one position per sequence) at the same batch size."""
 
     fraction: float
     block: int | None = None
@@ -54,9 +54,9 @@ class FractionDrafter:
 
 @dataclass(frozen=True, slots=True)
 class ShapeDrafter:
-    """Drafter cost from its own roofline. A pass takes max(2*P*B*D/R, b*P/BW) seconds, the longer of arithmetic and
-    reading of weights. P: parameters of b bytes each; B: sequences; D: drafts per sequence and pass (`block`, 1 for
-    None); R: FLOP/s; BW: bytes/s. A round takes as many passes as its drafts need."""
+    """Drafter cost from its own roofline. A pass takes max(2*P*B*D/R, b*P/BW) seconds: the longer of arithmetic and
+    reading the weights. P: parameters of b bytes each; B: sequences; D: drafts per sequence and pass (`block`, or 1 if
+    it is None); R: FLOP/s; BW: bytes/s. A round takes as many passes as its drafts need."""
 
     dense: float
     """Parameters that every pass reads (P), including the head."""
@@ -80,7 +80,7 @@ def _passes(num_drafted: int, block: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DraftFit:
-    """Drafter cost in seconds, fitted to measured times: linear in passes, positions and batch rows."""
+    """Drafter cost fitted to measured times: seconds per pass, per position of a pass, and per batch row."""
 
     fixed_s: float = 0.0
     """Seconds of each drafter pass."""
@@ -105,7 +105,8 @@ class DraftFit:
 
 @dataclass(frozen=True, slots=True)
 class PassFit:
-    """A target pass fitted to measured times: factors on the roofline's reading and arithmetic, and added seconds."""
+    """Target pass fitted to measured times: factors on the roofline's seconds of reading and arithmetic, and added
+    seconds."""
 
     reading: float = 1.0
     """Factor on the seconds of reading at full bandwidth; its reciprocal is the share of bandwidth reached."""
@@ -124,8 +125,8 @@ NO_COST = FractionDrafter(0.0)
 
 
 class StepCosts:
-    """Base class of cost models: seconds of a round's parts. A subclass defines `split` (the target pass), and unless
-    they take 0 seconds also `draft_s` (drafting) and `host_s` (launches, scheduling, sampling)."""
+    """Base class of cost models: seconds of a round's parts. A subclass defines `split` (the target pass). It also
+    defines `draft_s` (drafting) and `host_s` (launches, scheduling, sampling), unless these take no time."""
 
     __slots__ = ()
     host_s: float = 0.0
@@ -135,7 +136,7 @@ class StepCosts:
 
     @property
     def max_draft(self) -> int | None:
-        """Maximum number of drafts per round that was measured; None without measured drafting."""
+        """Maximum number of drafts per round in a table of measured times; None for other costs."""
         return None
 
     def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
@@ -160,8 +161,8 @@ class StepCosts:
 
 
 class ToyCosts(StepCosts):
-    """Costs of the toy model: drafting and verification take no time, so that the speed-up equals the tokens per
-    round."""
+    """Costs of the toy model: a target pass of any size takes 1, without a unit, and drafting takes no time. The
+    speed-up then equals the tokens per round."""
 
     def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
         return {"target": 1.0}
@@ -169,7 +170,8 @@ class ToyCosts(StepCosts):
 
 @dataclass(frozen=True, slots=True)
 class RooflineCosts(StepCosts):
-    """Round costs of a model shape and a drafter, computed by the roofline model of a machine."""
+    """Round costs of a model and a drafter, computed from the model's sizes and the machine's rates (roofline
+    model)."""
 
     shape: ModelShape
     deployment: Deployment
@@ -208,8 +210,8 @@ class Calibration:
     """Expert locality (0: positions select experts independently; 1: they share them) in the measured passes."""
 
     def costs(self, shape: ModelShape, deployment: Deployment, drafter: DrafterCost = NO_COST) -> RooflineCosts:
-        """Returns the costs of a model on a machine with the fitted parameters; they are an estimate for a model or
-        machine that was not measured. `drafter`: drafter cost to use if the calibration has no fitted one."""
+        """Returns the round costs of a model on a machine, by the fitted parameters. For a model or machine that was
+        not measured, they are only an estimate. `drafter`: drafter cost to use if no drafter was measured."""
         return RooflineCosts(shape, deployment, self.draft or drafter, self.host_s, self.verify)
 
     def as_json(self) -> dict[str, Any]:
@@ -240,7 +242,7 @@ def read_calibration(path: Path) -> Calibration:
 
 @dataclass(frozen=True, slots=True)
 class TimeTable:
-    """Measured seconds of a step by (batch, width), with gaps. Width: positions or drafts of each batch row."""
+    """Measured seconds of steps by batch size and width (positions or drafts per row); some pairs may be missing."""
 
     rows: tuple[tuple[float, tuple[tuple[float, float], ...]], ...]
     """(batch, ((width, seconds), ...)) in ascending order; the seconds of a batch never decrease with the width."""
@@ -269,8 +271,8 @@ class TimeTable:
         return numbers
 
     def seconds(self, batch: float, width: float) -> float:
-        """Returns the seconds for `batch` rows with `width` positions or drafts each, interpolated linearly in both. A
-        larger size never takes less time."""
+        """Returns the seconds for `batch` rows with `width` positions or drafts each: linear in both between measured
+        sizes, extrapolated beyond the largest. A larger size never takes less time."""
         most, row = self.rows[-1]
         if batch > most:
             more = batch / most
@@ -290,7 +292,7 @@ class TimeTable:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts(StepCosts):
-    """Costs from measured step times of one machine, model and drafter. They do not depend on the context."""
+    """Costs from measured step times of one machine, model and drafter. They do not depend on the context length."""
 
     verify: TimeTable
     draft: TimeTable | None
@@ -330,7 +332,7 @@ def read_table(path: Path) -> MeasuredCosts:
 
 
 def read_steps(path: Path) -> dict[str, Any]:
-    """Reads the JSON object of a steps.json. Raises ConfigError for any other content."""
+    """Returns the content of a steps.json. Raises ConfigError if it cannot be read or has no list "verify"."""
     file = path / "steps.json" if path.is_dir() else path
     steps = read_json(file, "paceline bench steps --out FOLDER makes one")
     if isinstance(steps, list):
@@ -341,8 +343,8 @@ def read_steps(path: Path) -> dict[str, Any]:
 
 
 def table_of(steps: dict[str, Any], title: str = "") -> MeasuredCosts:
-    """Builds costs from the JSON object of a steps.json. `title`: description for readers, used if `steps` names
-    neither model nor machine. Raises ConfigError for invalid times."""
+    """Builds costs from `steps`, the content of a steps.json. `title`: name of the costs for readers, used if `steps`
+    names neither model nor machine. Raises ConfigError for invalid times."""
     draft = steps.get("draft") or []
     host_s, context = steps.get("host_s", 0.0), steps.get("context", 0)
     if not (is_amount(host_s) and is_amount(context)):

@@ -47,9 +47,9 @@ def num_bytes(name: str) -> float:
 
 
 def arithmetic(name: str, flops_per_s: dict[str, float]) -> str:
-    """Returns the arithmetic format in which a machine computes with values of the format `name`: the fastest one that
-    can compute with them and has a rate in `flops_per_s` (arithmetic format -> the machine's FLOP/s). Raises
-    ConfigError if there is no such format."""
+    """Returns the number format in which a machine computes with values that are stored in the format `name`.
+    `flops_per_s`: format -> the machine's FLOP/s. Of the formats that can compute with these values, returns the
+    fastest one with a rate in `flops_per_s`. Raises ConfigError if none of them has a rate."""
     for rate in FORMATS[name].computes_as:
         if flops_per_s.get(rate):
             return rate
@@ -74,8 +74,8 @@ class Precisions:
 
 
 def with_precisions(known: Precisions, text: str | None) -> Precisions:
-    """Returns the number formats `known`, changed by a text such as "fp8" (weights and experts) or
-    "weights=fp8,experts=fp4,kv=fp8". Raises ConfigError for an unknown part or format."""
+    """Returns the number formats `known`, changed by `text`: "fp8" (weights and experts), or by part, such as
+    "weights=fp8,experts=fp4,kv=fp8"; None changes nothing. Raises ConfigError for an unknown part or format."""
     changed: dict[str, str] = {}
     for word in (text or "").split(","):
         part, equals, name = word.partition("=")
@@ -94,7 +94,8 @@ def with_precisions(known: Precisions, text: str | None) -> Precisions:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention sizes of a group of layers that are alike."""
+    """Attention sizes of a group of equal layers. `layers` is the number of layers; all sizes are those of one
+    layer."""
 
     kind: Literal["gqa", "mla", "linear"]
     layers: int
@@ -120,15 +121,15 @@ class Attention:
 
     @property
     def entry_values(self) -> int:
-        """Number of values in one cache entry of a layer: key and value of all key heads; for mla, the latent and the
-        rotary key."""
+        """Number of values in the cache entry of one token in one layer: the keys and values of all key heads or, for
+        mla, the compressed key and value and the rotary key."""
         return self.latent + self.rope if self.kind == "mla" else 2 * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Parameters of all experts of a mixture-of-experts model, summed over its layers, which are assumed to have
-    equally many experts, in total and per token."""
+    """Numbers of experts per layer and their parameters in a mixture-of-experts model. Parameters are summed over all
+    layers with experts, which are assumed to be alike."""
 
     num_routed: int
     per_token: int
@@ -139,12 +140,12 @@ class Experts:
 
     @property
     def each(self) -> float:
-        """Parameters of one routed expert over all layers."""
+        """Parameters of one routed expert, summed over all layers."""
         return (self.resident - self.active) / (self.num_routed - self.per_token)
 
     @property
     def shared(self) -> float:
-        """Parameters of the shared experts over all layers."""
+        """Parameters of the shared experts, which every token uses, summed over all layers."""
         return self.active - self.per_token * self.each
 
 
@@ -174,7 +175,8 @@ class ModelShape:
 
     @property
     def num_active(self) -> float:
-        """Number of parameters used for one token: `dense` and those of the token's experts."""
+        """Number of parameters used for one token: all parameters outside the experts, and those of the token's
+        experts."""
         return self.dense + (self.experts.active if self.experts else 0.0)
 
 
@@ -195,7 +197,8 @@ def _check(shape: ModelShape) -> None:
 
 
 def from_json(entry: dict[str, Any]) -> ModelShape:
-    """Builds a shape from the JSON object of its fields. Raises UnsupportedModelError for unknown or missing fields."""
+    """Builds a shape from a JSON object with the fields of ModelShape. Raises UnsupportedModelError for unknown,
+    missing or invalid fields."""
     what, remedy = (
         f"{entry.get('name', 'a shape')}: the entry cannot be read",
         "see docs/explanation/prediction.md for its fields",

@@ -16,14 +16,14 @@ Survival = tuple[float, ...]
 
 def num_accepted(survival: Survival, luck: float, num_drafted: int) -> int:
     """Returns how many of a round's `num_drafted` drafts are accepted. `survival`: shares of rounds whose first 1, 2,
-    ... drafts are accepted; `luck`: the round's random number in [0, 1). With the same `luck`, a higher `num_drafted`
-    never gives fewer accepted drafts."""
+    ... drafts are accepted. `luck`: random number of the round, in [0, 1); with the same number, more drafts never give
+    fewer accepted ones."""
     return sum(luck < share for share in survival[:num_drafted])
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Drafts of one batch row in a round, and their outcome if they are verified."""
+    """Drafts of one batch row in a simulated round, and which of them are accepted if they are verified."""
 
     num_right: int
     """Number of drafts that would be accepted if all were verified in a chain."""
@@ -35,8 +35,9 @@ class Drafted:
     """Rank of the target's token among the candidates of each draft position; NONE_OF_THEM if it is not a candidate."""
 
     def checked(self, width: int | Tree) -> tuple[int, Outcome | None]:
-        """Verifies the first `width` drafts as a chain (int), or the tree `width`. Returns the number of accepted
-        drafts, and the tree with the indices of its accepted nodes (None for a chain)."""
+        """Verifies drafts of this row: the first `width` drafts as a chain if it is an int, else the draft tree
+        `width`. Returns (number of accepted drafts, verified tree with the indices of its accepted nodes); the second
+        is None for a chain."""
         if isinstance(width, int):
             return min(self.num_right, width), None
         children, accepted = width.children(), list[int]()
@@ -49,9 +50,14 @@ class Drafted:
 
 
 def drafted(survival: Survival, luck: random.Random, count: int, has_confidence: bool) -> Drafted:
-    """Draws the outcome of `count` drafts of one row. With `has_confidence`, each draft also gets a probability of
-    acceptance, which decides its outcome and whose logarithm is its confidence. The probabilities are Beta distributed
-    around the chances of the survival curve, so that rounds follow this curve on average."""
+    """Draws how many of the `count` drafts of one row are accepted. `survival`: shares of rounds whose first 1, 2, ...
+    drafts are accepted. `luck`: random generator. `has_confidence`: True for a drafter that reports its confidence.
+
+    Without confidence, the number of accepted drafts follows the survival curve directly. With it, each draft gets a
+    random probability, is accepted with this probability, and has the logarithm of the probability as confidence. The
+    probabilities are Beta distributed around the chances of the survival curve, so that rounds follow the curve on
+    average.
+    """
     if not has_confidence or not count:
         return Drafted(num_accepted(survival, luck.random(), count) if count else 0)
     confidence, num_right, is_right, before = list[float](), 0, True, 1.0
@@ -66,8 +72,9 @@ def drafted(survival: Survival, luck: random.Random, count: int, has_confidence:
 
 
 def drafted_candidates(marginals: Marginals, luck: random.Random, count: int, num_candidates: int) -> Drafted:
-    """Draws candidates and outcome of `count` draft positions of one row, from measured marginals (chances by position
-    and candidate rank). Each candidate is the target's token with its stated probability."""
+    """Draws `num_candidates` candidates, with their probabilities, for each of `count` draft positions of one row, and
+    which of them are the target's tokens. The probabilities vary randomly around the measured `marginals` (chances by
+    position and candidate rank); each candidate is the target's token with its own probability."""
     weigh, named = marginals.drawn(luck), range(num_candidates)
     count = min(count, len(marginals.chances_KM))
     chances_KM = [weigh(slot, [0.0] * num_candidates) for slot in range(count)]

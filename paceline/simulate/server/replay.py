@@ -67,8 +67,8 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Simulated and measured figures of one load with one `speculate` setting. Rates are medians over the repetitions,
-    times to the first token medians over the answers of all repetitions."""
+    """Simulated and measured figures of one load with one `speculate` setting, over all repetitions of the benchmark.
+    Rates are medians over the repetitions; times to the first token are medians over all answers."""
 
     load: str
     speculate: str
@@ -103,8 +103,9 @@ class Compared:
 
 
 def read_passes(folder: Path) -> list[Recorded]:
-    """Reads a run folder of `paceline bench serving`: its passes (each sends all requests of one load once), in the
-    order they ran. Raises ConfigError if there is no pass to replay."""
+    """Reads a run folder of `paceline bench serving`. Returns its passes in the order they ran; a pass sends all
+    requests of one load once. Raises ConfigError if the folder's metrics.jsonl is invalid or has no answered
+    request."""
     file = folder / "metrics.jsonl"
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in read_objects(file, "--against takes the folder of a run of paceline bench serving"):
@@ -180,7 +181,8 @@ def _sources(line: dict[str, Any]) -> tuple[Rounds, Rounds]:
 
 
 def rows_of(folder: Path) -> int | None:
-    """Returns the maximum batch size (--max-batch) of the run's servers; None if it is not recorded."""
+    """Returns the maximum batch size (--max-batch) of the servers in a run folder of `paceline bench serving`; None if
+    it is not recorded."""
     try:
         words = json.loads((folder / "config.json").read_text(encoding="utf-8"))["server"]
         return int(words[words.index("--max-batch") + 1])
@@ -189,13 +191,15 @@ def rows_of(folder: Path) -> int | None:
 
 
 def recorded_survival(passes: Sequence[Recorded]) -> Survival:
-    """Returns the drafter's survival curve: share of rounds whose first i drafts were accepted. () if nothing was
-    drafted.
+    """Returns the drafter's survival curve in a recorded run: shares of rounds whose first 1, 2, ... drafts were
+    accepted. () if nothing was drafted.
 
-    It comes from the load and setting with the most drafts per round. Rounds without drafts and those with prompt
-    lookup drafts are left out if the run records the source of drafts. The curve is exact if every round had the same
-    number of drafts (setting `full`). Otherwise it is an estimate: every round counts as having n drafts, the rounded
-    mean; each position after n gets the mean acceptance chance of the first n.
+    Only rounds of one load and `speculate` setting count: those with the most drafts per round. If the run records the
+    source of drafts, only rounds with the drafter's own drafts count.
+
+    The curve is exact if all these rounds had the same number of drafts. Otherwise it is an estimate, which takes their
+    mean number of drafts, rounded, as the number in every round. Later positions get the mean acceptance chance of the
+    positions before.
     """
     drafting = [each for each in passes if each.own.num_drafted and sum(each.own.accepted_histogram)]
     if not drafting:
@@ -207,9 +211,10 @@ def recorded_survival(passes: Sequence[Recorded]) -> Survival:
 
 
 def recorded_lookups(passes: Sequence[Recorded]) -> Lookups | None:
-    """Returns the share of rounds that have prompt lookup drafts, and the survival curve of these drafts, both from the
-    load and setting with the largest share. None if there are no such drafts, or if prompt lookup is the drafter.
-    Drafts that the server did not verify are not recorded."""
+    """Returns the share of rounds with prompt lookup drafts, and the survival curve of these drafts, from a recorded
+    run. Both come from one load and `speculate` setting: the one in which this share is largest. Returns None if the
+    run has no prompt lookup drafts, or if prompt lookup was the only drafter. Drafts that the server did not verify are
+    not counted."""
     groups: dict[tuple[Arrivals, str], list[Recorded]] = {}
     for each in passes:
         if each.lookup.num_drafted and each.lookup != each.own:
@@ -233,8 +238,14 @@ def _survival(rounds: Rounds) -> Survival:
 
 
 def policy_for(speculate: str, most: int) -> str:
-    """Returns the simulator's policy (rule for the number of drafts: "adaptive", "off", or a number as text) for a
-    `speculate` setting of the benchmark: "auto", "full", "off" or a number. `most`: maximum drafts per round."""
+    """Returns the simulator's policy (rule for the number of drafts) for a `speculate` setting of the benchmark.
+    `most`: maximum drafts per round; if it is 0, the policy is always "off".
+
+    - "auto" gives "adaptive".
+    - "full" gives `most` as text.
+    - A number gives the same number, at most `most`, as text.
+    - "off" and any other setting give "off".
+    """
     if speculate == "auto":
         return "adaptive" if most else "off"
     wanted = most if speculate == "full" else int(speculate) if speculate.isdecimal() else 0
@@ -242,10 +253,13 @@ def policy_for(speculate: str, most: int) -> str:
 
 
 def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
-    """Returns a cost model for each pass, built from the run's measured step times. A verification, prefill or drafting
-    step of n tokens takes its mean time over all passes, times a factor for each pass and type of step, with which the
-    times of this type add up to the measured sum in the pass. Raises ConfigError if the run does not record step
-    times."""
+    """Returns one cost model for each pass, built from the step times that the run recorded. Raises ConfigError if it
+    recorded none.
+
+    For each type of step (verification, prefill, drafting), the mean seconds at each size in tokens are computed over
+    all passes. Each pass then has a factor per type, which scales these means so that their total equals the measured
+    total of this pass.
+    """
     if not all(each.steps for each in passes):
         raise ConfigError(
             "the run does not tell what its steps took: run paceline bench serving again, or give --steps"
@@ -291,12 +305,13 @@ def _rising(steps: list[tuple[float, float, float]]) -> dict[float, float]:
 def compare(
     passes: Sequence[Recorded], costs: StepCosts | None, server: ServerShape, survival: Survival, *, seed: int = 0
 ) -> list[Compared]:
-    """Simulates the recorded passes and compares the results with the measurements, one for each load and `speculate`
-    setting. `costs`: step times; None for those that each pass recorded. `server`: limits of the server; `survival`:
-    share of rounds whose first 1, 2, ... drafts are accepted. Raises ConfigError if `costs` is None and the passes
-    recorded no step times.
+    """Simulates the recorded passes, in the order they ran, and compares the results with the measurements: one
+    comparison for each load and `speculate` setting. `costs`: step times for all passes; None uses those that each pass
+    recorded. `server`: limits of the server. `survival`: shares of rounds whose first 1, 2, ... drafts are accepted.
+    Raises ConfigError if `costs` is None and the passes recorded no step times.
 
-    Passes run in their recorded order. The planner of a `speculate` setting keeps its estimates from pass to pass."""
+    All passes with the same `speculate` setting use one planner, which keeps its estimates from pass to pass.
+    """
     lookups, planners = recorded_lookups(passes), dict[str, Planner]()
     groups: dict[tuple[Arrivals, str], list[tuple[Recorded, Outcome]]] = {}
     for each, own in zip(passes, own_costs(passes) if costs is None else [costs] * len(passes), strict=True):

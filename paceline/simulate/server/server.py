@@ -43,7 +43,7 @@ starts."""
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: its arrival and its numbers of tokens."""
+    """One request: its arrival time, and the numbers of its prompt and answer tokens."""
 
     arrives_at: float
     """Arrival in seconds after the start. Closed loops ignore it: they send a request when an earlier answer is
@@ -55,7 +55,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
-    """Frequency and acceptance of prompt lookup drafts, which a server uses in addition to its drafter."""
+    """Prompt lookup drafts, which a server uses in addition to those of its drafter: how often they occur, and their
+    acceptance."""
 
     share: float
     """Share of a batch row's rounds that have a prompt lookup draft."""
@@ -63,14 +64,15 @@ class Lookups:
 
     @property
     def chance(self) -> float:
-        """Mean chance that a lookup draft is accepted if all earlier ones are."""
+        """Share of the tried prompt lookup drafts that are accepted. A draft is tried if all earlier ones of its round
+        are accepted."""
         return sum(self.survival) / (1 + sum(self.survival[:-1]))
 
 
 @dataclass(frozen=True, slots=True)
 class ServerShape:
-    """Limits of the simulated server (batch size, prefill chunk), and the seconds that a request spends outside the
-    engine."""
+    """Limits of the simulated server (batch size, length of a prefill chunk), and the seconds that each request spends
+    outside the engine."""
 
     max_rows: int = 8
     """Requests that decode together."""
@@ -83,7 +85,7 @@ class ServerShape:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Inputs of a simulation: requests, costs of a round, limits of the server, and acceptance of its drafter; `run`
+    """Inputs of a simulation: requests, costs of a round, limits of the server, and acceptance of its drafts. `run`
     simulates them."""
 
     jobs: Sequence[Job]
@@ -100,18 +102,19 @@ class Case:
 
     @property
     def context(self) -> float:
-        """Mean tokens in a row's cache: the prompt and half the answer."""
+        """Mean cached tokens of a row while it decodes: the prompt and half of the answer, averaged over the
+        requests."""
         return statistics.fmean(job.prompt_tokens + job.answer_tokens / 2 for job in self.jobs)
 
     def run(self, policy: str, jobs: Sequence[Job] | None = None, concurrency: int | None = None) -> Outcome:
-        """Simulates the server under this policy (rule for the number of drafts) with a new planner. `jobs`: other
-        requests than those of the case; `concurrency`: requests in flight (closed loop). Raises ConfigError for an
-        invalid policy or request."""
+        """Simulates the server under this policy (rule for the number of drafts). `jobs`: requests to use instead of
+        those of the case. `concurrency`: number of requests in flight (closed loop); None for requests that arrive at
+        their own times. Raises ConfigError for an invalid policy or request."""
         return Simulation(self, self.planner(policy), self.jobs if jobs is None else jobs, concurrency).run()
 
     def planner(self, policy: str) -> Planner:
-        """Returns a new planner, which chooses the drafts of each round by this policy. Raises ConfigError for an
-        invalid policy."""
+        """Returns a new planner, which chooses the drafts of each round by this policy (rule for the number of drafts).
+        Raises ConfigError for an invalid policy."""
         chunk = self.server.prefill_chunk or max((job.prompt_tokens for job in self.jobs), default=1)
         return make_planner(policy, self.survival, self.costs, self.context, chunk, self.marginals is not None)
 
@@ -164,7 +167,7 @@ class SimulatedRequest:
         return self.job.answer_tokens - self.num_tokens
 
     def add_tokens(self, count: int, now: float) -> None:
-        """Delivers `count` tokens at time `now`, but not more than the answer has left."""
+        """Delivers `count` tokens at time `now`, but not more than the answer still needs."""
         count = min(count, self.num_left)
         self.num_tokens += count
         self.first_token_at = self.first_token_at if self.chunks else now
@@ -174,8 +177,7 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a simulation: all requests with their times, seconds in which the server was busy and those spent on
-    prefill, and row-seconds (sum over rounds of seconds times occupied batch rows)."""
+    """Result of a simulation: all requests with their times, and the seconds in which the server was busy."""
 
     requests: list[SimulatedRequest]
     """All requests, in the order of the jobs."""
@@ -197,7 +199,7 @@ class Outcome:
 
 
 class Simulation:
-    """Simulates one server (its clock, queue and batch rows) that serves the requests `jobs`."""
+    """Simulates one server and its clock, queue and batch rows. The server answers the requests `jobs`."""
 
     def __init__(self, case: Case, planner: Planner, jobs: Sequence[Job], concurrency: int | None = None) -> None:
         """`concurrency`: number of jobs in flight; their arrival times are then ignored. Raises ConfigError for
@@ -323,8 +325,8 @@ class Simulation:
 
 @dataclass(slots=True)
 class BestPlanner(FixedPlanner):
-    """Plans the number of drafts with the most tokens per second, from known acceptance and costs. All rows get the
-    same number."""
+    """Chooses the number of drafts, the same for all rows, that gives the most tokens per second. The planner knows
+    acceptance and costs, and need not estimate them."""
 
     survival: Survival = ()
     round_s: Callable[[int, int], float] = field(default=lambda rows, count: 1.0)
@@ -332,8 +334,8 @@ class BestPlanner(FixedPlanner):
     _known: dict[int, int] = field(default_factory=dict)
 
     def choose(self, num_rows: int) -> int:
-        """Returns the number of drafts per row in a round of `num_rows` rows; the smallest one if several are equally
-        good."""
+        """Returns the number of drafts per row that gives the most tokens per second in a round of `num_rows` rows; the
+        smallest one if several are equally good."""
         if num_rows not in self._known:
             expected = list(itertools.accumulate((1.0, *self.survival)))
             gains = [tokens / self.round_s(num_rows, count) for count, tokens in enumerate(expected)]
@@ -345,7 +347,7 @@ class BestPlanner(FixedPlanner):
 
 
 class OffPlanner(AdaptivePlanner):
-    """Plans rounds without drafts, and the same prefill chunks as the engine's planner."""
+    """Plans rounds without drafts. Plans prefill chunks as the engine's adaptive planner does."""
 
     def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
         return Offer(source, ())
@@ -354,13 +356,17 @@ class OffPlanner(AdaptivePlanner):
 def make_planner(
     name: str, survival: Survival, costs: StepCosts, context: float, most_chunk: int, grows_trees: bool = False
 ) -> Planner:
-    """Returns a new planner, which chooses the drafts of each round by the policy `name`: off, best, adaptive, a number
-    of drafts or tree:N. Raises ConfigError for another name, more drafts than `survival` has, or tree:N without
-    `grows_trees`.
+    """Returns a new planner, which chooses the drafts of each round. `name` is its policy: off (no drafts), best (the
+    number with the most tokens/s by `survival` and `costs`), adaptive (the engine's planner), a number of drafts, or
+    tree:N (draft trees of N nodes). Raises ConfigError for another name, and for a number above the length of
+    `survival`.
 
-    `survival`: shares of rounds whose first 1, 2, ... drafts are accepted. `costs` are taken at `context` cached tokens
-    per row. `most_chunk`: maximum tokens of a prefill chunk. `grows_trees`: True if marginals (acceptance chances by
-    position and rank) are known, so that trees can be drafted."""
+    - `survival`: shares of rounds whose first 1, 2, ... drafts are accepted.
+    - `costs`: round costs, evaluated at `context` cached tokens per row.
+    - `most_chunk`: maximum tokens of a prefill chunk.
+    - `grows_trees`: True if the acceptance chances of a draft tree's branches are known; if False, tree:N raises
+      ConfigError.
+    """
     if name == "off":
         return OffPlanner(PassCosts([(1, 1.0)]), most_chunk=most_chunk, adapts_chunks=costs.prefill_adapts)
     passes = PassCosts([(size, costs.verify_s(1, size, context) + costs.host_s) for size in MEASURED])
