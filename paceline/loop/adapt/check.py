@@ -13,9 +13,13 @@ from paceline.loop.adapt.servers.counted_hours import missing, stored_hours
 
 
 def decide_once(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig) -> dict[str, Any]:
-    """Returns the policy's line (observations and decision) of the latest hour of stored traffic, with the keys "hours"
-    (number of hours from the first to this one), "with_traffic" (hours with traffic), "source" (traces or the server's
-    counters) and "left_out" (reason -> number). Without any traffic the action is "too little"."""
+    """Decides what to do after the latest hour of stored traffic. Returns the log line of this hour: what the policy
+    observed, and its decision (key "decision").
+
+    Further keys: "hours" (number of hours from the first recorded one to the latest), "with_traffic" (how many of them
+    have traffic), "source" ("traces", or "counted.jsonl" for hours from the server's counters) and "left_out" (reason
+    -> number of requests or hours that were not used). Without any traffic the decision's action is "too little", and
+    "source" is missing."""
     hours, left_out, source = stored_hours(store)
     lines = rebuilt(SeasonalPolicy(policy, prices), hours, AdaptLog(store.state), max(hours, default=-1) + 1)
     if not lines:

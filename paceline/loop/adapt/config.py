@@ -17,8 +17,8 @@ UNPROVEN = ("take-back", "keep")
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """Thresholds of the seasonal policy, which decides when to train. A cluster is a group of similar requests; in
-    option names, a period is a day."""
+    """Thresholds of the seasonal policy: it compares acceptance length with its usual value at this hour of the day and
+    week, and decides when to train. A cluster is a group of similar requests. A period, in option names, is a day."""
 
     least_loss: Annotated[float, within("above 0 and below 1", above=0, most=0.99)] = 0.05
     """Smallest drop of acceptance length that raises an alarm, as a share."""
@@ -49,8 +49,8 @@ class PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class PriceConfig(Checked):
-    """Prices per hour of serving and of training, which decide if a training pays for itself. Hours are core-hours or
-    GPU-hours, in the same unit everywhere."""
+    """Prices of serving and of training. The policy trains only if the training is expected to save more than it costs.
+    Hours are core-hours or GPU-hours, the same for all prices."""
 
     serving_price: Amount = 1.0
     """Price of one serving hour of a core or GPU."""
@@ -66,8 +66,9 @@ class PriceConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig(Checked):
-    """Options to replay a policy on a virtual clock: on synthetic traffic with known drift (lasting loss of
-    acceptance), or on stored traces."""
+    """Options of `paceline adapt replay`, which runs a policy (the rules that decide when to train) on past or
+    synthetic traffic, faster than real time. If acceptance falls lastingly (drift) in synthetic traffic, the hour in
+    which this begins is known."""
 
     scenario: Annotated[str, SCENARIOS] = "two-bases"
     """Synthetic traffic to replay."""
@@ -87,7 +88,7 @@ class ReplayConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Folders with the traces of the traffic and with the state of `paceline adapt`."""
+    """Folder with the traces of served requests, and folder with the state of `paceline adapt`."""
 
     traces: Path
     """Folder of traces, written by paceline serve --traces or paceline record."""
@@ -187,8 +188,8 @@ class RetrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class WatchConfig:
-    """Options of the daemon that watches a server and replaces its drafter. Probation: trial period of a new
-    drafter."""
+    """Options of the daemon that watches a server and replaces its drafter. Probation is the trial period after a new
+    drafter goes live."""
 
     every_s: Positive = 60.0
     """Seconds between checks of trainings and of the server; decisions are made once an hour."""
@@ -219,7 +220,7 @@ class WatchConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeployConfig:
-    """Options on the servers that get a new drafter, and on how it is deployed."""
+    """Options that name the servers to deploy new drafters on, and how to load a drafter there."""
 
     engine: Annotated[str, ENGINES] = "paceline"
     """Engine of the servers: paceline, vllm or sglang."""
@@ -240,7 +241,7 @@ class DeployConfig:
     num_drafted: int = 7
     """Draft tokens per round in vLLM's speculative config."""
     patience_s: Positive = 600.0
-    """Seconds in which a server must be healthy again."""
+    """Seconds after a change within which a server must be healthy again."""
     check_length: bool = True
     """After a change of a vLLM or SGLang server, compare its acceptance length on twenty prompts with paceline's."""
     served_name: str | None = None
@@ -269,8 +270,8 @@ class DeployConfig:
 
 @dataclass(frozen=True, slots=True)
 class OtherEngineConfig(Checked):
-    """Options to start vLLM or SGLang with a drafter instead of paceline's own engine, and to check its acceptance
-    length."""
+    """Options to start vLLM or SGLang with a drafter in place of paceline's own engine, and to check that the drafter
+    has the same acceptance length there as in paceline."""
 
     engine: Annotated[str, ENGINES] = "paceline"
     """Engine that serves: paceline, or vllm or sglang started with this drafter; arguments after -- are that engine's

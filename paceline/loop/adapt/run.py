@@ -35,15 +35,16 @@ LEAST_MOVE_S = 30.0
 
 @dataclass(slots=True)
 class Clock:
-    """Detects changes of the system clock (`wall`) by comparing it with the monotonic clock (`steady`). Both in
-    seconds."""
+    """Detects changes of the system clock by comparing it with the monotonic clock. `wall`, `steady`: latest readings
+    of the two clocks, in seconds."""
 
     wall: float
     steady: float
 
     def moved(self, wall: float, steady: float) -> float:
-        """Seconds by which the system clock was set forward since the last call (negative: back); 0 if it was not.
-        `wall`, `steady`: present readings of the system clock and the monotonic clock."""
+        """Returns the seconds by which the system clock was set forward since the last call (negative: back). Changes
+        of less than 30 seconds count as 0. `wall`, `steady`: present readings of the system clock and the monotonic
+        clock, in seconds."""
         by = (wall - self.wall) - (steady - self.steady)
         self.wall, self.steady = wall, steady
         return by if abs(by) >= LEAST_MOVE_S else 0.0
@@ -60,8 +61,10 @@ def run(
     watch: WatchConfig,
     say: Callable[[str], None],
 ) -> None:
-    """Run the adaptation daemon (`paceline adapt watch`) until SIGTERM or Ctrl-C; `say` prints progress. Raises
-    ConfigError if another daemon uses the folder `store.state`, CacheError if that is not writable."""
+    """Run the adaptation daemon (`paceline adapt watch`) until SIGTERM or Ctrl-C; `say` receives progress texts. Raises
+    CacheError if the folder `store.state` cannot be written. Raises ConfigError if another daemon uses this folder, if
+    the metrics port is in use, or if a vLLM or SGLang server is given without the folder of the drafter to restore in a
+    rollback."""
     with reraised(CacheError, f"cannot write {store.state}", "choose another --state", OSError):
         store.state.mkdir(parents=True, exist_ok=True)
     incumbent = Path(candidate.incumbent) if Path(candidate.incumbent).is_dir() else None

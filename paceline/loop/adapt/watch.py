@@ -39,8 +39,9 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError,
 
 @dataclass(slots=True)
 class Watcher(Steps):
-    """Adaptation daemon: decides once an hour whether to train, and replaces the server's drafter. Its whole state is
-    in `store.state` and in the traces."""
+    """Adaptation daemon: decides once an hour whether to train or to use another drafter, carries the decision out on
+    the server, and judges the result. All that a restarted daemon needs is in the folder `store.state` and in the
+    traces."""
 
     def __post_init__(self) -> None:
         self.log, self.lineage = AdaptLog(self.store.state), Lineage(self.store.state / "lineage.json")
@@ -58,8 +59,8 @@ class Watcher(Steps):
 
     def tick(self, now: float) -> None:
         """Do all work that is due at `now` (seconds since 1970): decide for completed hours, continue work in progress
-        (such as a training or a trial of a drafter), read the counters. Logs every PacelineError instead of raising
-        it."""
+        (such as a training or the trial of a drafter), read the servers' counters. Errors of paceline and of the file
+        system are reported with `say`, not raised."""
         for part in (self._hours, self._look, self._save, self._advance, self._save):
             try:
                 part(now)
@@ -251,8 +252,8 @@ class Watcher(Steps):
             self.deployment.undo = stage.undo
 
     def stop(self, now: float) -> None:
-        """Stop the running training or gate (comparison of a candidate with the serving drafter) at `now`, in seconds
-        since 1970; a restarted daemon resumes it."""
+        """Stop the running training or gate job (comparison of a candidate with the serving drafter), and close the
+        connections to the servers. A restarted daemon resumes the job. `now`: seconds since 1970."""
         if self._job is not None:
             if self.stage is not None:
                 self.stage.pause(now)

@@ -35,16 +35,17 @@ class ServerAnswer:
 
 
 class AnswerReader:
-    """Parses a server's JSON answers. Takes the token ids that the server returned, or else determines them with the
-    model's tokenizer."""
+    """Converts a server's JSON answers to `ServerAnswer`. Uses the token ids that the server returned. Without them,
+    determines the ids with the model's tokenizer, from the reported token texts or from the answer's text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._end = tokenizer, tokenizer.end_token_id
         self._ids: dict[str, list[int]] | None = None
 
     def read(self, response: Any, has_stop: bool) -> ServerAnswer | None:
-        """Parses the JSON of an API response; returns None if it is invalid. `has_stop`: True if the request had a stop
-        string, so that an answer may stop without an end token."""
+        """Parses an API response, given as parsed JSON. Returns None if it is not a valid answer. `has_stop`: True if
+        the request had a stop string; only without one does the finish reason "stop" mean that the model generated an
+        end token."""
         try:
             choice = response["choices"][0]
             message, usage = choice.get("message") or {}, response.get("usage") or {}

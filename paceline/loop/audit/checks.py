@@ -31,8 +31,9 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check of a server: its outcome ("passed", "fault", "note", "not offered" by the server, or "not
-    judged"), a text for the report, and its numbers."""
+    """Result of one check of a server. `outcome`: "passed", "fault", "note" (unusual, but no fault), "not offered" (the
+    server lacks this feature) or "not judged" (too little data). `text`: sentence for the report; `figures`: its
+    numbers."""
 
     check: str
     outcome: Outcome
@@ -42,7 +43,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """True and reported token counts of one request: prompt tokens, answer tokens, and the request's token limit."""
+    """Token counts of one request, for prompt and answer: the true count and the one that the server reported. Also the
+    request's token limit and the answer's finish reason."""
 
     prompt: int
     prompt_reported: int | None
@@ -55,8 +57,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Two greedy answers to one prompt: `whole` without a stop string, and `text` with the stop string `stop`, before
-    which it should end."""
+    """Two greedy answers to the same prompt: `whole` was generated without a stop string; `text` with the stop string
+    `stop`, so it should end right before `stop` would begin."""
 
     stop: str
     whole: str
@@ -75,9 +77,11 @@ def verdict_of(findings: Iterable[Finding]) -> Verdict:
 def sampled(
     groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float, tolerance: float = 0.0
 ) -> list[Finding]:
-    """Checks that sampled answers have the probabilities of the local model; returns one finding per group of answers
-    with equal sampling settings. `tests`: results of the statistical tests of these groups; `false_alarms`: probability
-    of a false alarm in any of them; `tolerance`: rounding error of the mean surprisal (-log p of a token), in nats."""
+    """Checks that the server's sampled answers have the probabilities of the local model. Returns one finding per group
+    (answers with equal sampling settings), from the results `tests` of the statistical tests of these groups.
+
+    `false_alarms`: probability that any of the tests finds a fault in an honest server; `tolerance`: rounding error of
+    the mean surprisal (-log p of a token), in nats. Both are used for the report's text only."""
     findings = []
     for group in groups:
         own = [test for test in tests if test.group == group.name]
@@ -117,9 +121,9 @@ def _meaning(test: Trial) -> str:
 
 
 def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
-    """Checks for tokens outside the top-p nucleus: tokens for which all more probable tokens together already have a
-    probability of top-p. Returns one finding per group with top-p below 1. `allowed.mass`: excess over top-p that
-    rounding errors explain."""
+    """Checks that no sampled token lies outside the top-p nucleus: the more probable tokens together must have a
+    probability below top-p. A total up to `allowed.mass` above top-p counts as rounding error. Returns one finding per
+    group with top-p below 1."""
     findings = []
     for group in (group for group in groups if group.top_p < 1 and group.draws):
         before_N = np.concatenate([draw.scores.before_T for draw in group.draws])
@@ -133,8 +137,9 @@ def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
 
 
 def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
-    """Checks that each token of the greedy answers is the model's most probable one, given the server's text before it.
-    Differences in logits up to `tie` do not count; `num_lost`: number of answers whose tokens are unknown."""
+    """Checks that every token of the server's greedy answers is the local model's most probable one, given the server's
+    tokens before it. A token whose logit is at most `tie` below the largest is no fault. `num_lost`: number of answers
+    whose tokens are unknown, for the report."""
     draws = [draw for draw in draws if draw.tokens]
     if not draws:
         return Finding("greedy", "not judged", f"the tokens of all {num_lost} greedy answers are unknown")
@@ -167,8 +172,8 @@ def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
 
 
 def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
-    """Checks that answers to the same prompt with the same seed are equal; `pairs`: the two texts. The tests of sampled
-    answers check that different seeds give different texts."""
+    """Checks that two answers to the same prompt with the same seed are equal. `pairs`: the texts of both answers.
+    Differences give a note, not a fault; without pairs, or if no pair is equal, the outcome is "not offered"."""
     num_same = sum(one == other for one, other in pairs)
     figures = {"pairs": len(pairs), "same": num_same}
     if not pairs:
@@ -184,8 +189,9 @@ def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
 
 
 def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
-    """Checks that the median difference between the server's and the local model's log-probabilities is at most
-    `allowed`, in nats. `pairs`: (server's, local model's) for each token."""
+    """Checks the log-probabilities that the server reports against the local model's: the median of their absolute
+    differences must be at most `allowed` (in nats). `pairs`: (server's, local model's) for each token; fewer than 32
+    are not judged."""
     if not pairs:
         return Finding("logprobs", "not offered", "the server tells no log-probabilities")
     if len(pairs) < LEAST_TOKENS:
@@ -204,8 +210,11 @@ def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
 
 
 def stops(tried: Sequence[Stop]) -> Finding:
-    """Checks that greedy answers, requested again with a stop string, end right before it. A second answer that differs
-    from the first before that point does not count."""
+    """Checks that the server ends an answer right before a stop string. `tried`: pairs of greedy answers to a prompt,
+    the first without and the second with a stop string.
+
+    A second answer that contains the stop string is a fault. One that equals the first up to the stop string passes, if
+    its finish reason is "stop". Other pairs are not counted: the second answer differed before the stop string."""
     wrong, num_kept = [], 0
     for stop in tried:
         if stop.stop in stop.text:
@@ -227,8 +236,9 @@ def stops(tried: Sequence[Stop]) -> Finding:
 
 
 def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
-    """Checks the token counts reported by the server. `is_rendered_there`: True if the server itself encoded the
-    prompts; a different prompt count is then not a fault, since the server's template may differ from the model's."""
+    """Checks the token counts that the server reports against the true ones. A wrong count is a fault, with one
+    exception: if the server itself encoded the prompts (`is_rendered_there`), a wrong prompt count is "not judged",
+    since the server may use another chat template."""
     reported = [usage for usage in counted if usage.prompt_reported is not None and usage.answer_reported is not None]
     figures = {"answers": len(reported)}
     if not reported:
@@ -256,7 +266,8 @@ def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
 
 
 def declared_lossy(num_lossy: int) -> list[Finding]:
-    """Returns a finding if the server itself declared `num_lossy` > 0 answers as not lossless, else an empty list."""
+    """Returns a list with one fault if the server itself declared `num_lossy` answers as not lossless; [] if the number
+    is 0."""
     if not num_lossy:
         return []
     text = f"the server itself says of {num_lossy} answers that they are not lossless"

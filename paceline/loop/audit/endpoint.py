@@ -43,7 +43,8 @@ class AuditPrompt:
     """Chat messages; None if the prompt cannot be sent as messages."""
 
     def tokens(self, kind: str) -> tuple[int, ...]:
-        """Returns the token ids that the model gets if the prompt is sent in this form: "ids", "text" or "chat"."""
+        """Returns the prompt's token ids as the model reads them if the prompt is sent in the form `kind`: "ids",
+        "text" or "chat"."""
         return self.text_ids if kind == "text" else self.ids
 
 
@@ -62,8 +63,8 @@ class Request:
 
 @dataclass(slots=True)
 class Endpoint:
-    """One model on one server, with the request fields that the server supports. `kind`: form in which prompts are
-    sent; `extras`: further request fields."""
+    """One model on one server, and how to request answers from it. `kind`: form in which prompts are sent ("ids",
+    "text" or "chat"); `extras`: fields to add to every request. `determine_form` sets both."""
 
     client: Client
     served_name: str
@@ -80,8 +81,9 @@ class Endpoint:
     """Errors of single requests."""
 
     def determine_form(self) -> None:
-        """Determine, by test requests, the form of prompts and the request fields that the server supports. Raises
-        ConfigError if the server supports no form or rejects the API key, DownloadError if it is down."""
+        """Find out, with test requests, in which form the server accepts prompts and which request fields it supports.
+        Stores this in `kind`, `extras`, `has_seeds`, `has_logprobs` and `gives_ids`. Raises ConfigError if the server
+        accepts no form or rejects the API key, DownloadError if it does not answer."""
         probe, refused = Request(0, 1.0, 1), ""
         for self.kind in KINDS:
             for self.extras in EXTRAS:
@@ -105,12 +107,14 @@ class Endpoint:
         self.gives_ids = answer is not None and answer.has_ids
 
     def prompt_ids(self, index: int) -> tuple[int, ...]:
-        """Returns the token ids that the model gets for the prompt with this index."""
+        """Returns the token ids of the prompt with this index, as the model reads them in the form in which prompts are
+        sent."""
         return self.prompts[index].tokens(self.kind)
 
     def ask(self, requests: Sequence[Request], num_at_once: int) -> Iterator[tuple[Request, ServerAnswer | None]]:
-        """Send the requests, `num_at_once` at a time. Yields (request, answer) in their order; None for a failed
-        answer. Raises DownloadError if the server is down."""
+        """Send the requests, `num_at_once` at a time. Yields (request, answer) in the order of `requests`; the answer
+        is None if its request failed. Raises DownloadError if the server does not answer any more, ConfigError if it
+        rejects the API key."""
         with ThreadPoolExecutor(num_at_once) as pool:
             futures = [pool.submit(self._post, request) for request in requests]
             try:
@@ -161,7 +165,8 @@ class Endpoint:
 
 
 def sendable(prompts: Iterable[AuditPrompt], longest: int) -> list[AuditPrompt]:
-    """Returns the prompts of 2 to `longest` tokens: longer ones leave no room for an answer."""
+    """Returns the prompts that have from 2 to `longest` tokens, both as `ids` and as encoded text. Longer ones would
+    leave no room for an answer."""
     return [prompt for prompt in prompts if all(1 < len(ids) <= longest for ids in (prompt.ids, prompt.text_ids))]
 
 

@@ -47,8 +47,8 @@ Z95 = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Statistics of one answer of T tokens under the local model, which computes each token's probability given the
-    text before it (teacher forcing). Arrays over the T tokens; natural logarithms."""
+    """Figures of one answer of T tokens under the local model: the probability of each token, given the text before it,
+    and figures of the distribution at its position. Arrays over the T tokens; logarithms are natural."""
 
     nll_T: Floats
     """-log of the token's probability under the request's distribution; inf if that is 0."""
@@ -72,7 +72,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """An answer that the audited server sampled, with the probabilities of its tokens under the local model."""
+    """One answer of the audited server, with the probabilities of its tokens under the local model."""
 
     prompt: int
     """Index of the prompt that it answers."""
@@ -82,7 +82,8 @@ class Draw:
 
 @dataclass(slots=True)
 class Group:
-    """Scored answers to requests with the same sampling settings."""
+    """The server's answers to requests with the same sampling settings, with their token probabilities under the local
+    model."""
 
     name: str
     temperature: float
@@ -102,8 +103,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of one statistical test of a group of sampled answers: the mean of a statistic, such as the surprisal
-    (-log p of a token), over some token positions, compared with its expected value for an honest server."""
+    """Result of one statistical test of a group of sampled answers. The test averages a statistic of the tokens, such
+    as the surprisal (-log p of a token), over some token positions. It compares the result with the mean to be expected
+    from a server that samples from the model."""
 
     group: str
     statistic: str
@@ -126,8 +128,8 @@ class Trial:
 
     @property
     def chance(self) -> float:
-        """Upper bound of the p-value: the probability that an honest server gives evidence at least this strong by
-        chance."""
+        """Upper bound of the p-value: the probability that an honest server, by chance, gives at least as strong
+        evidence of a fault."""
         return min(1.0, math.exp(-max(self.log_evidence, 0.0)))
 
 
@@ -185,7 +187,8 @@ def _join(columns: Sequence[_Column]) -> _Column:
 
 
 def buckets(longest: int) -> list[tuple[int, int]]:
-    """Returns ranges of token positions (first, last) up to `longest`: (0, 0), (1, 1), (2, 3), (4, 7), ..."""
+    """Splits the token positions 0 to `longest` - 1 into ranges that double in length. Returns (first, last) of each
+    range, both included: (0, 0), (1, 1), (2, 3), (4, 7), ..."""
     ranges, first = [(0, 0)], 1
     while first < longest:
         ranges.append((first, min(2 * first, longest) - 1))
@@ -194,9 +197,12 @@ def buckets(longest: int) -> list[tuple[int, int]]:
 
 
 def tests_of(group: Group, tolerance: float) -> list[Trial]:
-    """Computes all statistical tests of a group: surprisal (-log p of a token) over all positions and over ranges of
-    them, frequencies of most probable and of rare tokens, equal answers. `is_fault` is not set yet. `tolerance`:
-    rounding error of the mean surprisal, in nats."""
+    """Runs all statistical tests on the answers of a group: the surprisal (-log p of a token) over all token positions
+    and over ranges of them; how often the most probable token and rare tokens were sampled; how often two answers to a
+    prompt are equal. Returns [] without known tokens.
+
+    The results do not say yet which tests found a fault: `judged` sets `is_fault`. `tolerance`: rounding error of the
+    mean surprisal, in nats."""
     draws = [draw for draw in group.draws if len(draw.tokens)]
     if not draws:
         return []
@@ -219,12 +225,11 @@ def tests_of(group: Group, tolerance: float) -> list[Trial]:
 
 
 def detectable(test: Trial, num_tests: int, tolerance: float, false_alarms: float) -> float:
-    """Returns the smallest shift of the mean surprisal (-log p of a token), in nats, that a test as precise as `test`
-    is likely to detect, by a normal approximation. Only the width of `test`'s confidence interval is used.
+    """Estimates the smallest shift of the mean surprisal (-log p of a token), in nats, that a test would probably
+    detect. Uses a normal approximation, with the standard error given by the confidence interval of `test`.
 
-    `num_tests`: number of all tests; `tolerance`: rounding error of the mean surprisal, in nats; `false_alarms`:
-    probability of a false alarm in any test. Each test considers several alternatives: other temperatures (SLOPES), and
-    a share of tokens with another distribution (FOREIGN). The result grows with their number."""
+    `num_tests`: number of all tests of the audit (the more tests, the larger the result); `tolerance`: rounding error
+    of the mean surprisal, in nats; `false_alarms`: probability that any test finds a fault in an honest server."""
     deviation = (test.high - test.low) / (2 * Z95)
     return tolerance + deviation * math.sqrt(2 * math.log(num_tests * (len(SLOPES) + len(FOREIGN)) / false_alarms))
 
@@ -254,9 +259,11 @@ def _repeats(name: str, draws: Sequence[Draw]) -> Trial | None:
 
 
 def judged(groups: Sequence[Group], tolerance: float, false_alarms: float) -> list[Trial]:
-    """Computes all statistical tests of all groups, and sets `is_fault` in those whose result is too improbable for an
-    honest server. `tolerance`: rounding error of the mean surprisal (-log p of a token), in nats; `false_alarms`:
-    probability of any false alarm, divided among the tests (Bonferroni)."""
+    """Runs all statistical tests on all groups of sampled answers. Returns the tests' results; `is_fault` is set in
+    those that are too improbable for an honest server.
+
+    `tolerance`: rounding error of the mean surprisal (-log p of a token), in nats. `false_alarms`: probability that any
+    of the tests finds a fault in an honest server; each test gets an equal share of it (Bonferroni)."""
     tests = [test for group in groups for test in tests_of(group, tolerance)]
     limit = math.log(len(tests) / false_alarms) if tests else math.inf
     return [replace(test, is_fault=test.log_evidence >= limit) for test in tests]

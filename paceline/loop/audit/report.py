@@ -48,11 +48,12 @@ def write_report(
     out: str | Path | None,
     progress: Progress,
 ) -> RunFolder:
-    """Writes the run folder with results and reports, and shows the findings.
+    """Writes a run folder with the results of an audit and its HTML report, and shows the findings through `progress`.
+    Returns the run folder.
 
     `groups`: sampled answers by sampling settings; `tests`: statistical tests of them; `settings`: values shown in the
-    report and written to config.json, with the server's "url" and the "model" it should run; `out`: the folder, by
-    default a new one. The API key `key` is masked in the files."""
+    report and written to config.json, among them "url" (the server) and "model" (which it should run); `key`: API key,
+    masked in the files; `out`: folder to write to [default: a new one]."""
     run = RunFolder.create("audit", settings, out)
     if key:
         for name in ("config.json", "command.txt"):

@@ -42,7 +42,8 @@ Answers = list[tuple[Request, ServerAnswer | None]]
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """Result of an audit: the verdict on the server, and the checks and statistical tests that led to it."""
+    """Result of an audit. `verdict`: "honest", "faulty" or "unsure"; `findings` and `tests`: the checks and the
+    statistical tests that led to it; `run`: folder with the report."""
 
     verdict: Verdict
     findings: list[Finding]
@@ -59,8 +60,8 @@ class Audited:
 
 @dataclass(slots=True)
 class Auditor:
-    """An audit in progress: sends requests to the server, and computes the probabilities of the answers' tokens under
-    the local model."""
+    """An audit in progress: requests answers from the server, and computes with the local model how probable their
+    tokens are."""
 
     llm: LLM
     endpoint: Endpoint
@@ -71,8 +72,9 @@ class Auditor:
     """(log-probability from the server, from the local model) per token."""
 
     def sampled(self, name: str, temperature: float, top_p: float = 1.0, seeds: Sequence[int] = ()) -> Group:
-        """Request sampled answers with these settings, one per seed of `seeds`, or `config.answers` answers without
-        seeds. Returns them as a group called `name`, with the probabilities of their tokens under the local model."""
+        """Request answers sampled with these settings: one for each seed in `seeds`, or `config.answers` answers
+        without a seed if `seeds` is empty. Returns them as a group called `name`, with the probabilities of their
+        tokens under the local model."""
         with_logprobs = self.endpoint.has_logprobs and not self.endpoint.gives_ids
         first = Request(0, temperature, self.config.max_tokens, top_p, logprobs=with_logprobs)
         requests = [
@@ -84,9 +86,9 @@ class Auditor:
         return Group(name, temperature, top_p, self.scored(answers, temperature, top_p), num_lost)
 
     def ask(self, what: str, requests: Sequence[Request]) -> Answers:
-        """Send the requests to the server; returns a list of (request, answer or None if it failed), in the order of
-        `requests`. Adds the true and reported token counts of answers without a stop string to `usage`. `what`: name
-        shown in the progress."""
+        """Send the requests to the server. Returns (request, answer) pairs in the order of `requests`; the answer is
+        None if its request failed. Token counts of answers, true and as reported by the server, are added to `usage`,
+        except for requests with a stop string. `what`: name in the progress bar."""
         answers: Answers = []
         with self.progress.bar(what, len(requests)) as advance:
             for request, answer in self.endpoint.ask(requests, self.config.concurrency):
@@ -106,9 +108,9 @@ class Auditor:
         )
 
     def scored(self, answers: Answers, temperature: float, top_p: float = 1.0) -> list[Draw]:
-        """Compute the token probabilities of the answers under the local model, at the `temperature` and `top_p` with
-        which the server sampled. Returns one `Draw` (an answer's tokens with their scores) per answer, sorted by
-        prompt; answers with unknown tokens are left out."""
+        """Compute how probable the tokens of these answers are under the local model. `temperature`, `top_p`: settings
+        with which the server sampled them. Returns one `Draw` per answer, sorted by prompt; failed answers and those
+        with unknown tokens are left out."""
         by_prompt: dict[int, list[ServerAnswer]] = defaultdict(list)
         for request, answer in answers:
             if answer is not None and answer.token_ids:
@@ -131,8 +133,9 @@ class Auditor:
         return draws
 
     def greedy(self) -> tuple[Finding, Finding]:
-        """Request greedy answers and check that each token is the local model's most probable one; then request some of
-        them again with a stop string, and check that they end there. Returns both findings."""
+        """Request one greedy answer per prompt and check that each token is the local model's most probable one. Then
+        request some of them again with a stop string and check that they end before it. Returns (finding on the tokens,
+        finding on the stop strings)."""
         requests = [Request(index, 0.0, self.config.greedy_tokens) for index in range(len(self.endpoint.prompts))]
         answers = self.ask("greedy", requests)
         lost = [place for place, (_, answer) in enumerate(answers) if not _is_known(answer)]
@@ -161,9 +164,9 @@ class Auditor:
         )
 
     def seeded(self) -> tuple[Group | None, Finding]:
-        """Request one answer for each of several seeds, then two more for each of the first few. Returns (group of the
-        first answers, None if the server takes no seeds; finding on whether the two answers with the same seed are
-        equal)."""
+        """Request two kinds of answers with seeds; returns (group, finding). The group has one answer for each of up to
+        48 seeds; None if the server does not support seeds. For the finding, two more answers are requested for each of
+        the first eight seeds; it says how many of these pairs are equal."""
         if not self.endpoint.has_seeds:
             return None, checks.seeds([])
         seeds = range(1000, 1000 + min(SEEDED, self.config.answers))
@@ -198,11 +201,15 @@ def audit(
     out: str | Path | None = None,
     progress: Progress = SILENT,
 ) -> Audited:
-    """Audits whether the server at `url` samples its answers from the model `engine.model`.
+    """Audits whether the server at `url` samples its answers from the model `engine.model`. Returns the verdict with
+    its evidence, and writes a report.
 
-    `prompts`: file or data set of prompts, `limit`: their maximum number; `key`: API key; `out`: run folder. Raises
-    DownloadError, ConfigError or ModelNotFoundError if the server cannot be queried, PromptError if all prompts are too
-    long, and the errors of loading the model."""
+    `prompts`: file or data set of prompts [default: built-in prompts]; `limit`: their maximum number; `key`: API key of
+    the server; `out`: folder for the report [default: a new one].
+
+    Raises DownloadError if the server does not answer, ConfigError if it rejects the requests, ModelNotFoundError if it
+    does not have the model. Raises PromptError if all prompts are too long, and ModelNotFoundError, ModelFileError or
+    UnsupportedModelError if `engine.model` cannot be loaded."""
     config = config or AuditConfig()
     check_own(out, "audit")
     with contextlib.closing(Client(url, key, config.timeout_s, "URL")) as client:
@@ -257,9 +264,9 @@ def _examine(auditor: Auditor) -> tuple[list[Finding], list[Group], list[Trial]]
 
 
 def audit_prompt(llm: LLM, prompt: Prompt) -> AuditPrompt:
-    """Converts a prompt to the forms that a server may accept: token ids, text, messages. Of a conversation, messages
-    from the second user turn on are left out. If the tokenizer has no chat template, the first turn's text is encoded
-    as it is, and `messages` is None."""
+    """Converts a prompt to the forms that a server may accept: token ids, text and chat messages. The result's
+    `messages` is None if the prompt must not be sent as chat: the tokenizer has no chat template, or the prompt needs
+    tools or template variables. Without a chat template the token ids are those of the first user message alone."""
     messages = prompt.messages or None
     if prompt.token_ids:
         ids = list(prompt.token_ids)
@@ -281,8 +288,8 @@ def _text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def stop_in(text: str) -> str | None:
-    """Chooses a stop string: a few characters from the middle of the answer `text`. Returns None if these characters
-    are unsuitable, for example because the answer begins with them."""
+    """Chooses a stop string for an answer: up to five characters from the middle of its `text`. Returns None if these
+    characters cannot be a stop string, for example because the answer already begins with them."""
     middle = text[len(text) // 2 :][:STOP_CHARACTERS].strip()
     return middle if len(middle) > 1 and "\ufffd" not in middle and text.index(middle) > 0 else None
 

@@ -29,8 +29,8 @@ probability top-p."""
 
 
 class Reader:
-    """Runs the target model over prompts with given answers, and yields the logits at each answer token. The engine of
-    `llm` must be idle."""
+    """Runs the target over prompts with given answers (teacher forcing) and yields the logits of every answer token.
+    The engine of `llm` must be idle."""
 
     def __init__(self, llm: LLM) -> None:
         self._target = llm.target
@@ -38,8 +38,8 @@ class Reader:
 
     @torch.inference_mode()
     def read(self, prompt_ids: Sequence[int], answers: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """Yields, for each answer of T tokens to this prompt, the local model's logits [T, V]: row t predicts token t
-        of the answer."""
+        """Yields the local model's logits for each answer to this prompt: [T, V] for an answer of T tokens. Row t
+        predicts answer token t, given the prompt and the tokens before it."""
         target, prompt = self._target, list(prompt_ids)
         row = target.cache.allocate()
         assert row is not None, "the engine is not idle"
@@ -68,11 +68,12 @@ class Reader:
 def scores_of(
     logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float = 1.0, tie: float = 0.0
 ) -> Scores:
-    """Computes the probability of each token of an answer of T tokens, and statistics of the distribution at each
-    token, such as its entropy, from the answer's logits [T, V] and the `temperature` and `top_p` of its sampling.
+    """Computes `Scores` of one answer of T tokens: the probability of each token, and figures of the distribution that
+    it was sampled from, such as the entropy. `logits_TV`: logits [T, V] that predict the answer's tokens;
+    `temperature`, `top_p`: settings of the sampling.
 
-    `tie`: a token counts as more probable than the answer's token only if its logit is larger by more than this. At
-    temperature 0 only `gap_T` (largest logit minus the token's) and `logprob_T` are meaningful."""
+    `tie`: another token counts as more probable only if its logit is larger by more than this. At temperature 0 only
+    `gap_T` (largest logit minus the token's) and `logprob_T` are meaningful."""
     rows = max(1, LOGITS // logits_TV.shape[1])
     parts = [
         _scores_of(logits_TV[start : start + rows], tokens[start : start + rows], temperature, top_p, tie)

@@ -25,8 +25,10 @@ ENOUGH = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Confirmed alarm about a cluster (group of similar requests): its acceptance length has stayed below its usual
-    daily and weekly course, or the mix of clusters has shifted and this cluster costs the most rounds."""
+    """Confirmed alarm about one cluster (group of similar requests). It has one of two causes:
+    - The cluster's acceptance length has stayed below its usual value at the same hours of the day and week.
+    - The clusters' shares of the traffic have changed lastingly. The alarm then names the cluster that costs the most
+      rounds compared with the cluster of highest acceptance length."""
 
     cluster: str
     loss: float
@@ -41,7 +43,8 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """State of the cluster mix (each cluster's share of the traffic), and its effect on acceptance length."""
+    """State of the cluster mix (each cluster's share of the traffic), and how far changes of the mix lower the
+    acceptance length of the whole traffic."""
 
     has_moved: bool = False
     """True if the mix has differed from its usual daily and weekly course for long enough."""
@@ -60,24 +63,24 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Customer:
-    """Comparison of one customer's traffic (the requests with one tag) with all other traffic. Only for tags whose
-    acceptance has a baseline and no alarm."""
+    """Acceptance length of one customer (all requests with one tag), compared with the rest of the traffic. Exists only
+    for tags whose usual acceptance length is known, and for which no drop is detected at present."""
 
     cluster: str
     share: float
     """Share of all tokens."""
     gap: float
-    """Gap of acceptance length to that of other traffic, as a share: the lower end of its 95% interval."""
+    """Gap of acceptance length to that of the rest of the traffic, as a share: the lower end of its 95% interval."""
     tokens_per_round: float
     tokens_per_hour: float
     others: float
-    """Acceptance length of other traffic."""
+    """Acceptance length of the rest of the traffic."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Inputs of a decision at the end of an hour: confirmed alarms (lasting drops of acceptance), the cluster mix, and
-    earlier trainings."""
+    """All that `decide` looks at, at the end of an hour: confirmed alarms (lasting drops of acceptance), the cluster
+    mix (each cluster's share of the traffic), large customers, and earlier trainings."""
 
     hour: int
     alarms: Sequence[Alarm] = ()
@@ -96,8 +99,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Action of the policy for some clusters (groups of similar requests), with the reason for it and the reasons
-    against other actions."""
+    """Decision of the policy for one hour: an action, the clusters (groups of similar requests) that it is for, its
+    reason, and the reasons against other actions."""
 
     action: Action = "none"
     clusters: tuple[str, ...] = ()
@@ -109,21 +112,27 @@ class Decision:
 
     @property
     def is_idle(self) -> bool:
-        """True if the decision changes nothing."""
+        """True if the action is "none" or "too little" (too little traffic to judge): nothing is to be done."""
         return self.action in IDLE
 
 
 def saving(prices: PriceConfig, horizon_days: float, tokens_per_hour: float, before: float, after: float) -> float:
     """Returns the serving cost saved within `horizon_days` if acceptance length rises from `before` to `after`, in the
-    currency of `prices`; 0 if it does not rise. Tokens generated in that time x (1 / before - 1 / after) = rounds
-    saved; each costs `prices.round_ms` on `prices.units` cores or GPUs."""
+    currency of `prices`; 0 if it does not rise.
+
+    Rounds saved = tokens generated in these days x (1 / before - 1 / after). Each round costs `prices.round_ms` on
+    `prices.units` cores or GPUs."""
     rounds = tokens_per_hour * DAY * horizon_days * max(1 / before - 1 / after, 0.0)
     return rounds * prices.round_ms / 3.6e6 * prices.units * prices.serving_price
 
 
 def decide(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision:
-    """Returns the policy's action for this hour, such as "retrain" or "none", with the reason for it and the reasons
-    against other actions."""
+    """Chooses the policy's action for this hour. The returned decision gives the reason, and why other actions were not
+    chosen.
+
+    "score": measure how well the other drafters on the server would do on a cluster. "route": send a cluster's requests
+    to one of these drafters. "propose": train an additional drafter for one cluster. "retrain": train a new version of
+    the serving drafter. "none": do nothing. "too little": there is too little traffic to judge."""
     declined: dict[str, str] = {}
     if view.is_training:
         return Decision(why="a training is running", declined={"retrain": "one is running already"})

@@ -11,8 +11,9 @@ from paceline.loop.adapt.servers.deployment import Deployment
 
 
 def route_of(deployment: Deployment, cluster: str) -> str | None:
-    """Returns the name of the drafter that a cluster is routed to; None without a route, or if the server cannot route
-    it. Raises UnreachableError if the server does not answer."""
+    """Returns the name of the drafter that the server always uses for this cluster. Returns None if no drafter was set
+    for the cluster, if the server does not know the cluster, or if the server cannot route clusters. Raises
+    UnreachableError if the server does not answer."""
     try:
         return deployment.pinned(cluster)
     except UnreachableError:
@@ -22,18 +23,22 @@ def route_of(deployment: Deployment, cluster: str) -> str | None:
 
 
 def serving(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, str]:
-    """Returns the drafter that serves a cluster, as (its name on the server, the folder or id it was loaded from): the
-    one that the cluster is routed to, else the incumbent. Raises DownloadError if the server does not answer or does
-    not have the incumbent."""
+    """Returns the drafter that serves this cluster (group of similar requests), as (name on the server, folder or id).
+    If the cluster is routed to a drafter that is still on the server, this is the drafter; otherwise it is `incumbent`,
+    given as folder or id.
+
+    Raises DownloadError if the server does not answer, or if the drafter is `incumbent` and a paceline server has not
+    loaded it."""
     name = route_of(deployment, cluster)
     drafter = deployment.members().get(name) if name else None
     return (name, drafter) if name and drafter else (deployment.place_of(incumbent), incumbent)
 
 
 def others(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, dict[str, str]]:
-    """Returns (drafter that serves the cluster, {name on the server: drafter} of the server's other drafters). Each
-    drafter is given as the folder or id that it was loaded from. Raises DownloadError if the server cannot route the
-    cluster or does not answer."""
+    """Returns (folder or id of the drafter that serves the cluster, {name on the server: folder or id} of all other
+    drafters on the server). `incumbent`: folder or id of the drafter that serves clusters without a route. Raises
+    DownloadError if the server does not answer, cannot route the cluster, or has not loaded the drafter that should
+    serve it."""
     deployment.pinned(cluster)
     name, drafter = serving(deployment, cluster, incumbent)
     return drafter, {member: made_from for member, made_from in deployment.members().items() if member != name}
@@ -47,16 +52,18 @@ def scores(
     fired_at: int,
     current: float,
 ) -> dict[str, float] | None:
-    """Predicts acceptance lengths on this cluster (group of similar requests) of the drafters on the server that do not
-    serve it now. Returns {drafter's name on the server: acceptance length}.
+    """Predicts the acceptance length that each other drafter on the server would have on this cluster (group of similar
+    requests). Returns {drafter's name on the server: acceptance length}, only for drafters that passed the gate, the
+    comparison of a drafter with the one that serves the cluster.
 
-    Each is `current`, the present acceptance length of the serving drafter, times the ratio of acceptance lengths,
-    other to serving drafter, that the gate measured. `scored`: the gate's latest results, {"hour": hour of the
-    comparison, "members": {name of a drafter that passed: verdict as JSON}}. `incumbent`: folder or id of the drafter
-    that serves clusters without a route.
+    The gate measures the acceptance length of both on stored requests. The prediction is `current`, the present
+    acceptance length of the serving drafter, times the ratio of the two (other drafter / serving drafter).
 
-    Returns {} if the server has no other drafter or cannot route the cluster; None if it does not answer, or if
-    `scored` is missing or older than `fired_at`, the hour in which the alarm (a lasting drop of acceptance) fired."""
+    `scored`: the gate's latest results, {"hour": hour of the comparison, "members": {drafter's name: verdict as JSON}}.
+    `fired_at`: hour of the alarm. `incumbent`: folder or id of the drafter that serves clusters without a route.
+
+    Returns {} if the server has no other drafter or cannot route the cluster. Returns None if the server does not
+    answer, or if `scored` is missing or older than the alarm: the gate must then run again."""
     try:
         names = others(deployment, cluster, incumbent)[1]
     except UnreachableError:

@@ -39,9 +39,13 @@ LEAST_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Observations and decision of one hour, as shown by `paceline adapt log`. `seen`: cluster -> its figures, such as
-    tokens, acceptance length and state of its alarm (a lasting drop of acceptance); `mix`: state, period and swing of
-    the cluster mix (each cluster's share of the traffic)."""
+    """Observations and decision of the policy for one hour. `seen`: cluster (group of similar requests) -> requests,
+    tokens, acceptance length and alarm state in this hour.
+
+    `mix`: three values about the cluster mix (each cluster's share of the traffic):
+    - "state": state of the alarm about the mix.
+    - "period": hours after which the mix repeats; None if it does not repeat.
+    - "swing": relative drop of acceptance length from the best hours of a period to the worst."""
 
     hour: int
     seen: Mapping[str, Mapping[str, Any]]
@@ -92,8 +96,9 @@ class _MixHour:
 
 
 class SeasonalPolicy:
-    """Detects drops of acceptance that are not part of the daily or weekly course, separately for each cluster (group
-    of similar requests) and for the cluster mix; chooses the cheapest remedy."""
+    """Detects drops of acceptance length below its usual value at this hour of the day and week, for each cluster
+    (group of similar requests), and lasting changes of the clusters' shares of the traffic. Reacts with the cheapest
+    action that suffices: another drafter that is already on the server, an additional drafter, or a training."""
 
     def __init__(
         self,
@@ -110,7 +115,7 @@ class SeasonalPolicy:
         self.reset()
 
     def reset(self) -> None:
-        """Discard all observations."""
+        """Discard all observations, and the record of earlier trainings and proposals."""
         self.clusters: dict[str, _Cluster] = {}
         self.mix = Series(self.config)
         self.is_training = False
@@ -126,15 +131,17 @@ class SeasonalPolicy:
 
     @property
     def tracked(self) -> list[str]:
-        """Clusters that "other" leaves out, once there is more traffic than that of the `max_clusters` tracked."""
+        """Names of the clusters that have their own statistics, if some clusters have not: after `max_clusters`
+        clusters, all new ones are counted together as the cluster "other". Returns [] if every cluster has its own
+        statistics."""
         return [name for name in self.clusters if name != OTHER] if OTHER in self.clusters else []
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
-        """Observe the traffic of hour `number` (since 1970) and decide on an action, such as "retrain", "route" or
-        "none". Returns figures and decision as a line of the log.
+        """Add the traffic of one hour and decide on an action, such as "retrain", "route" or "none". Returns the hour's
+        figures and the decision. `number`: the hour, counted from 1970. `seen`: cluster -> sums of tokens and rounds.
 
-        `seen`: cluster -> sums of tokens and rounds. An hour that is not after the previous one is ignored, with a note
-        in the line."""
+        Hours must be given in increasing order. An hour that is not later than the previous one is ignored; the
+        returned line then has a note and no figures."""
         if self._last is not None and number <= self._last:
             note = f"hour {number} is not after hour {self._last}: the clock went back, it is ignored"
             return Line(number, {}, {}, Decision(why=note), (note,))
@@ -164,20 +171,22 @@ class SeasonalPolicy:
         return Line(number, self._observed(grouped), mix, decision, notes, raised)
 
     def training(self, number: int) -> None:
-        """Record that a training has begun in hour `number` (since 1970)."""
+        """Record that a training has begun, in hour `number` (since 1970). Until `trained` is called, every decision is
+        "none"."""
         self.is_training = True
 
     def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
-        """Record that a training has ended in hour `number` (since 1970). `clusters` got the new drafter (empty if it
-        was refused). `hours`: core- or GPU-hours of the training, used as the price of the next; None keeps the old
-        price."""
+        """Record that a training has ended, in hour `number` (since 1970). `clusters`: those that the new drafter
+        serves from now on; empty if it is not used. `hours`: core- or GPU-hours that the training took. They become the
+        assumed cost of later trainings; with None the assumed cost stays the same."""
         self.is_training, self.trained_at = False, number
         if hours:
             self.prices = replace(self.prices, training_hours=hours)
         self.routed(number, clusters)
 
     def routed(self, number: int, clusters: tuple[str, ...]) -> None:
-        """Record that another drafter serves these clusters from hour `number` on."""
+        """Record that these clusters are served by another drafter than before, from hour `number` (since 1970) on.
+        Their usual acceptance length is then estimated anew."""
         for name in clusters:
             if name in self.clusters:
                 self.clusters[name].series.change_drafter(number)
@@ -342,8 +351,8 @@ def _correlation(by_hour: Mapping[int, float], lag: int) -> float:
 
 
 class NaivePolicy:
-    """Retrains whenever acceptance length is 5% below its best since the last training. It does not model times of
-    day."""
+    """Retrains whenever acceptance length is more than 5% below its best since the last training. Unlike the seasonal
+    policy it does not know that acceptance may differ by time of day."""
 
     WINDOW, LEAST_LOSS = 4, 0.05
 
@@ -353,9 +362,9 @@ class NaivePolicy:
         self._window: deque[Sums] = deque(maxlen=self.WINDOW)
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
-        """Decide for hour `number` (since 1970): "retrain" if acceptance length over the last four hours with traffic
-        is 5% below its best value since the last training, else "none". `seen`: cluster -> sums of tokens and
-        rounds."""
+        """Decide for hour `number` (since 1970). The action is "retrain" if acceptance length over the last four hours
+        with traffic is more than 5% below its best four-hour value since the last training; otherwise, and while a
+        training runs, "none". `seen`: cluster -> sums of tokens and rounds."""
         observed = {name: {"tokens": round(sums.tokens)} for name, sums in seen.items()}
         if self.is_training or not seen:
             return Line(

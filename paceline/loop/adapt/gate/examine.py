@@ -66,9 +66,12 @@ def examine(
     candidate: Path, engine: EngineConfig, traces: Path, config: CandidateConfig, progress: Progress = SILENT
 ) -> Verdict:
     """Compares the drafter in the folder `candidate` with the incumbent (the drafter that serves now) on the requests
-    in the folder `traces`; returns whether the candidate may replace the incumbent. If it loses too much on other
-    traffic, blends of the two (averaged weights, shares from `config`) are written next to it and judged instead.
-    Raises ConfigError if there are no such requests, and the errors of loading the target `engine.model`."""
+    in the folder `traces`. The verdict says whether the candidate may replace the incumbent, and why.
+
+    To pass, the candidate must be faster on the cluster whose acceptance fell. If it loses too much on other requests,
+    blends of the two drafters (averages of their weights) are written next to it and judged instead; `config.shares`
+    lists the candidate's share in each blend. Raises ConfigError if `traces` has no usable requests, and the errors of
+    loading the target `engine.model`."""
     usual, source = usual_settings(engine.model, config.temperature)
     requests, left_out = read_requests(
         traces, since=config.since, usual=usual, tags=config.tags, tracked=config.tracked
@@ -96,8 +99,9 @@ def examine(
 
 
 def usual_settings(model: str, temperature: float | None) -> tuple[dict[str, float], str]:
-    """Returns (sampling settings assumed for requests whose trace has no temperature, their source as text). As in vLLM
-    and SGLang: `temperature` if given, else the target's generation_config.json, else temperature 1."""
+    """Returns (sampling settings to assume for requests whose trace has no temperature, their source as text). If
+    `temperature` is given, it is the only setting. Otherwise temperature, top_p and top_k come from the target's
+    generation_config.json, as in vLLM and SGLang; a temperature that is missing there is 1."""
     if temperature is not None:
         return {"temperature": temperature}, "as given"
     file = base_of(resolve(model)) / "generation_config.json"
@@ -166,7 +170,8 @@ class _Comparison:
 
 
 def read_candidate(folder: Path, llm: LLM) -> Drafter | str:
-    """Loads a drafter and binds it to the target of `llm`; returns the reason as text if it cannot be used."""
+    """Loads the drafter in `folder` and binds it to the target of `llm`. Returns the drafter, or an error message if it
+    cannot be used."""
     try:
         drafter = llm.make_drafter(str(folder))
         drafter.bind(llm.target)
@@ -213,8 +218,9 @@ def _figures(scored: Sequence[Scored]) -> list[Rounds]:
 
 
 def draft_seconds(llm: LLM, drafters: Sequence[Drafter]) -> list[float]:
-    """Measures the shortest time, in seconds, in which each drafter drafts for one round at batch size 1; 0 for a
-    drafter that drafts no tokens. Drafters are timed in turns, so that machine noise affects all equally."""
+    """Measures how long each drafter takes to draft for one round at batch size 1. Returns, for each drafter, the
+    seconds of its fastest round; 0 for a drafter that drafts no tokens. Drafters are timed in turns, so that machine
+    noise affects all equally."""
     best = [math.inf] * len(drafters)
     for _ in range(TURNS):
         for place, drafter in enumerate(drafters):
@@ -237,7 +243,7 @@ def _fastest_draft(llm: LLM, drafter: Drafter) -> float:
 
 
 def alike(one_s: float, other_s: float) -> tuple[float, float]:
-    """Returns two drafters' drafting times in seconds unchanged, or their mean twice if the difference is too small to
-    be measured."""
+    """Returns both drafting times (seconds per round) unchanged if they differ by more than 10% of their mean. A
+    smaller difference is measurement noise: then returns the mean for both."""
     mean = (one_s + other_s) / 2
     return (mean, mean) if abs(one_s - other_s) <= LEAST_DIFFERENCE * mean else (one_s, other_s)

@@ -32,8 +32,8 @@ NUM_DRAWS = 2000
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """Seconds of one round: the target's pass, which depends on the number of positions, and drafting with each
-    drafter."""
+    """Seconds of the two parts of a round: the target's pass, by number of verified positions, and the drafting of
+    incumbent and candidate."""
 
     passes: PassCosts
     incumbent_s: float = 0.0
@@ -42,8 +42,8 @@ class RoundTimes:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Rounds (draft, then verify) of the same requests with the incumbent and with the candidate; index i is the same
-    request in both."""
+    """Counts of rounds, drafted and accepted tokens for the same requests, once with the incumbent and once with the
+    candidate. Index i is the same request in both."""
 
     incumbent: Sequence[Rounds]
     candidate: Sequence[Rounds]
@@ -54,8 +54,11 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Relative gain of the candidate's tokens/s over the incumbent's (0.1: 10% faster), with its confidence interval
-    `low` to `high`: at 95% for the drifted cluster; for the other sets wider, so that all hold together at 95%."""
+    """Relative gain of the candidate's tokens/s over the incumbent's on one set of requests (0.1: 10% faster). `low`
+    and `high` are the ends of its confidence interval.
+
+    For the cluster whose acceptance fell, this is a 95% interval. All other request sets are tested together: each has
+    a wider interval, so that with 95% probability every one of them contains the true gain."""
 
     requests: int
     incumbent: float
@@ -68,9 +71,9 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the gate, which compares a candidate with the serving drafter: whether it passed, the reason as text,
-    and its gains by request set: "drifted" (the cluster whose acceptance fell), each other cluster, "ood" (out of
-    domain)."""
+    """Result of the gate, which compares a candidate with the drafter that serves now: whether the candidate passed,
+    why, and its gains. `gains`: request set -> gain; the sets are "drifted" (the cluster whose acceptance fell),
+    "cluster NAME" for each other cluster, and "ood" (out of domain)."""
 
     passed: bool
     reason: str
@@ -89,8 +92,9 @@ class Verdict:
 
 
 def too_few(num_prompts: int, config: CandidateConfig) -> Verdict | None:
-    """Returns a verdict with `is_judged=False` if `num_prompts`, the number of the drifted cluster's prompts to compare
-    drafters on, is below `config.least_requests`; else None."""
+    """Returns a verdict with `is_judged` false if `num_prompts` is below `config.least_requests`; None if there are
+    enough prompts. `num_prompts`: number of prompts from the drifted cluster on which the drafters are to be
+    compared."""
     if num_prompts >= config.least_requests:
         return None
     why = f"{num_prompts} prompts are too few to judge by, {config.least_requests} are needed"
@@ -106,8 +110,10 @@ def judge(
 ) -> Verdict:
     """Decides by the limits in `config` whether the candidate may replace the incumbent. `drifted`: rounds with both
     drafters on the cluster whose acceptance fell; `elsewhere`: cluster name -> rounds on each other cluster; `ood`:
-    rounds on out-of-domain answers; `times`: seconds of one round with each drafter. Sets of fewer than
-    `config.least_requests` requests are left out."""
+    rounds on out-of-domain answers; `times`: seconds of one round with each drafter.
+
+    If `drifted` has fewer than `config.least_requests` requests, the verdict is that the candidate could not be judged.
+    Other sets with fewer requests are left out."""
     config = config or CandidateConfig()
     if refused := too_few(len(drifted), config):
         return refused
@@ -129,8 +135,8 @@ def judge(
 
 
 def worst_of(gains: Mapping[str, Gain], config: CandidateConfig) -> str | None:
-    """Returns the request set, other than "drifted", with the largest loss of tokens/s of those that are at least
-    `config.most_loss` and more than chance explains; None without such a loss."""
+    """Returns the name of the request set on which the candidate loses the most tokens/s. Ignores the set "drifted",
+    losses below `config.most_loss`, and losses that chance explains. Returns None if no loss is left."""
     lost = {
         name: gain.gain
         for name, gain in gains.items()
@@ -149,8 +155,11 @@ def lost_elsewhere(gains: Mapping[str, Gain], config: CandidateConfig) -> Verdic
 
 
 def compare(pairs: Pairs, times: RoundTimes, num_draws: int = NUM_DRAWS, num_sets: int = 1) -> Gain:
-    """Computes the candidate's gain in tokens/s; the confidence interval is a bootstrap of `num_draws` samples of
-    requests, the same samples for both drafters. `num_sets`: number of sets whose intervals hold together at 95%."""
+    """Computes the candidate's gain in tokens/s over the incumbent's. The confidence interval is a bootstrap of
+    `num_draws` samples of requests, the same samples for both drafters.
+
+    `num_sets`: number of request sets that are tested together. With 1 the interval is a 95% interval; with more it is
+    wider, so that with 95% probability the intervals of all sets contain the true gains."""
     candidate = _tokens_and_seconds(pairs.candidate, times.passes, times.candidate_s)
     incumbent = _tokens_and_seconds(pairs.incumbent, times.passes, times.incumbent_s)
     items = [(*one, *other) for one, other in zip(candidate, incumbent, strict=True)]
@@ -183,8 +192,9 @@ def _tokens_at(rounds: Rounds, width: int) -> float:
 
 
 def one_a_prompt(requests: Sequence[Request], most: int | None = None) -> list[Request]:
-    """Returns the newest request of each prompt, at most `most` of them, newest first. Requests whose answer is
-    repetitive, shorter than two tokens or equal to a newer request's answer are left out."""
+    """Returns the newest usable request of each prompt, newest first, at most `most` of them (None: all). Not usable is
+    a request whose answer has fewer than two tokens, consists mostly of repeated n-grams, or equals the answer of a
+    request already chosen."""
     by_prompt: dict[str, Request] = {}
     answers: set[tuple[int, ...]] = set()
     for request in sorted(requests, key=lambda request: request.hour, reverse=True):

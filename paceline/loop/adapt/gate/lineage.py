@@ -28,8 +28,9 @@ class Lineage:
     path: Path
 
     def entries(self) -> list[dict[str, Any]]:
-        """Returns the entries of all drafters, oldest first: dicts with the keys "drafter" (folder), "parents",
-        "state", "weights" (hash), "when" (UTC) and further ones. Raises ConfigError if the file is damaged."""
+        """Returns one dict per drafter, oldest first; [] if there is no file yet. Keys are "drafter" (folder),
+        "parents", "state", "weights" (hash), "when" (UTC) and the `figures` given to `add`; after `mark` also "reason".
+        Raises ConfigError if the file is damaged."""
         if not self.path.exists():
             return []
         damage = (OSError, ValueError, KeyError, TypeError)
@@ -40,19 +41,21 @@ class Lineage:
             return entries
 
     def add(self, drafter: str, *, parents: Iterable[str], state: str, **figures: Any) -> None:
-        """Add one drafter with its parents (the drafters that it was trained from), its state ("refused", "serving",
-        "rolled back" ...) and further JSON fields `figures`."""
+        """Add one drafter. `parents`: the drafters that it was trained from; `state`: what became of it, such as
+        "serving", "refused" or "rolled back"; `figures`: further JSON fields of the entry. Raises CacheError if the
+        file cannot be written, ConfigError if it is damaged."""
         self.add_all([{"drafter": drafter, "parents": list(parents), "state": state, **figures}])
 
     def add_all(self, drafters: Iterable[dict[str, Any]]) -> None:
-        """Add several drafters in one write; each is a dict of the arguments of `add`. Raises CacheError if the file
-        cannot be written."""
+        """Add several drafters in one write. Each is a dict with "drafter", "parents", "state" and further fields, like
+        the arguments of `add`. Raises CacheError if the file cannot be written, ConfigError if it is damaged."""
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         new = [{"weights": weights_hash(Path(drafter["drafter"])), "when": when, **drafter} for drafter in drafters]
         self._write([*self.entries(), *plain(new)])
 
     def mark(self, drafter: str, state: str, reason: str) -> None:
-        """Set state and reason in the newest entry of this drafter."""
+        """Set state and reason in the newest entry of this drafter; without an entry nothing changes. Raises CacheError
+        if the file cannot be written, ConfigError if it is damaged."""
         entries = self.entries()
         for entry in reversed(entries):
             if entry.get("drafter") == drafter:
@@ -61,7 +64,8 @@ class Lineage:
         self._write(entries)
 
     def is_known_bad(self, folder: Path) -> str | None:
-        """Returns why a drafter with identical weights was refused or rolled back before; None if none was."""
+        """Returns the reason if a drafter with the same weights as the one in `folder` was refused or rolled back
+        before; otherwise None. Raises ConfigError if the lineage file is damaged."""
         weights = weights_hash(folder)
         for entry in self.entries() if weights else ():
             if entry.get("state") in ("refused", "rolled back") and entry.get("weights") == weights:
@@ -86,5 +90,6 @@ def weights_hash(folder: Path) -> str | None:
 
 
 def window_hash(keys: Iterable[str]) -> str:
-    """SHA-256 of a training window, computed from the keys of its requests."""
+    """SHA-256 of a training window (the stored answers to train on), computed from the keys of its requests. The order
+    of `keys` does not matter."""
     return hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()

@@ -58,10 +58,12 @@ def write_window(
     traces: Path, clusters: Sequence[str], since: int, until: int, folder: Path, tracked: Sequence[str] = ()
 ) -> Window:
     """Writes the stored answers of these clusters (groups of similar requests) in hours [since, until) since 1970 to
-    `folder`, one per prompt and none of held-out prompts, in the format of `paceline train --answers`. `tracked`: the
-    clusters that "other" leaves out (empty: only requests named so).
+    `folder`, in the format of `paceline train --answers`. Writes one answer per prompt; leaves out the prompts that are
+    reserved for judging drafters.
 
-    Raises ConfigError if there are too few answers, CacheError if the folder cannot be written."""
+    `tracked`: names of the clusters that stay separate; requests of all other clusters belong to the cluster "other"
+    (empty: every cluster stays separate). Raises ConfigError if there are too few answers, CacheError if the folder
+    cannot be written."""
     requests = [
         request
         for cluster in (None if name == ALL else name for name in clusters)
@@ -107,9 +109,12 @@ def command_of(
     *,
     same_shapes: bool = False,
 ) -> list[str]:
-    """Builds the command that does the current step of a stage (the daemon's work in progress): in the step "training"
-    the training of the stage's current candidate, otherwise `paceline adapt gate`, which judges it. `same_shapes`:
-    train a drafter with the incumbent's tensor shapes. Raises ModelFileError if the incumbent cannot be read."""
+    """Builds the command for the current step of `stage` (the daemon's work in progress). In the step "training" the
+    command trains the stage's current candidate. Otherwise it is `paceline adapt gate`, which compares this candidate
+    with the incumbent.
+
+    `same_shapes`: True keeps the size of the incumbent's draft vocabulary in a training, for servers that load only
+    drafters with equal tensor shapes. Raises ModelFileError if the incumbent cannot be read."""
     drafter = Path(stage.candidates[stage.at])
     if stage.name == "training":
         # The daemon may have been restarted with other rates.
@@ -135,8 +140,13 @@ def command_of(
 
 
 def vocabulary_of(drafter: Path) -> int | None:
-    """Returns the number of tokens in a drafter's draft vocabulary; None if it drafts all tokens, cannot draft
-    others than those of its own head, or is not a DFlash drafter. Raises ModelFileError if it cannot be read."""
+    """Returns the number of tokens in the draft vocabulary of a DFlash drafter. Raises ModelFileError if the drafter
+    cannot be read.
+
+    Returns None in three cases:
+    - The drafter drafts all tokens of the target.
+    - The drafter has its own output layer, whose size a training cannot change.
+    - It is not a DFlash drafter."""
     if drafter.is_dir() and not is_dflash(read_json(drafter / "config.json")):
         return None
     stored = read_stored(drafter)
@@ -153,9 +163,12 @@ def train_command(
     config: RetrainConfig,
     draft_vocab: int | None = None,
 ) -> list[str]:
-    """Builds the command that trains the incumbent further on the window: the user's, or `paceline train`. It runs at
-    the lowest priority if `nice` is available. `draft_vocab`: number of tokens that the candidate must draft among
-    [default: those of the incumbent, and those of the window's answers]."""
+    """Builds the command that trains a copy of the drafter `incumbent` on the answers in `window`: the user's
+    `config.train_command` if it is set, else `paceline train`. `out`: folder of the training run. The command runs at
+    the lowest priority if `nice` is available.
+
+    `draft_vocab`: number of tokens that the new drafter can draft. With None `paceline train` keeps the incumbent's
+    draft vocabulary; for a DFlash drafter it adds the tokens of the answers in `window`."""
     if config.train_command is not None:
         values = hook_environment(window, out, incumbent, learning_rate, engine, config)
         values["PACELINE_DRAFT_VOCAB"] = "" if draft_vocab is None else str(draft_vocab)
@@ -174,8 +187,9 @@ def hook_environment(
     window: Path, out: Path, incumbent: str, learning_rate: float, engine: EngineConfig, config: RetrainConfig
 ) -> dict[str, str]:
     """Returns the environment variables for a user's training command: PACELINE_WINDOW (folder of the training data),
-    PACELINE_OUT, PACELINE_INCUMBENT, PACELINE_MODEL (the target), PACELINE_LEARNING_RATE, and from `config`
-    PACELINE_MINUTES and PACELINE_GENERAL (folders of general answers)."""
+    PACELINE_OUT (folder to write to), PACELINE_INCUMBENT (drafter to start from), PACELINE_MODEL (the target),
+    PACELINE_LEARNING_RATE, PACELINE_MINUTES (time limit), and PACELINE_GENERAL (folders of general answers to train on
+    as well, separated as in PATH)."""
     return {
         "PACELINE_WINDOW": str(window.absolute()),
         "PACELINE_OUT": str(out.absolute()),
@@ -188,7 +202,8 @@ def hook_environment(
 
 
 def not_trained(status: int, job: Job, drafter: Path, config: RetrainConfig) -> str | None:
-    """Returns why a training that ended with this exit status left no candidate; None if there is one."""
+    """Returns an error message if a finished training failed: its exit `status` is not 0, or `config.train_command`
+    left no drafter in the folder `drafter`. Returns None if the training succeeded."""
     if status != 0:
         return f"its training ended with status {status}: {job.last_error}"
     if config.train_command is not None and not (drafter / "config.json").is_file():
@@ -197,8 +212,9 @@ def not_trained(status: int, job: Job, drafter: Path, config: RetrainConfig) -> 
 
 
 def paceline_command(words: Sequence[object], options: Mapping[str, Any]) -> list[str]:
-    """Builds a `paceline` command that prints JSON and runs at the lowest priority if `nice` is available. `options`:
-    option name -> value, list of values, True for a flag, or None to leave it out."""
+    """Builds a `paceline` command that prints JSON and runs at the lowest priority if `nice` is available. `words`:
+    subcommand and positional arguments. `options`: option name -> value; a list repeats the option for each value, True
+    makes a flag, None leaves the option out."""
     command = [*polite(), sys.executable, "-m", "paceline", *words]
     for name, value in options.items():
         for item in value if isinstance(value, tuple | list) else [value]:
@@ -207,8 +223,9 @@ def paceline_command(words: Sequence[object], options: Mapping[str, Any]) -> lis
 
 
 def verdict_of(job: Output, status: int) -> dict[str, Any]:
-    """Returns the verdict (JSON) printed by a finished gate job (comparison of a candidate with the serving drafter)
-    with this exit status. If it printed none, returns one that says why, with "passed" and "is_judged" false."""
+    """Returns the verdict that a finished gate job (`paceline adapt gate`) printed, as a JSON object. If the job
+    printed none, returns a verdict with "passed" and "is_judged" false and a reason that contains the exit `status` and
+    the last error line."""
     try:
         verdict = json.loads(job.last_line)
     except ValueError:
@@ -219,7 +236,8 @@ def verdict_of(job: Output, status: int) -> dict[str, Any]:
 
 
 def unjudged(reason: str) -> dict[str, Any]:
-    """Returns a verdict (JSON) for a candidate that could not be judged, with this reason."""
+    """Returns the JSON verdict of a candidate that could not be judged: {"passed": false, "reason": reason,
+    "is_judged": false}."""
     return {"passed": False, "reason": reason, "is_judged": False}
 
 
@@ -238,7 +256,8 @@ def polite() -> list[str]:
 
 
 class Output:
-    """Output files of a background command, which may have been started by an earlier process."""
+    """The files to which a background command writes stdout and stderr, and its lock file. An earlier process may have
+    started the command."""
 
     def __init__(self, output: Path) -> None:
         """`output`: path of the files, without suffix."""
@@ -253,17 +272,17 @@ class Output:
 
     @property
     def last_line(self) -> str:
-        """Last line of stdout: the JSON result."""
+        """Last line of stdout, where commands print their JSON result; "" without output."""
         return _last_line(self._out)
 
     @property
     def last_error(self) -> str:
-        """Last line of stderr."""
+        """Last line of stderr, at most 500 characters; "no output" if it is empty."""
         return _last_line(self._err)[:500] or "no output"
 
 
 class Job(Output):
-    """A background command; its output goes to files."""
+    """A background command of this process, which writes its output to files. It runs on if this process is killed."""
 
     def __init__(self, command: list[str], output: Path) -> None:
         """Start the command. If a killed daemon's job of the same output still runs, wait for its end first. Raises
@@ -294,7 +313,8 @@ class Job(Output):
             return process
 
     def poll(self) -> int | None:
-        """Exit status; None while the command runs."""
+        """First starts the command if it waited for an earlier job with the same output files and that job has ended.
+        Returns the command's exit status; None while it waits or runs."""
         self._process = self._process or self._started()
         return self._process.poll() if self._process else None
 
@@ -315,7 +335,8 @@ class Job(Output):
 
     @property
     def is_waiting(self) -> bool:
-        """True while a job with the same output files, started by an earlier daemon, still runs."""
+        """True if this command has not started because a job with the same output files, started by an earlier daemon,
+        still runs."""
         return self._process is None
 
 

@@ -51,7 +51,8 @@ CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A stored request, and the rounds (draft, then verify) that the drafter would have needed for its answer."""
+    """A stored request, and the rounds (draft, then verify) in which its answer would have been generated with the
+    scored drafter."""
 
     request: Request
     rounds: tuple[Round, ...]
@@ -88,8 +89,8 @@ class _Answer:
 
 
 class Scorer:
-    """Computes for stored answers the rounds (drafted and accepted tokens) that one drafter would have needed, with one
-    target. Batches have as many requests as the cache has rows."""
+    """Simulates serving stored answers with one drafter: computes for each answer in which rounds (drafted and accepted
+    tokens) it would have been generated. Handles as many requests at a time as the target's cache has rows."""
 
     def __init__(self, llm: LLM, drafter: Drafter, rule: str = "auto") -> None:
         """Bind the drafter to the target of `llm`, whose cache must be free while the scorer is used. `rule`:
@@ -103,8 +104,10 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, requests: Rows[Request]) -> list[Scored]:
-        """Compute the rounds of each request; results are in the order of `requests`. Raises ConfigError for a request
-        that is longer than the cache or cannot be scored."""
+        """Compute the rounds (drafted and accepted tokens) of each request's answer; returns them in the order of
+        `requests`. Raises ConfigError for a request that is longer than the cache or has tokens outside the target's
+        vocabulary. Also raises it for a sampled answer whose seed is unknown, unless the drafter is a DFlash
+        drafter."""
         scored: list[Scored] = []
         size = self._target.cache.num_rows
         for begin in range(0, len(requests), size):
@@ -229,11 +232,13 @@ class Scorer:
 
 
 def score(llm: LLM, drafter: str | Drafter, requests: Rows[Request], *, num_drafted: int | None = None) -> list[Scored]:
-    """Computes the rounds (drafted and accepted tokens) with which `drafter` would have generated each stored answer.
-    Requests longer than the KV cache are left out. `num_drafted`: drafts per round of a drafter given by name.
+    """Computes in which rounds (drafted and accepted tokens) each stored answer would have been generated with
+    `drafter`; returns them in the order of `requests`. Requests longer than the KV cache are left out. `num_drafted`:
+    drafts per round, used only if `drafter` is a name or folder [default: as the engine of `llm` is configured].
 
-    The engine of `llm` must be idle; its state is reset afterwards. Raises the errors of creating a drafter and binding
-    it to the target."""
+    The engine of `llm` must be idle; its state is reset afterwards. Raises ConfigError for a request that cannot be
+    scored, DrafterMismatchError if the drafter does not fit the target, and ModelNotFoundError, DownloadError or
+    ModelFileError if it cannot be loaded."""
     drafter = llm.make_drafter(drafter, num_drafted=num_drafted) if isinstance(drafter, str) else drafter
     fitting = [
         request for request in requests if len(request.prompt_ids) + len(request.answer_ids) <= llm.target.cache.max_len

@@ -26,9 +26,10 @@ MOST_READINGS = 120
 
 @dataclass(slots=True)
 class Canary:
-    """Puts a new drafter on trial (probation) on a running deployment, judges it by the server's counters, and keeps it
-    or rolls it back. A deployment is one paceline server, or several vLLM or SGLang servers with one drafter each: then
-    the first one gets the drafter before the others, and is compared with them."""
+    """Puts a new drafter on a running deployment for a trial period (probation), judges it by the servers' counters,
+    and keeps it or rolls it back. A deployment is either one paceline server, or one or more vLLM or SGLang servers
+    with one drafter each. Of several servers only the first one tries the new drafter, and is compared with the
+    others."""
 
     deployment: Deployment
     traces: Path
@@ -44,8 +45,8 @@ class Canary:
     before_variances: dict[str, float] = field(default_factory=dict)
 
     def read(self, now: float) -> Counts:
-        """Read the server's counters at `now` (seconds since 1970) and return them. If `counted` is set (the server's
-        traces contain no rounds), also add the reading to its hourly sums."""
+        """Read the server's counters at `now` (seconds since 1970) and return them. If the field `counted` is set, the
+        reading is also added to its hourly sums."""
         counts = self.deployment.counts()
         if self.counted:
             self.counted.read(now, counts)
@@ -66,7 +67,8 @@ class Canary:
 
     def look(self, now: float) -> Stage | None:
         """Read the counters and the list of drafters. If a user has loaded a drafter since the last call, begin its
-        probation (trial period) and return it as a stage (work in progress of the daemon); else return None."""
+        trial period and return it as a new `Stage` in the step "probation"; else return None. If there are several new
+        drafters, each call returns one of them. `now`: seconds since 1970."""
         self.readings.append((now, self.read(now)))
         members, known = self.deployment.members(), self.known
         new = sorted(name for name, drafter in members.items() if known is not None and known.get(name) != drafter)
@@ -86,12 +88,18 @@ class Canary:
         return stage
 
     def swap_in(self, stage: Stage, now: float, save: Callable[[], None]) -> None:
-        """Load the stage's drafter, or route the stage's cluster to it, and begin its probation at `now` (seconds since
-        1970).
+        """Put the drafter of `stage` into service and begin its trial period (probation) at `now`, in seconds since
+        1970. What is done on the server depends on the kind of the stage:
+        - "propose": the drafter is loaded, and the stage's cluster is routed to it.
+        - "route": the drafter is loaded already; the stage's cluster is routed to it.
+        - other kinds: the drafter is loaded.
 
-        `save` stores how to undo the change before the server gets it: a load takes minutes, in which this process may
-        be killed. Raises DownloadError if the server refuses the drafter, DeployError if anything else prevents the
-        change, and the errors of `save`."""
+        `save` must store `stage`, which holds what a rollback needs. It is called before each change of the server,
+        since this process may be killed during the change. An error that `save` raises stops the change and is passed
+        on.
+
+        Raises DownloadError if the server refuses the drafter, DeployError if anything else prevents the change,
+        UnreachableError if the server does not answer."""
         counts = self._read_or_wait(now)
         if self.deployment.undo:  # retry: if the earlier response was lost, the new drafter may have served since
             stage.begin_counting(counts, now)
@@ -122,8 +130,10 @@ class Canary:
         stage.begin_counting(counts, now + time.monotonic() - began_s, self.deployment.counts_apart())
 
     def spread(self, stage: Stage, save: Callable[[], None]) -> None:
-        """Load the drafter of a canary (the first server) on the other servers, too. `save`: called before each server
-        gets the drafter, to store how to undo it. Raises DownloadError if a server refuses it or cannot get it."""
+        """After the trial on the first server, load the stage's drafter on the other servers, too. `save` must store
+        `stage`, which holds what a rollback needs; it is called before each server gets the drafter. Raises
+        DownloadError if a server refuses the drafter or does not answer. An error that `save` raises stops the load and
+        is passed on."""
 
         def save_undo() -> None:
             stage.undo = self.deployment.undo
@@ -135,8 +145,12 @@ class Canary:
             stage.undo = self.deployment.undo
 
     def judge(self, stage: Stage, now: float, config: WatchConfig) -> tuple[str, str] | None:
-        """Judge a probation at `now` (seconds since 1970). Returns (result, reason), or None while it continues;
-        result: "kept", "rolled back" (it was worse), "unproven" (not judged), or "gone" (not on the server)."""
+        """Judge the drafter on trial (on probation) at `now`, in seconds since 1970. Returns None while the trial
+        continues, else (result, reason as text).
+
+        The result is "kept", "rolled back" (the server is worse than before), "unproven" (it could not be judged) or
+        "gone" (the drafter has left the server). Nothing is changed on the server: the caller must act on the
+        result."""
         counts = self.read(now)
         if not self.deployment.is_well():
             return "unproven", "the server is not well"
@@ -170,14 +184,17 @@ class Canary:
         self.before, self.before_variances = {}, {}
 
     def roll_back(self, stage: Stage) -> None:
-        """Restore the state before the swap. Drafters that a user has loaded meanwhile are found by the next `look`."""
+        """Undo the swap of `stage`: restore the drafters and routes that the servers had before. If a user has loaded
+        another drafter meanwhile, the next `look` finds it."""
         self.deployment.roll_back()
         self.readings.clear()  # they reach into the probation
         self.before, self.before_variances = stage.before, stage.before_variances
         self._set_known(stage.member, self.deployment.members().get(stage.member))
 
     def forget(self, stage: Stage) -> None:
-        """Forget a drafter that has left the server. If another drafter has its name now, the next `look` finds it."""
+        """Forget the drafter of `stage`, which has left the server. Changes nothing on the server; the stage's changes
+        can no longer be rolled back. If a drafter that the daemon does not know now has the same name, the next `look`
+        begins a trial of it."""
         before = next((change[2] for change in stage.undo if change[:2] == ["drafter", stage.member]), None)
         self.deployment.keep()
         self.readings.clear()

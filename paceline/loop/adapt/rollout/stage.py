@@ -50,7 +50,8 @@ WHOLE = ""
 
 @dataclass(slots=True)
 class Stage:
-    """Work in progress of the daemon: its purpose, current step, and all data that a restarted daemon needs."""
+    """One piece of work of the daemon, such as a training or the exchange of a drafter: its kind, the step that it is
+    in, and all data that a restarted daemon needs to continue it."""
 
     kind: str
     name: str
@@ -130,37 +131,37 @@ class Stage:
         return now - self.began - self.skew
 
     def pause(self, now: float) -> None:
-        """Add the time that the current training has run until `now` (seconds since 1970) to `used`; no effect in other
-        steps."""
+        """Add the time for which the current training has run until `now` (seconds since 1970) to the field `used`.
+        Called when the daemon stops. Does nothing in steps other than "training"."""
         if self.name == "training":
             self.used += max(self.lasted(now), 0.0)
             self.began, self.skew = now, 0.0
 
     def clock_moved(self, by: float) -> None:
-        """Correct all times by `by` seconds, by which the system clock was set forward (negative: back)."""
+        """Adjust the stored times after the system clock was set forward by `by` seconds (negative: back)."""
         self.skew += by
         self.wait_until += by if self.wait_until else 0.0
         self.away_since += by if self.away_since else 0.0
 
     def wait(self, now: float) -> None:
-        """Record that the server does not answer at `now` (seconds since 1970), and schedule the next try: after a
-        growing pause, but at once during a probation (trial period of a new drafter)."""
+        """Record that the server did not answer at `now` (seconds since 1970), and set the time of the next try. Pauses
+        double from 1 minute to 1 hour; during the trial period of a new drafter (probation) there is no pause."""
         self.away_since = self.away_since or now
         pause = min(FIRST_WAIT_S * 2 ** min(self.num_tries, 10), LONGEST_WAIT_S)  # 2.0**1024 overflows
         self.wait_until = now if self.name == "probation" else now + pause
         self.num_tries += 1
 
     def reached(self) -> None:
-        """Record that the server answers."""
+        """Record that the server answers, which ends a pause set by `wait`."""
         self.num_tries, self.wait_until, self.away_since = 0, 0.0, 0.0
 
     def begin_probation(self, traces: Path, earlier: Sequence[Counts], counts: Counts, now: float) -> None:
-        """Begin the probation (trial period of a new drafter) at `now`, in seconds since 1970. Stores acceptance
-        length, round time and failures of the time before it, with which later values are compared.
+        """Begin the trial period of a new drafter (probation) at `now`, in seconds since 1970. First computes
+        acceptance length, time per round and failures of the time before, with which later values are compared.
 
-        `traces`: folder of traces, read for each cluster's acceptance length in the last 24 hours. `counts`: the
-        server's counters at `now`; `earlier`: earlier readings of them, oldest first. Their differences give round
-        time, failures and the whole server's acceptance length."""
+        Each cluster's acceptance length comes from the last 24 hours in the folder `traces`. The whole server's
+        acceptance length, time per round and failures come from its counters: `earlier` are earlier readings, oldest
+        first, `counts` is the reading at `now`."""
         first = earlier[0] if earlier else counts
         spans = read_span(traces, now - SPAN_S, now)
         self.before = {name: sums.tokens_per_round for name, sums in spans.items() if sums.rounds >= LEAST_ROUNDS}
@@ -173,18 +174,21 @@ class Stage:
         self.begin_counting(counts, now)
 
     def begin_counting(self, counts: Counts, now: float, apart: tuple[Counts, Counts] | None = None) -> None:
-        """Begin the probation at `now` (seconds since 1970) and store the counter values at its start: `counts`, or
-        with a canary `apart`, a pair (counters of the canary, sum of the other servers' counters). The values stored
-        for the time before the swap are unchanged."""
+        """Begin the trial period of a new drafter (probation) at `now`, in seconds since 1970, and store the counter
+        values at its start. Values of the time before the new drafter, which `begin_probation` has stored, stay
+        unchanged.
+
+        `counts`: counters of all servers together. `apart`: with several servers, stored instead of `counts`: (counters
+        of the first server, which has the new drafter; sum of the other servers' counters)."""
         self.name, self.began, self.skew = "probation", now, 0.0
         self.counted = self.seen = list(astuple(apart[0] if apart else counts))
         self.others = self.others_seen = list(astuple(apart[1])) if apart else []
         self.sums = []
 
     def look(self, counts: Counts, drafts: float | None) -> None:
-        """Store a reading of the server's counters during a probation. `drafts`: rounds drafted so far by this stage's
-        drafter; None if the server does not count by drafter. Counters that decreased mean that the server was
-        restarted; counting then begins again."""
+        """Store a reading of the server's counters during the trial period of a drafter. If counters fell, the server
+        was restarted: then counting starts again from this reading. `drafts`: rounds in which this stage's drafter has
+        drafted, by the server's counter; None if the server does not count by drafter."""
         if is_restarted(Counts(*self.seen), counts):
             self.counted = self.seen = list(astuple(counts))
             self.sums = []
@@ -200,9 +204,12 @@ class Stage:
         self.sums = [list(astuple(each + gain)) for each, gain in zip(sums, gains, strict=True)]
 
     def rounds(self, drafts: float | None) -> float:
-        """Number of rounds since the start of the probation. `drafts`: the server's current count of rounds drafted by
-        this stage's drafter. None if it does not count by drafter; then rounds of all drafters are counted, on the
-        canary or on the other servers, whichever are fewer."""
+        """Returns the number of rounds since the start of the trial period:
+        - If the server counts by drafter: rounds in which this stage's drafter has drafted.
+        - Otherwise, with one server: all its rounds.
+        - Otherwise, with several: rounds of the first server or of all others together, whichever is less.
+
+        `drafts`: the server's present count of rounds of this stage's drafter; None if it does not count by drafter."""
         if drafts is not None and self.drafts is not None:
             return drafts - self.drafts
         gains = self._gains()
@@ -214,13 +221,15 @@ class Stage:
         return [Counts(*(now - then for now, then in zip(*pair, strict=True))) for pair in pairs]
 
     def look_apart(self, apart: tuple[Counts, Counts]) -> None:
-        """Store a reading of the counters, `apart`: (counters of the canary, sum of the other servers' counters)."""
+        """Store a reading of several servers' counters during a trial period. `apart`: (counters of the first server,
+        which has the new drafter; sum of the other servers' counters)."""
         self._add_readings((self.seen, apart[0]), (self.others_seen, apart[1]))
         self.seen, self.others_seen = (list(astuple(counts)) for counts in apart)
 
     def fault_of_canary(self, config: WatchConfig) -> str | None:
-        """Returns a text on how the canary (the first server, with the new drafter) is worse than the other servers
-        over the same time, in failures or acceptance length; None if it is not."""
+        """Compares the first server, which has the new drafter, with the other servers since the start of the trial
+        period. Returns a text if the first server has clearly more failures or a clearly lower acceptance length; else
+        None. `config` sets the limits."""
         canary, others = self._gains()
         where = "on the other servers"
         before, now = (Failures(each.errors, each.requests) for each in (others, canary))
@@ -236,8 +245,10 @@ class Stage:
         return fall(lengths[0], lengths[1], variance, config.most_drop, " on the canary", where)
 
     def kept_why(self, drafts: float | None) -> str:
-        """Returns a text on why the new drafter is kept after a probation: acceptance length and rounds of the canary
-        and acceptance length of the other servers, or for a single server the number of rounds."""
+        """Returns a text that says why the new drafter is kept. With one server, the text says in how many rounds
+        nothing got worse. With several, it gives acceptance length on the first server, which has the new drafter, and
+        on the others. `drafts`: the server's count of rounds of this stage's drafter; None if it does not count by
+        drafter."""
         if not self.others:
             return f"nothing fell in {self.rounds(drafts):g} rounds"
         canary, others = self._gains()
@@ -245,10 +256,12 @@ class Stage:
         return f"{figures[0]} in {canary.rounds:g} rounds of the canary, {figures[1]} on the other servers"
 
     def is_over(self, now: float, config: WatchConfig, drafts: float | None) -> str | None:
-        """Returns, at `now` (seconds since 1970), "proven" if a probation without a `fault` has lasted long enough and
-        has enough rounds; "unproven" if it cannot be judged (too few rounds until its time limit, or the clock was set
-        back and there is no acceptance length of the whole server to compare with); None while it continues. `drafts`:
-        the server's current count of rounds drafted by this stage's drafter, if it counts by drafter."""
+        """Checks at `now` (seconds since 1970) if the trial period can end; to be called only if `fault` found nothing.
+        `drafts`: the server's count of rounds of this stage's drafter; None if it does not count by drafter. Returns:
+        - "proven": `config.probation_minutes` have passed, with at least 200 rounds.
+        - "unproven": there are fewer than 200 rounds after `config.most_probation_hours`. Also returned in place of
+          "proven" if the clock was set back and the whole server's earlier acceptance length is unknown.
+        - None: the trial continues."""
         if self.lasted(now) < 60 * config.probation_minutes:
             return None
         if self.rounds(drafts) >= LEAST_ROUNDS:
@@ -256,12 +269,13 @@ class Stage:
         return "unproven" if self.lasted(now) >= config.most_probation_hours * HOUR_S else None
 
     def fault(self, traces: Path, counts: Counts, now: float, config: WatchConfig) -> str | None:
-        """Returns a text on how the server is worse than before the swap (failures, time per round, or acceptance);
-        None if it is not. `counts`: its counters at `now`, in seconds since 1970.
+        """Compares the server now with the time before the new drafter. Returns a text if there are clearly more
+        failures, a longer time per round or a lower acceptance length; else None. `counts`: the server's counters at
+        `now`, in seconds since 1970; `config` sets the limits.
 
-        Acceptance is compared by cluster where traces allow it, so that a change in the clusters' shares of the traffic
-        has no effect. If the clock was set back, traces cover only a part of the time; then the counters are compared,
-        too."""
+        Acceptance length is compared cluster by cluster if the traces (files in the folder `traces`) have at least 200
+        rounds of the trial period. Otherwise, the whole server's is compared, from its counters. If the clock was set
+        back, both are compared, since traces may be missing."""
         then = Counts(*self.counted) + (Counts(*self.others) if self.others else Counts())
         now_failures = Failures(counts.errors - then.errors, counts.requests - then.requests)
         if failing := more_failures(Failures(*self.failures or (0.0, 0.0)), now_failures, config.most_errors):
@@ -300,7 +314,8 @@ def _is_slower(before: Sequence[float], now: Sequence[float], most: float) -> bo
 
 
 def word_of(clusters: Sequence[str]) -> str:
-    """Returns one name for these clusters, with letters, digits and dashes only, for folders and drafters."""
+    """Joins the names of these clusters to one name, for a folder or a drafter: letters, digits and dashes, at most 40
+    characters."""
     return "-".join(re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "cluster" for name in clusters)[:40]
 
 

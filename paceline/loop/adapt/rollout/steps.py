@@ -34,7 +34,8 @@ STOPPED = -1000
 
 @dataclass(slots=True)
 class Steps:
-    """Holds the state of the daemon, and performs the steps of each `Stage` (work in progress, such as a training)."""
+    """Base class of the daemon: its state, and the methods that do the steps of its current `Stage` (a piece of work,
+    such as a training)."""
 
     store: StoreConfig
     engine: EngineConfig

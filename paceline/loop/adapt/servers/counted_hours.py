@@ -29,7 +29,8 @@ FILE = "counted.jsonl"
 
 @dataclass(slots=True)
 class CountedHours:
-    """Converts counter readings into hourly sums of tokens and rounds, and stores them in `folder`."""
+    """Converts readings of a server's counters into hourly sums of tokens and rounds, and stores the sums in
+    counted.jsonl in `folder`."""
 
     folder: Path
     left_out: Counter[str] = field(default_factory=Counter)
@@ -38,16 +39,17 @@ class CountedHours:
     _pairs: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def read(self, now: float, counts: Counts) -> None:
-        """Add a reading of the counters at `now` (seconds since 1970). The counts must not drop when the server is
-        restarted; `Meter` ensures this."""
+        """Add a reading of the counters, taken at `now` (seconds since 1970). `counts` must not start at 0 again when
+        the server restarts: give sums from `Meter`. If a counter falls from one reading to the next, the interval
+        between them is left out."""
         if self._before is not None and (pairs := pairs_of([self._before[1], counts])):
             self._pairs[int(self._before[0] // HOUR_S)] += pairs
         self._before = now, counts
 
     def hours(self, until: int, since: int = 0) -> dict[int, dict[str, Sums]]:
-        """Write the hours before `until` to counted.jsonl, and return {hour: {"all": sums of tokens and rounds}} of
-        hours [since, until), counted from 1970; "all" is the one cluster of all traffic. Raises CacheError if they
-        cannot be written."""
+        """Write the hours before `until` that are not stored yet to counted.jsonl. Returns {hour: {"all": sums of
+        tokens and rounds}} of the stored hours in [since, until). Hours are counted from 1970; "all" is the name of the
+        one cluster of all traffic. Raises CacheError if the file cannot be written."""
         file, self.left_out = self.folder / FILE, Counter()
         with reraised(CacheError, f"cannot write {file}", "free space, or choose another --state", OSError):
             for hour in sorted(number for number in self._pairs if number < until):
@@ -63,16 +65,19 @@ class CountedHours:
 
 
 def pairs_of(readings: Iterable[Counts]) -> list[tuple[float, float]]:
-    """Returns (tokens, rounds) between each two consecutive readings of the counters, where there were any."""
+    """Returns (tokens, rounds) counted from each reading to the next. Intervals without a round, or in which a counter
+    fell, are left out."""
     gains = [(now.rounds - then.rounds, now.accepted - then.accepted) for then, now in pairwise(readings)]
     return [(rounds + accepted, rounds) for rounds, accepted in gains if rounds > 0 and accepted >= 0]
 
 
 def stored_hours(store: StoreConfig) -> tuple[dict[int, dict[str, Sums]], Counter[str], str]:
-    """Returns ({hour: {cluster: sums of tokens and rounds}}, {reason: number left out}, source of the hours).
+    """Reads the recorded traffic. Returns ({hour since 1970: {cluster: sums of tokens and rounds}}, {reason: number of
+    requests or hours that were left out}, source as text).
 
-    The source is "traces" if any trace has rounds; else counted.jsonl in the state folder, if it has hours; else "".
-    Raises ConfigError if there is no folder of traces."""
+    The hours come from the traces if any trace has rounds: source "traces". Otherwise they come from counted.jsonl in
+    the state folder; its name is then the source. Without any hour the source is "". Raises ConfigError if the folder
+    of traces does not exist."""
     hours, left_out = read_hours(store.traces)
     if hours:
         return hours, left_out, "traces"
@@ -82,8 +87,8 @@ def stored_hours(store: StoreConfig) -> tuple[dict[int, dict[str, Sums]], Counte
 
 
 def missing(store: StoreConfig, left_out: Counter[str]) -> str:
-    """Returns a message for the user: why `stored_hours` found no hour of recorded traffic, and what to do. `left_out`:
-    what it left out, requests and damaged hours, counted by reason."""
+    """Explains to the user why `stored_hours` found no hour of traffic, and what to do; returns the text. `left_out`:
+    the reasons and numbers that `stored_hours` returned."""
     number, unknown = left_out.total() - left_out["damaged hour"], left_out["no rounds"]
     if not number:
         return f"there is no traffic yet in {store.traces}"

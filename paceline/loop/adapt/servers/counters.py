@@ -51,8 +51,8 @@ LEAST_STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counter values of a server's metrics, such as tokens and rounds since its start; for several servers their
-    sum."""
+    """Values of the counters in a server's metrics, such as tokens and rounds since its start. For several servers each
+    value is their sum."""
 
     tokens: float = 0.0
     rounds: float = 0.0
@@ -72,8 +72,8 @@ _values = operator.attrgetter(*Counts.__slots__)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One reading of one engine's counters (tokens, rounds, ...). SGLang does not count accepted drafts; `Meter`
-    computes them from this reading and the last."""
+    """Counter values (tokens, rounds ...) of one engine at one time. SGLang does not count accepted drafts; `Meter`
+    estimates them from two consecutive readings."""
 
     counts: Counts
     counts_accepted: bool = True
@@ -84,11 +84,11 @@ class Reading:
 
 @dataclass(slots=True)
 class Meter:
-    """Sums the counters of one engine over its restarts, each of which resets them to 0.
+    """Sums the counters of one engine over its restarts. At each restart the engine's counters begin at 0 again.
 
-    Counts between the last reading and a restart are lost. A restart is not noticed if, at the next reading, every
-    counter has passed its value at the last one; then all that the engine had counted since the previous restart is
-    lost."""
+    A restart is detected if counters are lower than at the last reading. Only the counts between that reading and the
+    restart are lost. A restart is not detected if, at the first reading after it, all counters have already grown
+    beyond their last values. Then all counts from the previous restart to this one are lost."""
 
     earlier: Counts = field(default_factory=Counts)
     """Counts before the latest restart."""
@@ -102,8 +102,9 @@ class Meter:
     def read(self, reading: Reading) -> Counts:
         """Add a reading; returns the counts summed over all restarts.
 
-        SGLang's accepted drafts are the tokens since the last reading, less the first token of each request, which
-        needs no round, and less one token per round. If SGLang counts no rounds, they are computed from its gauge."""
+        For SGLang the accepted drafts since the last reading are computed: generated tokens, minus one per finished
+        request (its first token needs no round), minus one per round (the bonus token). If SGLang does not count
+        rounds, their number is estimated from its gauge of recent acceptance length."""
         raw = reading.counts
         if _is_partial(self.last, raw):
             return self.total
@@ -116,7 +117,7 @@ class Meter:
         return self.total
 
     def saved(self) -> list[list[float]]:
-        """The meter as JSON lists, which `Meter.of` reads."""
+        """Returns the meter's state as JSON lists, from which `Meter.of` restores it."""
         return [list(_values(self.earlier)), list(_values(self.last))]
 
     @classmethod
@@ -132,8 +133,8 @@ class Meter:
 
 @dataclass(slots=True)
 class Meters:
-    """Sums the counters (such as tokens and rounds) of several servers. Each engine of a server has its own `Meter`,
-    which continues its sums when a restart resets the engine's counters. `of`: server address -> engine -> meter."""
+    """Sums the counters (tokens, rounds ...) of several servers over their restarts. A server may have several engines,
+    each with its own `Meter`. `of`: server address -> engine -> meter."""
 
     of: dict[str, dict[str, Meter]]
 
@@ -141,9 +142,12 @@ class Meters:
         """Read the metrics of all servers; returns the sum of their counts. `model`: name of the served model to count;
         `needed`: addresses of the servers that must answer [default: all].
 
-        A server whose page has no known metric now, one that is not needed and does not answer, or an engine that does
-        not report its tokens now, keeps its last counts. Raises DownloadError if a needed server does not answer, after
-        the others have been read, or if no page has a known metric."""
+        The last known counts are used for a server outside `needed` that does not answer. They are also used for a
+        metrics page without known metrics, and for an engine whose token count is missing.
+
+        Raises DownloadError, after reading all servers, if a needed server does not answer or no server's page can be
+        used. Raises DeployError at once if a needed server refuses the request, if its metrics are of other models
+        only, or if they are of several models and `model` is None."""
         pages, errors, away = dict[str, dict[str, dict[str, float]]](), list[DownloadError](), list[DownloadError]()
         for client in clients:
             is_needed = needed is None or client.url in needed
@@ -168,45 +172,48 @@ class Meters:
         return sum((meter.total for meter in self.all()), Counts())
 
     def total(self, server: str) -> Counts:
-        """Returns the sum of one server's counts at the latest reading."""
+        """Returns the sum of one server's counts at the latest reading, over all its engines; zeros before the first
+        reading."""
         return sum((meter.total for meter in self.of[server].values()), Counts())
 
     def all(self) -> list[Meter]:
         return [meter for engines in self.of.values() for meter in engines.values()]
 
     def saved(self) -> dict[str, Any]:
-        """The meters as JSON, which `restore` reads."""
+        """Returns the state of all meters as JSON, from which `restore` restores it."""
         return {
             server: {engine: meter.saved() for engine, meter in meters.items()} for server, meters in self.of.items()
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Continue from saved meters of the same servers."""
+        """Continue from the JSON that `saved` returned. Servers that are not used any more are left out. Raises
+        ValueError or TypeError if the JSON is invalid."""
         for server in self.of.keys() & saved.keys():
             self.of[server] = {engine: Meter.of(meter) for engine, meter in saved[server].items()}
 
 
 def is_restarted(before: Counts, after: Counts) -> bool:
-    """True if the server was restarted between two readings: the token count fell; or the count of rounds or of
-    accepted drafts fell, but not to 0; or all counters that were above 0 fell.
+    """True if the server was restarted between two readings of its counters. Signs of a restart:
+    - The token count fell.
+    - The number of rounds or of accepted drafts fell to a value above 0.
+    - All counters that were above 0 fell.
 
-    Without a restart, a counter may be missing from the page (read as 0), and the number of requests may fall if the
-    count of one finish reason is missing."""
+    Any other fall means that the metrics page lacks some counters, which are read as 0."""
     pairs = _counters(before, after)
     fell = any(0 < getattr(after, name) < getattr(before, name) for name in ("rounds", "accepted"))
     return after.tokens < before.tokens or fell or (bool(pairs) and all(value < then for then, value in pairs))
 
 
 def tokens_per_round(before: Counts, after: Counts) -> float | None:
-    """Acceptance length of the rounds between two readings; None if there was no round, or if a restart reset the
-    counters."""
+    """Acceptance length between two readings of a server's counters; None if there was no round, or if a counter fell
+    because of a restart."""
     rounds, accepted = after.rounds - before.rounds, after.accepted - before.accepted
     return 1.0 + accepted / rounds if rounds > 0 and accepted >= 0 else None
 
 
 def pace(before: Counts, after: Counts) -> tuple[float, float] | None:
-    """Returns (mean batch size, seconds per round) between two readings; None if the server does not report them, or
-    for fewer than 100 rounds (LEAST_STEPS)."""
+    """Returns (mean batch size, seconds per round) between two readings of a server's counters. Returns None after
+    fewer than 100 rounds of the batch (LEAST_STEPS), or if the server does not report its time."""
     steps, busy_s = after.steps - before.steps, after.busy_s - before.busy_s
     return ((after.rounds - before.rounds) / steps, busy_s / steps) if steps >= LEAST_STEPS and busy_s > 0 else None
 
@@ -256,10 +263,11 @@ def _counters(before: Counts, now: Counts) -> list[tuple[float, float]]:
 
 
 def drafts_of(client: Client, member: str) -> float | None:
-    """Returns the number of rounds drafted by the drafter named `member`; None if the server does not count it
-    separately.
+    """Returns the number of rounds in which the drafter named `member` has drafted; 0 if it has not drafted yet. Raises
+    DownloadError if the server does not answer.
 
-    A server counts a bounded number of drafters by name, and the others together under the name "other"."""
+    Servers count a limited number of drafters by name, and all further ones together as "other". Returns None if
+    `member` may be counted under "other", or if the server does not count by drafter."""
     values = totals(metrics_of(client, by=("drafter",)))
     is_counted = any(name.startswith(DRAFTS) for name in values)
     unknown = None if f"{DRAFTS}{{{OTHER}}}" in values or not is_counted else 0.0
@@ -267,11 +275,14 @@ def drafts_of(client: Client, member: str) -> float | None:
 
 
 def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """Reads the server's page of metrics; returns {engine: {metric: value}}. Metrics with the label `finished_reason`,
-    or a label in `by`, are also listed once per value of the label, as NAME{VALUE}.
+    """Reads a server's metrics page; returns {engine: {metric: value}}. Values of one metric with different labels are
+    added up (SGLang's acceptance lengths and rates: averaged). `model`: count only this served model.
 
-    Raises DownloadError if the server does not answer, or the page has no known metric; DeployError if the server has
-    several models and `model` is not one of them."""
+    `by`: labels of which each value also gets its own sum, under the key METRIC{VALUE}. The label `finished_reason`
+    always gets these keys.
+
+    Raises DownloadError if the server does not answer or the page has no known metric. Raises DeployError if the server
+    refuses the request, has metrics of other models only, or of several while `model` is None."""
     text = answer_of(client, "GET", "/metrics").decode("utf-8", "replace")
     try:
         engines = engines_of(text, model, ("finished_reason", *by))

@@ -46,16 +46,17 @@ log = logging.getLogger("paceline.loop.adapt")
 def open_deployment(
     config: DeployConfig, incumbent: Path | None = None, folders: EngineFolders | None = None
 ) -> Deployment:
-    """Opens the servers of `config`. `incumbent`: folder of the drafter that vLLM or SGLang serves now, for rollbacks.
-    `folders` converts drafters for vLLM or SGLang; None: they get the folders as they are."""
+    """Creates the `Deployment` for the servers of `config`; sends no request yet. `incumbent`: folder of the drafter
+    that vLLM or SGLang serves now, to which a rollback returns; a paceline server does not need it. `folders` converts
+    drafters to the format of vLLM or SGLang; with None drafters are passed unchanged."""
     if config.engine == "paceline":
         return PacelineServer(config)
     return (VllmServers if config.engine == "vllm" else SglangServers)(config, incumbent, folders)
 
 
 class PacelineServer(Deployment):
-    """Deploys to a paceline server through its admin API: loads drafters into its pool (set of loaded drafters), and
-    routes clusters of requests to them."""
+    """Deploys drafters on one paceline server through its admin API: loads them into the server's pool (the drafters
+    that it has loaded), and routes clusters of requests to them."""
 
     traces_rounds = True
 

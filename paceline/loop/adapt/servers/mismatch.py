@@ -92,8 +92,8 @@ def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def ask(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 48) -> list[Request]:
-    """Generates the target's greedy answers to encoded prompts; returns them as requests for `rank`. Answers of fewer
-    than two tokens are left out."""
+    """Generates the target's greedy answers to prompts given as token ids; returns them as requests for `rank` and
+    `measure`. Answers of fewer than two tokens are left out. `max_tokens`: maximum length of an answer."""
     params = SamplingParams(max_tokens=max_tokens)
     answers = llm.generate_ids(list(prompts), params)
     return [
@@ -104,8 +104,8 @@ def ask(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 48) -> list[Re
 
 
 def measure(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> float:
-    """Computes a drafter's acceptance length over the answers of these requests, if every round verifies all tokens
-    that it drafts."""
+    """Computes the acceptance length that a drafter would have had in generating the stored answers of these requests,
+    if every round verifies all drafted tokens."""
     return Rounds.sum(_rounds(llm, drafter, requests)).tokens_per_round
 
 
@@ -126,12 +126,13 @@ def rank(
     requests: Sequence[Request],
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Ranked]:
-    """Measures the acceptance length of a drafter and of its variations (copies with one setting changed) on
-    `requests`.
+    """Measures the acceptance length of a drafter and of its variations on `requests`. A variation is a copy of the
+    drafter with one setting changed; a wrong setting shows because its correction raises acceptance.
 
-    Returns a `Ranked` (changed setting, acceptance length) for the unchanged drafter, then for every variation that
-    runs, by falling acceptance length; `tell` gets progress texts. Raises DrafterMismatchError if the unchanged drafter
-    does not fit the target."""
+    Returns one `Ranked` per drafter: first the unchanged drafter, then the variations, the highest acceptance length
+    first. All variations are measured on the first few requests, the best ones then on all. Those that cannot run are
+    left out. `tell` is called with the description of each variation. Raises DrafterMismatchError if the unchanged
+    drafter does not fit the target."""
     few = list(requests)[:FIRST_LOOK]
     own = _rounds(llm, drafter_of(stored), requests)
     as_is = Ranked("as it is", "", Rounds.sum(own).tokens_per_round, len(requests))
@@ -167,8 +168,8 @@ def _is_higher(rounds: Sequence[Rounds], baseline: Sequence[Rounds]) -> bool:
 
 
 def named(ranked: Sequence[Ranked]) -> Ranked | None:
-    """Returns the variation that fixes the drafter, from `ranked`, a result of `rank`; None if no variation gains
-    enough acceptance length."""
+    """Returns the variation with the highest acceptance length in `ranked` (a result of `rank`, with the unchanged
+    drafter first), if it is far enough above the unchanged drafter to show which setting is wrong; else None."""
     as_is, *others = ranked
     if not others:
         return None
@@ -181,8 +182,8 @@ def named(ranked: Sequence[Ranked]) -> Ranked | None:
 def variations(
     stored: StoredDrafter | Eagle3Checkpoint, target: Target, special_tokens: Sequence[int] = ()
 ) -> Iterator[Variation]:
-    """Yields every variation that fits the checkpoint and the target; each changes one setting. `special_tokens`: ids
-    to try as the mask token."""
+    """Yields copies of a drafter, each with one setting changed. Covers the settings that are often wrong in this type
+    of drafter (DFlash or EAGLE-3). `special_tokens`: token ids to try as the mask token of a DFlash drafter."""
     if isinstance(stored, Eagle3Checkpoint):
         theta = getattr(getattr(target, "config", None), "rope_theta", None)
         thetas = [theta, *THETAS] if isinstance(theta, float) and theta not in THETAS else THETAS

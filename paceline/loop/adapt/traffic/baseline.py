@@ -26,8 +26,8 @@ MEMORY_WEEKS = 8.0
 
 
 class Seasonal:
-    """Predicts the usual log acceptance length at each hour of the week from hourly observations. For each hour
-    (counted from 1970) call `predict` before `learn`."""
+    """Learns the usual log acceptance length at each hour of the week from hourly observations, and predicts it. To
+    judge an hour by the earlier ones, call `predict` before `learn` adds it."""
 
     def __init__(self) -> None:
         self._weights = np.zeros((7, DAY))
@@ -39,7 +39,8 @@ class Seasonal:
 
     @property
     def has_day(self) -> bool:
-        """True if observations span more than two days, so that hours of the day can be compared."""
+        """True if there are at least 24 observed hours, and more than two days from the first to the last: enough to
+        compare hours of the day."""
         return self._span > 2 * DAY and self.num_hours >= DAY
 
     @property
@@ -51,7 +52,8 @@ class Seasonal:
         return 0 if self.first is None or self.last is None else self.last - self.first + 1
 
     def learn(self, hour: int, value: float, variance: float) -> None:
-        """Add an hour's `value` (log acceptance length); `variance` is its squared standard error."""
+        """Add the observation of one hour (counted from 1970). `value`: log acceptance length; `variance`: its squared
+        standard error. Observations that are not finite are ignored."""
         if not (math.isfinite(value) and math.isfinite(variance)):
             return
         if self.last is not None and hour > self.last:
@@ -68,8 +70,8 @@ class Seasonal:
         self._fit = None
 
     def predict(self, hour: int) -> tuple[float, float]:
-        """Returns (expected log acceptance length, variance of the prediction) for an hour; the variance is infinite
-        without data."""
+        """Returns (expected log acceptance length, variance of this prediction) for an hour, counted from 1970. Without
+        any observation returns (0, infinity)."""
         if not self.num_hours:
             return 0.0, math.inf
         level, variance, values, variances, _ = self._fit or self._fitted()
@@ -77,13 +79,14 @@ class Seasonal:
         return level + float(values[day, of_day]), variance + float(variances[day, of_day])
 
     def shared_variance(self, hour: int) -> float:
-        """Returns the part of the prediction's variance that all hours of this day share: that of the level and of the
-        day of the week."""
+        """Returns the variance of the prediction's errors that are the same for all hours of this day: errors of the
+        overall level and of the effect of the day of the week. `hour`: any hour of the day, counted from 1970."""
         _, variance, _, _, days = self._fit or self._fitted()
         return variance + float(days[day_and_hour(hour)[0], 0])
 
     def shift(self, by: float) -> None:
-        """Add `by` (log acceptance length) to all observations, because another drafter now serves this traffic."""
+        """Add `by` (difference of log acceptance length) to all earlier observations: the usual level has changed, for
+        example with another drafter."""
         self._sums += self._weights * by
         self._fit = None
 
@@ -110,5 +113,5 @@ class Seasonal:
 
 
 def day_and_hour(hour: int) -> tuple[int, int]:
-    """Returns (day of the week with 0 = Monday, hour of the day), UTC, of an hour counted from 1970."""
+    """Converts an hour counted from 1970 to (day of the week, 0 = Monday; hour of the day, 0 to 23), both in UTC."""
     return (hour // DAY + 3) % 7, hour % DAY

@@ -53,8 +53,8 @@ State = Literal["learning", "calm", "raised", "held"]
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """Log acceptance length of one hour minus its seasonal prediction (`value`), and the variance of this difference.
-    `raw`: the log acceptance length itself; `raw_variance`: its squared standard error."""
+    """Difference of one hour's log acceptance length from its usual value (`value`), and the variance of this
+    difference. `raw`: the log acceptance length itself; `raw_variance`: its squared standard error."""
 
     hour: int
     value: float
@@ -123,8 +123,9 @@ class Series:
         self.evidence.append(Residual(hour, value - predicted, total_variance, value, variance))
 
     def tick(self, hour: int) -> None:
-        """At the end of each day since the alarm (a drop below the usual course) was raised, decide whether it
-        continues, is confirmed, or ends. Must be called after every hour, with or without traffic."""
+        """Must be called after every hour, with or without traffic. At the end of each day since the alarm (a drop
+        below the usual course) was raised, decides if the alarm continues, is confirmed, or ends. Does nothing without
+        an alarm."""
         if self.raised_at is None or (hour + 1 - self.raised_at) // DAY <= self._num_days:
             return
         self._num_days = (hour + 1 - self.raised_at) // DAY
@@ -155,15 +156,16 @@ class Series:
         return "lasts" if self.loss >= self.config.least_loss else "undecided"
 
     def end_alarm(self) -> None:
-        """End the alarm (a drop below the usual course), and add its hours to those from which the usual daily and
-        weekly course is estimated."""
+        """End the alarm (a drop below the usual course). The hours since it was raised are then learned as usual hours,
+        too."""
         for residual in self.evidence:
             self._learn(residual.hour, residual.raw, residual.raw_variance)
         self._calm()
 
     def change_drafter(self, hour: int) -> None:
-        """Note that another drafter serves this traffic from `hour` on: the usual daily and weekly course keeps its
-        shape, but its level is estimated anew."""
+        """Record that another drafter serves this traffic from `hour` (since 1970) on, and end any alarm. The usual
+        level of acceptance is then estimated anew, from a day of traffic; the usual differences between hours are kept.
+        With at most two days of earlier traffic, the differences are learned anew, too."""
         self._calm()
         if self.season.has_day:
             self._level_residuals, self._changed_at = [], hour
@@ -176,9 +178,8 @@ class Series:
         return self._level_residuals is not None
 
     def relearn(self, hours: Iterable[tuple[int, float, float]]) -> None:
-        """Estimate the usual daily and weekly course anew from all `hours`, and end any alarm (a drop below that
-        course). Each element is (hour since 1970, log acceptance length or a similar value, its squared standard
-        error)."""
+        """Discard the usual daily and weekly course, estimate it from `hours`, and end any alarm. Each element of
+        `hours` is (hour since 1970, log acceptance length or a similar value, its squared standard error)."""
         self.season = Seasonal()
         for hour, value, variance in hours:
             self._learn(hour, value, variance)

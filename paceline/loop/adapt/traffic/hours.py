@@ -54,7 +54,8 @@ class Sums:
 
     @classmethod
     def of(cls, requests: Iterable[tuple[float, float]]) -> Sums:
-        """Sum up `requests`, each given as (tokens, rounds); requests without a round are left out."""
+        """Sum up requests, each given as (tokens, rounds). Tokens are counted without the answer's first one, which
+        needs no round. Requests without a round are left out."""
         terms = [(t, r, t * t, t * r, r * r) for t, r in requests if r > 0]
         return cls(len(terms), *map(math.fsum, zip(*terms, strict=True)))
 
@@ -74,8 +75,9 @@ class Sums:
         return self.log_variance_of(1.0)
 
     def log_variance_of(self, requests_each: float) -> float:
-        """`log_variance` if every request of these sums is really this number of requests, as for a reading of a
-        server's counters. Assumes that they are independent: that few last from one reading to the next."""
+        """Squared standard error of the log of acceptance length, as `log_variance`, for sums that count groups of
+        requests as one request each. Such a group is, for example, all requests between two readings of a server's
+        counters. `requests_each`: mean number of requests in a group. Groups are assumed to be independent."""
         if not self.requests or self.tokens <= 0:
             return math.inf
         ratio, mean = self.tokens_per_round, self.tokens / self.requests
@@ -86,7 +88,8 @@ class Sums:
 
     @property
     def num_effective(self) -> float:
-        """Effective number of requests (Kish): the number of equally long requests with the same statistical weight."""
+        """Effective number of requests (Kish's formula). Long answers weigh more, so it is below the number of
+        requests; if all are equally long, both are the same."""
         return self.tokens**2 / self.tokens_2 if self.tokens_2 else 0.0
 
 

@@ -44,9 +44,8 @@ drift counts as true if it was confirmed: the confirmation is due to the drift."
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one replay of a policy on synthetic traffic: numbers of trainings and alarms (lasting drops of
-    acceptance that the policy detected), hours from the true onset of the drift to the alarm and to the training, and
-    acceptance length over the whole time."""
+    """Result of one replay of a policy on synthetic traffic: how many trainings it began, how many alarms (detected
+    drops of acceptance) were true, how fast it reacted to the drift, and the acceptance length over all hours."""
 
     retrains: int
     false_alarms: int
@@ -66,8 +65,9 @@ class Outcome:
 
     @property
     def net_tokens_per_s(self) -> float:
-        """Tokens/s of one request, times serving cost / (serving cost + cost of all trainings). The serving cost is
-        that of all hours of the replay, whatever the load."""
+        """Tokens per second of one request, reduced by the cost of training: multiplied by serving cost / (serving cost
+        + cost of all trainings). The serving cost is the price of every hour of the replay, with or without
+        requests."""
         tokens_per_s = 1000 * self.tokens_per_round / self.prices.round_ms
         serving = self.hours * self.prices.serving_price
         cost = serving + TRAINING_HOURS * self.trainings * self.prices.training_price
@@ -80,9 +80,13 @@ def run(
     prices: PriceConfig | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Replays a policy on a scenario's synthetic traffic, or on stored traces (`config.traces`); trains no model.
-    Returns the JSON object that `paceline adapt replay` prints, with numbers of trainings and alarms (lasting drops of
-    acceptance)."""
+    """Replays a policy on synthetic traffic, or on stored traces if `config.traces` is set; trains no model. Returns
+    the JSON object that `paceline adapt replay` prints. `policy`, `prices`: settings of the seasonal policy.
+
+    For synthetic traffic the result has the keys of `summary`, and "scenario", "policy" and "seeds". For traces the
+    keys are "policy", "hours", and the numbers "retrains" (trainings decided), "alarms" (confirmed) and
+    "second_member_proposed" (times that an additional drafter was proposed). Raises ConfigError if no trace has
+    rounds."""
 
     def make() -> Policy:
         return NaivePolicy() if config.policy == "naive" else SeasonalPolicy(policy, prices)
@@ -107,9 +111,9 @@ def fortnight(
     report: Callable[[Line], Any] = lambda line: None,
     prices: PriceConfig | None = None,
 ) -> Outcome:
-    """Replays a policy hour by hour on the synthetic traffic of `world`, for `world.num_hours` hours, with simulated
-    trainings that change the acceptance of later hours. `report` receives the policy's line of every hour. `prices`:
-    stored in the result, for its net tokens/s."""
+    """Replays a policy hour by hour on the synthetic traffic of `world`. Trainings that it decides on are simulated,
+    and change the acceptance of later hours. `report` is called with the policy's observations and decision of every
+    hour. `prices`: prices for the result's net tokens/s."""
     is_seasonal, prices = isinstance(policy, SeasonalPolicy), prices or PriceConfig()
     window: tuple[int, int] | None = None  # hours that the training in progress uses
     ends, is_member, clusters = 0, False, tuple[str, ...]()
@@ -159,10 +163,19 @@ def _outcome(world: World, policy: Policy, trainings: list[int], alarms: list[in
 
 
 def summary(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Returns figures of several replays as JSON. Means: trainings, false alarms (detected drops of acceptance that are
-    no drift) and all alarms, confirmed or not, per four weeks, days from the onset of the drift to the alarm and to the
-    training, share of missed drifts, acceptance length, net tokens/s. Also the most trainings and the longest time to
-    the alarm of a single replay."""
+    """Summarises several replays as a JSON object. Most keys are means over the replays:
+    - "retrains": trainings of the serving drafter; "most_retrains" is their maximum.
+    - "second_member_proposed": times that an additional drafter was proposed.
+    - "trainings": all trainings, including those of additional drafters.
+    - "tokens_per_round": acceptance length; "net_tokens_per_s": see `Outcome`.
+    - "missed": share of replays in which a drift was not detected.
+    - "false_alarms_per_4_weeks": alarms confirmed without a drift, per four weeks.
+    - "suspicions_per_4_weeks": all alarms that fired, per four weeks.
+    - "detection_periods": days from the onset of the drift to the confirmed alarm; "most_detection_periods" is their
+      maximum.
+    - "decision_periods": days from the onset of the drift to the training of the serving drafter.
+
+    Replays without a confirmed alarm or a training are left out of these days; None if no replay is left."""
     per_4_weeks = FOUR_WEEKS / fmean(outcome.hours for outcome in outcomes)
     detected = [outcome.detected_after / DAY for outcome in outcomes if outcome.detected_after is not None]
     decided = [outcome.decided_after / DAY for outcome in outcomes if outcome.decided_after is not None]

@@ -64,8 +64,9 @@ class Request:
 
 
 def hours_of(folder: Path) -> Iterator[tuple[int, dict[str, Sums]]]:
-    """Reads the traces in a folder; yields (hour, {cluster: sums of tokens and rounds}) for every hour from the first
-    with traffic to the last, also for hours without traffic."""
+    """Reads the traces in a folder. Yields (hour since 1970, {cluster: sums of tokens and rounds}) for every hour
+    from the first with traffic to the last; {} for an hour without traffic. Raises ConfigError if the folder does
+    not exist."""
     hours, _ = read_hours(folder)
     for number in range(min(hours), max(hours) + 1) if hours else ():
         yield number, hours.get(number, {})
@@ -74,9 +75,9 @@ def hours_of(folder: Path) -> Iterator[tuple[int, dict[str, Sums]]]:
 def read_hours(
     folder: Path, since: int = 0, now: float | None = None
 ) -> tuple[dict[int, dict[str, Sums]], Counter[str]]:
-    """Returns {hour: {cluster: sums of tokens and rounds}} from hour `since` on, counted from 1970, and {reason: number
-    of traces left out}. `now`: current time in seconds since 1970 [default: the clock's]; traces more than an hour
-    later are left out.
+    """Reads the traces in a folder. Returns ({hour: {cluster: sums of tokens and rounds}}, {reason: number of traces
+    left out}). Hours are counted from 1970; hours before `since` are not returned. Traces that ended more than an hour
+    after `now` (seconds since 1970 [default: the clock's time]) are left out.
 
     Raises ConfigError if the folder does not exist; a damaged file is left out and counted."""
     rounds: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
@@ -88,8 +89,8 @@ def read_hours(
 
 
 def read_span(folder: Path, begin_s: float, end_s: float) -> dict[str, Sums]:
-    """Reads the traces in a folder; returns {cluster: sums of tokens and rounds} of requests that ended between
-    `begin_s` and `end_s`, in seconds since 1970."""
+    """Reads the traces in a folder. Returns {cluster: sums of tokens and rounds} of the requests that ended from
+    `begin_s` to before `end_s`, in seconds since 1970. Raises ConfigError if the folder does not exist."""
     rounds: dict[str, list[tuple[float, float]]] = defaultdict(list)
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, (), left_out, begin_s):
@@ -111,15 +112,19 @@ def read_requests(
     tags: Sequence[str] = (),
     tracked: Sequence[str] = (),
 ) -> tuple[list[Request], Counter[str]]:
-    """Returns requests of hours [since, until), counted from 1970, of one cluster or all, and {reason: number of traces
-    left out}. `now`: current time in seconds since 1970 [default: the clock's]; traces more than an hour later are left
-    out.
+    """Reads stored requests from the traces in a folder. Returns (requests, {reason: number of traces left out}). Only
+    requests of hours [since, until), counted from 1970, and of `cluster` (None: all clusters) are returned.
 
-    `usual`: the server's default sampling settings, such as {"temperature": 0.6, "top_p": 0.95}; they complete the
-    settings of requests whose trace has no temperature. Without `usual` such requests are left out, or with
-    `exact=False` returned, but can then only be used for training. `tags`: only requests whose tag is in `tags` (empty:
-    all); raises ConfigError for a tag that no trace has. `tracked`: all clusters but these are read as one, "other", as
-    by a policy (empty: every cluster stays separate)."""
+    - `now`: current time in seconds since 1970 [default: the clock's]; traces that ended more than an hour later are
+      left out.
+    - `tags`: only requests with one of these tags (empty: all requests). Raises ConfigError for a tag that no trace
+      has.
+    - `tracked`: clusters that stay separate; all others are read as one cluster named "other" (empty: every cluster
+      stays separate).
+    - `usual`: the server's default sampling settings, such as {"temperature": 0.6, "top_p": 0.95}, for requests whose
+      trace has no temperature.
+    - `exact`: True leaves out requests whose temperature is unknown because both trace and `usual` lack it. False
+      returns them, but they can only be used for training."""
     check_tags(folder, tags)
     requests: list[Request] = []
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
@@ -149,8 +154,9 @@ def read_requests(
 
 
 def params_of(text: str | None, usual: Mapping[str, Any] | None = None) -> SamplingParams:
-    """Parses the `sampling` column of a trace: JSON with the settings that differ from the defaults (None: all are the
-    defaults). `usual`: defaults of the server, if they are not paceline's."""
+    """Converts the `sampling` column of a trace to sampling settings. `text`: JSON with the settings that differ from
+    the defaults; None if none differs. `usual`: default settings to use instead of paceline's. Raises ValueError or a
+    PacelineError if the JSON is invalid."""
     values: dict[str, Any] = {**(usual or {}), **json.loads(text or "{}")}
     if bias := values.get("logit_bias"):
         values["logit_bias"] = {int(token): float(number) for token, number in bias.items()}

@@ -45,10 +45,12 @@ Curve = Callable[[int], float]
 
 @dataclass(slots=True)
 class Source:
-    """One cluster (group of similar requests) of synthetic traffic. `rate`: mean requests per hour. `curve`, `place`
-    and `bend` are functions of the hours since the start: a factor on `rate`, the position of the content on a line
-    (the farther from that of the drafter's training data, the lower the acceptance), and a factor on acceptance
-    length."""
+    """One cluster (group of similar requests) of synthetic traffic. `rate`: mean requests per hour. The traffic varies
+    with time by three functions, whose argument is the number of hours since the start: `curve` (factor on the request
+    rate), `place` (position of the content on a line) and `bend` (factor on acceptance length).
+
+    The training data of a drafter have a position on the same line. The farther the content is from it, the fewer
+    drafts are accepted."""
 
     name: str
     rate: float
@@ -74,9 +76,9 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """How well a simulated drafter knows a cluster. `fit`: 0 to 1, the larger, the more drafts are accepted; `place`:
-    position of its training data on a line of contents; the farther the cluster's content is from it, the lower the
-    acceptance."""
+    """How well a simulated drafter fits a cluster. `fit`: 0 to 1, for text like its training data; a higher fit means
+    that more drafts are accepted. `place`: position of the training data on the line of contents (see `Source`). The
+    farther a text is from this position, the lower the fit."""
 
     fit: float
     place: float = 0.0
@@ -84,8 +86,8 @@ class Knowledge:
 
 @dataclass(slots=True)
 class World:
-    """Synthetic traffic of `num_hours` hours, and the simulated drafters that serve it; a simulated training changes
-    the acceptance of later hours. Methods count hours from the start of the traffic."""
+    """Synthetic traffic of `num_hours` hours, and simulated drafters that serve it. A simulated training changes the
+    acceptance of later hours. The methods count hours from the start of the traffic."""
 
     sources: list[Source]
     first: int
@@ -109,8 +111,8 @@ class World:
         self._state = {source.name: [0.0, 0.0] for source in self.sources}
 
     def traffic(self, at: int) -> dict[str, Sums]:
-        """Samples the requests of one hour, `at` hours after the start; returns {cluster: sums of tokens and
-        rounds}."""
+        """Samples the requests of the hour `at` (counted from the start). Returns {cluster: sums of tokens and rounds},
+        without clusters that have no request. Must be called hour by hour, since each hour depends on the last."""
         seen = {}
         for source in self.sources:
             draw = np.random.default_rng((self.seed, at, zlib.crc32(source.name.encode())))
@@ -138,23 +140,26 @@ class World:
         return Sums.of(zip(lengths.astype(float).tolist(), rounds.tolist(), strict=True))
 
     def chance(self, source: Source, at: int) -> float:
-        """Mean acceptance probability of a draft for this source, `at` hours after the start."""
+        """Mean probability that a draft is accepted in this source's traffic in the hour `at` (counted from the start),
+        with the drafter that serves it now."""
         known = self.members.get(source.name) or self.knowledge[source.name]
         fit = known.fit * math.exp(-abs(source.place(at) - known.place))
         return LEAST_CHANCE + (MOST_CHANCE - LEAST_CHANCE) * fit
 
     def train_member(self, cluster: str, begin: int, end: int) -> None:
-        """Simulates the training of a separate drafter for a cluster on its traffic of hours [begin, end); the drafter
-        serves the cluster from then on. Does nothing if the cluster had no traffic in these hours."""
+        """Simulates training an additional drafter for one cluster on its traffic of hours [begin, end). The drafter
+        serves this cluster from then on. Nothing changes if the cluster had no traffic in these hours."""
         for source in self.sources:
             tokens, place = self._content(source, begin, end)
             if source.name == cluster and tokens:
                 self.members[cluster] = Knowledge(TRAINED_FIT / (1 + ENOUGH_SHARE), place)
 
     def train(self, begin: int, end: int, *, with_replay: bool) -> dict[str, Knowledge]:
-        """Simulates the training of a drafter on the traffic of hours [begin, end); returns {cluster: how well it knows
-        the cluster}. The caller decides whether it serves. `with_replay`: it is also trained on general answers;
-        then no cluster's fit falls below 97% of its earlier value."""
+        """Simulates training the general drafter on the traffic of hours [begin, end). Returns {cluster: how well the
+        trained drafter fits it}, and changes nothing: the caller decides if this drafter is used.
+
+        `with_replay`: general answers are trained on, too; then no cluster's fit falls below 97% of its present value.
+        Without them, clusters with little traffic in these hours are forgotten."""
         contents = [self._content(source, begin, end) for source in self.sources]
         all_tokens = sum(tokens for tokens, _ in contents)
         trained = {}
@@ -176,14 +181,14 @@ class World:
 
 
 def tokens_per_round(chance: np.ndarray) -> np.ndarray:
-    """Expected acceptance length for blocks of 7 drafts (NUM_DRAFTED), element by element. `chance`: probability that a
-    draft is accepted if all drafts before it are."""
+    """Expected acceptance length with 7 drafts per round (NUM_DRAFTED). `chance`: array of probabilities below 1 that a
+    draft is accepted if all drafts before it are; the result has the same shape."""
     return (1 - chance ** (NUM_DRAFTED + 1)) / (1 - chance)
 
 
 def make_world(scenario: str, seed: int, days: int) -> World:
-    """Builds the synthetic traffic of a scenario; the seed determines the weekday of its start, and time and shape of
-    the drift."""
+    """Builds the synthetic traffic of a scenario (one of SCENARIOS), `days` days long. The seed determines the weekday
+    on which it starts, and when and how its content changes. Raises ConfigError for an unknown scenario."""
     draw = np.random.default_rng((seed, zlib.crc32(scenario.encode())))
     first = EPOCH + DAY * int(draw.integers(7))
     options: dict[str, Any] = {"first": first, "num_hours": days * DAY, "seed": seed}

@@ -53,7 +53,7 @@ class Comparison:
 
 
 def prompt_ids(model: str) -> list[list[int]]:
-    """Returns the token ids of the test prompts for this target; loads only its tokenizer."""
+    """Returns the twenty test prompts as token ids, encoded for the target `model`. Loads only its tokenizer."""
     tokenizer = Tokenizer.from_path(light_folder(model))
     return [encode(tokenizer, prompt) for prompt in PROMPTS[:NUM_PROMPTS]]
 
@@ -61,11 +61,12 @@ def prompt_ids(model: str) -> list[list[int]]:
 def brings(
     model: str, folder: Path, num_drafted: int, prompts: list[list[int]], dtype: str = "auto", device: str = "auto"
 ) -> float:
-    """Measures the acceptance length of the drafter in `folder` for the target `model` with paceline, in another
-    process. `num_drafted`: drafts per round; `prompts`: token ids of each prompt; `dtype`, `device`: those of the
-    target.
+    """Measures with paceline, in another process, the acceptance length of the drafter in `folder` with the target
+    `model`. `num_drafted`: drafts per round; `prompts`: token ids of each prompt; `dtype`, `device`: of the target.
 
-    Raises the errors of loading the models, and ConfigError if the process dies or the target's answers are empty."""
+    Raises ConfigError if the process is killed or all answers of the target are too short, DrafterMismatchError if
+    drafter and target do not fit, and ModelNotFoundError, DownloadError or ModelFileError if one of them cannot be
+    loaded."""
     with (
         reraised(ConfigError, "measuring here was killed", "give --expected, or --no-check", BrokenProcessPool),
         ProcessPoolExecutor(1, get_context("spawn")) as other,
@@ -84,10 +85,12 @@ def _measured(
 
 
 def served(engine: str, client: Client, name: str, prompts: list[list[int]]) -> float:
-    """Measures the acceptance length of these prompts on the running engine, which should have no other traffic.
+    """Sends the prompts to a running engine and returns the acceptance length of its answers. The engine should get no
+    other requests meanwhile.
 
     `engine`: "vllm" or "sglang"; `client`: connection to it; `name`: name of the served model. Raises DownloadError if
-    the engine does not answer, or reports no round with drafts."""
+    the engine does not answer or reports no round with drafts. Also raises it if vLLM got other requests meanwhile and
+    only reports sums over all requests."""
     length = _on_vllm(client, name, prompts) if engine == "vllm" else _on_sglang(client, prompts)
     if length is None:
         raise DownloadError(

@@ -79,7 +79,9 @@ OURS = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Settings of a vLLM or SGLang server to start."""
+    """Settings with which to start a vLLM or SGLang server. Raises ConfigError if `words` (further options for the
+    engine) contains an option that paceline sets itself. Also raises it if `model` or `drafter` is built into paceline:
+    vLLM and SGLang cannot read these."""
 
     engine: str
     """vllm or sglang."""
@@ -124,8 +126,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A drafter ready for vLLM or SGLang: its `folder`, in a format that the engine can load, its method, and drafts
-    per round."""
+    """A drafter in a folder that vLLM or SGLang can load, and the engine's settings for it."""
 
     folder: Path
     method: str
@@ -167,12 +168,12 @@ def sizes_of(model: str) -> ConfigSizes:
 
 
 def given_to(start: Start, scratch: Path) -> Given:
-    """Prepares the drafter of `start` for its engine; if the engine cannot read the drafter's folder, a converted copy
-    is written to `scratch`.
+    """Prepares the drafter of `start` for its engine. Returns it in its own folder if the engine can read that, else as
+    a converted copy in the folder `scratch`.
 
     Raises DrafterMismatchError if the drafter belongs to another target, UnsupportedModelError if it is not a DFlash,
-    EAGLE-3 or MTP drafter, ConfigError on an impossible number of drafts, and the errors of reading and exporting a
-    drafter."""
+    EAGLE-3 or MTP drafter or the engine does not support it, ConfigError if it cannot draft `start.num_drafted` tokens,
+    and ModelNotFoundError, DownloadError or ModelFileError if it cannot be read."""
     folder, sizes = shipped_or_checkpoint(start.drafter), sizes_of(start.model)
     raw = read_json(folder / "config.json") if folder.is_dir() else {}
     if is_dflash(raw) or is_gguf_drafter(folder):
@@ -275,8 +276,8 @@ def _mtp(start: Start, folder: Path, scratch: Path) -> Given:
 
 
 def command_of(start: Start, given: Given) -> list[str]:
-    """Builds the command line that starts the engine with this drafter. vLLM's API key is not in it: see
-    `environment_of`."""
+    """Builds the command line that starts the engine with this drafter. vLLM's API key is not in it, since other users
+    could see it; `environment_of` returns it."""
     command = shlex.split(start.command or _command(start.engine))
     return [*command, *(_vllm if start.engine == "vllm" else _sglang)(start, given, command[-1:]), *start.words]
 
@@ -297,7 +298,8 @@ def _is_package(name: str) -> bool:
 
 
 def environment_of(start: Start) -> dict[str, str]:
-    """Environment variables to add for the engine, such as vLLM's API key."""
+    """Returns the environment variables to set for the engine in addition to those of this process: vLLM's API key, if
+    there is one; else {}."""
     return {"VLLM_API_KEY": start.api_key} if start.engine == "vllm" and start.api_key else {}
 
 

@@ -46,7 +46,8 @@ RECORD = "given.json"
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Acceptance length that a drafter has in paceline on the prompts with these token ids."""
+    """Acceptance length of a drafter as measured with paceline, and the token ids of the prompts that it was measured
+    on."""
 
     length: float
     prompts: list[list[int]]
@@ -54,8 +55,9 @@ class Expected:
 
 @dataclass(slots=True)
 class EngineFolders:
-    """Converts drafters to the format of vLLM or SGLang (`config.engine`), and keeps the results in `folder`. `engine`:
-    settings of paceline's engine, of which the target model and its dtype are used."""
+    """Converts drafters to the format of the engine `config.engine` (vLLM or SGLang), and keeps the copies in `folder`.
+    `engine`: settings of paceline's own engine, which give the target, and the dtype and device to measure with. Raises
+    ConfigError if the target is a built-in model, which these engines cannot read."""
 
     config: DeployConfig
     engine: EngineConfig
@@ -68,10 +70,10 @@ class EngineFolders:
             shutil.rmtree(unfinished)
 
     def given(self, drafter: Path) -> Given:
-        """Returns the drafter in a folder that vLLM or SGLang can read: its own, or a converted copy, which is written
-        at the first call and reused.
+        """Returns a drafter in a folder that the engine can read: the drafter's own folder, or a converted copy. The
+        copy is written at the first call and reused later. `drafter`: folder.
 
-        Raises DeployError if the drafter cannot be converted, CacheError if the folder cannot be written."""
+        Raises DeployError if the drafter cannot be converted, CacheError if the copy cannot be written."""
         settings = (self.engine.model, self.engine.dtype, self.config.num_drafted)
         folder = self.folder / f"{self.config.engine}-{_hash_of(drafter, settings)}"
         if given := _recorded(folder):
@@ -105,10 +107,9 @@ class EngineFolders:
         return given
 
     def expected(self, given: Given) -> Expected:
-        """Measures the acceptance length of the drafter `given` with paceline, in another process; later calls return
-        the first result.
-
-        Raises DeployError if it cannot be measured."""
+        """Returns the acceptance length that the engine should reach with the drafter `given`. It is measured with
+        paceline, in another process, at the first call; later calls return the same result. Raises DeployError if it
+        cannot be measured."""
         if given.folder not in self._expected:
             engine = self.engine
             with _says_nothing_of_the_drafter("what it should bring cannot be measured (--no-check-length)", OSError):
@@ -123,9 +124,11 @@ class EngineFolders:
 
 
 def check_length(engine: str, client: Client, expected: Expected) -> None:
-    """Compares a server's acceptance length on twenty prompts with the expected one. Raises DeployError if it is
-    clearly lower, UnreachableError if the server does not answer. If it cannot be measured, only a warning is
-    logged."""
+    """Measures a server's acceptance length on the prompts of `expected` and compares it with the length measured in
+    paceline. `engine`: "vllm" or "sglang".
+
+    Raises DeployError if it is clearly lower, UnreachableError if the server does not answer. If the server answers but
+    its acceptance length cannot be determined, only logs a warning."""
     try:
         name = str(ask(client, "GET", "/v1/models")["data"][0]["id"])
         compared = Comparison(expected.length, served(engine, client, name, expected.prompts))

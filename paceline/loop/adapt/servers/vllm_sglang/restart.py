@@ -173,9 +173,14 @@ class _Restarted(Deployment):
 
 
 class VllmServers(_Restarted):
-    """vLLM servers, one drafter each: replaces the weights in the running server if the options allow it and the server
-    accepts them; otherwise restarts one server after the other. With the option `hot_swap` each server reports its
-    drafter, so drafters that a user loaded by hand are seen, too: each under its server's address."""
+    """vLLM servers with one drafter each. Three options choose how a server gets a new drafter:
+    - `hot_swap`: the running server loads the draft weights from a folder.
+    - `publish`: a command sends the draft weights to the running server.
+    - `restart`: a command restarts the server with the new drafter. If one of the other options is given, too, only
+      servers that do not accept the weights are restarted.
+
+    With `hot_swap` each server reports its drafter. A drafter that a user loaded by hand is then detected, and listed
+    under its server's address."""
 
     def __init__(self, config: DeployConfig, incumbent: Path | None, folders: EngineFolders | None = None) -> None:
         super().__init__(config, incumbent, folders)
@@ -210,8 +215,8 @@ class VllmServers(_Restarted):
         return self._engine_folders[drafter]
 
     def check_start(self) -> None:
-        """With the option `hot_swap`, raise ConfigError if a server that answers cannot replace draft weights; without
-        it, do nothing."""
+        """With the option `hot_swap`, raise ConfigError if a server cannot replace draft weights while it runs; servers
+        that do not answer are skipped. Without `hot_swap` nothing is checked."""
         for client in self._clients if self.config.hot_swap else ():
             try:
                 state = ask(client, "GET", WEIGHTS_PATH)
@@ -262,8 +267,9 @@ class VllmServers(_Restarted):
 
 
 class SglangServers(_Restarted):
-    """SGLang servers, one drafter each: the running server loads new weights from disk if the option `draft_field`
-    gives the request field that marks weights as the drafter's; otherwise restarts one server after the other."""
+    """SGLang servers with one drafter each. With the option `draft_field` a running server loads new draft weights from
+    disk. The option is the name of the request field that marks the weights as the drafter's, not the target's. Without
+    this option each server is restarted with the new drafter."""
 
     def _replace(self, client: Client, folder: Path) -> None:
         if self.config.draft_field is None:
