@@ -21,8 +21,8 @@ SomeSteps = Annotated[int, at_least(1)]
 
 @dataclass(frozen=True, slots=True)
 class StudentConfig:
-    """Initialisation of the student (the small model to train): copies of some of the teacher's layers, or another,
-    smaller model."""
+    """Initialisation of the student (the small model to train): either copies of some of the teacher's layers, or
+    another, smaller model."""
 
     layers: Count | None = None
     """Number of the teacher's layers to copy, including the first and the last [default: two of five]."""
@@ -128,7 +128,8 @@ class TeachingConfig:
 
 @dataclass(frozen=True, slots=True)
 class GateConfig(Checked):
-    """Thresholds on held-out prompts that the student must reach to be accepted."""
+    """Settings of the gates, which compare the student with its teacher on held-out prompts: minimum agreement, and
+    number of prompts."""
 
     least_agreement: Share = 0.9
     """Minimum share of positions along the teacher's answers at which the student's top token is the teacher's; the low

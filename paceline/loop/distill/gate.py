@@ -49,8 +49,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class GateInputs:
-    """Inputs of every gate: the finished student, the held-out answers, and the log-probabilities along these answers
-    from the teacher, the finished student and the untrained student."""
+    """Inputs of every gate: the finished student, the held-out answers, and three models' log-probabilities at the
+    tokens of these answers. The three models are the teacher, the finished student, and the student before training."""
 
     llm: LLM
     """The finished student, loaded without a drafter."""
@@ -66,7 +66,7 @@ class GateInputs:
 
 
 class Judge(Protocol):
-    """A gate: a function that decides from `GateInputs` whether a finished student is accepted, and returns a
+    """A gate: a callable that receives `GateInputs`, decides whether the finished student is accepted, and returns a
     `Finding`."""
 
     @property
@@ -80,13 +80,13 @@ class Judge(Protocol):
 
 
 def same_first(one: AnswerLogprobs, other: AnswerLogprobs) -> tuple[float, float]:
-    """Compares two models at the tokens of one answer. Returns the number of positions at which their most probable
-    tokens are equal, and the number of all positions."""
+    """Compares two models at the tokens of one answer. Returns two counts, as floats: the positions at which their most
+    probable tokens are equal, and all positions."""
     return float((one.ids_NK[:, 0] == other.ids_NK[:, 0]).sum()), float(len(one.ids_NK))
 
 
 def few_a_prompt(documents: Iterable[Document], most: int = A_PROMPT) -> list[Document]:
-    """Returns the documents, in order, without those that come after the first `most` of their prompt."""
+    """Returns the first `most` documents (prompt and answer) of each prompt, in the order of `documents`."""
     counts, kept = Counter[str](), list[Document]()
     for document in documents:
         counts[prompt_of(document.key)] += 1
@@ -102,8 +102,9 @@ def mean_loss(logprobs: Sequence[AnswerLogprobs]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Gate: the student's most probable token must equal the teacher's at a minimum share of positions, and its loss
-    must be below the untrained student's."""
+    """Gate with two conditions, on agreement and loss. The agreement is the share of positions at which the most
+    probable tokens of student and teacher are equal; the low end of its 95% interval (over prompts) must be at least
+    `config.least_agreement`. The student's loss must be lower than before its training."""
 
     config: GateConfig
     name: str = "agreement"
@@ -131,8 +132,12 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class OwnAnswers:
-    """Gate: compares the student's greedy answers with the teacher's. If the teacher answers in JSON, a minimum share
-    of the fields must be equal; with other answers the gate always passes."""
+    """Gate: compares the student's greedy answers with the teacher's answers to the same held-out prompts.
+
+    If at least 90% (MOSTLY) of the teacher's answers are JSON objects, their fields are compared with those of the
+    student's answers. The student passes if the share of fields with equal values is at least `config.least_fields`. If
+    fewer answers are JSON objects, every student passes.
+    """
 
     config: GateConfig
     name: str = "answers"
@@ -162,8 +167,8 @@ def _finding(name: str, passed: bool, reason: str, figures: dict[str, Any]) -> F
 
 
 def own_answers(llm: LLM, documents: Sequence[Document], progress: Progress) -> list[str]:
-    """Returns the student's greedy answers to the documents' prompts, as texts of at most 32 (MORE_TOKENS) tokens more
-    than the teacher's."""
+    """Returns the student's greedy answers to the documents' prompts, as texts. An answer ends at the latest 32 tokens
+    (MORE_TOKENS) beyond the length of the teacher's answer to the same prompt, or where the context is full."""
     texts: list[str] = []
     with progress.bar("the student answers", len(documents)) as advance:
         for start in range(0, len(documents), AT_ONCE):
@@ -191,8 +196,8 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def same_fields(text: str, wanted: dict[str, Any]) -> tuple[float, float]:
-    """Compares the JSON object in `text` with `wanted`; returns the number of fields with equal values, and the number
-    of fields of `wanted`."""
+    """Compares the JSON object `text` with the expected object `wanted`. Returns two counts, as floats: the fields of
+    `wanted` that have an equal value in `text`, and all fields of `wanted`."""
     fields = json_object(text) or {}
     return float(sum(name in fields and fields[name] == value for name, value in wanted.items())), float(len(wanted))
 

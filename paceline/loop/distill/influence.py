@@ -20,8 +20,12 @@ NUM_DOCUMENTS = 4
 
 @torch.inference_mode()
 def influences(llm: LLM, documents: Sequence[Document]) -> list[float]:
-    """Returns each layer's influence: 1 - mean cosine similarity of its input and output hidden states, over the tokens
-    of the first few documents' answers. Infinite for the first layer and the last, which every student copies."""
+    """Returns the influence of every layer: 1 - mean cosine similarity of the layer's input and output hidden states,
+    over the answer tokens of the first 4 documents (NUM_DOCUMENTS).
+
+    The influence of the first and of the last layer is not measured but set to infinity, so that both are always
+    copied.
+    """
     target = llm.target
     num_layers = target.num_layers
     if num_layers < 3:

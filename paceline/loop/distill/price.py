@@ -36,8 +36,12 @@ BYTES_A_WEIGHT, BYTES_FROZEN = 16, 4
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Estimated time and memory of a distillation: a `text` for display, and `figures`: "minutes" (a dict with "train"
-    and "read"), "core_hours", "memory_bytes" and others."""
+    """Estimated time and memory of a distillation: a `text` for display, and a dict `figures`.
+
+    Keys of `figures`: "answers" and "heldout" (numbers of answers to train on and held out), "weights" (numbers of
+    weights, a dict with "teacher" and "student"), "steps", "step_s" (seconds of a training step), "read_s" (seconds in
+    which the teacher reads one answer), "minutes" (a dict with "train" and "read"), "core_hours", "memory_bytes".
+    """
 
     text: str
     figures: dict[str, Any]
@@ -45,7 +49,8 @@ class Price:
 
 def price(config: DistillConfig) -> Price:
     """Estimates time and memory of a distillation by timing a few training steps on its answers. Raises ConfigError if
-    `config.answers` is empty, and the ConfigError and PromptError that the distillation itself would raise."""
+    `config.answers` is empty or the student's settings do not fit the teacher, and PromptError if there are fewer than
+    10 different prompts."""
     if not config.answers:
         raise ConfigError(
             "a dry run times steps on answers: make them first with paceline regenerate, and give --answers FOLDER"

@@ -48,7 +48,11 @@ class AnswerLogprobs:
 
 class Reader:
     """Computes a model's top-k log-probabilities at the answer tokens of documents (prompt and answer), by teacher
-    forcing. Calls the target model of an engine directly; the engine must be idle."""
+    forcing.
+
+    Runs the target model of an `LLM` without its scheduler, and occupies one row of its KV cache until `close`. The
+    `LLM` must not generate in the meantime.
+    """
 
     def __init__(self, llm: LLM, top_k: int) -> None:
         self._target, self._top_k = llm.target, min(top_k, llm.target.vocab_size)
@@ -104,20 +108,20 @@ def read_all(reader: Reader, documents: Sequence[Document], advance: Callable[[s
 
 
 class Stored:
-    """Stores a teacher's log-probabilities at the tokens of documents' answers, in files of a folder; existing files
-    are not computed again."""
+    """Computes a teacher's log-probabilities at the tokens of documents' answers, and stores them in files of a folder.
+    Each file holds 128 (AT_ONCE) consecutive documents; an existing file is not computed again."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
 
     def missing(self, documents: Sequence[Document]) -> list[int]:
-        """Returns, for each file that is not written yet, the index of its first document; a file holds the
-        log-probabilities along 128 (AT_ONCE) consecutive documents."""
+        """Returns the groups of documents whose file does not exist yet, each as the index of its first document. A
+        group is 128 (AT_ONCE) consecutive documents, stored in one file."""
         return [start for start in range(0, len(documents), AT_ONCE) if not self._file(start).is_file()]
 
     def write(self, reader: Reader, documents: Sequence[Document], progress: Progress) -> None:
         """Computes the log-probabilities of all documents whose file does not exist yet, and writes these files.
-        `reader`: reader of the teacher. Raises CacheError when the disk cannot be written."""
+        `reader`: a `Reader` of the teacher. Raises CacheError when the disk cannot be written."""
         starts = self.missing(documents)
         total = sum(len(documents[start : start + AT_ONCE]) for start in starts)
         with progress.bar("the teacher reads its answers", total) as advance:

@@ -16,8 +16,8 @@ BLOCK, TOP = 32, 15
 
 
 def q4_1(weight: Tensor) -> Tensor:
-    """Quantises a matrix to Q4_1 and dequantises it, as `gguf.quantize` does; the row length must be a multiple of
-    32."""
+    """Rounds a matrix to Q4_1 (4-bit GGUF format) as `gguf.quantize` does. Returns the rounded values in the dtype of
+    `weight`. The row length must be a multiple of 32."""
     blocks = weight.detach().float().reshape(-1, BLOCK)
     low, high = blocks.aminmax(dim=-1, keepdim=True)
     scale = (high - low) / TOP
@@ -54,22 +54,23 @@ class _Product:
 
 
 def matrices(model: nn.Module) -> list[nn.Linear]:
-    """Returns the linear layers in a causal model's decoder layers whose matrices can be stored in Q4_1: those with
-    rows of a multiple of 32 weights."""
+    """Returns the linear layers of a causal model that can be stored in Q4_1 (4-bit GGUF format). They are inside its
+    decoder layers, and their row length is a multiple of 32."""
     linear = [each for name, each in model.named_modules() if isinstance(each, nn.Linear) and ".layers." in f".{name}."]
     return [each for each in linear if each.in_features % BLOCK == 0]
 
 
 def compute_rounded(model: nn.Module) -> None:
-    """Changes the model so that its forward passes multiply with matrices rounded to Q4_1. The parameters themselves
-    are not rounded, and gradients pass through the rounding unchanged (straight-through estimator)."""
+    """Changes the model so that the linear layers in `matrices(model)` compute with weights rounded to Q4_1 (4-bit GGUF
+    format). The parameters themselves are not rounded. Gradients pass through the rounding unchanged (straight-through
+    estimator)."""
     for layer in matrices(model):
         layer.forward = _Product(layer)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @torch.no_grad()
 def round_weights(model: nn.Module) -> None:
-    """Rounds the weights of the linear layers in the model's decoder layers to Q4_1, in place; a matrix whose rows are
-    not a multiple of 32 weights is unchanged."""
+    """Rounds the weights of the linear layers in `matrices(model)` to Q4_1 (4-bit GGUF format), in place. All other
+    weights are unchanged."""
     for layer in matrices(model):
         layer.weight.copy_(q4_1(layer.weight))

@@ -67,8 +67,8 @@ class DistillResult:
 
 
 def run(config: DistillConfig, judges: Sequence[Judge], progress: Progress) -> DistillResult:
-    """Runs a distillation, or resumes it; the result says whether the student was accepted. `judges`: additional gates.
-    Implements `paceline.loop.distill.distill`."""
+    """Runs the distillation in the folder `config.out`, or resumes it; the result says whether the student was
+    accepted. `judges`: further gates, after the built-in ones. Implements `paceline.loop.distill.distill`."""
     config.require_answers()
     import paceline.loop.distill.teach as teach  # raises before any computation if TRL is not installed
 

@@ -35,8 +35,8 @@ BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 
 
 def spread_layers(num_layers: int, number: int) -> tuple[int, ...]:
-    """Returns the indices of `number` evenly spaced layers of `num_layers`, including the first and the last. Raises
-    ConfigError if `number` is not between 1 and `num_layers`."""
+    """Returns the indices of `number` evenly spaced layers of `num_layers`, including the first and the last; only the
+    first if `number` is 1. Raises ConfigError if `number` is not between 1 and `num_layers`."""
     if not 1 <= number <= num_layers:
         raise ConfigError(f"layers must be between 1 and the teacher's {num_layers}, not {number}")
     if number == 1:
@@ -45,11 +45,12 @@ def spread_layers(num_layers: int, number: int) -> tuple[int, ...]:
 
 
 def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Returns the indices of the teacher's layers to copy: `config.keep_layers` if set; otherwise the most influential
-    ones, or evenly spaced ones without `influence`.
+    """Returns the indices of the teacher's layers to copy, ascending. These are `config.keep_layers` if set. Otherwise
+    `config.layers` is the number of layers [default: two fifths of the teacher's]. The most influential layers are
+    selected if `influence` is given, else evenly spaced ones.
 
-    `num_layers`: number of the teacher's layers; `influence`: one value per layer (`influences`). Raises ConfigError if
-    `config` wants a layer, or a number of layers, that the teacher does not have.
+    `num_layers`: number of the teacher's layers. `influence`: influence of each layer, from `influences`. Raises
+    ConfigError if `config` names a layer that the teacher does not have, or more layers than it has.
     """
     if config.keep_layers:
         if config.keep_layers[-1] >= num_layers:
@@ -62,9 +63,9 @@ def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[floa
 
 
 def check_layers(config: StudentConfig, teacher: Path) -> None:
-    """Raises ConfigError if `config` wants layers that the model in the folder `teacher` does not have, or if its
-    layers cannot be copied because they depend on their position. No check if `config` names a smaller model as the
-    student."""
+    """Checks whether the layers that `config` selects can be copied from the teacher, the model in the folder
+    `teacher`. Raises ConfigError if the teacher does not have these layers, or if its layers work only at their
+    original positions. Checks nothing if `config.student` names a smaller model: no layers are copied then."""
     if config.student:
         return
     shape = checkpoint.load_config(teacher)
@@ -82,11 +83,12 @@ def check_layers(config: StudentConfig, teacher: Path) -> None:
 def write_start(
     config: StudentConfig, teacher: Path, folder: Path, influence: Callable[[], Sequence[float]] | None = None
 ) -> tuple[int, ...]:
-    """Writes the untrained student in float32 to `folder`; returns the indices of the teacher's layers copied into it,
-    or () if `config` names a smaller model as the student.
+    """Writes the untrained student in float32 to `folder`. Returns the indices of the teacher's layers copied into it,
+    or () if `config.student` names a smaller model. If an earlier call completed `folder`, nothing is written again.
 
-    `influence` computes the layers' influence, and is called only if needed. A complete folder is not written again.
-    Raises ConfigError if the student does not fit the teacher, and the errors of loading models.
+    `influence` computes the influence of the teacher's layers; it is called only if the layers are chosen by influence.
+    Raises ConfigError if the student does not fit the teacher, and ModelNotFoundError, ModelFileError,
+    UnsupportedModelError or DownloadError if a model cannot be loaded.
     """
     if (folder / LAYERS).is_file():
         return tuple(json.loads((folder / LAYERS).read_text(encoding="utf-8")))
@@ -113,8 +115,8 @@ def write_start(
 
 
 def check_same_words(student: Path, teacher: Path) -> DecoderConfig:
-    """Checks that the smaller model `student` has the teacher's vocabulary; returns the smaller model's config. Raises
-    ConfigError if the vocabularies differ. Both models are given by their folders."""
+    """Checks that the smaller model in the folder `student` has the same vocabulary as the model in the folder
+    `teacher`; returns the smaller model's config. Raises ConfigError if the vocabularies differ."""
     config, teacher_config = checkpoint.load_config(student), checkpoint.load_config(teacher)
     words = [Tokenizer.from_path(each).backend.get_vocab(with_added_tokens=True) for each in (student, teacher)]
     if config.vocab_size != teacher_config.vocab_size or words[0] != words[1]:
@@ -138,7 +140,7 @@ def _selected(tensors: Iterator[tuple[str, Tensor]], layers: Sequence[int]) -> I
 
 
 def num_weights(config: Any) -> tuple[int, int]:
-    """Returns the number of weights of the model with this `config` in its decoder layers, and in all other tensors
+    """Returns two numbers of weights of the model with this `config`: in its decoder layers, and in all other tensors
     (embedding, norm, head)."""
     sizes: dict[bool, int] = {True: 0, False: 0}
     for name, shape in checkpoint.expected_shapes(config).items():

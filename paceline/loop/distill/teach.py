@@ -53,7 +53,8 @@ with needing(ConfigError, "distill trains with TRL, which is not installed: pip 
 
 @dataclass(frozen=True, slots=True)
 class TrainingInputs:
-    """Inputs of a student's training: untrained student, teacher, documents with log-probabilities, and folders."""
+    """Inputs of a student's training: untrained student, teacher, documents with the teacher's log-probabilities, and
+    the folder of the checkpoints."""
 
     start: Path
     """Folder of the untrained student."""
@@ -83,8 +84,8 @@ class TrainingResult:
 
 
 class Clock:
-    """Measures how much of a training is complete: the larger of elapsed time / time limit and steps / number of steps.
-    Time before a resume counts, too."""
+    """Measures the progress of a training as the larger of two shares: elapsed time / time limit, and steps / number of
+    steps. Time before a resume counts, too."""
 
     def __init__(self, folder: Path, num_steps: int, minutes: float | None) -> None:
         self.num_steps, self.limit_s = num_steps, None if minutes is None else 60.0 * minutes
@@ -103,14 +104,15 @@ class Clock:
         return min(1.0, max(by_time, self.step / max(1, self.num_steps)))
 
     def resume(self, step: int) -> None:
-        """Restores the seconds stored with the checkpoint of step `step`, and starts counting."""
+        """Starts the clock at step `step`, with the training seconds that `write` stored for this step; with 0 if it
+        stored none."""
         self.step = step
         self._before = self._times().get(str(step), 0.0)
         self._began = time.monotonic()
 
     def write(self) -> None:
-        """Writes the seconds of training so far to clock.json, with the current step as the key, for `resume`; keeps
-        the three newest of the earlier entries."""
+        """Stores the training seconds so far in clock.json, as the entry of the current step, for `resume`. Deletes all
+        but the three newest of the earlier entries."""
         newest = dict(list(self._times().items())[-3:])
         write_whole(self._file, json.dumps(newest | {str(self.step): self.seconds}) + "\n")
 
@@ -122,7 +124,7 @@ class Clock:
 
     def rate(self, _: int = 0) -> float:
         """Returns the learning rate at the current progress as a share of the peak: linear warmup, then cosine decay to
-        FLOOR (0.1). The argument is ignored."""
+        FLOOR (0.1). Ignores its argument, the step that PyTorch's LambdaLR passes."""
         share = self.share
         if share < WARMUP:
             return max(0.01, share / WARMUP)
@@ -130,8 +132,8 @@ class Clock:
 
 
 class Watch(transformers.TrainerCallback):
-    """Trainer callback: saves checkpoints and reports progress; ends the training at its time or step limit, at SIGTERM
-    and on divergence."""
+    """Trainer callback: saves checkpoints at regular intervals and reports progress. Ends the training at its time or
+    step limit and at SIGTERM; raises TrainingError if loss or gradient is not finite."""
 
     def __init__(self, clock: Clock, config: TeachingConfig, stop: Stop, folder: RunFolder, advance: Any) -> None:
         self.clock, self._config, self._stop, self._folder, self._advance = clock, config, stop, folder, advance
@@ -159,15 +161,16 @@ class Watch(transformers.TrainerCallback):
 
 
 def rest_of(logprobs_NK: Tensor) -> Tensor:
-    """Log-probability, in nats, of all tokens outside the top K together at each of N positions, [N, 1]."""
+    """Returns the log-probability, in nats, of all tokens outside the top K together, [N, 1]. `logprobs_NK`:
+    log-probabilities of the top K tokens at N positions."""
     return torch.log1p(-logprobs_NK.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
 
 
 def kept_divergence(logits_NV: Tensor, ids_NK: Tensor, logprobs_NK: Tensor) -> Tensor:
-    """Forward KL divergence from the teacher to the student at each of N positions [N], in nats, over K + 1 classes:
-    the teacher's top K tokens `ids_NK` with its log-probabilities `logprobs_NK`, and all other tokens together.
-    Computes the sum over k of p_k (log p_k - log q_k), with q from the student's logits `logits_NV`: a lower bound of
-    the divergence over the whole vocabulary."""
+    """Returns the forward KL divergence from the teacher to the student at each of N positions, [N], in nats. It is
+    computed over K + 1 classes: the teacher's top K tokens, and all other tokens together. This is a lower bound of the
+    divergence over the whole vocabulary. `ids_NK`, `logprobs_NK`: the teacher's top K tokens and their
+    log-probabilities; `logits_NV`: the student's logits."""
     own_NK = logits_NV.float().log_softmax(-1).gather(-1, ids_NK)
     teacher = torch.cat([logprobs_NK, rest_of(logprobs_NK)], -1)
     student = torch.cat([own_NK, rest_of(own_NK)], -1)
@@ -176,9 +179,10 @@ def kept_divergence(logits_NV: Tensor, ids_NK: Tensor, logprobs_NK: Tensor) -> T
 
 def answer_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, columns_C: Tensor) -> Any:
     """Returns a causal model's outputs for B padded rows, with logits [B, C, V] only at the C positions `columns_C`.
+    `mask_BT` is 0 at padding.
 
-    A prefix shared by all rows, such as a system message, is computed once and its keys and values are repeated, with
-    gradients. Equal to a plain pass up to rounding.
+    A long prefix that all rows share, such as a system message, is computed only once; its gradients are exact. The
+    logits equal those of an ordinary forward pass, up to rounding.
     """
     shared = num_shared(ids_BT, mask_BT, int(columns_C[0]))
     slides = getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True)
@@ -191,8 +195,8 @@ def answer_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, columns_C: Tensor
 
 
 def num_shared(ids_BT: Tensor, mask_BT: Tensor, most: int) -> int:
-    """Number of tokens at the beginning that all rows `ids_BT` share, at most `most`; the shared prefix ends before
-    padding (0 in `mask_BT`). 0 for a single row."""
+    """Returns the length of the prefix that all rows `ids_BT` share, in tokens, at most `most`. The prefix ends before
+    the first padding of any row (0 in `mask_BT`). Returns 0 for a single row."""
     if len(ids_BT) < 2:
         return 0
     differs_T = ((ids_BT != ids_BT[:1]) | (mask_BT == 0)).any(0)[:most]
@@ -200,8 +204,9 @@ def num_shared(ids_BT: Tensor, mask_BT: Tensor, most: int) -> int:
 
 
 class AnswerTrainer(SFTTrainer):
-    """TRL's SFTTrainer with a loss over answer tokens: cross-entropy with the teacher's tokens (method hard), or
-    forward KL divergence from its stored top-k log-probabilities (method soft)."""
+    """TRL's SFTTrainer for the methods hard and soft, with a loss over the answer tokens only. hard: cross-entropy with
+    the tokens of the teacher's answers. soft: forward KL divergence from the teacher's stored top-k
+    log-probabilities."""
 
     logprobs: Sequence[AnswerLogprobs] | None = None
     """The teacher's log-probabilities by document index; None for the method hard."""
@@ -233,7 +238,7 @@ class AnswerTrainer(SFTTrainer):
 
 class Collator:
     """Pads tokenised documents to a batch; prompt tokens have the label -100 (no loss). For the method gkd, the batch
-    also has the prompts without their answers."""
+    also contains the prompts alone, because TRL's GKDTrainer lets the student generate answers to them."""
 
     def __init__(self, pad: int, with_prompts: bool) -> None:
         self._pad, self._with_prompts = pad, with_prompts
@@ -282,10 +287,13 @@ def _quiet() -> Iterator[None]:
 def teach(
     inputs: TrainingInputs, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress
 ) -> TrainingResult:
-    """Trains the student, or resumes its training, and writes it to the folder `student` in float32; with
-    `inputs.blocks`, training and the result use matrices rounded to Q4_1. `stop`: handler of SIGTERM, at which a
-    checkpoint is saved. `folder`: run folder to which losses are logged. Raises TrainingError on divergence, CacheError
-    when the disk cannot be written, SystemExit (143) at SIGTERM."""
+    """Trains the student, from the newest checkpoint in `inputs.out` if there is one, and writes it in float32 to the
+    folder `student`. With `inputs.blocks`, the student's matrices are rounded to Q4_1 (4-bit GGUF format), both during
+    the training and in the written files.
+
+    `stop`: SIGTERM handler; at SIGTERM, saves a checkpoint and raises SystemExit (143). `folder`: run folder to which
+    losses are logged. Raises TrainingError on divergence, CacheError when the disk cannot be written.
+    """
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(inputs.start, dtype=torch.float32)
     if inputs.round_embedding:
         with torch.no_grad():
@@ -327,7 +335,8 @@ def teach(
 
 
 def newest_checkpoint(out: Path) -> Path | None:
-    """Returns the newest complete checkpoint in the folder `out`, or None; deletes incomplete ones."""
+    """Deletes the checkpoints in the folder `out` that a killed run left incomplete. Returns the newest complete
+    checkpoint, or None if no checkpoint is complete."""
     complete: list[Path] = []
     for folder in out.glob("checkpoint-*"):
         if (folder / "trainer_state.json").is_file():  # TRL writes this file last

@@ -41,8 +41,9 @@ class LLMAnswerer:
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
         """Returns a list of `samples` replies for each case; calls `advance` after each finished case.
 
-        Before generating any answer, raises ConfigError if a case has tokens of another vocabulary, PromptError if the
-        chat template fails on it, ContextLengthError if it leaves no room for an answer.
+        Checks all cases before it generates the first answer. Raises ConfigError if a case's token ids are outside the
+        model's vocabulary, PromptError if the chat template fails, ContextLengthError if prompt and longest answer do
+        not fit in the context.
         """
         ids, config = [self._ids(case) for case in cases], self.sampling
         at_once = self.llm.target.cache.num_rows
@@ -100,7 +101,8 @@ class EndpointAnswerer:
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
         """Returns a list of `samples` replies for each case; calls `advance` after each finished case.
 
-        Raises DownloadError naming the case when a request and its retry have failed.
+        Raises DownloadError naming the case if a request and its retry fail; some failures, such as status 401, are not
+        retried.
         """
         jobs = [(case, sample) for case in cases for sample in range(samples)]
         replies: list[list[Reply]] = []
@@ -137,8 +139,8 @@ class EndpointAnswerer:
 def post(client: Client, path: str, body: dict[str, Any], what: str) -> tuple[dict[str, Any], float]:
     """Sends `body` as JSON to the server's `path`; returns the response's JSON object and the seconds it took.
 
-    `what`: the request's name in error messages. Raises DownloadError if the request and its one retry fail; a status
-    that a retry would not change, such as 401, is not retried.
+    `what`: the request's name in error messages. A failed request is retried once, except after status 400, 401, 403,
+    404 or 422. Raises DownloadError if the retry fails too, or is not allowed.
     """
     data, stream = json.dumps(body).encode(), Stream(0.0)
     for attempt in range(TRIES):

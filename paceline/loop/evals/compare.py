@@ -33,8 +33,8 @@ EXACT = 14
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Difference between two runs of one suite, from `compare`: the run `after` minus the run `before`, over all
-    cases."""
+    """Result of `compare`: how the scores of the run `after` differ from those of the run `before`, on the same suite.
+    The fields `before` and `after` are the names of the models or endpoints that answered in these runs."""
 
     before: str
     after: str
@@ -68,8 +68,8 @@ class Comparison:
         return f"{self.difference:+.3f} [{self.interval[0]:+.3f}, {self.interval[1]:+.3f}]"
 
     def loss_above(self, margin: float) -> str:
-        """Returns a reason to fail the gate if the 95% interval of the difference includes a loss of more than
-        `margin`, in mean score (0 to 1); else ""."""
+        """Returns a reason to fail the gate if a loss of more than `margin` (in mean score, 0 to 1) cannot be ruled
+        out: the 95% interval of the score difference begins below -`margin`. Returns "" otherwise."""
         if self.interval[0] >= -margin:
             return ""
         text = f"a loss of more than {margin:g} compared with {self.before} is not ruled out: {self}"
@@ -77,8 +77,9 @@ class Comparison:
 
 
 def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) -> Comparison:
-    """Compares two runs of one suite case by case, by a permutation test on the differences of their scores. The
-    verdict is "no difference seen" unless the p-value is below `level`. `seed`: random seed of test and interval.
+    """Compares two runs of one suite, case by case, by a permutation test on the differences of their scores. If the
+    p-value is below `level`, the verdict is "better" or "worse", by the sign of the mean difference; otherwise it is
+    "no difference seen". `seed`: random seed of the test, and of the bootstrap interval of the difference.
 
     Raises ConfigError when the runs are of different suites, or `level` is not between 0 and 1.
     """
@@ -123,7 +124,8 @@ def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) 
 def sign_flips(gains: np.ndarray, seed: int = 0, draws: int = DRAWS) -> float:
     """Returns the two-sided p-value of a permutation test that flips the signs of `gains` at random; 1.0 if all are 0.
 
-    `gains`: one score difference per case. `draws`: number of random flips, unless all flips are enumerated.
+    `gains`: one score difference per case. `draws`: number of random flips. If at most 14 (EXACT) differences are not
+    0, all flips are enumerated instead.
     """
     import numpy as np
 
@@ -143,31 +145,34 @@ def sign_flips(gains: np.ndarray, seed: int = 0, draws: int = DRAWS) -> float:
 
 
 def findable(num_cases: int, deviation: float, level: float = LEVEL, power: float = 0.9) -> float:
-    """Returns the smallest difference that a paired test over `num_cases` cases detects with probability `power`.
+    """Returns the smallest difference of mean scores that a paired test over `num_cases` cases detects with probability
+    `power`.
 
-    `level`: p-value below which a difference counts. `deviation`: standard deviation s of a case's difference. Normal
-    approximation: (z_(1-level/2) + z_power) * s / sqrt(n).
+    `level`: p-value below which a difference is significant. `deviation`: standard deviation s of the score differences
+    of single cases. Normal approximation: (z_(1-level/2) + z_power) * s / sqrt(num_cases).
     """
     return (NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(power)) * deviation / math.sqrt(num_cases)
 
 
 def cases_needed(loss: float, deviation: float, level: float = LEVEL, power: float = 0.9) -> int:
-    """Returns the number of cases that a paired test needs to detect a difference of `loss` with probability `power`.
+    """Returns the number of cases with which a paired test detects a difference of mean scores of `loss` with
+    probability `power`.
 
-    `level`: p-value below which a difference counts. `deviation`: standard deviation of a case's difference.
+    `level`: p-value below which a difference is significant. `deviation`: standard deviation of the score differences
+    of single cases.
     """
     return math.ceil((findable(1, deviation, level, power) / loss) ** 2)
 
 
 class Gate(GateConfig):
-    """Checks whether the scores of an eval meet the configured conditions, such as a minimum score, or no loss against
-    another run. The conditions are the fields inherited from `GateConfig`."""
+    """Checks whether the scores of an eval meet the conditions of its fields, such as a minimum score, or no loss
+    against another run. All fields are inherited from `GateConfig`."""
 
     __slots__ = ()
 
     def refusals(self, scores: Scores, comparison: Comparison | None = None) -> list[str]:
-        """Returns the reasons why the scores fail the gate; empty if they pass. `comparison`: of these scores with
-        those of another run, if there is one."""
+        """Returns the reasons why the scores fail the gate; empty if they pass. `comparison`: comparison of these
+        scores with those of another run. Without it, conditions that concern another run are not checked."""
         reasons = []
         if self.fail_below is not None:
             low = scores.interval[0]

@@ -30,8 +30,9 @@ class EvalSampling(Checked):
     """Concurrent requests."""
 
     def seed_of(self, case: Case, sample: int) -> int:
-        """Derives a request's seed from the base seed, the case's id and the sample's number. It does not depend on the
-        case's index: the other cases keep their seeds when the suite grows."""
+        """Returns the seed of a request, derived from the base seed, the case's id and the sample's number. It does not
+        depend on the case's position in the suite, so that adding cases does not change the seeds of the existing
+        ones."""
         return zlib.crc32(f"{self.seed}/{case.id}/{sample}".encode())
 
 
@@ -67,8 +68,9 @@ class MakeConfig:
 
 @dataclass(frozen=True, slots=True)
 class GateConfig(Checked):
-    """Conditions that scores must meet in `paceline evals run` and `compare`: a minimum score, no loss against another
-    run, or identical answers. If one fails, the command exits with status 3."""
+    """Conditions that scores must meet in `paceline evals run` and `paceline evals compare`: a minimum score, no loss
+    against another run, or identical answers. By default, none is set. If a condition that is set is not met, the
+    command exits with status 3."""
 
     fail_below: Share | None = None
     """Minimum score."""
@@ -85,7 +87,7 @@ class GateConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class EndpointConfig(Checked):
-    """A server that answers in place of a local model."""
+    """OpenAI-compatible server that answers the cases in place of a local model."""
 
     url: str | None = None
     """Address of an OpenAI-compatible server, as http://HOST:PORT [default: the model runs here]."""
@@ -99,7 +101,7 @@ class EndpointConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class JudgeConfig:
-    """Server and model of the LLM judge, which compares answers with reference answers in cases with the scorer
+    """Server and model of the LLM judge. It compares answers with reference answers, in cases whose scorer is
     "judge"."""
 
     url: str | None = None
@@ -112,8 +114,8 @@ class JudgeConfig:
 
 @dataclass(frozen=True, slots=True)
 class PricesConfig(Checked):
-    """Prices from which the price of answers is computed: per hour of this machine, and per million prompt and answer
-    tokens of an endpoint. In any currency."""
+    """Prices that the cost of answers is computed from, in any currency: an hour of this machine, and a million prompt
+    or answer tokens of an endpoint."""
 
     price_per_hour: Amount | None = None
     """Price of an hour of this machine."""
@@ -123,8 +125,8 @@ class PricesConfig(Checked):
     """Price of a million answer tokens of the endpoint."""
 
     def of_1000(self, wall_s: float, num_answers: int, prompt_tokens: int, answer_tokens: int) -> float | None:
-        """Returns the price of 1,000 answers, in the currency of the fields; None if no price is set, or without
-        answers. The arguments are totals over `num_answers` answers: seconds, prompt tokens, answer tokens."""
+        """Returns the price of 1,000 answers, in the currency of the fields; None if no price is set, or `num_answers`
+        is 0. `wall_s` (seconds), `prompt_tokens` and `answer_tokens` are totals over `num_answers` answers."""
         if not num_answers or (self.price_per_hour, self.price_in, self.price_out) == (None, None, None):
             return None
         tokens = prompt_tokens * (self.price_in or 0.0) + answer_tokens * (self.price_out or 0.0)

@@ -47,7 +47,8 @@ MAX_TOKENS = 16
 
 @dataclass(slots=True)
 class Judge:
-    """Compares pairs of answers with a judge model; counts its verdicts to detect position bias."""
+    """Compares pairs of answers with a judge model, each pair in both orders. Counts how often the order changes the
+    verdict (position bias)."""
 
     client: Client
     model: str
@@ -60,15 +61,20 @@ class Judge:
 
     def score(self, case: Case, text: str) -> tuple[float, str]:
         """Compares an answer's `text` with the case's reference answer. Returns (score, reason): 1.0 if the answer is
-        better, 0.5 if neither is, 0.0 if the reference is better; the reason is empty for 1.0. Raises JudgeError as
-        `prefer` does."""
+        better, 0.5 if neither is, 0.0 if the reference is better; the reason is "" for 1.0. Raises JudgeError if the
+        judge is down, gives no verdict, or shows position bias."""
         preferred = self.prefer(case.question, text, str(case.scorer["reference"]), case.scorer.get("criteria"))
         return preferred, {1.0: "", 0.5: "no better than the reference", 0.0: "the reference is better"}[preferred]
 
     def prefer(self, question: str, one: str, two: str, criteria: str | None = None) -> float:
-        """Returns 1.0 if `one` is better, 0.0 if `two` is, 0.5 for a tie or for equal texts. Raises JudgeError if the
-        judge is down, gives no verdict, or shows position bias. `criteria`: text of the judge's prompt that says when
-        an answer is better [default: `self.criteria`]."""
+        """Asks the judge which of the answers `one` and `two` to a question is better, in both orders. Returns 1.0 if
+        it prefers `one`, 0.0 if it prefers `two`, and 0.5 for a tie, for equal texts, or if its preference depends on
+        the order. `criteria`: sentence in the judge's prompt that says when an answer is better [default:
+        `self.criteria`].
+
+        Raises JudgeError if the judge is down or gives no verdict. Also raises it if the order decided more than 80% of
+        the pairs judged so far, once there are at least 10.
+        """
         if one.strip() == two.strip():
             return 0.5
         first = self._ask(question, one, two, criteria)
@@ -117,7 +123,7 @@ class Judge:
 
 
 def verdict_in(text: str) -> str | None:
-    """Returns the judge's verdict, A, B or TIE, from the first 200 characters of its answer; None if these name no
-    verdict or several."""
+    """Returns the judge's verdict, "A", "B" or "TIE", found in the first 200 characters of its answer. Returns None if
+    they contain no verdict, or different ones."""
     words = set(re.findall(r"\b(A|B|TIE)\b", text.strip()[:200]))
     return words.pop() if len(words) == 1 else None

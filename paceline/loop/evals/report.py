@@ -41,7 +41,8 @@ PAIRS = (
 
 
 def sentence(scores: Scores, comparisons: Sequence[Comparison], refusals: Sequence[str]) -> str:
-    """Summarises score, comparisons and failed conditions of the gate (`refusals`) in a line or two."""
+    """Returns a line or two with the score, the comparisons, and the reasons why the gate failed (`refusals`, empty if
+    it passed)."""
     text = (
         f"{scores.name} scores {with_interval(scores.mean, scores.interval, '{:.3f}')} on {scores.suite} "
         f"({len(scores.cases)} cases)."
@@ -65,11 +66,12 @@ def write_report(
     out: str | Path | None,
     progress: Progress,
 ) -> RunFolder:
-    """Writes the run folder with results and reports, and prints the tables of scores and comparisons. The last of
-    `scores` is the one that the gate judged.
+    """Writes a run folder with results and reports, and returns it; prints the tables of scores and comparisons. The
+    report's verdict is about the last of `scores`; the others are shown for comparison.
 
-    `comparisons`: with other runs; `refusals`: reasons why the gate failed; `settings`: settings of the run, written to
-    config.json and shown in the report.
+    `comparisons`: comparisons of the last of `scores` with other runs. `refusals`: reasons why the gate failed; empty
+    if it passed. `settings`: settings of the run, written to config.json and shown in the report. `out`: the run folder
+    [default: a new one in runs/].
     """
     run, last = RunFolder.create("evals", settings, out), scores[-1]
     lines = {"scores": [each.as_line() for each in scores], "comparisons": [each.as_line() for each in comparisons]}

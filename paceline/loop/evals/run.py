@@ -36,7 +36,8 @@ JUDGE_KEY = "PACELINE_JUDGE_KEY"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Settings of `evaluate`, except suite and engine: endpoint, judge, sampling, prices, sandbox limits and gate."""
+    """All settings of `evaluate` apart from the suite and the engine: endpoint, judge, sampling, prices, sandbox limits
+    and gate."""
 
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
@@ -85,12 +86,13 @@ def evaluate(
     out: str | Path | None = None,
     progress: Progress = SILENT,
 ) -> Evaluated:
-    """Runs a suite on a model or endpoint: generates and scores answers, applies the gate, and writes the run folder
-    `out`.
+    """Runs a suite on a model, or on an endpoint if `config.endpoint.url` is set: generates and scores answers, applies
+    the gate, and writes a run folder (`out`, or a new one in runs/).
 
-    The gate may compare the scores with those of an earlier run. Raises PromptError and ConfigError on unusable suites
-    and settings; DownloadError, JudgeError and SandboxError when the endpoint, the judge or the sandbox fails; and the
-    errors of loading the model.
+    If `config.gate.no_worse_than` names an earlier run, the scores are also compared with those of that run. Raises
+    PromptError and ConfigError on unusable suites and settings; DownloadError, JudgeError and SandboxError when the
+    endpoint, the judge or the sandbox fails; ModelNotFoundError, ModelFileError and UnsupportedModelError if the model
+    cannot be loaded.
     """
     check_own(out, "evals", config.gate.no_worse_than)
     suite, gate = read_suite(suite_file).first(config.limit), config.gate
@@ -132,10 +134,10 @@ def evaluate(
 def beside(
     before: str | Path, after: str | Path, gate: Gate, *, out: str | Path | None = None, progress: Progress = SILENT
 ) -> tuple[Comparison, list[str], RunFolder]:
-    """Compares two finished runs, given by their folders; returns the comparison, the reasons why the gate fails, and
-    the run folder of the comparison.
+    """Compares two finished runs, given by their folders. Returns the comparison, the reasons why the gate fails (empty
+    if it passes), and the run folder that the comparison is written to (`out`, or a new one in runs/).
 
-    Raises ConfigError when they are of different suites.
+    Raises ConfigError when the runs are of different suites.
     """
     check_own(out, "evals", before, after)
     one, two = read_scores(before), read_scores(after)
@@ -158,11 +160,11 @@ def _answerer(engine: EngineConfig, config: Asked, stack: contextlib.ExitStack, 
 
 @contextlib.contextmanager
 def open_judge(config: JudgeConfig, option: str, timeout_s: float = 600.0) -> Iterator[Judge]:
-    """Yields a judge connected to the endpoint in `config`. `option`: name of the option with the address, for error
-    messages. `timeout_s`: seconds that a response may take.
+    """Context manager that yields a judge connected to the server in `config`. `option`: the command-line option or
+    setting that names the server's address, for error messages. `timeout_s`: maximum seconds of a response.
 
     Raises ConfigError on an invalid address or key, DownloadError if the server does not answer, ModelNotFoundError if
-    it does not list the model.
+    the server does not list the model.
     """
     assert config.url is not None
     key = next(iter(read_api_keys((), config.key_file, JUDGE_KEY)), None)

@@ -60,9 +60,9 @@ def score_regex(scorer: Row, text: str) -> Verdict:
 
 
 def score_json(scorer: Row, text: str) -> Verdict:
-    """Scores the first JSON object in the answer `text`; returns (score, reason). The score is the share of the names
-    in `scorer["fields"]` that have the value given there (1 without fields); 0 without an object, or if it violates
-    `scorer["schema"]`."""
+    """Scores the first JSON object in the answer `text`; returns (score, reason). The score is the share of the fields
+    in `scorer["fields"]` (name -> expected value) that have the expected value; 1 if no fields are given. It is 0 if
+    there is no object, or if the object violates `scorer["schema"]`."""
     value = object_in(text)
     if value is None:
         return 0.0, "no JSON object"
@@ -94,7 +94,7 @@ def object_in(text: str) -> Row | None:
 
 
 def breach(schema: Row, value: Any) -> str:
-    """Returns the first violation of the JSON schema by the value, as text; "" if the value is valid."""
+    """Validates `value` against the JSON schema; returns the first violation as text, "" if the value is valid."""
     error = next(_jsonschema().Draft202012Validator(schema).iter_errors(value), None)
     return f"schema: {error.message[:120]}" if error else ""
 
@@ -106,10 +106,11 @@ def _jsonschema() -> Any:
 
 
 def program_of(scorer: Row, text: str) -> str:
-    """Returns the program to run for a score: the code in the answer `text`, followed by the case's tests.
+    """Returns the program that is run to score an answer: the code in the answer `text`, followed by the tests in
+    `scorer`.
 
-    A scorer with an `entry_point` has HumanEval's form: its `prompt` is the head of the function of that name, and its
-    tests define `check`, which is called with the function.
+    If `scorer` has an `entry_point` (name of the function to write), its fields follow HumanEval: "prompt" is the
+    function's header, and "tests" defines `check`, which the program calls with the function.
     """
     code, prompt, entry = code_of(text), scorer.get("prompt", ""), scorer.get("entry_point")
     if not entry:

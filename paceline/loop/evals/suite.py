@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One question with the scorer of its answers."""
+    """One eval question, with the scorer that rates answers to it."""
 
     id: str
     scorer: Row
@@ -34,7 +34,7 @@ class Case:
     token_ids: tuple[int, ...] = ()
     """Prompt tokens in place of messages, in the vocabulary of the recorded model."""
     text: str = ""
-    """Text of `token_ids`, shown to people and judges and sent to endpoints."""
+    """Text of `token_ids`, shown to people and judges."""
     tools: tuple[Row, ...] = ()
     """Tool definitions in OpenAI's format."""
     variables: tuple[tuple[str, Any], ...] = ()
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def question(self) -> str:
-        """The prompt as text, for people and judges."""
+        """The prompt as text, to show to a person or to the LLM judge."""
         return self.text or "\n\n".join(str(message.get("content") or "") for message in self.messages)
 
     @property
@@ -73,8 +73,8 @@ class Suite:
 
     @property
     def digest(self) -> str:
-        """Hash of all cases without their `origin` (file or store they were made from); only scores with equal digests
-        are compared."""
+        """Hash of all cases, without the field `origin` (the file or store that a case was made from). Scores of two
+        runs are compared only if their suites have equal digests."""
         named = hashlib.sha256()
         for case in self.cases:
             row = case.as_row()
@@ -101,7 +101,8 @@ class Suite:
 
 
 def read_suite(file: str | Path) -> Suite:
-    """Reads a suite. Raises PromptError naming file and line when a case is malformed or an id is duplicate."""
+    """Reads a suite from a file of JSON lines. Raises PromptError naming file and line when a case is malformed,
+    PromptError naming the id when two cases have the same one."""
     path = Path(file)
     with reraised(
         PromptError, f"cannot read the suite {path}", "make one with paceline evals make", OSError, ValueError

@@ -24,7 +24,8 @@ UNUSABLE = ("without a prompt", "of which the answer's tokens are not known", "o
 @dataclass(frozen=True, slots=True)
 class Contents:
     """Size of the dataset store (recorded answers) of one iteration (turn) of the flywheel: number of training rows,
-    and the longest prompt, answer and row in tokens."""
+    and the lengths in tokens of the longest prompt, of the longest answer, and of the longest row (prompt plus
+    answer)."""
 
     rows: int
     """Number of rows in the training split."""
@@ -35,11 +36,15 @@ class Contents:
 
 
 def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> Contents:
-    """Checks a store's answers; returns the store's size. Raises PromptError if too many answers are bad (empty, in a
-    loop, tokens that differ from the text, ...), with their number by reason, or if the training split has too few
-    answers; `gates` has the limits.
+    """Checks the answers in a dataset store; returns the store's size.
 
-    `left_out`: number of rows that were dropped when the store was built, by reason.
+    Raises PromptError if the share of bad answers exceeds `gates.most_bad`. A bad answer is empty, repeats itself, or
+    has tokens that differ from its text. The message counts bad answers by reason. Also raises PromptError if the
+    training split has fewer than `gates.least_rows` answers.
+
+    `left_out`: reason -> number of rows that were dropped when the store was built. Rows without a prompt, without
+    known answer tokens, or of another vocabulary count as bad answers, too; other dropped rows, such as duplicates, do
+    not.
     """
     tokenizer = store.tokenizer()
     bad = Counter({reason: left_out[reason] for reason in UNUSABLE if left_out.get(reason)})
@@ -81,8 +86,8 @@ def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> 
 
 
 def check_given(suite: Suite, stores: Iterable[Path], source: Path) -> None:
-    """Raises PromptError if a question of the user's suite, read from the file `source`, nearly equals a prompt in the
-    training split of one of the stores."""
+    """Raises PromptError if a question of the user's suite nearly equals a prompt in the training split of any of the
+    stores. `source`: file of the suite, for the message."""
     for path in stores:
         if leaks := leaking(suite, Store.open(path)):
             raise PromptError(
@@ -93,8 +98,8 @@ def check_given(suite: Suite, stores: Iterable[Path], source: Path) -> None:
 
 
 def apart(suite: Suite, stores: Iterable[Path], dropped: Dropped) -> Suite | None:
-    """Returns the suite without the cases whose questions nearly equal a prompt in the training split of one of the
-    stores; None if no case remains. The removed cases are counted in `dropped`."""
+    """Returns the suite without the cases whose questions nearly equal a prompt in the training split of any of the
+    stores; None if no case remains. Counts the removed cases in `dropped`."""
     leaks = dict.fromkeys(name for path in stores for name in leaking(suite, Store.open(path)))
     for name in leaks:
         dropped.add("that models here were or will be trained on", name)
@@ -105,7 +110,7 @@ def apart(suite: Suite, stores: Iterable[Path], dropped: Dropped) -> Suite | Non
 def check_cases(suite: Suite | None, gates: TurnGates, dropped: Dropped) -> Suite:
     """Returns the suite unchanged. Raises PromptError if it is None or has fewer than `gates.least_cases` cases.
 
-    `dropped`: the cases removed before, for the message.
+    `dropped`: cases that were removed from the suite earlier, listed in the message.
     """
     number = len(suite) if suite else 0
     counts = f" ({dropped})" if dropped else ""

@@ -31,8 +31,8 @@ OF_STUDENT, OF_DRAFTER = 0.5, 0.25
 
 @dataclass(frozen=True, slots=True)
 class DrafterConfig(Checked):
-    """Settings of the drafters' training, as in `paceline train`: one drafter for the served model, one for the
-    student."""
+    """Training settings of the two drafters of an iteration (turn): one for the served model, one for the student. Most
+    fields are options of `paceline train`."""
 
     of_teacher: bool = True
     """Also train a drafter for the model that serves now, which can be served even if the student is refused."""
@@ -50,14 +50,14 @@ class DrafterConfig(Checked):
 
     @property
     def has_length(self) -> bool:
-        """True if the length of the training is set, by `minutes`, `loop.max_steps` or `loop.max_minutes`."""
+        """True if the duration of the training is set: by `minutes`, `loop.max_steps` or `loop.max_minutes`."""
         return self.minutes is not None or self.loop.max_steps is not None or self.loop.max_minutes is not None
 
 
 @dataclass(frozen=True, slots=True)
 class TurnGates(Checked):
     """Conditions under which an iteration (turn) of the flywheel continues: minimum numbers of answers and eval cases,
-    maximum share of bad answers, maximum losses of the student's evals score, and minimum speed-up by a drafter."""
+    maximum share of bad answers, how far the student's eval score may fall, and minimum speed-up by a drafter."""
 
     least_rows: Count = 50
     """Minimum number of answers to train on."""
@@ -144,21 +144,26 @@ class FlywheelConfig:
         return name in self.given
 
     def student_of(self, turn: int) -> StudentConfig:
-        """Returns the student's settings in the flywheel's iteration number `turn`, counted from 1."""
+        """Returns the settings of the student of iteration (turn) `turn`, counted from 1. They are `self.student`, with
+        the number of layers that `self.layers` gives for this iteration, if any."""
         return replace(self.student, layers=self.layers[turn - 1]) if turn <= len(self.layers) else self.student
 
     @property
     def student_teaching(self) -> TeachingConfig:
-        """Settings of the student's training. If they set no minutes, steps or epochs, it takes half of the `minutes`
-        of an iteration (turn)."""
+        """Settings of the student's training. If they set no minutes, steps or epochs, the student trains for half of
+        `self.minutes`, the training time of an iteration (turn)."""
         teaching = self.teaching
         has_length = (teaching.minutes, teaching.max_steps, teaching.epochs) != (None, None, None)
         return teaching if has_length else replace(teaching, minutes=OF_STUDENT * self.minutes)
 
     @property
     def drafter_minutes(self) -> float | None:
-        """Minutes per drafter, including generating its training answers; a quarter of the iteration's by default. None
-        if only the settings `drafter.loop` set the length."""
+        """Minutes for each drafter, including the generation of its training answers:
+
+        - `drafter.minutes`, if it is set;
+        - else None, if `drafter.loop` limits the training;
+        - else a quarter of `self.minutes`.
+        """
         drafter = self.drafter
         return drafter.minutes if drafter.has_length else OF_DRAFTER * self.minutes
 

@@ -24,8 +24,8 @@ KEYS = {"turn": int, "what": str, "state": str}
 
 
 def append(out: Path, line: Line) -> None:
-    """Appends a line with the current time to ledger.jsonl, which lists measured and refused models, in the flywheel's
-    folder `out`. Raises CacheError when the disk cannot be written."""
+    """Appends a line (the figures of a measured model, or the reason for a refusal) to ledger.jsonl in the flywheel's
+    folder `out`, and adds the current time to it. Raises CacheError when the disk cannot be written."""
     timed = plain({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **line})
     with reraised(CacheError, f"cannot write {out / LEDGER}", "free space, then run the same command", OSError):
         append_lines(out / LEDGER, [timed])
@@ -35,8 +35,9 @@ def read(out: Path) -> list[Line]:
     """Returns the lines of ledger.jsonl (measured and refused models) in the flywheel's folder `out`, oldest first.
     Raises ConfigError on a damaged line.
 
-    A stage that was killed after writing a line writes it again. Therefore only the last of the lines with the same
-    iteration (turn), model name and state is returned, for the states "measured" and "kept". All refusals are returned.
+    A stage that was killed after writing a line writes it again when it is resumed. Therefore, lines with the state
+    "measured" or "kept" (accepted) may be duplicates: only the last one for each model and iteration (turn) is
+    returned. All other lines, such as refusals, are returned.
     """
     lines = dict[Any, Line]()
     for number, line in enumerate(checked_lines(out / LEDGER, KEYS)):

@@ -57,8 +57,9 @@ class TurnResult:
 
 
 def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
-    """Returns the flywheel's iteration (turn) in progress in the folder `config.out`, or the next one. Raises
-    ConfigError if that iteration was started with other settings, or its dataset store has changed since."""
+    """Returns the iteration (turn) of the flywheel that is in progress in the folder `config.out`; if none is, the next
+    one. Raises ConfigError if the iteration in progress was started with other settings, or its dataset store has
+    changed since."""
     serving = serving_of(config)
     number = serving.turn + 1
     folder = turn_folder(config, number)
@@ -74,8 +75,8 @@ def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
 
 
 def run(config: FlywheelConfig, progress: Progress) -> TurnResult:
-    """Runs or resumes one iteration (turn) of the flywheel; if all gates (minimum quality of the student) pass,
-    serving.json then names its student. Implements `paceline.loop.flywheel.turn`."""
+    """Runs or resumes one iteration (turn) of the flywheel. If the student passes all gates (minimum quality),
+    serving.json names it as the served model. Implements `paceline.loop.flywheel.turn`."""
     refuse(
         ConfigError,
         (find_spec("trl") is None, "a turn distils with Transformers and TRL: pip install 'paceline[distill]'"),

@@ -45,8 +45,8 @@ StageResult = dict[str, Any]
 
 
 class Refused(Exception):
-    """Raised if a gate (minimum quality of the student) fails: the iteration (turn) of the flywheel ends, and the
-    served model does not change."""
+    """Raised if the student fails a gate (minimum quality). It ends the iteration (turn) of the flywheel; the served
+    model does not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class Turn:
     progress: Progress
 
     def of(self, stage: str) -> StageResult:
-        """Returns the stored result of the finished stage `stage`: the dict that the function of that stage
-        returned."""
+        """Returns the stored result of a finished stage: the dict that the stage's function returned. `stage`: name of
+        the stage, a key of STAGES."""
         return self.state.stages[stage]
 
     @property
@@ -77,13 +77,15 @@ class Turn:
 
     @property
     def earlier_stores(self) -> list[Path]:
-        """Folders of the dataset stores of earlier iterations (turns), on which their models were trained."""
+        """Folders of the dataset stores of all earlier iterations (turns); their students and drafters were trained on
+        these."""
         states = [TurnState.read(turn_folder(self.config, number)) for number in range(1, self.number)]
         return [Path(each.stages["store"]["store"]) for each in states if "store" in each.stages]
 
     @property
     def max_len(self) -> int:
-        """Default length limit of a training document, in tokens."""
+        """Default of the maximum length of a training document (prompt plus answer), in tokens: the length of the
+        longest document in the dataset store, but at least 1024 and at most 4096."""
         return min(max(USUAL_LEN, self.of("store")["longest"]), MOST_LEN)
 
     def line(self, what: str, state: str, **more: Any) -> None:
@@ -91,10 +93,10 @@ class Turn:
 
 
 def record(turn: Turn) -> StageResult:
-    """Finds the recorded answers of the served model; without any, lets the model answer the configured prompts.
-    Returns the answers' folders as "sources".
+    """Finds the recorded answers of the served model; if nothing was recorded, generates answers to the configured
+    prompts. Returns the answers' folders as "sources" and, if they were generated, the numbers "answers" and "tokens".
 
-    Raises ConfigError without answers and prompts.
+    Raises ConfigError if there are neither recorded answers nor prompts.
     """
     config, traces = turn.config, traces_of(turn.config, turn.number)
     if turn.number == 1 and config.record:
@@ -115,10 +117,19 @@ def record(turn: Turn) -> StageResult:
 
 
 def store(turn: Turn) -> StageResult:
-    """Builds a dataset store of the answers of this iteration (turn), or uses the one that `record` in flywheel.yaml
-    names. Returns its folder "store", its "version", the answers' token limit "max_tokens", and its size: number of
-    training "rows", "longest_prompt", "longest_answer" and "longest" row in tokens. Raises PromptError if it has too
-    few answers or too many bad ones."""
+    """Builds a dataset store of the answers of this iteration (turn). If `record` in flywheel.yaml names a store, uses
+    that one instead.
+
+    Keys of the result (all lengths in tokens):
+
+    - "store" and "version": the store's folder and version;
+    - "rows": number of training rows;
+    - "longest_prompt", "longest_answer", "longest": length of the longest prompt, answer, and prompt plus answer;
+    - "max_tokens": maximum length of the answers that later stages generate.
+
+    Raises PromptError if the store has too few answers or too many bad ones, ConfigError if the named store is of
+    another model.
+    """
     sources = [Path(source) for source in turn.of("record")["sources"]]
     stores = [source for source in sources if (source / "store.json").is_file()]
     refuse(
@@ -145,10 +156,13 @@ def store(turn: Turn) -> StageResult:
 
 
 def evals(turn: Turn) -> StageResult:
-    """Makes the eval suite of this iteration (turn) and runs it on the served model; from the second iteration on, also
-    writes the first one's suite without cases found in training data. Returns the suites' files by name as "suites",
-    the number of "cases", and the model's mean "score". Raises JudgeError, and PromptError on too few cases or, in the
-    user's own suite, on cases found in training data."""
+    """Makes the eval suite of this iteration (turn) and runs it on the served model. From the second iteration on, also
+    writes the first iteration's suite, without cases that occur in training data.
+
+    Keys of the result: "suites" (a dict: suite name -> file), "cases" (number of cases of this iteration's suite),
+    "score" (the model's mean score). Raises JudgeError if the judge fails, and PromptError if there are too few cases
+    or if the user's own suite contains training data.
+    """
     config, own = turn.config, turn.store
     trained = [*turn.earlier_stores, own.path]
     file, dropped = turn.folder / "suite.jsonl", Dropped()
@@ -190,9 +204,13 @@ def _first_suite(turn: Turn, trained: list[Path]) -> dict[str, Path]:
 
 
 def drafter(turn: Turn) -> StageResult:
-    """Trains a drafter for the served model on its answers, initialised from the served drafter if there is one.
-    Returns its folder as "trained", and also as "drafter" if it is to be served; else "drafter" is "none", and "why"
-    the reason. With `drafter.of_teacher` off, nothing is trained and only "drafter" is returned."""
+    """Trains a drafter for the served model on that model's answers, initialised from the served drafter if there is
+    one. Runs the evals with the new drafter; refuses it if it changes a greedy answer or is too slow.
+
+    Keys of the result: "trained" (the new drafter's folder), "drafter" (the same folder if the drafter is accepted,
+    else "none"), "why" (reason of the refusal, or None). If `drafter.of_teacher` is off, trains nothing; the result is
+    {"drafter": "none"}.
+    """
     if not turn.config.drafter.of_teacher:
         return {"drafter": NO_DRAFTER}
     init = None if turn.serving.drafter == NO_DRAFTER else turn.serving.drafter
@@ -202,9 +220,13 @@ def drafter(turn: Turn) -> StageResult:
 
 
 def student(turn: Turn) -> StageResult:
-    """Distils the student from the served model's answers. Returns the "student" (path of its folder or GGUF file), the
-    copied teacher "layers", the numbers of "weights" of both models, the training "steps", and the gates' "reason".
-    Raises Refused if the student fails a gate (a minimum quality), and TrainingError."""
+    """Distils the student from the served model's answers.
+
+    Keys of the result: "student" (path of its folder or GGUF file), "layers" (indices of the copied teacher layers),
+    "weights" (numbers of weights, a dict with "teacher" and "student"), "steps" (number of training steps), "reason"
+    (the gates' findings). Raises Refused if the student fails a gate (minimum quality), TrainingError if its training
+    diverges.
+    """
     config, teaching = turn.config, turn.config.student_teaching
     if not config.is_given("teaching.max_len"):
         teaching = replace(teaching, max_len=turn.max_len)
@@ -228,9 +250,16 @@ def student(turn: Turn) -> StageResult:
 
 
 def student_evals(turn: Turn) -> StageResult:
-    """Measures the student, and compares it with its teacher and, from the second iteration (turn) on, with the first
-    model. Returns the student's figures (`Bench.figures`) and the "difference" of its score from the teacher's. Raises
-    Refused if it may have lost more evals score than the gates allow."""
+    """Runs the evals on the student and compares it with its teacher; from the second iteration (turn) on, also with
+    the model that the flywheel started with.
+
+    Keys of the result: the keys of `Bench.figures`, "difference" (the student's mean score minus the teacher's) and
+    "difference_interval" (its 95% interval). If the first iteration's suite was run, also the student's mean score on
+    it, "first_score", with the interval "first_interval".
+
+    Raises Refused if a loss of more than `gates.most_lost` compared with the teacher, or of more than
+    `gates.most_lost_in_all` compared with the first model, cannot be ruled out.
+    """
     model, gates, bench = turn.of("student")["student"], turn.config.gates, turn.bench
     scores = bench.scores("student", model)
     comparison = bench.compared("student", scores, base="model")
@@ -246,8 +275,12 @@ def student_evals(turn: Turn) -> StageResult:
 
 
 def student_drafter(turn: Turn) -> StageResult:
-    """Trains a drafter for the student on the student's own answers to the training prompts. Returns its folder as
-    "trained", and also as "drafter" if it is to be served; else "drafter" is "none", and "why" the reason."""
+    """Trains a drafter for the student on the student's own answers to the training prompts. Runs the evals with the
+    new drafter; refuses it if it changes a greedy answer or is too slow.
+
+    Keys of the result: "trained" (the new drafter's folder), "drafter" (the same folder if the drafter is accepted,
+    else "none"), "why" (reason of the refusal, or None).
+    """
     model = turn.of("student")["student"]
     config = _training(turn, "student-drafter", model)
     trained = train(replace(config, prompting=PromptsConfig((str(turn.store.path / "train"),))), progress=turn.progress)

@@ -39,9 +39,11 @@ class Serving:
 
 
 def serving_of(config: FlywheelConfig) -> Serving:
-    """Reads serving.json; before the first iteration (turn) has passed, returns the configured model.
+    """Reads the served model from serving.json. Before the first iteration (turn) has passed, there is no such file,
+    and the model in `config` is returned.
 
-    Raises ConfigError on a damaged file, and if the folder was started with another model."""
+    Raises ConfigError on a damaged file, and if the flywheel in this folder was started with another model.
+    """
     file = config.out / SERVING
     if not file.is_file():
         return Serving(config.model, first_model=config.model)
@@ -56,8 +58,8 @@ def serving_of(config: FlywheelConfig) -> Serving:
 
 
 def write_serving(config: FlywheelConfig, serving: Serving) -> None:
-    """Writes serving.json, which names the served model and its drafter, to the flywheel's folder atomically. Raises
-    CacheError when the disk cannot be written."""
+    """Writes serving.json, which names the served model and its drafter, to the folder `config.out`. The file is
+    replaced atomically. Raises CacheError when the disk cannot be written."""
     write_whole(config.out / SERVING, json.dumps(asdict(serving), indent=1) + "\n")
 
 
@@ -91,8 +93,8 @@ class TurnState:
         write_whole(self.folder / STATE, json.dumps(plain(content), indent=1) + "\n")
 
     def check(self, config: FlywheelConfig) -> None:
-        """Raises ConfigError naming the settings that differ from those with which the iteration (turn) was started;
-        for a new iteration, stores its settings in `asked`."""
+        """Raises ConfigError naming the settings in `config` that differ from those with which the iteration (turn) was
+        started. If the iteration has not started yet, stores the settings of `config` in `asked` instead."""
         now = fixed_of(config)
         if self.asked:
             check_same(self.folder, self.asked, now, ", or delete that folder to begin the turn anew")
@@ -116,6 +118,7 @@ def turn_folder(config: FlywheelConfig, number: int) -> Path:
 
 
 def traces_of(config: FlywheelConfig, number: int) -> Path:
-    """Returns the folder in which the served model's answers are stored for iteration (turn) `number`, counted from
-    1."""
+    """Returns the folder of recorded answers that iteration (turn) `number` starts from; `number` is at least 2. The
+    answers are those of the student that the previous iteration trained. The first iteration has no such folder: it
+    starts from the answers or prompts named in `config`."""
     return turn_folder(config, number) / TRACES

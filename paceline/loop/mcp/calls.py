@@ -22,7 +22,8 @@ FILE = "calls.jsonl"
 
 @dataclass(slots=True)
 class Ending:
-    """Outcome of a call: "ok", "refused" (with the reason), "failed" (a bug), or "interrupted"."""
+    """Outcome of a tool call: "ok", "refused" (`why` is the reason), "failed" (an unexpected exception), or
+    "interrupted"."""
 
     outcome: str = "interrupted"
     why: str = ""
@@ -30,16 +31,17 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class CallLog:
-    """Reads and appends the lines of `calls.jsonl` in `folder`; each call has two, written before and after its
-    work."""
+    """Log of tool calls in `calls.jsonl` in `folder`. Each call has two lines: one written before it is carried out,
+    and one after, with its outcome."""
 
     folder: Path
 
     @contextmanager
     def call(self, tool: str | None, arguments: Any) -> Iterator[Ending]:
-        """Context manager that logs one call: a line before the work in its body, and one after. Yields the Ending, in
-        which the body sets outcome and reason; an exception sets "refused" or "failed". `tool`: None for a request
-        without the server's key. Raises CacheError, before any work, if the log cannot be written."""
+        """Context manager that logs one call: writes a line before the `with` block, and one after it. Yields the
+        `Ending`; the block sets its outcome and reason. If the block raises, the outcome becomes "refused" for a
+        PacelineError, "failed" for any other exception. `tool`: name of the tool; None for a request without the
+        server's key. Raises CacheError before the block is run if the log cannot be written."""
         number, ending = uuid.uuid4().hex[:12], Ending()
         self._append({"call": number, "time": _now(), "tool": tool, "arguments": plain(arguments)})
         try:
@@ -54,8 +56,8 @@ class CallLog:
             self._append({"call": number, "time": _now(), "outcome": ending.outcome, "why": ending.why})
 
     def calls(self, most: int) -> list[dict[str, Any]]:
-        """Returns the latest `most` calls, oldest first, each as one dict with its outcome. The outcome is "running or
-        killed" if the second line of the call is missing."""
+        """Returns the latest `most` calls, oldest first, each as one dict that combines its two lines. If the second
+        line is missing, "outcome" is "running or killed"."""
         calls: dict[str, dict[str, Any]] = {}
         for line in RunFolder(self.folder).lines(FILE):
             begun = calls.setdefault(line.get("call", ""), {"outcome": "running or killed"})

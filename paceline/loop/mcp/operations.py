@@ -42,8 +42,8 @@ MOST_CALLS = 1000
 
 @dataclass(slots=True)
 class Operations:
-    """Implements the tools of the MCP server, each as one method, with the settings given at the start of the
-    server."""
+    """Implements the tools of the MCP server: each tool is one method. All settings are fixed when the server starts; a
+    call cannot change them."""
 
     store: StoreConfig
     engine: EngineConfig
@@ -73,19 +73,20 @@ class Operations:
         ]  # fmt: skip
 
     def traffic(self) -> dict[str, Any]:
-        """Look at the stored traffic: number of answers, their length, and the acceptance length, in total and by
-        tag."""
+        """Look at the stored traffic: number of answers ("answers"), their tokens ("answer_tokens") and acceptance
+        length ("tokens_per_round"), in total and for each tag ("by_tag")."""
         return plain(_figures(seen_in_traces(self.store.traces)))
 
     def propose(self) -> dict[str, Any]:
-        """Propose what is due, such as `retrain`, with the reasons and the clusters (groups of similar requests).
-        Changes nothing."""
+        """Propose the next operation for the stored traffic, such as `retrain`, with the reasons and the clusters
+        (groups of similar requests) it concerns. Changes nothing."""
         return plain(decide_once(self.store, self.policy, self.prices))
 
     def train(self, name: str, cluster: str = ALL) -> dict[str, Any]:
-        """Train a candidate from the serving drafter on the latest traffic of a cluster, in the background. Returns a
-        job's id at once; `status` reports progress and, at the end, the drafter's folder. The same call resumes a
-        training that was interrupted. `name`: a new name of small letters, digits and dashes for each candidate."""
+        """Train a candidate in the background, on the latest traffic of a cluster (group of similar requests) and
+        initialised from the serving drafter. Returns at once, with the job's id; `status` reports progress and, at the
+        end, the drafter's folder. Calling it again with the same arguments resumes an interrupted training. `name`:
+        name of the candidate, not used before for another cluster; small letters, digits and dashes."""
         if not NAME.fullmatch(name):
             raise ConfigError(f"name {name[:60]!r} is invalid: take up to 40 small letters, digits and dashes")
         folder = self._state / "trainings" / name
@@ -103,8 +104,10 @@ class Operations:
         return self.jobs.begin("train", {"name": name, "cluster": cluster}, command)
 
     def score(self, drafter: str, prompts: str = "", limit: int = 20, max_tokens: int = 128) -> dict[str, Any]:
-        """Measure acceptance length and speed-up of a drafter in the real engine, in the background. Returns a job's
-        id. `drafter`: its folder; `prompts`: a file, or the stored traffic if empty; at most `limit` of them."""
+        """Measure a drafter in the real engine, in the background: its acceptance length, and its speed-up over
+        decoding without a drafter. Returns at once, with the job's id. `drafter`: its folder. `prompts`: file of
+        prompts; if empty, the prompts of the stored traffic. `limit`: maximum number of prompts. `max_tokens`: longest
+        answer, in tokens."""
         folder = self._readable(drafter)
         source = self._readable(prompts) if prompts else self.store.traces.resolve()
         refuse(
@@ -120,8 +123,10 @@ class Operations:
         return self.jobs.begin("score", given, lambda: {"command": command})
 
     def gate(self, drafter: str, cluster: str = ALL) -> dict[str, Any]:
-        """Judge whether a drafter may replace the serving one, on held-out stored requests, in the background. Returns
-        a job's id, which `roll_out` needs. Weights that were refused or rolled back once are not judged again."""
+        """Judge whether a drafter may replace the serving one, on held-out stored requests of a cluster (group of
+        similar requests), in the background. Returns at once, with the job's id, which `roll_out` needs. `drafter`:
+        folder of the drafter to judge. It is refused without a test if identical weights were refused or rolled back
+        before."""
         folder, serving = self._readable(drafter), self.rollout.serving
         given = {"drafter": str(folder), "cluster": cluster, "weights": weights_hash(folder), "incumbent": serving}
 
@@ -134,13 +139,15 @@ class Operations:
         return self.jobs.begin("gate", given, command)
 
     def status(self, job: str = "") -> dict[str, Any]:
-        """Report a job's state (running, done, failed), progress and result; without an id, of all jobs."""
+        """Report state (running, done, failed), progress and result of the job with this id; if the id is empty, of all
+        jobs."""
         self._settle()
         return self.jobs.status(job) if job else {"jobs": [self.jobs.status(name) for name in self.jobs.names()]}
 
     def roll_out(self, gate: str) -> dict[str, Any]:
-        """Load the drafter that passed this gate job on the server, in place of the serving one. Refused unless its
-        weights are those that passed, against the drafter that serves now."""
+        """Load a drafter on the server, in place of the serving one. `gate`: id of the gate job that the drafter
+        passed. Refused if the drafter's weights have changed since the gate, or if another drafter serves now than the
+        one it was compared with."""
         self._settle()
         record = self.jobs.record(gate)
         verdict, given = record.get("verdict") or {}, record["arguments"]
@@ -163,13 +170,15 @@ class Operations:
         return done
 
     def roll_back(self, why: str) -> dict[str, Any]:
-        """Restore the drafter that served before the latest roll-out; the present one is never rolled out again."""
+        """Restore the drafter that served before the latest roll-out. The drafter that is removed can never be rolled
+        out again. `why`: reason, recorded with the removed drafter."""
         drafter = self.rollout.undo()
         self.lineage.mark(drafter, "rolled back", why)
         return {"rolled_back": drafter, "serving": self.rollout.serving}
 
     def read_log(self, most: int = 50) -> dict[str, Any]:
-        """Read the log of all calls, refused ones included, and the drafters judged here with their states."""
+        """Read the log: the latest `most` calls, including refused ones; the state of every drafter that was judged or
+        rolled out; and the serving drafter."""
         self._settle()
         refuse(ConfigError, (not 0 < most <= MOST_CALLS, f"most must be between 1 and {MOST_CALLS}"))
         return {"calls": self.log.calls(most), "drafters": self.lineage.entries(), "serving": self.rollout.serving}

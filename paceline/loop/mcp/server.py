@@ -51,7 +51,8 @@ class LoggedServer(MCPServer):
             self._arguments[tool.__name__] = {*tool.__annotations__} - {"return"}
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
-        """Log the call and run the tool. Raises ToolError, with the reason, if the call is refused."""
+        """Log the call, run the tool, and return its result. Raises ToolError, with the reason, if the call is
+        refused."""
         try:
             with self._calls.call(name, arguments) as ending:
                 unknown = ", ".join(sorted({*arguments} - self._arguments.get(name, {*arguments})))
@@ -73,8 +74,8 @@ class LoggedServer(MCPServer):
 
 
 class KeyRequired:
-    """ASGI middleware that answers requests without the server's key with status 401, and logs them; passes on all
-    others."""
+    """ASGI middleware that requires the server's key. Requests without it are answered with status 401 and logged; all
+    others are passed on."""
 
     def __init__(self, app: ASGIApp, key: str, log: CallLog) -> None:
         self._app, self._digest, self._log = app, hashlib.sha256(key.encode()).digest(), log
@@ -95,8 +96,8 @@ class KeyRequired:
 
 
 def app_of(operations: Operations, config: McpConfig) -> ASGIApp:
-    """Returns the ASGI application of the server; all requests need the key in `config` or PACELINE_MCP_KEY. Raises
-    ConfigError if neither is set, or the key is too short."""
+    """Returns the ASGI application of the server. Every request needs the key: `config.key`, or else the environment
+    variable PACELINE_MCP_KEY. Raises ConfigError if no key is set, or the key is too short."""
     key = (config.key or os.environ.get(KEY) or "").strip()
     refuse(ConfigError, (not key, f"set a key: export {KEY}=$(openssl rand -hex 16)"))
     McpConfig(key=key)  # checks its length
@@ -105,8 +106,8 @@ def app_of(operations: Operations, config: McpConfig) -> ASGIApp:
 
 
 def run(operations: Operations, config: McpConfig, say: Callable[[str], None]) -> None:
-    """Run the MCP server until SIGTERM or Ctrl-C; background jobs continue after it. `say` prints its address. Raises
-    ConfigError if another server uses the state folder."""
+    """Run the MCP server until SIGTERM or Ctrl-C; background jobs continue after its end. `say` is called with the
+    server's address, to print it. Raises ConfigError if another server uses the same state folder."""
     app = app_of(operations, config)
     with only_run(operations.store.state, "serving MCP", Ranks(), say):
         bound: socket.socket = listen(ServeConfig(host=config.host, port=config.port))

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 def proxy(
     config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, *, progress: Progress | None = None
 ) -> Recorded:
-    """Runs a proxy that forwards requests to `config.upstream` and records requests and answers as traces, until a
-    signal (SIGINT, SIGTERM) stops it.
+    """Runs a proxy that forwards requests to the server `config.upstream`, and records requests and answers as traces
+    (token ids). Returns when a signal (SIGINT, SIGTERM) stops it.
 
-    `serving`: address and limits of the proxy. `tracing`: folder of the traces, which hold token ids, and their limits.
-    Raises ConfigError if the port is taken or no trace folder is set, and the errors of loading the tokenizer.
+    `serving`: address and limits of the proxy. `tracing`: folder of the traces, and limits on their size and age.
+    Raises ConfigError if the port is taken or no trace folder is set, and ModelNotFoundError, ModelFileError,
+    UnsupportedModelError or DownloadError if the model's tokenizer cannot be loaded.
     """
     from paceline.loop.record.run import run
 
@@ -31,11 +32,11 @@ def proxy(
 
 
 def read(config: RecordConfig, tracing: TraceConfig, *, progress: Progress | None = None) -> Recorded:
-    """Converts the log files in `config.imports` to traces (token ids of requests and answers) in the folder that
-    `tracing` names.
+    """Converts the log files in `config.imports` to traces (token ids of requests and answers) in the folder
+    `tracing.folder`.
 
-    Raises PromptError naming file and line if a file is damaged, of an unknown format or without usable requests; no
-    trace of that file is then written.
+    Raises PromptError naming file and line if a file is damaged, of an unknown format or without usable requests. No
+    trace of that file is written then; traces of the files before it are kept.
     """
     from paceline.loop.record.run import run_imports
 

@@ -18,11 +18,18 @@ FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def defaults_of(given: str, model: Path) -> dict[str, float] | None:
-    """Returns the sampling settings that the recorded server applies to fields that a request leaves out, by name;
-    those not named are neutral (temperature 1, no filter). None if they are unknown.
+    """Returns the recorded server's default sampling settings, as name -> value; they apply to fields that a request
+    leaves out. A field that is not in the dict is neutral (temperature 1, no filter). Returns None if the defaults are
+    unknown.
 
-    `given`: `RecordConfig.sampling_defaults`. `model`: the model's folder or GGUF file; for "model" its
-    generation_config.json is read, and a GGUF file, or a folder with neither this file nor config.json, gives None.
+    `given`: the setting `RecordConfig.sampling_defaults`, one of
+
+    - "none": returns None;
+    - "engine": returns {};
+    - "model": reads generation_config.json in the model's folder, `model`. If this file is missing, returns {} if the
+      folder contains config.json, else None (as for a GGUF file);
+    - values, such as "temperature=0.6,top_k=20".
+
     Raises ConfigError for invalid values, ModelFileError for a damaged file.
     """
     if given == "none":
@@ -40,8 +47,8 @@ def defaults_of(given: str, model: Path) -> dict[str, float] | None:
 
 
 def described(defaults: dict[str, float] | None) -> str:
-    """Returns the server's default sampling settings by name (None: unknown) as text, such as "temperature 0.6, top_p
-    0.95", to print when the recorder starts."""
+    """Returns the server's default sampling settings as text, such as "temperature 0.6, top_p 0.95", to print when the
+    recorder starts. `defaults`: name -> value; None if they are unknown."""
     if defaults is None:
         return "unknown sampling, as the server's defaults are (--sampling-defaults)"
     return ", ".join(f"{name} {value:g}" for name, value in ({"temperature": 1.0} | defaults).items())

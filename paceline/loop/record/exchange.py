@@ -47,7 +47,7 @@ DONE = b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A parsed request to a model and the answer to it, from the proxy or from a log file."""
+    """A parsed request to a model and its answer, from the proxy or from a log file."""
 
     is_chat: bool
     request: dict[str, Any]
@@ -66,8 +66,8 @@ class Exchange:
 
     @property
     def mark(self) -> str | None:
-        """Hash of the text that identifies the exchange in its log, sixteen hex digits, to detect repeated imports;
-        None for an exchange from the proxy."""
+        """Hash (sixteen hex digits) of this request's text in its log file. By this hash, a later import recognises and
+        skips requests that were imported before. None for a request from the proxy."""
         return (
             hashlib.blake2b(self.logged_as.encode(errors="replace"), digest_size=8).hexdigest()
             if self.logged_as
@@ -76,8 +76,8 @@ class Exchange:
 
 
 class Body:
-    """Collects the bytes of a request's or an answer's body; discards them once there are more than 8 MiB
-    (MAX_BYTES)."""
+    """Collects the bytes of a request's or an answer's body. If they exceed 8 MiB (MAX_BYTES), all of them are
+    discarded."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -93,8 +93,8 @@ class Body:
             self.pieces.clear()
 
     def decoded(self) -> bytes:
-        """Returns the decompressed body. Raises Lost (the exchange cannot be recorded) if it is too large or its
-        encoding is unknown."""
+        """Returns the decompressed body. Raises Lost (the request cannot be recorded) if the body is too large,
+        damaged, or in an unknown encoding."""
         data = b"".join(self.pieces)
         if self.num_bytes > MAX_BYTES:
             raise Lost("size")
@@ -106,8 +106,8 @@ class Body:
 
 
 class Observed:
-    """One request and its answer while the proxy forwards them: the bytes, and the times of the answer's first and last
-    byte."""
+    """One request and its answer while the proxy forwards them: collects their bytes, and the times of the answer's
+    first and last byte."""
 
     def __init__(self, is_chat: bool, headers: Headers) -> None:
         self.is_chat, self.tag = is_chat, headers.get("x-paceline-tag")
@@ -122,7 +122,8 @@ class Observed:
 
     @classmethod
     def of(cls, scope: Scope) -> Observed | None:
-        """Starts recording a request (ASGI `scope`); returns None if it is not a chat or a completion."""
+        """Returns a new, empty `Observed` for the request with this ASGI scope; None if it is not a chat or completion
+        request."""
         is_chat = next((is_chat for end, is_chat in RECORDED_PATHS.items() if scope["path"].endswith(end)), None)
         return None if is_chat is None or scope["method"] != "POST" else cls(is_chat, Headers(scope=scope))
 
@@ -131,15 +132,15 @@ class Observed:
         return self.request.num_bytes + self.answer.num_bytes
 
     def begins(self, status: int, raw: list[tuple[bytes, bytes]]) -> None:
-        """Takes status, content type and encoding from the beginning of the answer. `raw`: its headers, as (name,
-        value) pairs."""
+        """Called at the beginning of the answer; stores its status, content type and encoding. `raw`: the answer's
+        headers, as (name, value) pairs."""
         headers = Headers(raw=[(name.lower(), value) for name, value in raw])
         self.is_answered = status == 200
         self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
         self.answer.encoding = headers.get("content-encoding", "").strip().lower()
 
     def take(self, piece: bytes) -> None:
-        """Appends one piece of the answer's body."""
+        """Appends one piece of the answer's body; the first call stores the time of the answer's first byte."""
         self._first_s = self._first_s or time.perf_counter()
         self.answer.take(piece)
 
@@ -147,8 +148,9 @@ class Observed:
         self._ended, self._ended_s = time.time(), time.perf_counter()
 
     def exchange(self) -> Exchange:
-        """Parses the recorded bytes; this takes milliseconds, so the proxy does it in another thread. Raises Lost (the
-        exchange cannot be recorded) if request or answer is too large, incomplete or invalid JSON."""
+        """Parses the recorded bytes of the request and its answer. This takes milliseconds, so the proxy does it in
+        another thread. Raises Lost (they cannot be recorded) if one of them is too large, incomplete or invalid
+        JSON."""
         request, answer = _object(self.request.decoded()), self.answer.decoded()
         first_token_s = self._first_s - self._began_s if self._first_s and self._is_stream else None
         return Exchange(
@@ -162,8 +164,8 @@ class Observed:
 
 
 def with_fields(body: bytes, names: tuple[str, ...]) -> bytes:
-    """Returns the JSON object `body` with the fields `names` added where it lacks them, with the value true; all its
-    other bytes stay. A body that is not a JSON object is returned unchanged."""
+    """Adds the fields `names` with the value true to the JSON object `body`. Fields that it already has, and all other
+    bytes, stay as they are. A body that is not a JSON object is returned unchanged."""
     try:
         request = json.loads(body.decode())
     except (ValueError, RecursionError):

@@ -41,8 +41,9 @@ FINISHED = {"tool_call": "tool_calls"}
 
 
 def exchanges(path: Path) -> Iterator[Exchange]:
-    """Yields the model calls (request and answer) in a file of OpenTelemetry spans (OTLP JSON lines). Raises
-    PromptError naming a damaged line, or if no span contains text."""
+    """Yields the model calls (request and answer) in a file of OpenTelemetry spans (OTLP JSON lines). Spans that
+    failed, or do not contain the text of request and answer, are skipped. Raises PromptError naming a damaged line, or
+    if no usable span is found."""
     num_spans = num_exchanges = 0
     with reraised(PromptError, f"cannot read {path}", "check --import", OSError), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

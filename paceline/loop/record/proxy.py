@@ -38,9 +38,10 @@ RawHeaders = list[tuple[bytes, bytes]]
 
 
 class Proxy:
-    """The recording proxy as an ASGI application: forwards requests to the server with the URL `upstream`. `keep` is
-    called with each chat or completion request and its whole answer, if its status is 200; it must not block.
-    `add_fields`: engine whose request fields for token ids are added: "vllm", "sglang" or "none"."""
+    """The recording proxy as an ASGI application: forwards requests to the server with the URL `upstream`. `keep`
+    receives each chat or completion request with its complete answer, if the status is 200; it must not block.
+    `add_fields`: "vllm" or "sglang" adds the request fields that make a server of this type return token ids, to chat
+    and completion requests only; "none" adds no fields."""
 
     def __init__(
         self, upstream: str, config: ServeConfig, keep: Callable[[Observed], None], add_fields: str = "none"

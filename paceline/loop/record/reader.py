@@ -75,10 +75,11 @@ class Reader:
         self._end = tokenizer.end_token_id
 
     def traces(self, exchange: Exchange) -> Iterator[Trace]:
-        """Yields one trace per answer; if the answers' tokens are unknown, one trace per prompt, without an answer.
+        """Yields one trace per answer. If the tokens of any answer are unknown, yields one trace per prompt instead,
+        without an answer.
 
-        Raises Lost (the exchange cannot be recorded) if a prompt's tokens are unknown, or the request failed, is for
-        another model or has unsupported fields.
+        Raises Lost (the request cannot be recorded) if the request failed, is for a model that is not recorded, or has
+        unsupported fields. Also raises it if the tokens of a prompt are unknown.
         """
         body = exchange.request
         if self._names and body.get("model") not in self._names:

@@ -23,9 +23,12 @@ WHOLE = ("stop", "tool_calls")
 def rendered_ids(
     request: ChatRequest | CompletionRequest, choice: Choice, prompt_ids: list[int], tokenizer: Tokenizer
 ) -> list[int] | None:
-    """Recovers the token ids of a chat answer whose reasoning or tool calls the server parsed: writes the answer again
-    with the model's chat template. Returns them with the end token. None if the answer did not end by itself, or the
-    rendered text does not continue the prompt or lacks a parsed part."""
+    """Returns the token ids, with the end token, of a chat answer whose reasoning or tool calls the server has parsed.
+    To recover them, the model's chat template renders the conversation again, with the answer as the last message.
+
+    Returns None if that is not reliable: the answer did not end by itself, or the rendered tokens do not begin with the
+    prompt, or a parsed part (text, reasoning, call) is not in the rendered answer.
+    """
     is_whole = choice.finish_reason in WHOLE and choice.stop_reason is None
     if not isinstance(request, ChatRequest) or request.continue_final_message or not choice.is_rendered or not is_whole:
         return None

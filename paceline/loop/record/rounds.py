@@ -62,8 +62,8 @@ class _Report:
 
 
 def rounds_of(report: Any, num_tokens: int | None) -> list[Round]:
-    """Converts `report`, the speculation metrics of vLLM or SGLang for one answer, to rounds (verification steps) with
-    their numbers of drafted and accepted tokens. `num_tokens`: tokens of the answer, to check the report; None if
+    """Converts the speculation metrics that vLLM or SGLang reports for one answer to rounds (verification steps), each
+    with its numbers of drafted and accepted tokens. `num_tokens`: tokens of the answer, to check the report; None if
     unknown.
 
     Raises ValueError, TypeError or KeyError for a report that is contradictory, incomplete or malformed.

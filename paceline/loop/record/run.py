@@ -56,8 +56,8 @@ class Recorded:
 
 
 class Recorder:
-    """Queues the requests and answers that the proxy forwarded, or drops them if the queue is full; the trace writer's
-    thread parses them. Never blocks or raises."""
+    """Queues the requests and answers that the proxy has forwarded; the trace writer's thread parses them. If more than
+    256 MiB (MAX_WAITING_BYTES) are queued, drops further ones. Never blocks or raises."""
 
     def __init__(self, reader: Reader, writer: TraceWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -65,7 +65,7 @@ class Recorder:
         """Bytes queued and parsed; each counter is written by one thread only."""
 
     def waiting_bytes(self) -> int:
-        """Bytes of exchanges that wait to be parsed."""
+        """Returns the bytes of the requests and answers that are queued and not yet parsed."""
         return self._num_taken - self._num_read
 
     def keep(self, observed: Observed) -> None:
@@ -100,8 +100,9 @@ class Server(uvicorn.Server):
 
 
 def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """Runs the recording proxy until a signal (SIGINT, SIGTERM) stops it; returns the numbers of traces. `serving`:
-    address of the proxy; `tracing`: folder of the traces. Implements `paceline.loop.record.proxy`."""
+    """Runs the recording proxy until a signal (SIGINT, SIGTERM) stops it; returns how many traces were written and how
+    many requests were dropped. `serving`: address of the proxy; `tracing`: folder of the traces. Implements
+    `paceline.loop.record.proxy`."""
     assert config.upstream is not None
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # hides errors on answers truncated by the upstream
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -139,8 +140,8 @@ def _metrics(config: RecordConfig, server: Server, recorder: Recorder, writer: T
 
 
 def run_imports(config: RecordConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """Converts the log files in `config.imports` to traces in the folder of `tracing`; skips requests whose traces are
-    already in that folder. Implements `paceline.loop.record.read`."""
+    """Converts the log files in `config.imports` to traces in the folder `tracing.folder`. Skips requests that an
+    earlier import has already converted into that folder. Implements `paceline.loop.record.read`."""
     writer, reader = _store(config, tracing)
     known = _known(writer.folder)
     try:

@@ -67,9 +67,9 @@ class _Request:
 
 
 def exchanges(path: Path, tokenizer: Tokenizer) -> Iterator[Exchange]:
-    """Yields requests with their answers from a log of `vllm serve`, in the order of the answers. `tokenizer`: the
-    model's, to detect texts that the log truncates. Raises PromptError naming a damaged line, or if requests or answers
-    are missing."""
+    """Yields requests with their answers from a log of `vllm serve`, in the order of the answers. Requests whose text
+    is truncated in the log are skipped. `tokenizer`: the model's; used to detect truncation. Raises PromptError naming
+    a damaged line, or if the log contains no requests or no answers."""
     waiting: dict[str, _Request] = {}
     num_requests = num_answers = 0
     changed = path.stat().st_mtime

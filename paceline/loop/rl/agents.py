@@ -37,17 +37,18 @@ REQUEST_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """An agent's access to the policy: `base_url` for any OpenAI client, or `chat`, a minimal client."""
+    """Access of an agent to the policy: pass `base_url`, `model` and `api_key` to any OpenAI client, or call `chat`."""
 
     base_url: str
     model: str
     api_key: str = "none"
 
     def chat(self, messages: Sequence[Any], **more: Any) -> dict[str, Any]:
-        """Sends the messages to the policy; returns its next message. `more`: fields of the chat request, such as
-        tools, stop, max_tokens.
+        """Sends the messages to the policy; returns the policy's answer as a message in OpenAI's format. `more`:
+        further fields of the chat request, such as tools, stop, max_tokens.
 
-        Raises RolloutError with the server's error message, ConnectionError if the request fails without a response."""
+        Raises RolloutError with the server's error message, ConnectionError if there is no response.
+        """
         body = json.dumps({"model": self.model, "messages": list(messages), **more}).encode()
         client = Client(self.base_url, timeout_s=REQUEST_SECONDS, keeps=False)
         stream = client.post("/v1/chat/completions", body)
@@ -83,8 +84,8 @@ class Trajectory:
 
 
 class Reward(Protocol):
-    """Function that receives all attempts at one task, and returns their rewards in the same order. Raises RolloutError
-    if it cannot compute them."""
+    """Function that receives the successful attempts at one task and returns one reward for each, in the same order. An
+    attempt is successful if its agent raised no error. Raises RolloutError if it cannot compute the rewards."""
 
     def __call__(self, group: list[Trajectory], /) -> list[float]: ...
 
@@ -96,7 +97,8 @@ def by_code(function: Callable[[Any, Trajectory], float]) -> Reward:
 
 
 class AgentRollouts:
-    """Runs an agent's attempts at tasks as rollouts. Samples do not depend on the number of concurrent attempts."""
+    """Runs an agent on tasks, several attempts per task, as rollouts to train the policy on. The sampled tokens do not
+    depend on how many attempts run concurrently."""
 
     def __init__(
         self, endpoint: Endpoint, agent: Agent, reward: Reward, *, failed: float = 0.0, at_once: int | None = None
@@ -108,11 +110,13 @@ class AgentRollouts:
         self.at_once = at_once or self.rollouts.llm.target.cache.num_rows
 
     def run(self, tasks: Sequence[tuple[Any, int]], *, place: str | None = None) -> list[list[Trajectory]]:
-        """Runs a group of attempts for each (task, number of attempts); returns the groups in the order of `tasks`.
+        """Runs the agent on each task as often as requested, and returns a group of attempts per task, in the order of
+        `tasks`. `tasks`: pairs (task, number of attempts).
 
-        `place`: name of an earlier batch to repeat with the same seeds; equal weights of the policy then give equal
-        samples. None starts a new batch. A repeated batch is not recorded in `rollouts.figures`. Raises RolloutError if
-        an agent made no request, all attempts failed, or a reward is invalid.
+        `place`: name of an earlier batch to repeat with its seeds. If the policy's weights have not changed, the same
+        tokens are sampled. The repetition is not recorded in `rollouts.figures`. None starts a new batch with new
+        seeds.
+        Raises RolloutError if an agent made no request, if all attempts failed, or if a reward is invalid.
         """
         is_repeated = place is not None
         place = place or self.rollouts.next_place()

@@ -76,8 +76,8 @@ class Attempt:
     """Token ids of a prompt -> number of requests with it; the count is part of the next answer's seed."""
 
     def chain(self) -> list[Turn]:
-        """Returns the conversation that ends with the latest turn, oldest turn first: each turn's prompt begins with
-        the prompt and answer of the turn before."""
+        """Returns the turns (requests of the agent) of the conversation that the latest turn belongs to, oldest first.
+        The prompt of each turn begins with the prompt and answer of the turn before it."""
         chain = self.turns[-1:]
         for turn in reversed(self.turns[:-1]):
             if chain[0].prompt_ids[: len(turn.tokens)] == turn.tokens:
@@ -86,13 +86,13 @@ class Attempt:
 
     @property
     def num_left_out(self) -> int:
-        """Number of the attempt's turns outside `chain`, such as those of an abandoned conversation; they are not
-        trained on."""
+        """Number of the attempt's turns that are not in `chain`, for example because the agent abandoned a
+        conversation. They are not trained on."""
         return len(self.turns) - len(self.chain())
 
     def sample(self) -> Sample:
-        """Returns the conversation as a training sample: the first turn's prompt, then all later tokens. The mask is 1
-        for tokens of the policy.
+        """Returns the conversation of `chain` as a training sample. The prompt is that of its first turn; all later
+        tokens are the completion. The mask is 1 for tokens that the policy generated, else 0.
 
         Raises RolloutError if the agent made no request.
         """
@@ -112,7 +112,8 @@ class Attempt:
 
 
 class Endpoint:
-    """Serves one policy to agents on a free port of this machine, within the `with` block."""
+    """HTTP server that serves one policy to agents on a free port of this machine. Used as a context manager: it runs
+    within the `with` block."""
 
     def __init__(self, rollouts: Rollouts, *, max_queue: int = 1024) -> None:
         self.rollouts = rollouts
@@ -147,10 +148,10 @@ class Endpoint:
         self._bound.close()
 
     def begin(self, name: str) -> Attempt:
-        """Starts an attempt. `name` consists of 1 to 100 letters, digits, points, dashes and underscores; the seeds of
-        the answers are derived from it.
+        """Starts an attempt called `name`: 1 to 100 letters, digits, points, dashes and underscores. The name is part
+        of the attempt's URL, and the seeds of the attempt's answers are derived from it.
 
-        Raises ConfigError for an invalid name, or that of a running attempt.
+        Raises ConfigError for an invalid name, or if an attempt of this name is running.
         """
         address = f"/attempts/{name}/v1"
         if not PATH.fullmatch(address) or name in self.attempts:
@@ -162,7 +163,7 @@ class Endpoint:
         return attempt
 
     def end(self, attempt: Attempt) -> None:
-        """Ends an attempt; all its answers have been recorded when this returns."""
+        """Ends an attempt. Waits until the engine's thread has recorded all finished answers of the attempt."""
         self.call(lambda _: None)  # waits for the engine's thread, which records answers before it sends them
         del self.attempts[attempt.name]
 
@@ -252,10 +253,12 @@ def _of_the_policy(job: Job, attempt: Attempt, config: RolloutConfig, tokenizer:
 
 
 def with_exact_turns(prompt_ids: list[int], turns: list[Turn], tokenizer: Any) -> list[int]:
-    """Returns a prompt in which the tokens of an earlier turn replace their re-encoded text.
+    """Returns the prompt in which the exact tokens of an earlier turn replace its re-encoded text.
 
-    `prompt_ids`: a request's prompt as encoded from text. A turn's text may encode to other tokens than the policy
-    generated. Returns the prompt unchanged if its text does not start with that of an earlier turn.
+    A client sends earlier answers as text, and encoding that text again may give other tokens than the policy
+    generated. `prompt_ids`: a request's prompt, encoded from text. If its text begins with the text of an earlier turn
+    (prompt and answer), that part is replaced by the tokens of the turn; of several such turns, the longest. Otherwise
+    the prompt is returned unchanged.
     """
     text = ""
     for turn in sorted(turns, key=lambda each: len(each.tokens), reverse=True):

@@ -78,8 +78,9 @@ class DFlashFollower:
         self._num_learned = 0
 
     def learn(self, llm: LLM, samples: Sequence[Sample]) -> dict[str, float]:
-        """Trains the drafter on the samples. Returns loss ("drafter_loss") and expected acceptance length
-        ("drafter_eal") of the first step; {} if all samples are too short."""
+        """Trains the drafter for `config.steps` steps on the samples, and copies the trained weights into the engine's
+        drafter. Returns a dict with loss ("drafter_loss") and expected acceptance length ("drafter_eal") of the first
+        step. Returns {} and trains nothing if all samples are too short for a draft block."""
         documents = self._documents(samples)
         if not documents:
             return {}

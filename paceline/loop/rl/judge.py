@@ -48,8 +48,9 @@ class JudgeConfig(Checked):
 class RelativeJudge:
     """Computes the rewards of the attempts at one task from a judge's rankings of them; a `Reward` for `AgentRollouts`.
 
-    The judge sees the attempts twice, in random order and in reverse; a reward is the mean of both ranks, scaled to 0
-    to 1, 1 for the best. `agreement` measures how consistent the judge is.
+    The judge ranks the attempts twice: in a random order, and in the reverse of that order. An attempt's reward is the
+    mean of its two ranks, scaled so that 1 is the best and 0 the last. `agreement` measures how consistent the judge
+    is.
     """
 
     def __init__(self, config: JudgeConfig, describe: Callable[[Any], str] = str) -> None:
@@ -61,8 +62,8 @@ class RelativeJudge:
 
     @property
     def agreement(self) -> float:
-        """Share of pairs of attempts that the judge ranks the same way when it sees the attempts in reverse order: 0.5
-        is random, near 0 is position bias."""
+        """Share of the pairs of attempts whose order is the same in both rankings of the judge. 1: the judge is
+        consistent; 0.5: it ranks at random; near 0: it ranks by position only. 1.0 before the first ranking."""
         return self.num_agreed / self.num_pairs if self.num_pairs else 1.0
 
     def __call__(self, group: list[Trajectory], /) -> list[float]:
@@ -127,10 +128,11 @@ class RelativeJudge:
 
 
 def ranking_of(text: str, letters: str) -> str:
-    """Returns the attempts' letters, best first, by the last valid ranking in the judge's answer `text`, in lines
-    that begin with RANKING, or below a line with only this word, if one has any; "" without one.
+    """Extracts the judge's ranking from its answer `text`; returns the letters of the attempts, best first, or "" if
+    there is no valid ranking.
 
-    `letters`: the letters that name the attempts. A valid ranking names each of them once.
+    `letters`: the letters of all attempts. A valid ranking names each of them once. The last valid ranking counts;
+    rankings in lines that begin with RANKING, or below a line with only this word, have priority.
     """
     text = text.replace("*", "")
     marked = re.findall(r"^\W*RANKING\b\W*.*", text, re.MULTILINE | re.IGNORECASE)

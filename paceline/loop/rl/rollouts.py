@@ -39,7 +39,7 @@ class RolloutConfig(Checked):
     """Largest number of draft tokens per round; 0 disables drafting, None leaves it to the engine."""
 
     def params(self, seed: int) -> SamplingParams:
-        """Returns the sampling parameters of the answer with this seed."""
+        """Returns the sampling parameters of an answer with this seed, from these settings."""
         return SamplingParams(
             temperature=self.temperature,
             max_tokens=self.max_tokens,
@@ -92,10 +92,10 @@ class Follower(Protocol):
     """Trains a drafter between rollouts, so that it follows the changing policy."""
 
     def learn(self, llm: LLM, samples: Sequence[Sample]) -> dict[str, float]:
-        """Trains the engine's drafter in place on the latest samples, after new policy weights were loaded.
+        """Trains the engine's drafter in place on the latest samples. Called after new policy weights were loaded.
 
-        Returns measured values of the training, by name. The caller then makes the engine use the drafter's new
-        weights.
+        Returns measured values of the training, by name. The caller restarts the engine afterwards, so that it uses the
+        drafter's new weights.
         """
         ...
 
@@ -123,11 +123,12 @@ class Rollouts:
         self._follower_figures: dict[str, float] = {}
 
     def load_weights(self, state: Mapping[str, Tensor], step: int) -> None:
-        """Loads the policy's weights, named as in Hugging Face checkpoints, and drops all caches. Then trains the
-        drafter if there is a follower.
+        """Loads the policy's new weights and drops all caches. Then the follower, if there is one, trains the drafter
+        on the samples of the latest batch, if there are any.
 
-        `step`: the training step of the weights. Raises the errors of `LLM.load_weights`; the old weights then stay
-        loaded.
+        `state`: tensors by their names in Hugging Face checkpoints. `step`: the training step that the weights are
+        from. Raises ConfigError while answers are being generated, and an error if a tensor is missing or has another
+        shape; the old weights then stay loaded.
         """
         began = time.perf_counter()
         self.llm.load_weights(state)
@@ -140,14 +141,15 @@ class Rollouts:
         self.step, self._num_calls = step, 0
 
     def next_place(self) -> str:
-        """Starts a batch of rollouts; returns its name "step.number", from the training step of the policy's weights
-        and the number of the batch within this step."""
+        """Starts a batch of rollouts; returns its name "step.number": the training step of the policy's weights, and
+        the number of the batch within this step, counted from 0."""
         self._num_calls += 1
         return self.place
 
     @property
     def place(self) -> str:
-        """Name of the latest batch of rollouts, "step.number"."""
+        """Name of the latest batch of rollouts, "step.number" (see `next_place`). Invalid between `load_weights` and
+        the start of the next batch."""
         return f"{self.step}.{self._num_calls - 1}"
 
     def sample(self, prompts: Sequence[list[int]], *, num_each: int = 1) -> list[Sample]:
@@ -165,9 +167,9 @@ class Rollouts:
     def keep(
         self, samples: list[Sample], seconds: float, rounds: Rounds, more: Mapping[str, float] | None = None
     ) -> None:
-        """Records the measured values of a batch of rollouts, and stores its samples, on which the follower trains the
-        drafter next. `seconds`: wall time of the batch; `rounds`: totals of its decode rounds, such as accepted drafts;
-        `more`: further values by name."""
+        """Records the measured values of a batch of rollouts in `figures`, and stores its samples for the drafter's
+        training in `load_weights`. `seconds`: wall time of the batch. `rounds`: totals over its decode rounds, such as
+        accepted drafts. `more`: further measured values, by name."""
         self._latest = samples
         num_tokens = sum(sum(each.mask) for each in samples)
         more = {**self._follower_figures, **(more or {})}
@@ -176,7 +178,8 @@ class Rollouts:
 
 
 def seed_of(seed: int, *places: str) -> int:
-    """Derives an answer's seed, in [0, 2^63), from the base seed `seed` and the strings that identify the answer."""
+    """Derives the seed of an answer, in [0, 2^63), from the base seed `seed` and strings that identify the answer, such
+    as batch and index."""
     mark = hashlib.blake2b("\0".join((str(seed), *places)).encode(), digest_size=8).digest()
     return int.from_bytes(mark) >> 1
 

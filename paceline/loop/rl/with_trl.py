@@ -52,8 +52,9 @@ def rollout_func(rollouts: Rollouts) -> RolloutFunc:
 def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
     """Returns the `rollout_func` for TRL's GRPOTrainer that runs an agent on each prompt.
 
-    Prompts are tasks as JSON (`task_rows`); equal adjacent prompts form a group. The attempts come with rewards, so use
-    `attempt_reward` as TRL's reward function.
+    Each prompt is a task as JSON, from `task_rows`. Adjacent equal prompts are attempts at the same task, and are
+    rewarded as one group. The rollout function also computes the rewards; pass `attempt_reward`, which returns them,
+    to the trainer as its reward function.
     """
 
     def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -71,7 +72,8 @@ def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
 
 
 def attempt_reward(completions: list[Any], **columns: Any) -> list[float]:
-    """Returns the rewards that `agent_rollout_func` computed; use it as TRL's reward function. Raises RolloutError if
+    """Reward function for TRL: returns the rewards that the function of `agent_rollout_func` has computed, one per
+    completion. `columns`: the rollout's columns, which contain the rewards. Raises RolloutError if they do not, because
     the trainer uses another rollout function."""
     if REWARD not in columns:
         raise RolloutError("attempt_reward goes with agent_rollout_func: give the trainer that as its rollout_func")
@@ -84,7 +86,7 @@ def task_rows(tasks: Sequence[Any]) -> list[dict[str, str]]:
 
 
 def sync(rollouts: Rollouts, trainer: Any) -> None:
-    """Loads the trainer's weights into the engine, unless the engine already has the weights of this training step."""
+    """Loads the trainer's weights into the engine, unless weights of the trainer's current step are already loaded."""
     if rollouts.step != trainer.state.global_step:
         model = trainer.accelerator.unwrap_model(trainer.model)
         rollouts.load_weights(_whole(model.state_dict()), trainer.state.global_step)
@@ -101,15 +103,15 @@ def columns(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def encoded(rollouts: Rollouts, prompt: Any) -> list[int]:
-    """Encodes a prompt from TRL: plain text directly, messages with the chat template. Raises PromptError if the
-    template is missing or fails, or a message is malformed."""
+    """Returns the token ids of a prompt from TRL. Text is encoded as it is; a list of messages is rendered with the
+    chat template. Raises PromptError if the template is missing or fails, or a message is malformed."""
     llm = rollouts.llm
     return llm.tokenizer.encode(prompt) if isinstance(prompt, str) else llm.encode_chat(prompt)
 
 
 def check_trainer(rollouts: Rollouts, trainer: Any) -> None:
-    """Raises ConfigError if the trainer's sampling settings differ from the rollouts', or the trainer runs in several
-    processes."""
+    """Raises ConfigError if the trainer's temperature differs from that of the rollouts, if it sets top_p, top_k, min_p
+    or repetition_penalty, or if it runs in several processes."""
     args, config = trainer.args, rollouts.config
     refuse(
         ConfigError,

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 
 def search(config: SearchConfig, *, progress: Progress | None = None) -> SearchResult:
-    """Trains drafters with different settings, and returns the one that serves held-out prompts fastest. If none is
-    clearly faster than the drafter with the settings that `paceline train` plans, returns that (the planner's choice).
+    """Trains drafters with different settings, measures them on held-out prompts, and chooses one. One of them has the
+    settings that `paceline train` would plan (the planner's choice). It is chosen unless another drafter is clearly
+    faster.
 
-    A call with the same folder resumes the search. Raises ConfigError (also if Optuna is missing), PromptError for too
-    few prompts, CacheError, and the errors of loading models.
+    A call with the same `config.out` resumes the search. Raises ConfigError (also if Optuna is missing), PromptError if
+    there are too few prompts, CacheError when the disk cannot be written, and ModelNotFoundError, ModelFileError,
+    UnsupportedModelError or DownloadError if the target cannot be loaded.
     """
     from paceline.loop.search.run import run
 

@@ -13,8 +13,8 @@ from paceline.train.config import AnswerConfig, PromptsConfig
 
 @dataclass(frozen=True, slots=True)
 class SearchConfig(Checked):
-    """Settings of a search for a drafter's training settings: its time, its data, and when trials are measured and
-    stopped."""
+    """Settings of a search for a drafter's training settings: how long it takes, which data it uses, and when a trial
+    (one training) is measured and may be stopped."""
 
     out: Path = Path("runs/search")
     """Run folder; repeat the same command to resume."""
@@ -45,7 +45,8 @@ class SearchConfig(Checked):
 
     @property
     def rung_minutes(self) -> list[float]:
-        """Minutes of training at which a trial is measured, ascending; it may be stopped at each (successive halving),
-        and ends at the last."""
+        """Minutes of training after which a trial (one training) is measured, ascending. The last number is the full
+        length of a trial. At each of the others, the trial is stopped if its drafter is slow compared with those of
+        other trials (successive halving)."""
         longest = self.trial_minutes or self.minutes / 10
         return [longest / self.reduction ** (self.rungs - 1 - rung) for rung in range(self.rungs)]

@@ -20,8 +20,9 @@ from paceline.train.served import length_for, params_for
 
 
 class Rated(NamedTuple):
-    """Measurement of a drafter: `ratio`, its tokens/s over those of a baseline; the 95% interval of `ratio` over
-    prompts; its acceptance length."""
+    """Measurement of a drafter. `ratio`: its tokens/s divided by those of the baseline (another drafter, or plain
+    decoding). `interval`: 95% interval of `ratio` over prompts. `acceptance_length`: its mean accepted drafts per
+    round, plus 1."""
 
     ratio: float
     interval: Interval
@@ -29,8 +30,8 @@ class Rated(NamedTuple):
 
 
 class Rater:
-    """Measures drafters of one target by generating answers to prompts, one at a time. As in serving, a planner decides
-    in each round how many drafts to verify."""
+    """Measures drafters of one target by generating answers to prompts, one at a time. As in serving, the engine
+    chooses in each round how many drafted tokens are verified."""
 
     def __init__(self, target: EngineConfig, max_tokens: int, repeat: int) -> None:
         self.target, self.max_tokens, self.repeat = target, max_tokens, repeat
@@ -42,8 +43,8 @@ class Rater:
         baseline: Path | None = None,
         on_answer: Callable[[], None] = ignore,
     ) -> Rated:
-        """Measures `drafter`: returns its tokens/s over those of the drafter `baseline`, or of plain decoding if that
-        is None. `documents`: only their prompts are used. Calls `on_answer` after each answer."""
+        """Measures the speed of `drafter` relative to the drafter `baseline`, or to plain decoding if `baseline` is
+        None. `documents`: only their prompts are used. `on_answer` is called after each answer."""
         requests = [Request(each.key, each.tokens[: each.answer_start].tolist()) for each in documents]
         longest = length_for(self.target, documents, self.max_tokens)
         llm = LLM.of(replace(self.target, drafter=BASELINE, max_batch=1, max_len=longest))

@@ -47,8 +47,10 @@ FIXED = {"loop.epochs": 1e6, "loop.keep": "last", "loop.serve_share": 0.0}
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Result of a search: the chosen drafter, and `ratio`, tokens/s of the best other trial over those of the planner's
-    choice (the settings that `paceline train` plans), on prompts that no trial was measured on."""
+    """Result of a search: the chosen drafter, and a comparison of the best trial with the planner's choice (the
+    settings that `paceline train` plans). `ratio`: tokens/s of the best trial with other settings, divided by those of
+    the planner's choice. `interval`: 95% interval of `ratio`. Both are measured on prompts that no trial was measured
+    on before."""
 
     drafter: Path
     run: Path
@@ -64,7 +66,7 @@ class SearchResult:
 
 
 def run(config: SearchConfig, progress: Progress) -> SearchResult:
-    """Runs a search, or resumes it; the implementation of `paceline.loop.search.search`."""
+    """Runs the search in the folder `config.out`, or resumes it. Implements `paceline.loop.search.search`."""
     with only_run(config.out, "searching", Ranks(), progress.say), stopped_by_signal(progress.say):
         return _Search(config, progress).run()
 
@@ -211,7 +213,7 @@ def _opened(config: SearchConfig) -> RunFolder:
 
 
 def write(result: SearchResult, config: SearchConfig, run: RunFolder, progress: Progress) -> None:
-    """Shows the table of trials, and writes it with the verdict as report.md and report.html."""
+    """Prints the table of trials and the verdict, and writes both to the run folder as report.md and report.html."""
     rungs = [Column(f"after {minutes:.3g} min", lambda trial, place=place: _speedup(trial, place), align="right")
              for place, minutes in enumerate(config.rung_minutes)]  # fmt: skip
     columns = [Column("trial", lambda trial: trial.number, align="right"), Column("settings", lambda t: t.settings)]
@@ -242,7 +244,8 @@ def _speedup(trial: Measured, rung: int) -> str | None:
 
 
 def verdict(result: SearchResult) -> str:
-    """Describes the outcome of a search in a sentence or two."""
+    """Returns a sentence or two on the outcome of a search: which settings are kept, and the speed of the best trial
+    relative to the planner's choice (the settings that `paceline train` plans)."""
     if result.ratio is None:
         return "No other trial was as fast as the planner's choice at every rung: that is kept. More minutes try more."
     compared = with_interval(result.ratio, result.interval, "{:.2f}", "x")

@@ -53,8 +53,11 @@ class Measured:
 
 
 class Trials:
-    """All trials of one search folder. `train` trains a trial up to the minutes of its TrainConfig and returns the
-    drafter's folder, `rate` measures that drafter; the first argument of both is the trial's number."""
+    """All trials of a search: each trains one drafter with certain settings. They are stored in the search's folder.
+
+    `train(number, config)` trains the drafter of trial `number` up to the minutes in the TrainConfig `config`, and
+    returns the drafter's folder. `rate(number, folder)` measures this drafter.
+    """
 
     def __init__(
         self, config: SearchConfig, space: Space, run: RunFolder, train: Callable[[int, Any], Path],
@@ -80,17 +83,17 @@ class Trials:
 
     @property
     def reserve(self) -> float:
-        """Minutes needed for one more trial that is not stopped early, with its measurements, and for the final
-        comparison, which takes about as long as two measurements. Excludes computing hidden states, which only the
-        first trial does."""
+        """Minutes to keep free before a new trial starts: for one trial that is not stopped early, its measurements,
+        and the final comparison, which takes about as long as two measurements. The first trial also computes hidden
+        states; that time is not included."""
         times = (line["measuring_minutes"] for line in self.run.metrics() if "measuring_minutes" in line)
         rungs = self.config.rung_minutes
         return rungs[-1] + (len(rungs) + 2) * max(times, default=0.0)
 
     def run_next(self) -> Measured:
-        """Runs a new trial, or resumes the one that a killed search was running, until it is stopped early or complete;
-        returns its state. A trial whose settings cause an error counts as failed; that of the planner's choice is
-        raised."""
+        """Runs a new trial, or resumes the one that was running when the search was killed, until the trial is complete
+        or stopped early. Returns its state. If its settings cause an error, the trial counts as failed; an error of
+        trial 0, the planner's choice, is raised."""
         begun = [each for each in self._study.trials if each.state is TrialState.RUNNING]
         # A sampler for each trial, so that a resumed search draws the same as one that was never killed.
         seed = self.config.seed + len(self._study.trials)
@@ -149,7 +152,7 @@ class Trials:
 
 
 def winner_of(trials: list[Measured]) -> Measured | None:
-    """Returns the complete trial with the highest speed-up at its end, leaving out the planner's choice (trial 0); None
-    if there is no other."""
+    """Returns the complete trial with the highest speed-up over plain decoding at its last measurement. Trial 0, the
+    planner's choice, is left out; returns None if no other trial is complete."""
     complete = [trial for trial in trials if trial.number and trial.is_complete]
     return max(complete, key=lambda trial: trial.speedups[-1], default=None)

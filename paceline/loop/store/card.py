@@ -18,8 +18,7 @@ MOST_NAMED = 12
 
 
 class Described(Protocol):
-    """Protocol of a dataset store (`folder.Store`): the attributes that `card_of` reads to compute the summary of a
-    store."""
+    """Attributes and methods of a dataset store (`folder.Store`) that `card_of` needs to compute its summary."""
 
     path: Path
     model: str
@@ -34,8 +33,8 @@ class Described(Protocol):
 
 def card_of(store: Described, tags: Sequence[str] = ()) -> dict[str, Any]:
     """Computes a summary of a dataset store's contents as JSON: counts of rows and tokens for "train" and "evals",
-    sources, tags, rows left out and rows deleted by `forget`. `tags`: count only rows whose tag is in `tags` (empty:
-    all rows); raises ConfigError for a tag that no row has."""
+    sources, tags, rows that were left out when answers were added, and rows deleted by `forget`. `tags`: count only
+    rows with one of these tags (empty: all rows). Raises ConfigError for a tag that no row has."""
     counts: dict[str, Any] = {}
     sources, by_tag, reasons, models = (Counter[str]() for _ in range(4))
     conversations: dict[str, set[str]] = {}

@@ -51,8 +51,8 @@ log = logging.getLogger("paceline.loop.store")
 
 @dataclass(slots=True)
 class Store:
-    """A dataset store: versioned rows (prompt, answer, metadata) in two sides, "train" and "evals". Use `create` or
-    `open`."""
+    """A dataset store: versioned rows (prompt, answer, metadata) on two sides, "train" and "evals". Use `Store.create`
+    or `Store.open` instead of the constructor."""
 
     path: Path
     model: str
@@ -67,8 +67,8 @@ class Store:
 
     @classmethod
     def create(cls, path: str | Path, model: str, split: SplitConfig | None = None) -> Store:
-        """Create an empty store at `path` for rows in this model's tokens. Raises ConfigError if there already is a
-        store, CacheError if the folder cannot be written."""
+        """Create an empty store at `path`, for prompts and answers in the tokens of `model`. Raises ConfigError if
+        `path` already contains a store or files of one, CacheError if the folder cannot be written."""
         folder = Path(path)
         is_left = (folder / "versions.jsonl").exists() or any(
             any((folder / side).glob("answers-*.parquet")) for side in SIDES
@@ -106,15 +106,17 @@ class Store:
         write_whole(self.path / "store.json", json.dumps(state, indent=1) + "\n")
 
     def tokenizer(self) -> Tokenizer:
-        """Load the model's tokenizer. Raises the errors of `Tokenizer.from_path`."""
+        """Load the model's tokenizer. Raises ModelNotFoundError, ModelFileError, UnsupportedModelError or DownloadError
+        if it cannot be loaded."""
         return Tokenizer.from_path(resolve(self.model))
 
     def shards(self, side: str) -> list[Path]:
         return sorted((self.path / side).glob("answers-*.parquet"))
 
     def rows(self, side: str, version: int | None = None) -> Iterator[Row]:
-        """Yield the rows of a side ("train" or "evals") as they were at a version, by default the newest. Raises
-        PromptError on a damaged file, and the errors of `versions`."""
+        """Yield the rows of a side ("train" or "evals") that were added up to version `version` [default: all rows].
+        Rows that `forget` deleted are missing from every version. Raises PromptError on a damaged Parquet file,
+        ConfigError if versions.jsonl is damaged."""
         last = self.version if version is None else version
         named = {
             name for line in self.versions()[-1:] for name in line["files"]
@@ -128,11 +130,13 @@ class Store:
 
     @contextlib.contextmanager
     def changing(self, doing: str) -> Iterator[dict[str, Any] | None]:
-        """Context manager that holds the store's lock during a change. First completes, or reverts, an earlier change
-        whose process was killed. Yields the line of versions.jsonl of the change that it completed, None if it
-        completed none. `doing`: name of the change, for the error message of another process.
+        """Context manager that holds the store's lock while the store is changed. If an earlier change was killed,
+        first completes that change if all its files were written, else reverts it. Yields the completed change's line
+        of versions.jsonl, or None if no change was completed. `doing`: name of the new change, shown in the error
+        message of another process that tries to change the store.
 
-        Raises ConfigError if another process holds the lock, or store.json and versions.jsonl do not match."""
+        Raises ConfigError if another process holds the lock, or store.json and versions.jsonl do not match.
+        """
         with only_run(self.path, doing, Ranks(), SILENT.say):
             current = Store.open(self.path)
             self.version, self.suites = current.version, current.suites
@@ -177,7 +181,8 @@ class Store:
         log.warning("%s is of no version, as a change that was killed leaves it: moved to %s", file, aside)
 
     def unfinished(self) -> list[Path]:
-        """Returns the Parquet files in the folder unfinished/: those of killed changes, which belong to no version."""
+        """Returns the Parquet files in the folder unfinished/. They belong to no known version, for example because the
+        change that wrote them was killed."""
         return sorted((self.path / UNFINISHED).glob("*.parquet"))
 
     def _all_shards(self) -> list[Path]:
@@ -195,13 +200,18 @@ class Store:
         progress: Progress = SILENT,
         tags: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Add answers from these files or folders as a new version; duplicates are left out. Returns the version's line
-        in versions.jsonl. `tokenizer`: the store model's [default: loaded anew]. `tags`: add only rows whose tag is in
-        `tags` (empty: all rows).
+        """Add answers from these files or folders as a new version. Returns the version's line in versions.jsonl.
+        `tokenizer`: tokenizer of the store's model [default: loads it]. `tags`: add only rows with one of these tags
+        (empty: all rows). An answer is left out if
+
+        - it is already stored, or was deleted by `forget`;
+        - its prompt and answer together nearly equal those of another conversation;
+        - its conversation is similar to stored conversations on both sides, "train" and "evals".
 
         Raises PromptError if a source is invalid, or if the store is empty and no source has a usable answer;
-        ConfigError as `changing`, or if one of `tags` is in no row of a source; CacheError if a file cannot be
-        written."""
+        ConfigError if another process changes the store, or if a source has no row with one of `tags`; CacheError if a
+        file cannot be written.
+        """
         paths = [Path(source) for source in sources]
         for path in paths:
             check_tags(path, tags)
@@ -279,7 +289,7 @@ class Store:
     def resplit(self, split: SplitConfig) -> dict[str, Any]:
         """Split all conversations into training and evals again, with new settings; returns the new version's line in
         versions.jsonl. Models trained on an earlier version may have seen rows that are now for evals. Raises
-        PromptError if the store is empty, ConfigError as `changing`."""
+        PromptError if the store is empty, ConfigError if another process changes the store."""
         with self.changing("splitting the store") as finished:
             if finished and finished.get("split") == asdict(split):
                 return finished
@@ -295,9 +305,9 @@ class Store:
             return self.commit("split", {"split": asdict(split)}, old)
 
     def commit(self, what: str, figures: dict[str, Any], replaced: Sequence[Path] = ()) -> dict[str, Any]:
-        """Complete the next version from the files written for it: append its line to versions.jsonl, and delete the
-        files in `replaced`. `what`: kind of change (add, split, forget); `figures`: further fields of the line. Returns
-        the line."""
+        """Complete the next version, after its files were written: append its line to versions.jsonl, and delete the
+        files in `replaced`. `what`: kind of change ("add", "split" or "forget"). `figures`: further fields of the line.
+        Returns the line."""
         left = {side: [file for file in self.shards(side) if file not in replaced] for side in SIDES}
         files = {f"{side}/{file.name}": sha256_of(file) for side in SIDES for file in left[side]}
         rows = {side: sum(parquet.read_metadata(file).num_rows for file in left[side]) for side in SIDES}
@@ -312,9 +322,11 @@ class Store:
         return line
 
     def versions(self) -> list[dict[str, Any]]:
-        """Returns the lines of versions.jsonl, one per version, without that of a killed change.
+        """Returns the lines of versions.jsonl, one per version, oldest first; [] for a store without rows. The line of
+        a change that was killed before it was complete is left out.
 
-        Raises ConfigError on a damaged line, or if the newest version's line is missing."""
+        Raises ConfigError on a damaged line, or if the newest version's line is missing.
+        """
         return [line for number, line in self._version_lines().items() if number <= self.version]
 
     def _version_lines(self) -> dict[int, dict[str, Any]]:
@@ -333,16 +345,16 @@ class Store:
         )
 
     def note_suite(self, file: str | Path) -> None:
-        """Record an eval suite made from the store (`file` contains its cases), so that `forget` deletes matching cases
-        from this file, too."""
+        """Record that the eval suite in `file` was made from this store. `forget` then deletes matching cases from this
+        file, too. Raises ConfigError if another process changes the store."""
         with self.changing("noting a suite"):
             self.suites = list(dict.fromkeys([*self.suites, str(Path(file).resolve())]))
             self.save()
 
     def label(self, labels: Iterable[dict[str, Any]]) -> int:
-        """Append scores to labels.jsonl: dicts with the `digest` (hash) of a row and any other keys. Scores of rows
-        that are not stored are left out. Returns the number of appended scores. Raises CacheError if the file cannot be
-        written, ConfigError as `changing`."""
+        """Append scores of answers to labels.jsonl. Each is a dict with the `digest` (hash) of a row and any other
+        keys; those whose row is not in the store are ignored. Returns the number of appended scores. Raises CacheError
+        if the file cannot be written, ConfigError if another process changes the store."""
         known = {row["digest"] for side in SIDES for row in self.rows(side)}
         matching = [label for label in labels if label.get("digest") in known]
         with self.changing("labelling"):
@@ -354,8 +366,8 @@ class Store:
             append_lines(self.path / name, map(plain, lines), is_synced=True)
 
     def labels(self) -> list[dict[str, Any]]:
-        """Returns the lines of labels.jsonl: scores of answers, in the form in which `label` got them. Raises
-        ConfigError on a damaged line."""
+        """Returns the scores of answers in labels.jsonl, as the dicts that were passed to `label`; [] before the first
+        call of `label`. Raises ConfigError on a damaged line."""
         return checked_lines(self.path / "labels.jsonl", {})
 
 

@@ -25,8 +25,8 @@ DAMAGED = "damaged line"
 
 @dataclass(slots=True)
 class Forgotten:
-    """Result of `forget`: numbers of deleted rows, conversations, labels and eval cases, and files that still contain
-    matches."""
+    """Result of `forget`: numbers of deleted rows, conversations, labels and eval cases, and names of files that still
+    contain text that matches the pattern."""
 
     rows: int = 0
     conversations: int = 0
@@ -42,12 +42,14 @@ class Forgotten:
 
 
 def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
-    """Delete every conversation with a prompt, answer or tag that matches the regular expression `match`; the deleted
-    answers cannot be added again.
+    """Delete every conversation in which the regular expression `match` matches a prompt, answer, tag, source or
+    sampling settings. Also deletes its labels and eval cases. The deleted answers cannot be added to the store again.
 
-    `in_sources`: also delete the rows from the source files. Raises ConfigError on an invalid pattern or one that
-    matches everything, CacheError if a file cannot be written, and, before any change, the errors of loading the
-    tokenizer."""
+    `in_sources`: also delete the rows from the source files that they were added from. Raises ConfigError if the
+    pattern is invalid or matches everything, or if another process changes the store; CacheError if a file cannot be
+    written. If the tokenizer cannot be loaded, raises ModelNotFoundError, ModelFileError, UnsupportedModelError or
+    DownloadError before any change.
+    """
     pattern = pattern_of(match)
     done, tokenizer = Forgotten(), store.tokenizer()
     with store.changing("forgetting"):
@@ -87,7 +89,9 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
 def pattern_of(match: str) -> re.Pattern[str]:
     """Compiles `match` as a regular expression.
 
-    Raises ConfigError if it is invalid, or matches the empty string and therefore every text."""
+    Raises ConfigError if the expression is invalid. Also raises it if the expression matches the empty string, because
+    it would then match every text.
+    """
     try:
         pattern = re.compile(match)
     except re.error as error:
@@ -99,8 +103,8 @@ def pattern_of(match: str) -> re.Pattern[str]:
 
 
 def has(row: Row, pattern: re.Pattern[str]) -> bool:
-    """True if the pattern matches the row's prompt, answer, tag, source or sampling settings. The column `sampling`,
-    which is JSON, is searched both as it is and with its escapes decoded."""
+    """True if the pattern matches the row's prompt, answer, tag, source or sampling settings. The sampling settings are
+    stored as JSON; the pattern is searched in the JSON text, both with and without \\u escapes."""
     texts = [str(row[name]) for name in ("prompt", "text", "tag", "source", "sampling") if row.get(name)]
     if row.get("sampling"):
         texts.append(_text(_parsed(str(row["sampling"]))))

@@ -53,8 +53,8 @@ def digest_of(prompt_ids: Iterable[int], answer_ids: Iterable[int]) -> str:
 
 
 def shards_of(source: Path) -> list[Path]:
-    """Lists the Parquet files of a source: a single file, a folder of traces or answers, or a run folder of `paceline
-    regenerate`. Raises PromptError if a folder has no such file."""
+    """Returns the Parquet files of a source: a single file, a folder of traces or answers, or a run folder of `paceline
+    regenerate`. Raises PromptError if a folder contains no Parquet files of answers or traces."""
     if source.is_file():
         return [source]
     folder = source / "answers" if (source / "answers").is_dir() else source
@@ -67,8 +67,8 @@ def shards_of(source: Path) -> list[Path]:
 
 
 def read_shard(file: Path) -> list[Row]:
-    """Reads the rows of a Parquet file of answers or traces as dicts with every column that a store has; None for
-    columns that the file lacks. Raises PromptError on a damaged or foreign file."""
+    """Reads a Parquet file of answers or traces. Returns its rows as dicts with all columns of a store; columns that
+    the file lacks are None. Raises PromptError if the file is damaged, or is not a file of answers or traces."""
     with reraised(
         PromptError, f"{file} is no file of answers", "give whole files", pa.ArrowException, OSError, ValueError
     ):
@@ -83,8 +83,8 @@ def read_shard(file: Path) -> list[Row]:
 
 @dataclass(slots=True)
 class Incoming:
-    """Reads rows from source files, and adds what a store needs and the files may lack: prompt text (decoded by
-    `tokenizer`), identifier, and default values."""
+    """Reads rows from source files, and completes them for a store: adds the prompt's text (decoded by `tokenizer`),
+    the row's identifier, and defaults for missing values."""
 
     tokenizer: Tokenizer
     left_out: Counter[str] = field(default_factory=Counter)
@@ -96,8 +96,9 @@ class Incoming:
         return f"left out: {counts}" if counts else "nothing left out"
 
     def rows(self, sources: Iterable[Path], tags: Sequence[str] = ()) -> Iterator[Row]:
-        """Yield the usable rows of these files, with prompt text and identifier added; the others are counted by reason
-        in `left_out`. `tags`: yield only rows whose tag is in `tags` (empty: all rows)."""
+        """Yield the usable rows of these files or folders, completed for the store. Rows that cannot be used, for
+        example because they have no answer, are counted by reason in `left_out`. `tags`: yield only rows with one of
+        these tags (empty: all rows)."""
         vocab = self.tokenizer.vocab_size
         for file in (file for source in sources for file in shards_of(source)):
             for row in read_shard(file):

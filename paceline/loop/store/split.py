@@ -38,8 +38,8 @@ class Groups:
 
 
 def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Returns, for each prompt (token ids), the shortest of the prompts that it begins with: the first prompt of its
-    conversation."""
+    """Returns, for each prompt (token ids), the first prompt of its conversation: the shortest of `prompts` that is a
+    prefix of it, or the prompt itself if no other is."""
     first: dict[tuple[int, ...], tuple[int, ...]] = {}
     chain: list[tuple[int, ...]] = []
     for prompt in sorted(set(prompts)):  # a prompt sorts directly after its prefixes
@@ -51,9 +51,9 @@ def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
-    """Groups conversations with similar first prompts. Returns groups of indices of `firsts`, the first prompts (token
-    ids). `related`: two prompts are similar if the Jaccard similarity of their 5-token shingles is above this (0 to
-    1)."""
+    """Groups conversations with similar first prompts, transitively. `firsts`: the first prompt (token ids) of each
+    conversation. `related`: two prompts are similar if the Jaccard similarity of their 5-token shingles is above this
+    (0 to 1). Returns the groups, over indices of `firsts`."""
     groups, pieces = Groups(len(firsts)), list(map(pieces_of, firsts))
     near = Near(related, common_pieces(pieces))
     for number, own in enumerate(pieces):
@@ -64,8 +64,9 @@ def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
 
 
 def side_of(name: str, config: SplitConfig) -> str:
-    """Chooses the side of a family (conversations with similar first prompts), "train" or "evals", by a hash of the
-    family's name and `config.split_seed`."""
+    """Returns the side of a family (conversations with similar first prompts), "train" or "evals". It is chosen by a
+    hash of `name`, the family's name, and `config.split_seed`; a share of `config.evals_share` of all families goes to
+    "evals"."""
     drawn = hashlib.blake2b(f"{config.split_seed}/{name}".encode(), digest_size=8).digest()
     return SIDES[int.from_bytes(drawn, "big") < config.evals_share * 2**64]
 
@@ -73,9 +74,14 @@ def side_of(name: str, config: SplitConfig) -> str:
 def sides(
     prompts: Sequence[tuple[int, ...]], known: Sequence[str | None], config: SplitConfig
 ) -> tuple[list[str], list[str]]:
-    """Returns two lists with one entry per prompt: the id of its conversation, and its side: "train", "evals", or
-    "between" for a new prompt that is related to stored ones on both sides. `known`: the side of each prompt that is
-    already stored, None for a new one."""
+    """Assigns each prompt to a side, "train" or "evals". Returns two lists with one entry per prompt: the id of its
+    conversation, and its side.
+
+    `known`: for each prompt, its side if it is already stored, else None. Stored prompts keep their side. A new prompt
+    gets the side of the stored prompts of its family (conversations with similar first prompts). If the family has
+    stored prompts on both sides, the new prompt gets "between": it must not be added to either. If the family has no
+    stored prompts, `side_of` chooses.
+    """
     firsts = first_prompts(prompts)
     unique = list(dict.fromkeys(firsts))
     place = {first: number for number, first in enumerate(unique)}

@@ -27,9 +27,9 @@ def write_card(
     coverage: Coverage | None,
     done: Synthesized,
 ) -> None:
-    """Write a description of the synthetic answers, card.json and README.md, to the run folder. `schema`: the answers'
-    JSON schema, `coverage`: counts of the schema's values in the answers; None for answers without a schema. `done`:
-    counts of the run. Raises CacheError if the files cannot be written."""
+    """Write a description of the synthetic answers to the run folder, as card.json and README.md. `schema`: JSON schema
+    of the answers. `coverage`: how often answers take each value of the schema. Both are None for answers without a
+    schema. `done`: counts of the run. Raises CacheError if the files cannot be written."""
     figures = {
         "what": "synthetic answers",
         "target": config.target.model,

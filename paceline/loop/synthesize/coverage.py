@@ -38,8 +38,9 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Place in a JSON schema where an answer takes one of `values`: an enum or a boolean. If `is_branch`, the place
-    offers several schemas (`anyOf`, `oneOf`), and `values` are their indices."""
+    """Place in a JSON schema where an answer takes one of a few values: an enum or a boolean. `values` lists them. If
+    `is_branch`, the place offers several schemas (`anyOf`, `oneOf`) instead, and `values` are the indices of these
+    schemas."""
 
     path: tuple[Step, ...]
     values: tuple[Any, ...]
@@ -47,7 +48,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Path of the place as text, such as `action` or `items[].kind`."""
+        """Path of the choice in the schema as text, such as `action` or `items[].kind`."""
         parts = (
             f".{key}" if kind == "properties" else "[]" if kind == "items" else f"({key})" for kind, key in self.path
         )
@@ -57,7 +58,7 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class Taken:
     """Statistics of one choice (place in a JSON schema with a fixed set of values): how often answers took each value,
-    how evenly (0 to 1), and the values that none took."""
+    how evenly (0 to 1), and the values that no answer took."""
 
     name: str
     counts: dict[str, int]
@@ -66,8 +67,8 @@ class Taken:
 
 
 class Coverage:
-    """Counts which values parsed answers take in each choice of a JSON schema: an enum, a boolean, or a branch of
-    `anyOf`."""
+    """Counts the values that answers take at the choices of a JSON schema. A choice is a place with a fixed set of
+    values: an enum, a boolean, or the branches of `anyOf` or `oneOf`."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -91,9 +92,10 @@ class Coverage:
                 self._words[name].update(re.findall(r"\w+", text.lower()))
 
     def rarest(self, generator: random.Random) -> tuple[Choice, int] | None:
-        """Picks a choice at random, with a higher chance the less evenly its values were taken. Returns it with the
-        index of its rarest value; None if the schema has no choices. Counts this value as taken, so that the next call
-        picks others."""
+        """Picks a value for the next answer, and counts it as taken, so that the next call prefers another one. First
+        draws a choice (place with a fixed set of values) of the schema; choices whose values were taken unevenly are
+        more probable. Returns this choice and the index of its value that was taken least often; None if the schema has
+        no choices."""
         if not self.choices:
             return None
         weights = [1.05 - evenness(counts, len(choice.values)) for choice, counts in self.counts.items()]
@@ -104,7 +106,8 @@ class Coverage:
         return choice, place
 
     def taken(self) -> list[Taken]:
-        """Returns, for each choice of the schema, how often answers took each value, and how evenly."""
+        """Returns, for each choice (place with a fixed set of values) of the schema, how often answers took each value,
+        and how evenly."""
         return [
             Taken(
                 choice.name,
@@ -116,8 +119,9 @@ class Coverage:
         ]
 
     def texts(self) -> list[dict[str, Any]]:
-        """Returns one dict for each place of free texts in the schema: its "name", the "number" of texts, percentiles
-        of their length ("characters"), and number and entropy of different words ("words", "bits_per_word")."""
+        """Returns statistics of free texts, one dict for each place in the answers that holds them: "name" of the
+        place, "number" of texts, "characters" (percentiles "p5", "p50", "p95" of the length), "words" (number of
+        different words), and "bits_per_word" (entropy of the words)."""
         return [
             {
                 "name": name or "answer",
@@ -141,8 +145,8 @@ class Coverage:
 
 
 def narrowed(schema: Schema, choice: Choice, place: int) -> Schema:
-    """Returns the schema with this choice fixed to `choice.values[place]`. Properties on the choice's path become
-    required, and arrays non-empty, so that every answer has the value."""
+    """Returns a copy of the schema that allows only one value at this choice: `choice.values[place]`. Properties on the
+    path to the choice become required, and arrays non-empty, so that every answer contains the value."""
     return _narrowed(schema, schema, choice.path, choice, place)
 
 
@@ -154,8 +158,8 @@ def entropy(counts: Iterable[int]) -> float:
 
 
 def evenness(counts: Counter[int], number: int) -> float:
-    """Entropy of the counts divided by its maximum over `number` possible values: 1 is even, 0 is constant or without
-    counts."""
+    """Entropy of the counts divided by its maximum, over `number` (at least 2) possible values. 1: all values equally
+    often; 0: always the same value, or no counts."""
     return entropy(counts.values()) / math.log2(number)
 
 
@@ -248,7 +252,8 @@ def _looks_like(schema: Schema, value: Any) -> bool:
 
 
 def resolved(root: Schema, node: Any) -> Schema:
-    """Returns the schema `node`, or the one in `root` that its `$ref` names; {} for a schema that is not an object."""
+    """Returns the schema `node`. If `node` has a `$ref`, returns the schema in `root` that it refers to, overridden by
+    the other keys of `node`. Returns {} if the result is not an object."""
     for _ in range(MAX_DEPTH):
         if not isinstance(node, dict) or "$ref" not in node:
             break

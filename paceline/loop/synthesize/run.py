@@ -46,8 +46,9 @@ ROWS_PER_SHARD = 512
 
 
 def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
-    """Runs `paceline synthesize`: generates answers, writes the accepted ones and their description (card.json,
-    README.md), returns the counts."""
+    """Runs, or resumes, `paceline synthesize`: generates answers, and writes the accepted ones and their description
+    (card.json, README.md) to `config.out`. Returns the counts of answers and tokens. Raises ConfigError on
+    contradictory settings, PromptError if no prompt or no answer can be used."""
     form = Form.of(config)
     answering = replace(config.answering, grammar=form.grammar)
     regenerate = RegenerateConfig(config.out, config.target, config.prompting, answering, config.max_batch)
@@ -118,7 +119,7 @@ def _filled(form: Form, config: SynthesizeConfig, progress: Progress) -> Callabl
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Form of the application's answers: any text, text by a grammar, JSON by a schema, or tool calls."""
+    """Format of the application's answers: any text, text that a grammar describes, JSON of a schema, or tool calls."""
 
     grammar: GrammarSpec | None
     schema: dict[str, Any] | None
@@ -128,8 +129,9 @@ class Form:
 
     @classmethod
     def of(cls, config: SynthesizeConfig) -> Form:
-        """Reads the form from the config. Raises PromptError on invalid tools, ConfigError on an invalid schema, on
-        contradictory options, or if no form is given."""
+        """Reads the format of the answers from `config`. Raises PromptError on invalid tools, and ConfigError on an
+        invalid schema or contradictory options. Also raises ConfigError if `config` describes no answers: it must give
+        a schema, a regex, tools, or an opening of the conversation such as a system message."""
         grammar, tools = config.answering.grammar, config.answering.read_tools()
         refuse(
             ConfigError,
@@ -155,8 +157,9 @@ class Form:
         return cls(grammar, schema)
 
     def read(self, answer: Answer) -> tuple[str | None, Any]:
-        """Checks an answer; returns (reason, value). Reason: why it is rejected, None if it is accepted. Value: the
-        parsed JSON; None for rejected answers, text, and tool calls under `tool_choice` "auto"."""
+        """Checks a generated answer; returns (reason, value). `reason` says why the answer is rejected; it is None if
+        the answer is accepted. `value` is the parsed JSON of an accepted answer that follows a JSON schema; None for
+        all other answers."""
         if answer.finish_reason != "stop":
             return "unfinished", None
         if self.tool_names:

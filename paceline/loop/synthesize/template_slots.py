@@ -21,8 +21,9 @@ SLOT = re.compile(r"\{(\w+)\}")
 
 
 class TemplateSlots:
-    """Fills each slot {name} in openers (first messages of simulated users) with a random value of the schema property
-    of that name, which must be an enum, a string with a pattern, or a bounded integer."""
+    """Fills template slots such as {order_id} in openers (first messages of simulated users). A slot gets a random
+    value that the property of the same name in the answers' JSON schema allows. This property must be an enum, a string
+    with a pattern, or an integer with limits."""
 
     def __init__(self, schema: Schema) -> None:
         self._nodes: dict[str, list[Schema]] = defaultdict(list)
@@ -30,12 +31,13 @@ class TemplateSlots:
 
     @property
     def names(self) -> list[str]:
-        """Names of all slots that can be filled."""
+        """Names of the schema properties whose values can fill a slot, sorted."""
         return sorted(self._nodes)
 
     def check(self, openers: Iterable[str]) -> list[str]:
-        """Checks that all slots in the openers (first messages of simulated users) can be filled; raises ConfigError if
-        not. Returns the names of schema properties with a pattern for which no opener has a slot."""
+        """Raises ConfigError if a slot in the openers (first messages of simulated users) cannot be filled from the
+        schema. Returns the names of schema properties that have a pattern but are a slot in no opener, to warn the
+        user."""
         named = {name for opener in openers for name in SLOT.findall(opener)}
         if unknown := sorted(named - set(self._nodes)):
             raise ConfigError(

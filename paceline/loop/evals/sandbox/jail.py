@@ -77,7 +77,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def restrict(target: str, attributes: int, recursive: bool = True) -> None:
-    """Sets the flags `attributes` (ATTR_RDONLY, ...) of the mount `target`, and if `recursive`, of all mounts in it."""
+    """Sets flags `attributes` (ATTR_RDONLY, ...) of the mount `target` and, if `recursive`, of all mounts below it."""
     packed = struct.pack("QQQQ", attributes, 0, 0, 0)
     flags = AT_RECURSIVE if recursive else 0
     result = libc.syscall(MOUNT_SETATTR, AT_FDCWD, target.encode(), flags, packed, ctypes.c_size_t(len(packed)))
@@ -93,7 +93,7 @@ def _write(path: str, text: str) -> None:
 
 
 def enter_namespaces() -> None:
-    """Creates the sandbox's namespaces. Users inside: 0 and 65534 if root calls, else only the caller."""
+    """Creates user, mount, network, IPC and UTS namespaces for this process, and a PID namespace for its children."""
     uid, gid = os.geteuid(), os.getegid()
     ready, begin = os.pipe()
     done, written = os.pipe()
@@ -130,8 +130,8 @@ def _map_for(process: int, ready: int, written: int) -> None:
 
 
 def build_tree(job: Job) -> None:
-    """Mounts the sandbox's file tree and makes it "/": the folders `job["readable"]` read-only, four devices, a /proc
-    of this namespace, and a /tmp of bounded size."""
+    """Mounts the sandbox's file tree and makes it "/": the folders `job["readable"]` read-only, the devices null, zero,
+    random and urandom, a /proc with the sandbox's processes only, and a /tmp of bounded size."""
     root, limits = job["root"], job["limits"]
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=2048,mode=755")
@@ -173,8 +173,8 @@ def _bind(root: str, path: str, attributes: int) -> None:
 
 
 def fence(job: Job) -> None:
-    """Restricts file access of this process by Landlock, for use without namespaces: it can read the folders
-    `job["readable"]` and write its own folder, `job["root"]`."""
+    """Restricts this process's file access with Landlock, used where namespaces are not available. It can then read the
+    folders `job["readable"]` and write only the folder `job["root"]`."""
     abi = libc.syscall(LANDLOCK[0], None, ctypes.c_size_t(0), 1)
     if abi < LANDLOCK_ABI:
         raise SetupError(1, f"Landlock of version {abi}, {LANDLOCK_ABI} is needed")
@@ -196,8 +196,8 @@ def fence(job: Job) -> None:
 
 
 def filter_calls(job: Job) -> None:
-    """Installs a seccomp filter that makes the system calls `job["calls"]["refused"]` and calls for new namespaces
-    fail; without namespaces, calls for new processes too (threads stay allowed)."""
+    """Installs a seccomp filter: the system calls `job["calls"]["refused"]` and the creation of namespaces fail. In a
+    sandbox without namespaces, creating a process fails as well; threads are allowed."""
     calls, load, equal, greater, test, end = job["calls"], 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
     lines = [(load, 0, 0, 4), (equal, 1, 0, calls["arch"]), (end, 0, 0, kill), (load, 0, 0, 0)]
@@ -219,9 +219,9 @@ def filter_calls(job: Job) -> None:
 
 
 def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) -> None:
-    """Executes the answer (the code to test) in this process, within limits and, if `is_root`, as user 65534. Pipe
-    ends: `word` is its stdin, with a secret word. Copied to `result` at the program's end, the word proves that it did
-    not exit early. `errors` is its stderr."""
+    """Replaces this process by the answer (the code to test), with limits; as user 65534 if `is_root`. Three pipe ends:
+    `word` is the answer's stdin and contains a secret word; `errors` is its stderr; `result` receives the secret word
+    when the answer has run to its end. If the answer exits early, `result` receives nothing."""
     null = os.open("/dev/null", os.O_RDWR)
     os.setsid()
     for source, target in ((word, 0), (null, 1), (errors, 2)):
@@ -261,7 +261,7 @@ def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) 
 
 
 class Warden:
-    """Process 1 of the namespace: starts the answer (the code to test), enforces its limits, and kills it."""
+    """First process (PID 1) of the sandbox: starts the answer (the code to test), enforces its limits, and kills it."""
 
     def __init__(self, job: Job, is_root: bool) -> None:
         self.job, self.limits, self.is_root = job, job["limits"], is_root
@@ -269,7 +269,7 @@ class Warden:
         self.stderr, self.echo = b"", b""
 
     def run(self) -> Job:
-        """Runs the answer; returns a dict of outcome, stderr, and time and memory used: the fields of `run.Ran`."""
+        """Runs the answer; returns the fields of `Ran` (run.py): outcome, stderr, wall_s, cpu_s, peak_bytes."""
         word_out, word_in = os.pipe()
         result_out, result_in = os.pipe()
         errors_out, errors_in = os.pipe()
@@ -375,7 +375,7 @@ def _size_of(folder: str) -> int:
 
 
 def warden(job: Job, is_root: bool) -> Job:
-    """Runs `job["code"]` in the sandbox; returns `run.Ran`'s fields as a dict. `is_root`: True if root runs this."""
+    """Runs `job["code"]` in the sandbox; returns the fields of `Ran` (run.py). `is_root`: True if the user is root."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         if job["namespaces"]:

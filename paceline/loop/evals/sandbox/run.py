@@ -58,7 +58,8 @@ class Limits(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Result of one run of code: its outcome (passed, ended by an error, or by a limit), stderr, time and memory."""
+    """Result of one run of code: its outcome (ran to its end, or stopped by an error or a limit), stderr, time and
+    memory."""
 
     outcome: Outcome
     """"passed": ran to its end. "ended": an error, a failed test, or an early exit. "time", "cpu", "memory", "disk":
@@ -75,7 +76,8 @@ class Ran:
 
     @property
     def why(self) -> str:
-        """Reason of the outcome, as one printable line: the exceeded limit, or else the last line of stderr."""
+        """Reason of the outcome, as one printable line: the exceeded limit, else the last line of stderr, else the
+        outcome itself."""
         if self.outcome in ("time", "cpu", "memory", "disk"):
             return f"beyond its limit of {'processor time' if self.outcome == 'cpu' else self.outcome}"
         last = self.stderr.strip().splitlines()[-1:] or [self.outcome]
@@ -95,20 +97,21 @@ class Sandbox:
     """Python interpreter for the code [default: this one]."""
 
     def check(self) -> None:
-        """Raises SandboxError if no kind of sandbox works on this machine and `unsafe`, which permits unprotected code,
-        is not set."""
+        """Raises SandboxError if no kind of sandbox works on this machine, unless `unsafe` is set: the code may then
+        run unprotected."""
         _, refusal = _probed(self)
         if refusal and not self.unsafe:
             raise SandboxError(refusal)
 
     @property
     def kind(self) -> Kind:
-        """The first of `kinds` that works on this machine, "namespaces" or "landlock"; "none" if no kind works."""
+        """Kind of sandbox that is used: "namespaces" or "landlock", the first of `kinds` that works on this machine;
+        "none" if neither works."""
         return _probed(self)[0]
 
     def run(self, code: str) -> Ran:
-        """Runs a program until it ends or exceeds a limit. If no kind of sandbox works, runs it unprotected if `unsafe`
-        is set, else raises SandboxError."""
+        """Runs a program until it ends or exceeds a limit. If no kind of sandbox works, runs the program unprotected if
+        `unsafe` is set, else raises SandboxError."""
         self.check()
         if self.kind == "none":
             return Ran("passed" if runs(code) else "ended")
