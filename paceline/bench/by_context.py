@@ -21,10 +21,11 @@ SHORTEST = 512
 
 
 def by_context(answers: Iterable[tuple[int, Sequence[Round]]]) -> list[dict[str, Any]]:
-    """Return the acceptance length by context length, as a list of bins: dicts with the keys "from" and "to" (tokens of
-    context), "rounds" (number of rounds) and "tokens_per_round". `answers`: for each answer (number of prompt tokens,
-    rounds). A round counts in the bin of the context length at which it starts; rounds without drafts only lengthen the
-    context."""
+    """Return the acceptance length by context length (tokens of prompt and answer so far), as a list of bins: dicts
+    with the keys "from" and "to" (context length in tokens), "rounds" (number of rounds) and "tokens_per_round".
+    `answers`: for each answer (number of prompt tokens, rounds).
+
+    A round counts in the bin of the context length at which it starts. Rounds without drafts are not counted."""
     by_end = defaultdict[int, list[Round]](list)
     for length, rounds in answers:
         for one in rounds:

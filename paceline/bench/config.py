@@ -68,7 +68,8 @@ class BenchConfig:
 
 
 def check_peers(names: Sequence[str]) -> None:
-    """Raise ConfigError unless all peers (other engines to compare with) are `transformers` and it is installed."""
+    """Raise ConfigError if a name is not "transformers" (no other engine is supported), or if Transformers is not
+    installed. An empty `names` is valid."""
     refuse(
         ConfigError,
         (any(name != "transformers" for name in names), "the only peer known to --against is transformers"),
@@ -77,8 +78,8 @@ def check_peers(names: Sequence[str]) -> None:
 
 
 class MockSetting(NamedTuple):
-    """One measurement with mocked acceptance (the number of accepted drafts is set, not decided by the target's
-    output): batch size, acceptance length, and a chain or tree of drafts."""
+    """One measurement of `bench decode` with mocked acceptance: the number of accepted drafts is set in advance instead
+    of decided by the target's output."""
 
     batch: int
     tokens_per_round: float
@@ -90,8 +91,8 @@ class MockSetting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MockConfig:
-    """Options of `bench decode` with mocked acceptance (a set number of accepted drafts). Raises ConfigError on invalid
-    values."""
+    """Options of `bench decode` with mocked acceptance: a set number of drafts is accepted, whatever their tokens.
+    Raises ConfigError on invalid values."""
 
     tokens_per_round: tuple[Yield, ...] = (1.0, 2.0, 4.0, 8.0)
     """Acceptance lengths to mock, the bonus token included, on random prompts. 1, plain decoding, is always
@@ -119,8 +120,8 @@ class MockConfig:
 
     @property
     def settings(self) -> list[MockSetting]:
-        """All combinations of batch size and acceptance length to measure, first with chains of drafts, then with draft
-        trees. Acceptance length 1 is plain decoding."""
+        """All measurements to run. First come those with chains of drafts: each batch size with each acceptance length,
+        always including 1 (plain decoding). Then come those with draft trees: each batch size with each tree size."""
         values = sorted({PLAIN, *self.tokens_per_round})
         trees, most = sorted(set(self.trees)), max(self.trees, default=0)
         expected = read_marginals(self.marginals).expected(most) if trees else []
@@ -136,15 +137,16 @@ class MockConfig:
 
     @property
     def needed_len(self) -> int:
-        """Tokens of cache that the measurement needs for each request."""
+        """Tokens that one row of the KV cache must hold in this measurement: a prompt, its answer and one round's
+        drafts."""
         widest = max([*map(self.drafts, self.tokens_per_round), *self.trees, 0])
         return self.prompt_tokens + self.max_tokens + widest + 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepsConfig:
-    """Options of `bench steps`, which measures the time of verification, drafting and host in a round. Raises
-    ConfigError on invalid values."""
+    """Options of `bench steps`, which measures how long a round's verification, drafting and remaining work (host)
+    take. Raises ConfigError on invalid values."""
 
     batches: tuple[Count, ...] = (1, 2, 4, 8)
     """Batch sizes: rows decoded together."""
@@ -163,19 +165,20 @@ class StepsConfig:
 
     @property
     def growth(self) -> int:
-        """Maximum number of tokens that one repetition adds to a row's cache. A repetition is a first round, then one
-        round for each number of positions from 1 to `max_positions`."""
+        """Maximum number of tokens that one repetition of the measurement adds to a row's cache. A repetition runs one
+        untimed round, then one timed round for each number of verified positions from 1 to `max_positions`."""
         return int((self.max_positions + 2) * (self.tokens_per_round + 1))
 
     @property
     def needed_len(self) -> int:
-        """Tokens of cache that the measurement needs for each row."""
+        """Tokens that one row of the KV cache must hold in this measurement."""
         return self.context + self.growth + self.max_positions
 
 
 @dataclass(frozen=True, slots=True)
 class ServingConfig:
-    """Options of the load that `bench serving` sends. Raises ConfigError on invalid values."""
+    """Options of the requests that `bench serving` sends, such as how many at the same time or per second. Raises
+    ConfigError on invalid values."""
 
     concurrencies: tuple[Count, ...] | None = None
     """Closed loops: requests in flight [default: 1,2,4,8,16, or none with a rate]."""
@@ -265,8 +268,8 @@ class LatencyConfig:
 
 @dataclass(frozen=True, slots=True)
 class ArmsConfig:
-    """Options that select the contenders of `bench latency`: drafters, each in a server started for it, and running
-    servers. Raises ConfigError on invalid values."""
+    """Options that select what `bench latency` compares (the contenders): drafters, for each of which a server is
+    started, and servers that are already running. Raises ConfigError on invalid values."""
 
     drafters: tuple[str, ...] = ()
     """Drafters; a server is started for each [default: none,default, without urls]."""
@@ -288,8 +291,8 @@ class ArmsConfig:
 
     @property
     def named_drafters(self) -> list[tuple[str, str]]:
-        """Pairs of (contender's name, drafter), from `drafters`. An entry NAME=DRAFTER gives the name; else it is the
-        last part of the drafter's path or id."""
+        """Pairs of (name, drafter) for the drafters to compare. An entry NAME=DRAFTER of `drafters` gives the name;
+        otherwise it is the last part of the drafter's path or hub id."""
         return [
             _named(drafter, drafter.rstrip("/").rpartition("/")[2] or drafter)
             for drafter in dict.fromkeys(self.drafters)
@@ -297,7 +300,8 @@ class ArmsConfig:
 
     @property
     def named_urls(self) -> list[tuple[str, str]]:
-        """Pairs of (contender's name, URL), from `urls`. An entry NAME=URL gives the name; else the URL is the name."""
+        """Pairs of (name, URL) for the running servers to compare. An entry NAME=URL of `urls` gives the name;
+        otherwise the URL is the name."""
         return [_named(url, url) for url in dict.fromkeys(self.urls)]
 
 
@@ -309,8 +313,8 @@ def _named(text: str, name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class LossyConfig:
-    """Options of `bench lossy`; plain decoding and lossless speculation always run. Raises ConfigError on invalid
-    values."""
+    """Options of `bench lossy`, which compares lossy acceptance rules with plain decoding and lossless speculation.
+    Raises ConfigError on invalid values."""
 
     tasks: tuple[str, ...] = ()
     """Tasks with checkable answers, as NAME=FILE of JSON lines: tickets (recipes/support_tickets.py), humaneval,
@@ -339,7 +343,8 @@ class LossyConfig:
         )
 
     def rules(self) -> list[Lossy]:
-        """Parse `settings` ("lenience:0.5;mixture:0.8") and return its lossy acceptance rules, without duplicates.
+        """Return the lossy acceptance rules listed in the option `settings` ("lenience:0.5;mixture:0.8"), without
+        duplicates. A rule without a budget (largest mean total variation) gets the option `max_tv` as its budget.
         Raises SamplingError on an invalid rule."""
         rules = [Lossy.of(part) for part in self.settings.split(";") if part.strip()]
         return [rule if rule.max_tv is not None else rule.within(self.max_tv) for rule in dict.fromkeys(rules)]

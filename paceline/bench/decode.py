@@ -74,7 +74,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """First difference between an answer and the baseline's, with the gap of the target's two best logits there."""
+    """First token at which an answer differs from plain decoding's answer to the same request, and how close the
+    target's two best logits were at this token."""
 
     request: str
     index: int
@@ -85,7 +86,8 @@ class Difference:
 
 @dataclass(slots=True, kw_only=True)
 class Result(Drafting):
-    """Speed, losslessness and acceptance (in the first repetition) of one setting: drafter, temperature, batch size."""
+    """Speed, losslessness and acceptance of one setting (drafter, temperature, batch size). Speeds are medians over all
+    repetitions; acceptance is that of the first repetition."""
 
     drafter: str
     """Drafter as requested: a name or path."""
@@ -173,7 +175,8 @@ class Bench:
     def run(
         self, on_answer: Callable[[Setting], None] = ignore, on_pass: Callable[[Setting, Pass], None] = ignore
     ) -> None:
-        """Run all settings (drafter, temperature, batch size) `repeat` times; call back after each answer and pass."""
+        """Run all settings (drafter, temperature, batch size) in turn, `repeat` times. `on_answer`: gets the setting
+        after each answer. `on_pass`: gets the setting and the timed pass after each pass over all requests."""
         for _ in range(self.config.repeat):
             for setting in self.settings:
                 done = self._pass(setting, partial(on_answer, setting))
@@ -245,12 +248,12 @@ class Bench:
 
 
 def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]:
-    """Return (speed-up of the passes `ours` over `theirs`, its bootstrap interval over prompts). Passes are paired by
-    repetition; the speed-up is the median of the pairs' ratios of tokens per second.
+    """Return (speed-up of the passes `ours` over `theirs`, its 95% bootstrap interval over prompts). Both lists have
+    one pass per repetition. The speed-up is the median over repetitions of the ratio of tokens per second.
 
-    The interval uses another rate, which can be resampled by prompt: total tokens over the sum of the answers' times.
-    As many answers run in parallel as the batch size, so this rate is lower than tokens per second, by about the same
-    factor in both sets of passes. The interval of its ratio is then scaled to be around the speed-up.
+    Tokens per second of a pass cannot be resampled by prompt, because answers run in parallel. The interval is
+    therefore computed for another ratio, in which a speed is total tokens over the sum of the answers' times. Both of
+    its ends are then multiplied by (speed-up / that ratio).
     """
     ratios = [
         one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s
@@ -270,12 +273,12 @@ def median_of(values: list[float | None]) -> float | None:
 
 
 def differences(target: Target, requests: list[Request], ours: Pass, baseline: Pass) -> list[Difference]:
-    """Return, for each answer of `ours` that differs from the baseline's, the first difference. The engine must be
-    idle: a cache row is used.
+    """Compare the answers of `ours` with those of `baseline`, answer by answer, and return the first difference of each
+    pair that is not equal. No request may be running, because each difference takes one more pass of the target.
 
     In float32, greedy answers must be equal. In bfloat16, a pass over more tokens multiplies matrices of another shape
-    and rounds differently, so near-ties may be decided differently; the logit gap is computed by one more pass over the
-    common prefix."""
+    and rounds differently, so near-ties may be decided differently. The gap between the two best logits in each
+    Difference shows whether it is a near-tie."""
     listed = []
     for request, one, other in zip(requests, ours.answers, baseline.answers, strict=True):
         if parted := parting(target, request.token_ids, one.token_ids, other.token_ids):
@@ -284,7 +287,9 @@ def differences(target: Target, requests: list[Request], ours: Pass, baseline: P
 
 
 def introduction(llm: LLM, machine: Machine, config: BenchConfig) -> dict[str, Any]:
-    """Return a dict that describes the model, the machine (with its upper bound of tokens/s) and the settings."""
+    """Return a dict that describes a benchmark: the keys of `bench.passes.described` (model, device, weights),
+    "machine", "ceiling_tokens_per_s" (upper limit of plain decoding's speed), and the settings "max_tokens" and
+    "repeat"."""
     return {
         **described(llm),
         "machine": plain(machine),
@@ -299,12 +304,20 @@ def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
 
 
 def set_figures(bench: Bench) -> dict[str, Any]:
-    """Return the figures of one prompt set as a dict: "results" of all settings; the numbers "num_requests" and
-    "num_skipped" (turns that exceed the context); and figures of the last drafter at the smallest batch size:
+    """Return the figures of one prompt set as a dict. Figures of all answers:
 
-    "looping": one dict per temperature on looping answers (those that end in a repetition); its "without_loops" is the
-    acceptance length of all other answers (None if all loop). "texts": some answers. "looping_share" and "by_context"
-    (acceptance length by context length): at the lowest temperature."""
+    - "results": one Result per setting (drafter, temperature, batch size)
+    - "num_requests": number of requests measured
+    - "num_skipped": number of user messages left out because they exceed the context
+
+    Figures of the answers with the last drafter in the options, at the smallest batch size:
+
+    - "looping": one dict per temperature, with the share of answers that end in a repetition ("looping_share") and the
+      acceptance length of all other answers ("without_loops"; None if there are no others)
+    - "looping_share": the share of answers that end in a repetition at the lowest temperature
+    - "by_context": acceptance length by context length, at the lowest temperature
+    - "texts": some answers of each temperature
+    """
     config = bench.config
     drafter, batch = config.drafters[-1], min(setting.batch for setting in bench.settings)
     passes = {heat: bench.passes[Setting(drafter, batch, heat)][0] for heat in config.temperatures}

@@ -19,8 +19,8 @@ from paceline.types import Round
 
 @dataclass(slots=True, kw_only=True)
 class Drafting:
-    """Acceptance length, acceptance rate and survival curve (see `drafting`) over some answers; None or empty for
-    Transformers, which reports no rounds."""
+    """Acceptance statistics of some answers. Entry i - 1 of `survival` is the share of rounds whose first i drafts were
+    all accepted. For answers of Transformers, which reports no rounds, all fields are None or empty."""
 
     tokens_per_round: float | None = None
     tokens_per_round_interval: Interval = (None, None)
@@ -34,8 +34,9 @@ class Drafting:
 
 
 def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafting:
-    """Return the acceptance statistics of `answers`, each a list of rounds. `num_drafted`: size of the survival curve,
-    whose value i (from 1) is the share of rounds that accept the first i drafts."""
+    """Return the acceptance statistics of `answers`, each a list of rounds. `num_drafted`: minimum length of the
+    survival curve (share of rounds whose first 1, 2, ... drafts are accepted); entries beyond the longest draft are
+    0."""
     rounds = [one for answer in answers for one in answer]
     if not rounds:
         return Drafting(tokens_per_round=1.0)

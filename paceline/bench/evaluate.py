@@ -47,8 +47,8 @@ class PromptSet:
 
     @property
     def noted(self) -> dict[str, Any]:
-        """Number of the prompts ("num_prompts") and hash of their contents ("prompts_sha256"). A second run skips a
-        measured set only if both are unchanged."""
+        """Identity of the set, as stored in evaluation.json: the number of prompts ("num_prompts") and a hash of their
+        contents ("prompts_sha256")."""
         content = json.dumps(
             [[each.messages, each.turns or each.token_ids, each.tools, each.variables] for each in self.prompts]
         )
@@ -56,10 +56,12 @@ class PromptSet:
 
 
 def read_sets(sources: tuple[str, ...], limit: int | None, tags: Sequence[str] = ()) -> list[PromptSet]:
-    """Read the first `limit` prompts (None: all) of each source, a file or data set id; without sources, of the
-    built-in set. A set is named after its file; files of the same name are named by their paths. `tags`: read only rows
-    whose tag is in `tags` (empty: all); raises ConfigError for a tag that no row of a source has, or for tags without
-    sources."""
+    """Read one prompt set from each source, a file or data set id, or the built-in set if there are no sources.
+    `limit`: use only the first prompts of each source; None: all. A set is named after its file, or by its full path if
+    two files have the same name.
+
+    `tags`: read only rows (of traces or stores) with one of these tags; empty: all rows. Raises ConfigError for tags
+    without sources, or if one of the tags is missing from a source, and PromptError if a source cannot be read."""
     if not sources:
         refuse(ConfigError, (bool(tags), "--tag selects among traces: give them with --prompts"))
         return [PromptSet(BUILTIN, BUILTIN, read_prompts(BUILTIN_PROMPTS, limit))]
@@ -73,8 +75,9 @@ def read_sets(sources: tuple[str, ...], limit: int | None, tags: Sequence[str] =
 
 
 def fingerprint(drafter: str) -> str | None:
-    """Return the hash of a drafter's weights, so that results of different weights are not mixed; None for a built-in
-    drafter."""
+    """Return the SHA-256 of a drafter's weights, by which a changed drafter is recognised; None for a built-in drafter.
+    `drafter`: name of a built-in drafter, a folder, a GGUF file or a hub id. Raises ModelNotFoundError if the drafter's
+    folder is incomplete."""
     if drafter in DRAFTERS:
         return None
     path = checkpoint_of(drafter)
@@ -90,7 +93,7 @@ def fingerprint(drafter: str) -> str | None:
 
 @dataclass(slots=True)
 class Evaluation:
-    """Results of one drafter on the prompt sets measured up to now; stored in the run folder's evaluation.json."""
+    """Results of one drafter on the prompt sets measured so far; stored in evaluation.json of the run folder."""
 
     drafter: str
     settings: dict[str, Any]
@@ -103,8 +106,10 @@ class Evaluation:
 
     @classmethod
     def open(cls, drafter: str, settings: dict[str, Any], out: Path | None, sources: tuple[str, ...]) -> Evaluation:
-        """Return a new evaluation, or the one stored in `out`. `sources`: files or ids of the prompt sets, noted in the
-        new run folder. Raises ConfigError if the stored one has other settings or is damaged."""
+        """Return the evaluation stored in the folder `out`, or start a new one: in `out` if no evaluation is stored
+        there, or in a new run folder if `out` is None. `sources`: files or ids of the prompt sets, written to the
+        settings of a new run folder. Raises ConfigError if the stored evaluation is damaged, or its settings differ
+        from `settings`."""
         if out and (out / EVALUATION).is_file():
             saved = read_json(out / EVALUATION, "choose another --out")
             if not isinstance(saved, dict) or any(name not in saved for name in ("settings", "sets", *ABOUT)):
@@ -118,14 +123,14 @@ class Evaluation:
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        """One dict of results for each prompt set and setting (drafter, temperature, batch size); its key "prompts" is
-        the name of the set."""
+        """All results as dicts, one for each prompt set and setting (drafter, temperature, batch size); the key
+        "prompts" is the name of the prompt set."""
         return [{"prompts": name, **row} for name, figures in self.sets.items() for row in figures["results"]]
 
     @property
     def heldout(self) -> dict[str, float]:
-        """Prompt set -> the drafter's tokens per round at batch 1 and temperature 0. Sets without that setting are left
-        out."""
+        """Prompt set -> the drafter's acceptance length at batch size 1 and temperature 0. A set that was not measured
+        with this batch size and temperature is left out."""
         return {
             row["prompts"]: row["tokens_per_round"]
             for row in self.results
@@ -137,7 +142,8 @@ class Evaluation:
         return plain({**line, "results": self.results, "heldout": self.heldout})
 
     def has(self, prompt_set: PromptSet) -> bool:
-        """Return True if the set is already measured. Raises ConfigError if it was measured with other prompts."""
+        """Return True if a prompt set of this name is already measured. Raises ConfigError if its source or prompts
+        have changed since then."""
         done = self.sets.get(prompt_set.name)
         if done is None:
             return False
@@ -146,8 +152,8 @@ class Evaluation:
         return True
 
     def refuse_change(self, before: dict[str, Any], now: dict[str, Any], where: str = "") -> None:
-        """Raise ConfigError if the evaluation's settings `before` (stored) and `now` differ; the message lists each one
-        with old and new value. `where`: words to put before the list."""
+        """Raise ConfigError if the settings `before` (stored) and `now` (requested) differ. The message lists each
+        changed setting with its old and new value. `where`: text before this list, such as the prompt set's name."""
         changed = [f"{name} {old} -> {new}" for name, (old, new) in differences(before, now).items()]
         if changed:
             raise ConfigError(
@@ -176,15 +182,17 @@ def evaluate(
     shows_context: bool = False,
     progress: Progress = SILENT,
 ) -> Evaluation:
-    """Evaluate the drafter on every prompt set that is not in `out` yet; load the model only if there is such a set.
+    """Evaluate a drafter on prompt sets, and return all results stored in the run folder `out`. Sets that already have
+    results there are skipped; the model is loaded only if a set is left.
 
     `prompts`: files or data set ids [default: the built-in set]. `limit`: use only the first prompts of each. `tags`:
-    use only requests, from traces or stores, whose tag is in `tags`. `config`: its drafters are ignored. `engine`: its
+    use only requests, from traces or stores, with one of these tags. `config`: its drafters are ignored. `engine`: its
     drafter, num_drafted and max_batch are ignored. `out`: a new folder, the folder of an earlier evaluation (which is
-    continued), or a training run's. `shows_context`: also report each set's acceptance length by context length.
+    continued), or the folder of a training run [default: runs/evaluate-<time>]. `shows_context`: also report the
+    acceptance length by context length.
 
-    Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, ConfigError for a tag that no
-    request has, or if `out` contains sets that were evaluated with other settings."""
+    Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, and ConfigError for a tag that no
+    request has, or if `out` has results with other settings."""
     config = evaluation_config(drafter, config or BenchConfig())
     engine = replace(engine or EngineConfig(), drafter="none", num_drafted=None, max_batch=max(config.batches))
     sets = read_sets(tuple(prompts), limit, tags)
@@ -222,7 +230,8 @@ def _identity(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluation_config(drafter: str, config: BenchConfig) -> BenchConfig:
-    """Return `config` with plain decoding and this one drafter. Raises ConfigError for "none", which drafts nothing."""
+    """Return `config` with only this drafter, which is compared with plain decoding. Raises ConfigError for the drafter
+    "none", and if `config` names other engines to compare with (`against`)."""
     if drafter == BASELINE:
         raise ConfigError(
             "none drafts nothing, so there is nothing to evaluate: name a drafter's folder, or use bench decode"

@@ -57,14 +57,15 @@ class Result:
 
     @property
     def is_faster(self) -> bool:
-        """True if the setting changed the output distribution and is faster than lossless speculation (the whole
-        interval of the speed ratio is above 1)."""
+        """True if the setting is lossy in effect (mean total variation above 0) and faster than lossless speculation:
+        the whole 95% interval of the speed ratio is above 1."""
         low = self.beside_lossless_interval[0]
         return low is not None and low > 1.0 and self.mean_tv > 0
 
 
 class LossyBench:
-    """Runs all tasks with all settings on one loaded model that allows lossy rules. Call `run()`, then `results()`."""
+    """Runs all tasks with plain decoding, lossless speculation and each lossy rule, on one model that was loaded with
+    `allow_lossy`. Call `run()`, then `results()`."""
 
     def __init__(self, llm: LLM, drafter: str, config: LossyConfig) -> None:
         self.llm, self.config = llm, config
@@ -77,8 +78,9 @@ class LossyBench:
         self._engines.add("drafter", llm.make_drafter(drafter))
 
     def run(self, advance: Advance = ignore) -> None:
-        """Run all tasks with every setting in turn, `repeat` times, after a short warm-up. `advance`: called after each
-        pass with a text that names its task and setting."""
+        """Run each task `repeat` times with every setting (plain decoding, lossless speculation, each lossy rule),
+        after a short warm-up. `advance`: gets a text with the task and the setting after each pass. Raises ConfigError
+        if a prompt does not fit the context."""
         for task in self.tasks:
             requests, num_skipped = make_requests(self.llm, task.prompts, self.config.max_tokens)
             if num_skipped or len(requests) != len(task.prompts):
@@ -156,8 +158,9 @@ def _by_token(answers: list[Answer], name: str) -> float:
 
 
 def verdict(results: list[Result]) -> str:
-    """Return the conclusion in Markdown: each lossy acceptance rule that is faster than lossless speculation, with the
-    quality it loses."""
+    """Return the conclusion as Markdown text: which lossy rules are faster than lossless speculation, each with its
+    speed ratio, total variation and task score. The text also says if no rule is faster, or if the machine was too busy
+    for a verdict."""
     lossy = [result for result in results if not result.lossless]
     faster = [result for result in lossy if result.is_faster]
     if not lossy:
@@ -214,8 +217,8 @@ def table(results: list[Result]) -> Table:
 
 
 def draw(results: list[Result]) -> str:
-    """Return an SVG chart of score and total variation over tokens/s, one column per task. A line joins the
-    Pareto-optimal settings."""
+    """Return an SVG chart with one column of two plots per task: score over tokens/s, and total variation over
+    tokens/s. A line joins the Pareto-optimal settings. Raises ConfigError if matplotlib is missing."""
     tasks = list(dict.fromkeys(result.task for result in results))
     with new_figure(WIDTH_INCHES * max(len(tasks), 1.4), 1.4 * WIDTH_INCHES) as figure:
         grid = figure.subplots(2, len(tasks), squeeze=False)

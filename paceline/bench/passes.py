@@ -50,8 +50,15 @@ def mocked_engine(
     llm: LLM, drafter: Drafter, acceptance: float | Marginals, num_nodes: int = 0, device_rounds: bool | None = None
 ) -> Engine:
     """Return an engine with mocked acceptance: the number of accepted drafts does not depend on the target's output.
-    `acceptance`: tokens per round, or marginals (chances by draft position and candidate rank) for trees of `num_nodes`
-    drafts. `device_rounds`: compute each round as one CUDA graph where possible; None: the engine decides."""
+    `num_nodes`: drafts per tree; 0 for chains of drafts. `acceptance`: for chains the mean tokens per round, bonus
+    token included; for trees marginals (how often the candidate of each rank is accepted at each draft position).
+
+    `device_rounds` says whether each whole round runs as one CUDA graph:
+
+    - True: yes; raises ConfigError if the target does not support this
+    - False: no
+    - None: yes if the target's passes run as CUDA graphs, else no
+    """
     chunk, planner = llm.config.prefill_chunk, None
     if isinstance(acceptance, Marginals):
         planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=acceptance)
@@ -68,16 +75,17 @@ def mocked_engine(
 
 
 def random_prompt(seed: int | str, length: int, vocab_size: int) -> list[int]:
-    """Return `length` random token ids. Each seed gives other tokens, so that the KV cache of an earlier prompt is not
-    reused."""
+    """Return `length` random token ids below `vocab_size`. Give each prompt its own seed: equal prompts would reuse the
+    KV cache of the earlier one."""
     draw = random.Random(seed)
     return [draw.randrange(vocab_size) for _ in range(length)]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a benchmark: the token ids of a prompt up to one of its user messages. In a comparison, all
-    drafters and engines get the same ids."""
+    """One request of a benchmark. A conversation with several user messages becomes several requests, one per user
+    message, each with the conversation's tokens up to the end of that message. All drafters and engines that are
+    compared get the same token ids."""
 
     name: str
     token_ids: list[int]
@@ -122,16 +130,16 @@ class Pass:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Output tokens per second without prefill: tokens after each answer's first, over the time that was not
-        prefill. None if prefill was not timed separately."""
+        """Output tokens per second of decoding alone: all tokens but the first of each answer, over the wall time
+        without prefill. None if prefill was not timed separately."""
         if self.prefill_s is None or self.wall_s <= self.prefill_s:
             return None
         return (self.num_tokens - len(self.answers)) / (self.wall_s - self.prefill_s)
 
     @property
     def seconds(self) -> dict[str, float | None]:
-        """Seconds by stage: "prefill", "draft", "verify", "host" (the rest) and "wall" (all). Transformers reports only
-        "wall"; the others get None."""
+        """Seconds by stage: "prefill", "draft", "verify", "host" (all other work) and "wall" (the whole pass). For
+        Transformers only "wall" is known; the other values are None."""
         if self.prefill_s is None:
             return {"prefill": None, "draft": None, "verify": None, "host": None, "wall": self.wall_s}
         stages = {"prefill": self.prefill_s, "draft": self.draft_s, "verify": self.verify_s}
@@ -146,7 +154,7 @@ def run_pass(
     on_answer: Callable[[], None] = ignore,
 ) -> Pass:
     """Answer all requests, at most `batch` at the same time: the next one starts as soon as one is finished. `params`:
-    sampling parameters of each request. `on_answer`: called after each answer."""
+    sampling parameters of each request. `on_answer`: called after each answer. Returns the answers and times."""
     waiting = deque(range(len(requests)))
     texts: dict[int, list[str]] = {}
     index_of: dict[int, int] = {}
@@ -189,22 +197,23 @@ def run_pass(
 
 
 def rates(passes: list[Pass]) -> list[tuple[float, ...]]:
-    """Return (output tokens, median seconds) of each request. `passes`: repetitions with the same requests."""
+    """Return one pair (output tokens, median seconds) for each request. `passes`: repetitions of the same requests; the
+    median is over these."""
     requests = zip(*(run.answers for run in passes), strict=True)
     return [(float(len(same[0].token_ids)), statistics.median(answer.seconds for answer in same)) for same in requests]
 
 
 def rate_ratio(items: list[tuple[float, ...]]) -> float:
-    """Return the ratio of two speeds in tokens per second, first over second; each is total tokens over total
-    seconds. `items`: for each request (tokens and seconds in the first measurement, tokens and seconds in the
-    second)."""
+    """Return the ratio of two speeds, the first measurement's over the second's; 0.0 if the second is 0. Each speed is
+    total tokens over total seconds. `items`: for each request (tokens, seconds) of the first measurement, then (tokens,
+    seconds) of the second, in one tuple of four numbers."""
     own, other = ratio_of_sums([item[:2] for item in items]), ratio_of_sums([item[2:] for item in items])
     return own / other if other else 0.0
 
 
 class Engines:
-    """Holds one engine per drafter; all use one LLM's weights and cache. Each drafter is bound to the target, and its
-    weights packed, only once."""
+    """Holds one engine per drafter, so that a benchmark can switch drafters without loading them again. All engines
+    share one LLM's weights and KV cache."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -219,8 +228,8 @@ class Engines:
         self._made[name] = self._llm.new_engine(drafter)
 
     def use(self, name: str) -> Engine:
-        """Switch the LLM to the drafter that was added under `name` and to its engine, and empty the cache, so that no
-        prefix of an earlier pass is reused."""
+        """Make the LLM use the drafter that was added under `name`, and return its engine. Also clears the KV cache, so
+        that no prefix of an earlier pass is reused."""
         llm = self._llm
         llm.engine, llm.drafter = self._made[name], self[name]
         llm.target.set_taps(llm.drafter.tap_layers)
@@ -233,11 +242,11 @@ class Engines:
 
 
 def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[list[Request], int]:
-    """Return one request per user turn, and the number of turns that were left out because prompt and `max_tokens` of
-    answer exceed the context.
+    """Return (requests, number of user messages that were left out). Each user message of a prompt becomes one request;
+    it is left out if its tokens and an answer of `max_tokens` tokens exceed the context.
 
-    A later turn follows the plain greedy answers to the earlier ones, so that all drafters get the same tokens. Raises
-    ContextLengthError if no turn fits.
+    The answers to a conversation's earlier messages are generated here, by plain greedy decoding, so that all drafters
+    get the same tokens. Raises ContextLengthError if no request is left.
     """
     requests: list[Request] = []
     num_skipped = 0
@@ -265,9 +274,11 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
 
 
 def parting(target: Target, prompt_ids: list[int], ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
-    """Compare two answers (`ours`, `theirs`) to a prompt: return (number of equal tokens before the first difference,
-    target's best logit minus its second-best at that place), or None if they are equal. A gap of 0 is a tie. The engine
-    must be idle: a cache row is used."""
+    """Find the first difference between two answers, `ours` and `theirs`, to one prompt. Returns (number of equal
+    tokens before it, difference of the target's two largest logits at that position), or None if the answers are equal.
+    A small logit difference means that the target found two tokens almost equally probable.
+
+    No request may be running, because one more pass of the target is needed."""
     index = first_difference(ours, theirs)
     if index is None:
         return None

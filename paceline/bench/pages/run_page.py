@@ -36,8 +36,8 @@ KINDS = {"heldout": "held out", "ood": "out of domain"}
 
 
 def speedup_cell(result: Result) -> str | None:
-    """Return the text of a table cell: the speed-up with its interval, or "busy: repeat" if the measured speed-up is
-    higher than speculation can give, because the machine was busy."""
+    """Return the text of a table cell: the speed-up with its interval. It is "busy: repeat" if the measured speed-up is
+    higher than speculation can give, which happens on a busy machine. None if no speed-up was measured."""
     return with_interval(result.speedup, result.speedup_interval, unit="x") or (result.doubt and "busy: repeat")
 
 
@@ -73,13 +73,15 @@ LOOPING_COLUMNS = (
 
 
 def table(results: list[Result]) -> Table:
-    """Return a table of decoding results with one row per setting; a narrow terminal omits the intervals."""
+    """Return a table of decoding results with one row per setting (drafter, temperature, batch size). In a narrow
+    terminal it is shown without the intervals."""
     return Table(COLUMNS, results, width=140)
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """Content of a run folder: settings, training metrics, and results of decoding. A Line is a JSON object."""
+    """Content of a run folder: settings, training metrics, and results of decoding. Each `Line` is one JSON object as a
+    dict."""
 
     path: Path
     config: Line = field(default_factory=dict)
@@ -103,8 +105,8 @@ class RunData:
 
     @property
     def sets(self) -> dict[str, Line]:
-        """Name of a prompt set -> the dict of its figures, with "results" for each setting (from
-        `bench.decode.set_figures`)."""
+        """Name of a prompt set -> its figures, a dict as `bench.decode.set_figures` returns it; its key "results" has
+        the result of each setting."""
         bench = {str(self.config.get("prompts", "prompts")): self.evaluation} if self.evaluation else {}
         return self.evaluation.get("sets", bench)
 
@@ -122,8 +124,8 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run folder. Raises ConfigError if it has neither training metrics nor an evaluation, or a file is
-    damaged."""
+    """Read the run folder of a training, an evaluation or a decoding benchmark. Raises ConfigError if it has no results
+    of any of these, or if a file is damaged."""
     if not folder.is_dir():
         raise ConfigError(f"there is no run folder {folder}: check the path")
     lines, command, decoded = RunFolder(folder).metrics(), folder / "command.txt", _object(folder / "results.json")
@@ -159,17 +161,21 @@ def _object(path: Path) -> Line:
 
 
 def numbers(lines: list[Line], key: str, kind: str = "", over: str = "blocks") -> tuple[list[float], list[float]]:
-    """Return a curve (x, y) from the lines of a training log: x is each line's value of `over` (by default the number
-    of blocks trained on so far), y its value of `key`; lines without both are left out. With `kind`, "heldout" or
-    "ood", `key` is looked up in the dict that the line has under this name."""
+    """Return a curve as (x values, y values), with one point for each entry of a training log. `lines`: these entries,
+    as dicts. x is the entry's value of the key `over` (by default the number of blocks trained on so far), y its value
+    of `key`. An entry without one of the two is left out.
+
+    `kind`: "" reads y from the entry itself. "heldout" (held-out prompts) and "ood" (out-of-domain prompts) read y from
+    the drafter's results on these prompts, a dict that the entry has under the key `kind`.
+    """
     pairs = [(line.get(over), ((line.get(kind) or {}) if kind else line).get(key)) for line in lines]
     known = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
     return [x for x, _ in known], [y for _, y in known]
 
 
 def thinned(x: list[float], y: list[float], most: int = 300) -> tuple[list[float], list[float]]:
-    """Return the points (x, y) reduced to at most `most`, each the mean of neighbours. This limits the page's size and
-    noise."""
+    """Return the curve (x, y) with at most `most` points, each the mean of several neighbouring points. A curve with no
+    more points than that is unchanged."""
     size = -(-len(x) // most)
     if size <= 1:
         return x, y
@@ -178,7 +184,8 @@ def thinned(x: list[float], y: list[float], most: int = 300) -> tuple[list[float
 
 
 def page(run: RunData) -> str:
-    """Return the HTML page of a run: verdict, charts and settings. Raises ConfigError if matplotlib is missing."""
+    """Return the HTML page of a run, with verdict, charts, figures and settings. Raises ConfigError if matplotlib is
+    missing."""
     rows, at = run.results(), run.evaluation
     return render(
         "run.html",
@@ -199,8 +206,9 @@ def page(run: RunData) -> str:
 
 
 def run_tone(run: RunData) -> Tone:
-    """Return the colour of the run's verdict: "good" (green), "cost" (amber), "bad" (red: answers are not lossless), or
-    "" (grey: no reliable result, or no clear gain)."""
+    """Return the colour of the run's verdict: "good" (green: a gain), "cost" (amber: slower than plain decoding, or
+    worse than the default drafter), "bad" (red: answers are not lossless), or "" (grey: no clear gain, or no reliable
+    result)."""
     drafted = _drafted([result for _, result in run.results()])
     if any(result.lossless is False for result in drafted):
         return "bad"
@@ -222,16 +230,16 @@ def _drafted(results: Sequence[Result]) -> list[Result]:
 
 
 def is_worse(run: RunData) -> bool:
-    """Return True if the trained drafter has fewer tokens per round than the drafter shipped for this target, on the
-    same prompts."""
+    """Return True if the trained drafter has a lower acceptance length than paceline's default drafter for this target,
+    on the same held-out prompts. False if one of the two was not measured."""
     shipped = (run.served.get("default_drafter") or {}).get("tokens_per_round")
     own = run.served.get("tokens_per_round")
     return shipped is not None and own is not None and own < shipped
 
 
 def verdict_on(results: Sequence[Result], looping: Sequence[Line] = ()) -> str:
-    """Return the verdict on decoding results, and the next step to take. `looping`: statistics of answers that repeat
-    themselves ("looping" of `set_figures`)."""
+    """Return the verdict on decoding results as text, with the next step to take. `looping`: statistics of answers that
+    end in a repetition ("looping" of `set_figures`)."""
     return render("verdict.txt", results=_drafted(results), looping=looping).strip()
 
 
@@ -243,8 +251,9 @@ def verdict_of(run: RunData) -> str:
 
 
 def training_verdict(run: RunData) -> str:
-    """Return the verdict on a training run as text: the drafter's acceptance length, measured in the engine or else
-    estimated on held-out answers, how it compares with the plan, and the next step to take."""
+    """Return the verdict on a training run as text: the drafter's acceptance length, how it compares with the one that
+    the plan predicted before the training, and the next step to take. The acceptance length is the one measured in the
+    engine or, without such a measurement, the estimate on held-out answers."""
     served, speedup = run.served.get("tokens_per_round"), run.served.get("speedup")
     values = {"served": served, "speedup": possible_speedup(speedup, served), "is_worse": is_worse(run)}
     values["doubt"] = run.served.get("doubt") or doubt(speedup, served, None)

@@ -51,8 +51,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Data of a chart of speed-up over tokens per round: title, predicted curve, measured points, and the slope of each
-    series (speed-up per additional token per round)."""
+    """Data of a chart of speed-up over tokens per round: a predicted curve, measured points, and the slope of each of
+    these series (the speed-up gained per additional token per round)."""
 
     title: str
     kind: str
@@ -104,8 +104,9 @@ def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def read_points(run: Path, batch: int) -> list[Point]:
-    """Return the points (acceptance length, speed-up) of a bench decode run at this batch size. Speed-ups that are
-    higher than speculation can give are left out. Raises ConfigError if there are no points."""
+    """Return one point (acceptance length, speed-up) for each drafter that a bench decode run measured at batch size
+    `batch`. Speed-ups that are higher than speculation can give are left out. Raises ConfigError if no point is
+    left."""
     file = run / "results.json" if run.is_dir() else run
     objects = read_objects(file, "--results takes the folder of a run of paceline bench decode, or its results.json")
     results = objects[0].get("results") if len(objects) == 1 else None

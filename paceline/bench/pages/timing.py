@@ -97,13 +97,14 @@ class TimedAnswer:
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens per decode round; the first token is left out, because prefill generates it."""
+        """Tokens per decode round, without the first token, which prefill generates; 1.0 if there are no decode
+        rounds."""
         return (len(self.tokens) - 1) / self.tokens[-1].round if self.tokens[-1].round else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Answers to one prompt with speculation off and on, and a description of model and machine."""
+    """Two answers to one prompt, with speculation off and on, and a description of model and machine."""
 
     prompt: str
     model: str
@@ -122,8 +123,8 @@ class Timing:
 
     @property
     def speedup(self) -> float | None:
-        """Tokens per second with speculation over those without; None if higher than speculation can give, see
-        `doubt`."""
+        """Ratio of tokens per second with speculation to those without. None if the ratio is higher than speculation
+        can give; `doubt` then has the reason."""
         return possible_speedup(self._measured, self.on.tokens_per_round)
 
     @property
@@ -137,14 +138,16 @@ class Timing:
 
     @property
     def usual_speed(self) -> float:
-        """Default replay speed as a factor of real time: 1.0, or less if the answers are too fast to follow."""
+        """Default replay speed, as a factor of real time: the largest of 1.0, 0.5, 0.25 and 0.1 at which the replay
+        takes at least 3 seconds; 0.1 if the replay is shorter at every speed."""
         end_s = max(self.off.total_s, self.on.total_s)
         return next((speed for speed in SPEEDS if end_s / speed >= LEAST_S), SPEEDS[-1])
 
     @property
     def tone(self) -> Tone:
-        """Colour of the verdict on the speed-up: "good" (green), "cost" (amber), "bad" (red: the answer is not
-        lossless), or "" (grey: no clear gain, times that are predicted, or not reliable)."""
+        """Colour of the verdict on the speed-up: "good" (green: a gain), "cost" (amber: slower than plain decoding),
+        "bad" (red: the answer is not lossless), or "" (grey: no clear gain, or times that are predicted or not
+        reliable)."""
         if not self.on.lossless:
             return "bad"
         return "" if self.predicted is not None or self.doubt else tone_of([self._measured])
@@ -173,9 +176,10 @@ def record(
     repeat: int = 3,
     on_answer: Callable[[str], None] = ignore,
 ) -> Timing:
-    """Answer the prompt `prompt_ids` `repeat` times without and with the LLM's drafter, then restore the drafter.
-    Returns the token times of two answers: without and with, those of median total time. `prompt`, `machine`: texts to
-    store with them. `on_answer`: gets a progress text after each answer."""
+    """Answer the prompt `prompt_ids` `repeat` times without drafts and `repeat` times with the LLM's drafter,
+    alternately. Returns the token times of one answer of each kind, the one with the median total time. The LLM keeps
+    its drafter. `prompt`, `machine`: texts to store with the times. `on_answer`: gets a progress text after each
+    answer."""
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
     engines = Engines(llm)
     engines.add("on", llm.drafter)
@@ -209,8 +213,9 @@ def record(
 
 
 def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
-    """Return the tokens of a finished sequence, each with its text, seconds and round. `detokenizer`: a new one, which
-    has not decoded any token. `drafter`: the drafter's name, stored with the result."""
+    """Return the tokens of a finished sequence, each with its text, its time in seconds after the request's arrival,
+    and the index of its round. `detokenizer`: a new one, which has not decoded any token. `drafter`: the drafter's
+    name, stored with the result."""
     ids = sequence.output_ids
     origins = [(0, False)]
     for number, one in enumerate(sequence.rounds, start=1):
@@ -228,8 +233,8 @@ def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
 
 
 def read_timing(folder: Path) -> Timing:
-    """Read two recorded answers, with speculation off and on, with the time of each token. `folder`: the run folder,
-    or the JSON file itself. Raises ConfigError if they are invalid."""
+    """Read the token times that `paceline compare` recorded for two answers, with speculation off and on. `folder`: the
+    run folder, or the JSON file itself. Raises ConfigError if the file is missing or invalid."""
     file = folder / NAME if folder.is_dir() else folder
     read = read_json(file, "--from wants a folder of paceline compare")
     damaged = (KeyError, TypeError, ValueError, AttributeError)
@@ -254,8 +259,8 @@ def _answer(read: dict[str, Any]) -> TimedAnswer:
 
 
 def page(timing: Timing) -> str:
-    """Return the HTML page that shows an answer without and with speculation side by side and replays both: each token
-    appears at its recorded time, by default at `timing.usual_speed` times real time."""
+    """Return an HTML page that shows the two answers, without and with speculation, in two columns and replays them:
+    each token appears at its recorded time. The replay speed is at first `timing.usual_speed`."""
     data = embedded(plain(timing) | {"verdict": timing.verdict, "speed": timing.usual_speed})
     return render(
         "timing.html", title=f"{timing.model}: {timing.verdict}", tone=timing.tone, data=Markup(data), hash_of=hash_of
@@ -264,7 +269,8 @@ def page(timing: Timing) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Segment of one line of an answer's text: tokens of a single round, either all drafts or all the target's own."""
+    """Piece of an answer's text that is drawn in one colour: consecutive tokens on one line, from one round, either all
+    accepted drafts or all the target's own."""
 
     line: int
     cell: int
@@ -311,8 +317,8 @@ def _said(side: TimedAnswer, now_s: float) -> str:
 
 
 def runs(side: TimedAnswer, cells: int = CELLS) -> Iterator[Run]:
-    """Yield an answer's text as segments, each with its line and column and with tokens of one round. Lines are wrapped
-    at `cells` characters, between words where possible."""
+    """Yield an answer's text in pieces, each with its line and column. All tokens of a piece are of one round. Lines
+    are wrapped at `cells` characters, between words where possible."""
     text = Text(overflow="fold")
     for (number, is_drafted), group in groupby(side.tokens, key=lambda token: (token.round, token.is_drafted)):
         letters = "".join(token.text for token in group).replace("\r", "").replace("\t", "    ")

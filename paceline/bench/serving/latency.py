@@ -49,8 +49,8 @@ SERVER_PARTS = {"sending": "send_s"}
 
 @dataclass(slots=True)
 class Measured:
-    """Times of one request to one contender (a server, or a drafter in a server started for it), in seconds: total,
-    first text and parts, such as prefill; or the request's error."""
+    """Result of one request of `bench latency`: its total time, the time to the first text, and the parts of the total
+    time such as prefill, all in seconds; or its error."""
 
     error: str | None = None
     total_s: float = 0.0
@@ -75,8 +75,8 @@ class Measured:
 
 
 def measured(stream: Stream) -> Measured:
-    """Return the measured times of one request from `stream`, its streamed answer; only the error if the request
-    failed."""
+    """Return the times of one request from `stream`, its streamed response. For a failed request only `error` is
+    set."""
     answer = read_answer(stream)
     if answer.error:
         return Measured(error=answer.error)
@@ -97,11 +97,17 @@ def measured(stream: Stream) -> Measured:
 
 
 def parts_of(stream: Stream, answer: Answer) -> dict[str, float]:
-    """Split the time of one answer (`answer` is the parsed `stream`) into parts such as "connect", "queue", "prefill"
-    and "verify". Returns part -> seconds; they sum to the time from sending to the end.
+    """Split the time of one answer into parts such as "connect", "queue", "prefill" and "verify". `answer` is the
+    parsed `stream`. Returns part -> seconds. The parts sum to the time from sending the request to the end of the
+    response.
 
-    A paceline server reports its `timings` as defined in `serve/http/clock.py`; llama.cpp's server reports prompt_ms
-    and predicted_ms, the parts "prefill" and "verify". For other servers all time on the server is one part.
+    "connect" and "send" are measured by the client. The other parts depend on what the server reports:
+
+    - A paceline server reports them in its `timings` (`serve/http/clock.py`). Time that is in no other part is the part
+      "unattributed".
+    - llama.cpp's server reports `prompt_ms`, which becomes "prefill", and `predicted_ms`, which becomes "verify". The
+      rest of the time is the part "untold".
+    - Other servers report nothing: the rest of the time is the part "untold".
     """
     timings = answer.timings
     connect_s, send_s = stream.connected_s - stream.sent_s, stream.written_s - stream.connected_s
@@ -123,8 +129,8 @@ def parts_of(stream: Stream, answer: Answer) -> dict[str, float]:
 
 @dataclass(slots=True)
 class LatencyResult:
-    """Latencies of one contender on one workload, in seconds, over the answers of all repetitions: total, first token,
-    and parts such as communication and prefill."""
+    """Latencies of one contender (server) on one workload, in seconds, over the answers of all repetitions: total time,
+    time to the first token, and time of each part such as prefill."""
 
     workload: str
     arm: str
@@ -154,8 +160,8 @@ class LatencyResult:
 
 @dataclass(slots=True)
 class Pair:
-    """Comparison of contender `arm` with the first one, `against`, on the same requests: medians of a time and their
-    difference, in seconds. `part`: the time compared: total, communication, host, prefill or decode."""
+    """Comparison of the contender `arm` with the first contender, `against`, on the same requests, in seconds. `part`
+    names the time that is compared: "total", "communication", "host", "prefill" or "decode"."""
 
     workload: str
     arm: str
@@ -177,8 +183,8 @@ class Pair:
 
 
 class LatencyBench:
-    """Sends the workloads to all contenders and summarises their times. Call `run()`, then `results()` and
-    `pairs()`."""
+    """Sends all workloads to all contenders (the servers to compare) and summarises their times. Call `run()`, then
+    `results()` and `pairs()`."""
 
     def __init__(self, arms: list[Contender], workloads: list[Workload], config: LatencyConfig) -> None:
         """`arms`: the contenders."""
@@ -192,8 +198,9 @@ class LatencyBench:
         return self.config.repeat * len(self.arms) * sum(len(workload.requests) for workload in self.workloads)
 
     def run(self, on_answer: Callable[[str], None] = ignore) -> None:
-        """Send all workloads `repeat` times, a few requests to each contender in turn. `on_answer`: gets the names of
-        workload and contender after each answer. Raises ConfigError if a contender rejects a workload."""
+        """Send all workloads `repeat` times, after one short warm-up request per workload and contender. The contenders
+        take turns: each gets a few requests, then the next contender gets the same ones. `on_answer`: gets the names of
+        workload and contender after each answer. Raises ConfigError if a warm-up request fails."""
         try:
             for workload in self.workloads:
                 for arm in self.arms:
@@ -264,8 +271,8 @@ class LatencyBench:
         return [_result(*names, answers) for names, answers in self.measured.items()]
 
     def pairs(self) -> list[Pair]:
-        """Return the comparison of every contender with the first one, for each workload: of the total time and of
-        communication, host, prefill and decode."""
+        """Compare every other contender with the first one, for each workload. Returns one Pair for each compared time:
+        total, communication, host, prefill and decode. Times that a server does not report have no Pair."""
         first = self.arms[0].name
         return [
             pair
@@ -358,8 +365,9 @@ def _result(workload: str, arm: str, answers: list[Measured]) -> LatencyResult:
 
 
 def bar_of(answers: Sequence[Measured], share: float) -> dict[str, float]:
-    """Return the segments of one stacked bar: name (such as "prefill") -> mean seconds, over the answers whose total is
-    near the percentile `share` (0 to 1)."""
+    """Return the segments of one stacked bar for the percentile `share` (0.5 is the median): segment name, such as
+    "prefill", -> mean seconds. The mean is over the answers whose rank by total time is near this percentile; 0.0
+    without answers."""
     ordered = sorted(answers, key=lambda answer: answer.total_s)
     middle, width = share * (len(ordered) - 1), max(NEAR * len(ordered), 0.5)
     near = [answer for place, answer in enumerate(ordered) if abs(place - middle) <= width]

@@ -43,7 +43,8 @@ OPEN_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A server, or one setting of it, that is compared with others."""
+    """A server to compare with others, or one of several settings of the same server, selected by fields of the
+    request."""
 
     name: str
     client: Client
@@ -87,14 +88,14 @@ class Answer:
 
     @property
     def inter_token_s(self) -> float | None:
-        """Mean seconds between two tokens after the first; None for an answer of one token."""
+        """Mean seconds per token after the first token; None for an answer of fewer than two tokens."""
         return sum(self.chunk_gaps_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
 @dataclass(slots=True)
 class Pass:
-    """Answers to all requests of one load, sent once to one contender (a server or one setting of it), with wall time
-    and the client's CPU time in seconds."""
+    """Result of sending all requests once to one contender (a server or one setting of it), at one load (number of
+    requests in flight, or requests per second): the answers, the wall time and the client's CPU time."""
 
     wall_s: float
     client_cpu_s: float
@@ -117,8 +118,8 @@ class Pass:
 
 @dataclass(slots=True)
 class ServingResult:
-    """Throughput, latencies (seconds) and speed-up of one contender at one load, over the answers of all
-    repetitions."""
+    """Throughput, latencies (seconds) and speed-up of one contender (a server or one setting of it) at one load (number
+    of requests in flight, or requests per second), over the answers of all repetitions."""
 
     load: Arrivals
     speculate: str
@@ -153,8 +154,8 @@ class ServingResult:
 
 
 class ServingBench:
-    """Measures all contenders (servers, or settings of one) at all loads (request rates, or numbers of requests in
-    flight). Call `run()`, then `results()`."""
+    """Measures every contender (a server, or one setting of it) at every load: a number of requests in flight, or a
+    rate of requests per second. Call `run()`, then `results()`."""
 
     def __init__(self, contenders: list[Contender], model: str, prompts: list[Prompt], config: ServingConfig) -> None:
         self.contenders, self.config, self._model, self._prompts = contenders, config, model, prompts
@@ -179,8 +180,10 @@ class ServingBench:
         on_answer: Callable[[Arrivals, str], None] = ignore,
         on_pass: Callable[[Arrivals, str, Pass], None] = ignore,
     ) -> None:
-        """Run all loads (request rates, or numbers of requests in flight) `repeat` times. At each load the contenders
-        run one after the other, in alternating order. The callbacks get the load and the contender's name."""
+        """Send all requests `repeat` times at each load (number of requests in flight, or requests per second). At each
+        load the contenders run one after the other; every second time their order is reversed. `on_answer`: gets the
+        load and the contender's name after each answer. `on_pass`: gets the load, the contender's name and the Pass
+        after all requests of a load."""
         try:
             for contender in self.contenders:
                 self._pass(contender, self.loads[0], WARM_UP_TOKENS, 0)
@@ -258,7 +261,7 @@ def _steps(client: Client) -> dict[tuple[str, int], tuple[int, float]]:
 def api_request(
     prompt: Prompt, index: int, config: ServingConfig | LatencyConfig, max_tokens: int, fields: dict[str, Any]
 ) -> tuple[str, bytes]:
-    """Return (API path, JSON body) of a streamed request for this prompt. Its seed is the configured one plus `index`.
+    """Return (API path, JSON body) of a streamed request for this prompt. The request's seed is `config.seed + index`.
     `fields`: further fields of the body, such as the model's name."""
     path, own = prompt.api_request()
     options = {"max_tokens": max_tokens, "temperature": config.temperature, "seed": config.seed + index}
@@ -273,9 +276,11 @@ def send_all(
     due: Sequence[float] | None,
     on_answer: Callable[[], None],
 ) -> list[Stream]:
-    """Send requests, each given as (API path, JSON body), and return their streams. Without `due`, `concurrency`
-    requests are in flight (closed loop). `due` (open loop): time to send each request, in time.perf_counter seconds,
-    whether earlier ones are answered or not. `on_answer`: called after each answer."""
+    """Send requests, each given as (API path, JSON body), and return their responses in the same order. `on_answer`:
+    called after each response.
+
+    `due` None (closed loop): `concurrency` requests are in flight at any time. Otherwise (open loop) `due` has the time
+    to send each request, as a value of time.perf_counter, and requests do not wait for earlier ones."""
 
     def send(index: int, due_s: float | None = None) -> Stream:
         stream = client.post(*requests[index], due_s)
@@ -314,8 +319,9 @@ def _identical(passes: list[Pass], baseline: list[Pass]) -> float | None:
 
 
 def read_answer(stream: Stream, began_s: float = 0.0) -> Answer:
-    """Parse the stream of a chat or text completion. `began_s`: start of the pass; the answer's `due_s`, the time at
-    which it should have been sent, is counted from it."""
+    """Parse the streamed response to a chat or text completion. A response that failed, is invalid or incomplete gives
+    an Answer with `error`. `began_s`: start of the pass, as a value of time.perf_counter; the answer's `due_s`, the
+    scheduled send time, is counted from it."""
     if stream.failure:
         return Answer(error=stream.failure)
     if stream.status != 200:

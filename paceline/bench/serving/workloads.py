@@ -20,8 +20,8 @@ OWN_MAX_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request of a workload: a prompt and, optionally, a JSON schema that its answer follows. It is the same for
-    every server that is compared."""
+    """One request of a workload: a prompt and, optionally, a JSON schema that the answer must follow. All compared
+    servers get the same request."""
 
     prompt: Prompt
     schema: dict[str, Any] | None = None
@@ -30,7 +30,7 @@ class WorkloadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A list of requests and their arrival rate."""
+    """A named list of requests for `bench latency`, with the rate at which they are sent and the longest answer."""
 
     name: str
     about: str
@@ -60,8 +60,9 @@ def named_workload(name: str, limit: int | None = None) -> Workload:
 
 
 def workload_of(source: str | Path, limit: int | None = None, schema: dict[str, Any] | None = None) -> Workload:
-    """Return the first `limit` prompts (None: all) of a JSON lines or Parquet file as a workload whose requests are
-    sent one after the other. `schema`: JSON schema of the answers. Raises PromptError if the prompts cannot be read."""
+    """Return the prompts of a JSON lines or Parquet file as a workload, named after the file. Its requests are sent one
+    after the other. `limit`: use only the first prompts; None: all. `schema`: JSON schema that the answers follow.
+    Raises PromptError if the prompts cannot be read."""
     prompts = read_prompts(source, limit)
     requests = [WorkloadRequest(prompt, schema) for prompt in prompts]
     return Workload(
