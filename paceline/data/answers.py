@@ -46,8 +46,8 @@ best first, and their log-probabilities in nats (temperature 1, before penalties
 
 
 class Kept(Protocol):
-    """Interface of a storage for the target's answers to prompts: the class that generates them (`Regenerator`) writes
-    to it, and resumes from it after a crash. AnswerShards implements it."""
+    """Interface of a storage for the target's answers to prompts; AnswerShards implements it. `Regenerator`, the class
+    that generates answers, writes to it, and after a crash reads from it where to continue."""
 
     folder: Path
 
@@ -58,7 +58,8 @@ class Kept(Protocol):
 
 
 class AnswerShards:
-    """A folder of answer shards (Parquet files): reads all of them, and writes those of one process."""
+    """A folder of answer shards (Parquet files), written by one or more processes. An object reads the shards of all
+    processes, and writes those of the process `rank`."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.folder = folder
@@ -84,13 +85,15 @@ class AnswerShards:
         return path
 
     def note(self, answer: Answer, is_over: bool) -> None:
-        """Append an answer to the journal, which keeps it until a shard contains it. `is_over`: the conversation has
-        ended; the caller then passes all its answers to `write`."""
+        """Append an answer to this process's journal, which holds it until it is written to a shard. `is_over`: the
+        answer is the last of its conversation; the caller then passes all the conversation's answers to `write`. Raises
+        CacheError if the disk cannot be written to."""
         self._journal.note(self._journal_path(self._next), answer, is_over)
 
     def recover(self) -> dict[str, list[Answer]]:
-        """Recover from a killed run: write the finished conversations in this process's journals as a shard, and return
-        the answers of unfinished ones by key."""
+        """Write the finished conversations in this process's journals, which a killed run left, as a shard. Returns the
+        answers of all unfinished conversations, by conversation key. Only the first call writes; later calls only
+        return the answers."""
         if not self._is_recovered:
             self._is_recovered = True
             old = self._journals(f"r{self._rank}-")
@@ -107,7 +110,8 @@ class AnswerShards:
         return {key: [*answers] for key, answers in self._journal.begun.items()}
 
     def keys(self) -> set[str]:
-        """Return the keys of all finished conversations of all processes. Raises PromptError on a damaged shard."""
+        """Return the keys of all finished conversations of all processes, in shards and journals. Raises PromptError on
+        a damaged shard."""
         finished, _ = read_journals(self._journals())
         return {key for path in self._paths() for key in _read(path, ["key"])["key"].to_pylist()} | {
             answer.key for answer in finished
@@ -118,9 +122,10 @@ class AnswerShards:
         return self.read()
 
     def read(self, dropped: Dropped | None = None, tags: Sequence[str] = ()) -> Iterator[Answer]:
-        """Yield the answers of all shards, then of finished conversations in journals. Unusable rows are counted in
-        `dropped`, or raise PromptError if `dropped` is not given. `tags`: yield only rows whose tag is one of these;
-        empty: all rows."""
+        """Yield the answers of all shards, then those of finished conversations that are only in a journal. A row
+        without a key or token ids is counted in `dropped`, or raises PromptError if `dropped` is not given. `tags`:
+        yield only rows whose tag is one of these; empty: all rows. Answers in a journal count as "(no tag)". Raises
+        PromptError on a damaged shard."""
         finished, _ = read_journals(self._journals())
         for path in self._paths():
             if path.exists():  # a running server deletes its oldest traces
@@ -144,9 +149,9 @@ class AnswerShards:
 
 
 def read_answers(path: Path | str, dropped: Dropped | None = None, tags: Sequence[str] = ()) -> Iterator[Answer]:
-    """Yield the answers of a Parquet file. Raises PromptError if it cannot be read. A row without token ids is counted
-    in `dropped`, or raises PromptError if `dropped` is not given. `tags`: yield only rows whose tag is one of these;
-    empty: all rows."""
+    """Yield the answers of a Parquet file. A row without a key or token ids is counted in `dropped`, or raises
+    PromptError if `dropped` is not given. `tags`: yield only rows whose tag is one of these; empty: all rows. Raises
+    PromptError if the file cannot be read."""
     for number, row in enumerate(_read(path, SCHEMA.names, optional=("tag",) if tags else ()).to_pylist(), start=1):
         if not has_tag(row, tags):
             continue
@@ -167,7 +172,8 @@ def _are_ids(ids: list[int | None] | None) -> bool:
 
 
 def has_answers(path: Path) -> bool:
-    """Return True for a Parquet file with the columns of answers, or a folder of such files."""
+    """Return True for a Parquet file that has all columns of answers, and for a folder that contains at least one file
+    answers-*.parquet or traces-*.parquet. Files of a folder are not opened."""
     if path.is_dir():
         return any([*path.glob("answers-*.parquet"), *path.glob("traces-*.parquet")])
     if path.suffix != ".parquet" or not path.is_file():

@@ -24,7 +24,7 @@ OVER = "is_over"
 
 @dataclass(slots=True)
 class Answer:
-    """One answer of the target: its tokens and text, and the tokens of its prompt."""
+    """One answer of the target: its tokens and text, and the tokens of the prompt that it answers."""
 
     key: str
     """Identifies a conversation and its sample (source, prompt id, temperature). All answers in a conversation share
@@ -47,7 +47,8 @@ class Answer:
 
 
 class Journal:
-    """Writes the journal of one process: answers that are not in a shard yet. The first answer creates the file."""
+    """Writes one process's journal: a file of the answers that are not in a shard (Parquet file) yet. The first answer
+    creates the file."""
 
     def __init__(self) -> None:
         self.begun: dict[str, list[Answer]] = {}
@@ -64,8 +65,8 @@ class Journal:
             append_lines(path, [_line(answer, is_over)])
 
     def carry(self, path: Path) -> None:
-        """Copy the answers of all unfinished conversations (`begun`) to a new journal file at `path`, so that the old
-        journal can be deleted. Creates no file if all conversations are finished."""
+        """Copy the answers of all unfinished conversations to a new journal file at `path`, so that the old journal can
+        be deleted. Creates no file if no conversation is unfinished."""
         if self.begun:
             with whole_file(path, REMEDY) as scratch:
                 append_lines(scratch, (_line(answer, False) for answers in self.begun.values() for answer in answers))
@@ -76,8 +77,8 @@ def _line(answer: Answer, is_over: bool) -> dict[str, Any]:
 
 
 def read_journals(paths: Iterable[Path]) -> tuple[list[Answer], dict[str, list[Answer]]]:
-    """Return (answers of finished conversations, conversation key -> answers of unfinished ones). Truncated lines are
-    skipped."""
+    """Return (answers of finished conversations, conversation key -> answers of unfinished conversations). Truncated
+    lines, and conversations of which an earlier answer is missing, are skipped."""
     turns: dict[str, dict[int, Answer]] = {}
     over: set[str] = set()
     for path in paths:

@@ -58,9 +58,10 @@ class MessageError(PromptError):
 
 
 def normalised(messages: Any, field: str = "messages") -> list[Message]:
-    """Return the conversation in normal form: contents and call arguments as text, older keys replaced (such as
-    `function_call` by `tool_calls`). Normal form is returned unchanged. `field`: path of `messages`, for errors. Raises
-    MessageError on unknown keys, parts that are not text, and call arguments that are not a JSON object."""
+    """Return a conversation's messages in normal form: contents and call arguments are text, and outdated keys are
+    replaced (`function_call` by `tool_calls`). Messages that are in normal form already do not change. `field`: path of
+    `messages` in the request, for error messages. Raises MessageError on an unknown key, a content part that is not
+    text, or call arguments that are not a JSON object."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise MessageError(field, 'must be a list of {"role": ..., "content": ...}')
     return [_message(message, f"{field}[{place}]") for place, message in enumerate(messages)]
@@ -97,9 +98,9 @@ def _string(message: Message, key: str, field: str) -> str:
 
 
 def content_text(content: Any, field: str = "content") -> str:
-    """Return the text of a message's content (a text, a list of text parts, or None for an empty text). Several parts
-    are joined by line breaks, as in vLLM. `field`: path of the content, for errors. Raises MessageError on other
-    content, such as images."""
+    """Return the text of a message's content: a text, a list of text parts, or None for an empty text. Several parts
+    are joined by line breaks, as in vLLM. `field`: path of the content, for error messages. Raises MessageError on
+    other content, such as images."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, Mapping) or not isinstance(content, Iterable):
@@ -176,8 +177,8 @@ def _arguments(given: Any, field: str) -> str:
 
 
 def parsed_object(text: str) -> dict[str, Any]:
-    """Parse the text of a JSON object. Raises ValueError on other text, NaN and out-of-range numbers, RecursionError on
-    deep nesting."""
+    """Parse the text of a JSON object. Raises ValueError if the text is not a JSON object, or has a number that is NaN
+    or out of range; RecursionError if it is nested too deeply."""
     value = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
     if not isinstance(value, dict):
         raise ValueError(f"it is of type {type(value).__name__}")
@@ -196,8 +197,8 @@ def _finite(digits: str) -> float:
 
 
 def normalised_tools(tools: Any, field: str = "tools") -> list[dict[str, Any]]:
-    """Return the tools of a request with their keys in a fixed order and without nulls. `field`: path of `tools`, for
-    errors. Raises MessageError if it is not a list of tools of type "function", each with a name."""
+    """Return the tools of a request with their keys in a fixed order and without null values. `field`: path of `tools`,
+    for error messages. Raises MessageError if `tools` is not a list of tools that each have a function with a name."""
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
         raise MessageError(field, 'must be a list of {"type": "function", "function": {"name": ...}}')
     return [_tool(tool, f"{field}[{place}]") for place, tool in enumerate(tools)]

@@ -44,8 +44,8 @@ def common_pieces(texts: Sequence[np.ndarray]) -> np.ndarray:
 
 @cache
 def bands(threshold: float) -> tuple[int, int]:
-    """Return (bands, rows per band) of an LSH index for this similarity threshold. Cached, since datasketch takes 0.2 s
-    to find them."""
+    """Return (number of bands, hash values per band) of an LSH (locality-sensitive hashing) index for this similarity
+    threshold. Results are cached, since datasketch takes 0.2 s to compute them."""
     from datasketch import MinHashLSH
 
     index = MinHashLSH(threshold=threshold, num_perm=NUM_HASHES)
@@ -53,8 +53,9 @@ def bands(threshold: float) -> tuple[int, int]:
 
 
 class Near:
-    """Index of texts that finds near-duplicates of a text: those with a Jaccard similarity of more than `overlap`.
-    `common`: hashes of the shingles to ignore (`common_pieces`)."""
+    """Index of texts, each given as the hashes of its shingles (short runs of tokens, see `pieces_of`). It finds the
+    near-duplicates of a text: the indexed texts with which it has a Jaccard similarity of more than `overlap`, computed
+    over shingles. With `overlap` 1 or more it finds nothing. `common`: shingle hashes to ignore (`common_pieces`)."""
 
     def __init__(self, overlap: float, common: np.ndarray) -> None:
         with needing(ConfigError, "near-copies are found with datasketch: pip install 'paceline[evals]'"):
@@ -68,7 +69,7 @@ class Near:
 
     def like(self, pieces: np.ndarray) -> Iterator[int]:
         """Yield the near-duplicates of the text with these shingle hashes, each as the number under which it was added.
-        A text of only common shingles has no near-duplicate."""
+        A text whose shingles are all ignored ones (`common`) has no near-duplicate."""
         own = np.setdiff1d(pieces, self._common, assume_unique=True)
         if self._index is None or not len(own):
             return

@@ -76,7 +76,7 @@ log = logging.getLogger("paceline.data.prompts")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One conversation to send to the model, or its exact tokens."""
+    """One conversation to send to the model, or a prompt given as exact token ids."""
 
     id: str
     messages: list[Message]
@@ -97,8 +97,8 @@ class Prompt:
     """File and line of the row, for messages. Ignored in comparisons: equal rows are one prompt."""
 
     def api_request(self) -> tuple[str, dict[str, Any]]:
-        """Return (API path, request fields) of the request for the first answer to this prompt. Later user turns are
-        not included."""
+        """Return (API path, request body) of the request for the first answer to this prompt. Later user turns are not
+        included."""
         if self.token_ids:
             return "/v1/completions", {"prompt": list(self.token_ids)}
         body: dict[str, Any] = {"messages": self.messages}
@@ -117,14 +117,19 @@ def read_prompts(
     strict: bool = False,
     tags: Sequence[str] = (),
 ) -> list[Prompt]:
-    """Return the first `limit` prompts (default: all) of a JSON lines file, a Parquet file or folder, or a hub data
-    set.
+    """Return the first `limit` prompts (None: all) of `source`: a file (JSON lines, a JSON array or Parquet), a folder
+    of Parquet files, or a hub data set. Raises PromptError if it has no prompt.
 
-    A malformed row, or one of unknown format, raises PromptError with its file and line; with `dropped`, it is skipped
-    and counted there by reason. Row keys that are ignored (unread keys) are counted in `dropped`, or logged without it.
-    With `strict`, malformed rows and unread keys always raise PromptError. A source without a single prompt raises it,
-    too. `tags`: use only rows of traces or stores whose tag is one of these; raises ConfigError for a tag that no row
-    has.
+    An invalid row (malformed or of unknown format) is skipped and counted in `dropped` by reason; if `dropped` is None,
+    it raises PromptError with its file and line.
+
+    A row key that is not read is counted in `dropped`, unless it is known metadata; if `dropped` is None, it is logged
+    as a warning.
+
+    `strict`: invalid rows and keys that are not read always raise PromptError.
+
+    `tags`: use only rows whose tag is one of these; traces and stores have tags. Raises ConfigError if one of `tags`
+    occurs in no row.
     """
     if limit is not None and limit < 1:
         raise PromptError(f"limit must be at least 1, not {limit}")
@@ -190,8 +195,8 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
 
 
 def unread_keys(row: Row, read: Iterable[str]) -> list[str]:
-    """Return the row's keys that are not in `read`. Keys with an empty value (None, or empty text, list or object) are
-    left out: Parquet gives every row all keys."""
+    """Return those keys of the row that are not in `read`. Keys with an empty value (None, or empty text, list or
+    object) are left out, because in Parquet files every row has all keys."""
     known = set(read)
     return [printable(key) for key, value in row.items() if key not in known and value not in (None, "", [], {})]
 
@@ -201,9 +206,10 @@ def _keys_within(entries: list[Row], prefix: str, read: Iterable[str]) -> list[s
 
 
 def read_variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
-    """Return the chat-template variables of a row as (name, value) pairs, sorted by name. Keys without a value are
-    dropped: Parquet gives every row all keys of its column. `where`: file and line, for errors. Raises PromptError if
-    `given` is not an object, or if a name is reserved."""
+    """Return a row's chat-template variables, the object `given`, as (name, value) pairs sorted by name. Variables with
+    the value None are dropped, because in Parquet files every row has all keys. `where`: file and line, for error
+    messages. Raises PromptError if `given` is not an object, or if a name is reserved: messages, tools or
+    add_generation_prompt."""
     if given is None:
         return ()
     if not isinstance(given, dict):
@@ -263,8 +269,8 @@ def digest(token_ids: Iterable[int]) -> str:
 
 
 def read_tools(tools: Any, where: str) -> tuple[Row, ...]:
-    """Return the tools of a row, given as a list or as its JSON text. `where`: file and line, for errors. Raises
-    PromptError if they do not have the API's format."""
+    """Return the tools of a row, given as a list or as its JSON text; () for no tools. `where`: file and line, for
+    error messages. Raises PromptError if they do not have the API's format."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
@@ -337,8 +343,8 @@ def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, 
 
 
 def read_messages(messages: Any, where: str) -> list[Message]:
-    """Return a row's messages in normal form; unknown keys of a message are dropped. `where`: file and line, for
-    errors. Raises PromptError on invalid messages."""
+    """Return a row's messages in normal form (`normalised`); unknown keys of a message are dropped. `where`: file and
+    line, for error messages. Raises PromptError on invalid messages."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
     try:

@@ -49,7 +49,8 @@ class RowError(PromptError):
 
 @dataclass(slots=True)
 class Dropped:
-    """Counts of skipped rows by reason, with one example (file and line) for each reason."""
+    """Counts of skipped rows by reason, with one example (file and line) for each reason; and counts of ignored row
+    keys."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
@@ -61,14 +62,14 @@ class Dropped:
         self.examples.setdefault(reason, example)
 
     def update(self, other: Dropped) -> None:
-        """Add the counts of `other`, e.g. of another file."""
+        """Add the counts of `other`, for example those of another file."""
         for reason, number in other.counts.items():
             self.add(reason, other.examples[reason], number)
         self.unread.update(other.unread)
 
     @property
     def unread_text(self) -> str:
-        """Summary of ignored keys: "not read: context (120 rows), choices (80)"; empty if every key was read."""
+        """Summary of the ignored keys: "not read: context (120 rows), choices (80)"; empty if no key was ignored."""
         first, *others = [(key, number) for key, number in self.unread.most_common()] or [("", 0)]
         listed = [f"{first[0]} ({first[1]} rows)", *(f"{key} ({number})" for key, number in others)]
         return f"not read: {', '.join(listed)}" if self.unread else ""
@@ -85,9 +86,12 @@ class Dropped:
 
 
 def rows_of(source: str | Path) -> tuple[str, Rows]:
-    """Return (short name, rows) of a file, a folder of Parquet files, or a hub data set. Rows are (file and line, row)
-    pairs. Raises PromptError if there is no such source or it cannot be read, DownloadError for a data set that cannot
-    be downloaded."""
+    """Return (short name, rows) of a JSON or Parquet file, a folder of Parquet files, or a hub data set. Rows are pairs
+    (file and line, row); a malformed row is a RowError in place of a dict.
+
+    Raises PromptError if there is no such source or it cannot be read, DownloadError if a data set cannot be
+    downloaded. Both may also be raised later, while the rows are read.
+    """
     path, name = Path(source), str(source)
     if path.is_dir():
         return path.name, _folder_rows(path)
@@ -100,8 +104,8 @@ def rows_of(source: str | Path) -> tuple[str, Rows]:
 
 
 def file_rows(path: Path) -> Rows:
-    """Yield (file and line, row) of a file: Parquet (by its suffix), JSON lines or a JSON array. Raises PromptError if
-    it cannot be read."""
+    """Yield pairs (file and line, row) of a file: Parquet (by its suffix), JSON lines or a JSON array. A malformed row
+    is a RowError in place of a dict. Raises PromptError if the file cannot be read."""
     return _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
 
 
@@ -228,9 +232,13 @@ def _hub_files(repo_id: str, config: str | None, split: str, name: str) -> Itera
 
 
 def choose_files(listed: list[str], config: str | None, split: str, name: str) -> list[str]:
-    """Return the data files of one config (subset of a hub data set) and one split (default: train), out of all files
-    `listed` in its repository. `name`: the data set, for errors. Raises PromptError, which lists the existing files, if
-    there are no such files."""
+    """Return the data files of one split of a hub data set. `listed`: all files of its repository. `config`: name of
+    the subset to use; None if the data set has only one. `split`: name of the split; "" chooses "train" or, if no file
+    is named after it, the files that are not named after any known split. `name`: the data set, for error messages.
+
+    Raises PromptError if no file matches, with a list of the repository's files, or if `config` is None and files of
+    several subsets match.
+    """
     endings = (".parquet",) if any(file.endswith(".parquet") for file in listed) else JSON_ENDS
     files = [
         file

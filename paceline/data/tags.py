@@ -20,7 +20,7 @@ MOST_LISTED = 20
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """A source of answers, restricted to the rows whose tag is one of `tags`. No tags: all rows."""
+    """A file or folder of answers, restricted to the rows whose tag is one of `tags`; empty: all rows."""
 
     path: Path
     tags: tuple[str, ...] = ()
@@ -30,7 +30,8 @@ class Tagged:
 
 
 def tagged(paths: Iterable[Path], tags: Sequence[str]) -> list[Tagged]:
-    """Return the sources at these paths, each restricted to the rows whose tag is one of `tags`."""
+    """Return the files or folders of answers at these paths, each restricted to the rows whose tag is one of `tags`;
+    empty: all rows."""
     return [Tagged(path, tuple(tags)) for path in paths]
 
 
@@ -45,8 +46,9 @@ def has_tag(row: Mapping[str, Any], tags: Sequence[str]) -> bool:
 
 
 def check_tags(source: str | Path, tags: Sequence[str]) -> None:
-    """Raise ConfigError if the Parquet file `source`, or the folder of such files, has no column `tag`, or if one of
-    `tags` occurs in no row; the error then lists the tags that occur. Does nothing if `tags` is empty."""
+    """Check tags before rows are selected by them. Raises ConfigError if no file of `source` (a Parquet file or a
+    folder of such files) has a column `tag`, or if one of `tags` occurs in no row; the latter error lists the tags that
+    occur. Does nothing if `tags` is empty."""
     if not tags:
         return
     known = _tags_of(Path(source))
@@ -59,7 +61,8 @@ def check_tags(source: str | Path, tags: Sequence[str]) -> None:
 
 
 def refuse_unknown(source: str | Path, tags: Sequence[str], known: Iterable[str]) -> None:
-    """Raise ConfigError if one of `tags` is not in `known`, the tags that occur in `source`; the error lists these."""
+    """Raise ConfigError if one of `tags` is not in `known`, the tags that occur in `source`. The error lists the known
+    tags."""
     names = sorted(known)
     for tag in tags:
         if tag not in names:

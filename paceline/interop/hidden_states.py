@@ -48,9 +48,10 @@ with reraised(
 
 
 def check_version(version: str, numbers: tuple[Any, ...], connector: type) -> None:
-    """Raises ConfigError if this vLLM is too old, or its example connector lacks a method that `HiddenStatesConnector`
-    replaces or calls. `numbers`: vLLM's `__version_tuple__`; (0, 0, ...) for builds from source, which are checked by
-    methods alone."""
+    """Raises ConfigError if this vLLM is older than 0.32, or if its example connector lacks a method that
+    `HiddenStatesConnector` replaces or calls. `version`: vLLM's version as text; `numbers`: its `__version_tuple__`;
+    `connector`: class of the example connector. Builds from source have the version (0, 0, ...); for them only the
+    methods are checked."""
     missing = [name for name in NEEDED if not hasattr(connector, name)]
     if (0, 0) != numbers[:2] < LEAST_VERSION or missing:
         least = ".".join(map(str, LEAST_VERSION))
@@ -65,8 +66,8 @@ check_version(vllm.__version__, vllm.__version_tuple__, example.ExampleHiddenSta
 
 
 class Copied:
-    """Substitute for a CUDA event that has already occurred. It is used where there is no copy of hidden states to wait
-    for: on a CPU, and for a file that is not written."""
+    """Replaces a CUDA event that marks the end of a copy, if there is no copy to wait for: on a CPU, or if a request's
+    file is not written. It always reports that the copy has ended."""
 
     def query(self) -> bool:
         return True
@@ -75,9 +76,9 @@ class Copied:
 
 
 class HiddenStatesConnector(example.ExampleHiddenStatesConnector):
-    """KV connector that writes each request's hidden states to a file. It extends vLLM's example connector: a file gets
-    its name only when it is complete, files are written into `shared_storage_path` only, and copies on a CPU need no
-    CUDA streams."""
+    """KV connector that writes each request's hidden states to a file in the folder `shared_storage_path`. It differs
+    from vLLM's example connector in three ways. A file is written under a temporary name and renamed when it is
+    complete. No file is written outside the folder. It also runs on a CPU, without CUDA streams."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises ConfigError if `shared_storage_path` is missing or cannot be written."""
@@ -129,14 +130,14 @@ class HiddenStatesConnector(example.ExampleHiddenStatesConnector):
 
 
 def slots_of(block_ids: list[int], block_size: int) -> Tensor:
-    """Returns the indices in the paged KV cache of all positions in a request's blocks (`block_ids`), in order: [number
-    of blocks * block size], int64."""
+    """Returns the cache indices of a request's positions in the paged KV cache, in order: [number of blocks * block
+    size], int64. `block_ids`: the request's blocks; `block_size`: positions per block."""
     return (torch.tensor(block_ids, dtype=torch.long)[:, None] * block_size + torch.arange(block_size)).flatten()
 
 
 def check_folder(folder: Any) -> None:
-    """Raises ConfigError if `folder`, to which hidden states are written, is not a path or no file can be written
-    there."""
+    """Raises ConfigError if `folder`, to which hidden states are to be written, is not a path or cannot be written.
+    Creates the folder if it is missing."""
     if not isinstance(folder, str) or not folder:
         raise ConfigError(
             'no folder for hidden states: give {"shared_storage_path": "/a/folder"} in kv_connector_extra_config, the '
