@@ -34,8 +34,8 @@ def adapt_replay(
 ) -> dict[str, Any]:
     """Replay a policy on a virtual clock, without training.
 
-    A policy decides every hour whether to act, e.g. to retrain a drafter. Uses synthetic traffic whose drift is known,
-    or stored traces.
+    A policy decides every hour whether to act, e.g. to retrain a drafter. The replayed traffic is either synthetic, so
+    that it is known when acceptance really fell, or stored traces.
 
     Examples:
       paceline adapt replay --scenario two-bases --policy seasonal --seeds 200
@@ -57,9 +57,10 @@ def adapt_replay(
 def adapt_check(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig, as_json: Json = False) -> None:
     """Decide once, from the latest hour of stored traffic.
 
-    Prints the action that is due, such as retraining a drafter. Acceptance comes from the traces or, if these record
-    no decoding rounds, from counted.jsonl in --state, which paceline adapt watch writes. Exit status 0: nothing to do,
-    or too little traffic to decide, 3: something to do, 2: an error.
+    Decides whether an action such as retraining a drafter is due, and prints the decision with its reason. Acceptance
+    is read from the traces. If the traces record no decoding rounds, it is read from counted.jsonl, a file that
+    paceline adapt watch writes to its folder --state. Exit status 0: nothing to do, or too little traffic to decide; 3:
+    something to do; 2: an error.
 
     Examples:
       paceline adapt check --traces traces
@@ -88,7 +89,9 @@ def adapt_gate(
 ) -> None:
     """Judge whether a drafter may replace the serving one.
 
-    Both are scored on stored requests. Exit status 0: passed, 3: not passed, 2: an error.
+    Compares the acceptance and speed of both drafters on stored requests. The new drafter must be faster on one class
+    of similar requests (--cluster), and must not lose too much on all other requests. If it fails only on those others,
+    a blend of both drafters' weights is judged, too. Exit status 0: passed, 3: not passed, 2: an error.
 
     Examples:
       paceline adapt gate runs/mine/drafter --traces traces \\
@@ -121,7 +124,7 @@ def adapt_log(
 ) -> dict[str, Any]:
     """Show observations, decisions and actions by hour.
 
-    Reads the log that the daemon, `paceline adapt watch`, writes.
+    Reads the log of `paceline adapt watch`, which runs in the background and adapts a server's drafters.
 
     Examples:
       paceline adapt log --state runs/adapt --page
@@ -157,8 +160,9 @@ def adapt_watch(
 ) -> dict[str, Any]:
     """Run the daemon that keeps a server's drafters fitted.
 
-    Every hour it decides whether to act: it trains a drafter, gates it, swaps it in, watches it and rolls it back.
-    Without --server it only reports its decisions.
+    Every hour it decides whether to act, e.g. to retrain a drafter for the current traffic. A new drafter is tested on
+    stored requests and, if it passes, replaces the old one on the server. If more requests fail after that,
+    or acceptance falls, the old drafter is restored. Without --server the daemon only reports its decisions.
 
     Examples:
       paceline adapt watch --traces traces --server http://127.0.0.1:8000 \\

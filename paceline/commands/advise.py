@@ -64,13 +64,17 @@ def advise(
 ) -> dict[str, Any]:
     """Decide whether a drafter of your own is worth it.
 
-    Estimates the speed-up with its interval (which holds nine of ten workloads), the answers and hours that training
-    needs, and when it pays off. The number of recorded answers comes from the traces. The current acceptance length
-    comes from the traces or, if these record no drafts, from the running server's metrics; without both, plain decoding
-    is assumed. Your own drafter's acceptance length comes from your newest training of this model in runs/, else from
-    published trainings. Traces with several tags also get a table of customers and a last line that names those who
-    deserve a drafter of their own; --by tag prints these alone. No weights and no GPU are needed. The first line is the
-    decision.
+    The first line of the output is the decision. Then come the speed-up to expect from a drafter trained on your own
+    traffic, with the range that holds for nine of ten workloads; the number of answers and the hours that training
+    needs; and when it pays off. No weights and no GPU are needed.
+
+    The number of recorded answers comes from the traces. The acceptance length today comes from the traces or, if these
+    record no drafts, from the running server's metrics; without both, plain decoding is assumed. The acceptance length
+    of the new drafter is estimated from your newest training of this model in runs/, else from published trainings.
+
+    If the traces have several tags, a table compares the customers, one per tag. The line below the table names the
+    customers who deserve a drafter of their own. --by tag prints only the table, this line and the assumptions behind
+    them.
 
     Examples:
       paceline advise --model Qwen3.5-27B --hardware "2x H100" --streams 16

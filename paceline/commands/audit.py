@@ -37,8 +37,9 @@ def audit(
 ) -> None:
     """Check that an endpoint runs the model it claims to run.
 
-    Compares sampled and greedy answers, seeds, log-probabilities, stop strings and token counts with the model, which
-    is loaded locally. Exit status 0: no fault found, 1: a fault, 2: undecided.
+    Loads that model locally and compares the endpoint's answers with it: sampled and greedy texts, log-probabilities,
+    stop strings and token counts, and whether a seed makes answers repeatable. Exit status 0: no fault found, 1: a
+    fault, 2: undecided.
 
     Examples:
       paceline audit http://localhost:8000 --model smollm2-135m

@@ -75,8 +75,8 @@ def bench_decode(
 ) -> dict[str, Any]:
     """Measure decoding speed and acceptance.
 
-    Measures every combination of prompts, drafters, temperatures and batch sizes, and compares it with plain decoding
-    in the same process.
+    Measures every combination of drafter, temperature and batch size on the prompts. Each speed is compared with that
+    of plain decoding in the same process.
 
     Examples:
       paceline bench decode --limit 4 --drafters none,ngram --batch 1,4 \\
@@ -123,8 +123,9 @@ def bench_steps(
 ) -> dict[str, Any]:
     """Measure step times for `simulate --calibrate`.
 
-    Measures the time of verification, drafting and the host for each number of rows and positions. Acceptance is
-    mocked: the text is meaningless, but the times are those of real engine rounds.
+    Measures how long verification, drafting and the rest of a round (host) take, for each batch size and number of
+    verified positions per row. Acceptance is mocked: the text is meaningless, but the times are those of real engine
+    rounds.
 
     Examples:
       paceline bench steps --drafter random-dflash --context 256
@@ -144,10 +145,10 @@ def bench_lossy(
 ) -> dict[str, Any]:
     """Measure the speed-up and the cost of lossy rules.
 
-    Runs plain decoding, lossless speculation and each lossy setting on tasks with a score. Reports acceptance length,
-    tokens/s, mean total variation and KL divergence from the model, share of changed tokens and the task's score, with
-    confidence intervals and a Pareto chart. The report says if lossless speculation is better in every respect. Code in
-    HumanEval answers is executed, with limits of time and memory.
+    Runs plain decoding, lossless speculation and each lossy rule on tasks with a score. Reports, with confidence
+    intervals and a Pareto chart: acceptance length, tokens/s, the task's score, mean total variation and KL divergence
+    from the model, and the share of tokens that the rule changed. The report says whether any rule is faster than
+    lossless speculation. Code in HumanEval answers is executed, with limits of time and memory.
 
     Examples:
       paceline bench lossy --tasks tickets=heldout.jsonl --limit 20 \\
@@ -171,11 +172,16 @@ def bench_serving(
 ) -> dict[str, Any]:
     """Measure a server under load, with and without drafts.
 
-    Reports first-token, inter-token and inter-chunk times and throughput; variants are measured in turns. Without --url
-    a paceline server is started for each variant, all at the same time, and each needs memory; with --url each request
-    names its variant, and other OpenAI-compatible servers are measured without variants. The client parses responses
-    after the run, but still uses CPU time of a server on the same machine: the report shows how much. Use more prompts
-    than the server has rows, so that its prefix cache does not shorten the first-token time.
+    Reports throughput, the time to the first token, and the times between tokens and between chunks of the stream.
+    Speculation off and on (or the settings of --speculate) are measured in turns.
+
+    Without --url, one paceline server is started for each setting; all run at the same time, and each needs memory.
+    With --url, a running paceline server gets the setting with each request; other OpenAI-compatible servers are
+    measured as they are.
+
+    The client uses some CPU time, which a server on the same machine then lacks: the report shows how much. Use more
+    prompts than the server can answer at the same time; otherwise its prefix cache shortens the time to the first
+    token.
 
     Examples:
       paceline bench serving --concurrency 1,8 --limit 8 --max-tokens 64
@@ -211,8 +217,9 @@ def bench_latency(
     """Measure where a request's milliseconds go.
 
     Splits the latency into communication, host, prefill, drafting and verification, shown as stacked bars. A paceline
-    server is started for each drafter; --url measures running servers. Other engines do not report these parts: their
-    time is one part. Variants are measured in turns, and each request is compared with the first variant's.
+    server is started for each drafter; --url measures running servers. Servers that do not report these parts get one
+    bar segment for all time in the server. The servers take turns, and each is compared with the first one, request by
+    request.
 
     Examples:
       paceline bench latency --drafters none,default \\
@@ -242,8 +249,8 @@ def _check_unused(words: Sequence[str], is_running: object) -> None:
 
 
 def words_of(engine: EngineConfig) -> tuple[str, ...]:
-    """Return the settings that differ from their defaults as command-line words for `paceline serve`, such as
-    ("--model", "smollm2-135m")."""
+    """Return the options of `paceline serve` that give a server these engine settings, such as ("--model",
+    "smollm2-135m"). Settings that have their default value are left out."""
     defaults, words = EngineConfig(), list[str]()
     for field in fields(engine):
         name, value = field.name.replace("_", "-"), getattr(engine, field.name)

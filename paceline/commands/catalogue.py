@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """One command of the command line, or a group of commands such as `bench`."""
+    """Description of one command, or of a group of commands such as `bench`: where it is defined and its one-line
+    summary."""
 
     module: str
     """The module under `paceline.commands` that defines it; empty for a group."""

@@ -54,10 +54,15 @@ def export(
 ) -> dict[str, Any]:
     """Convert a drafter for vLLM, SGLang or llama.cpp.
 
-    Every paceline command reads these formats directly; export is for other programs. A draft vocabulary is written
-    as vLLM expects it (d2t, t2d, lm_head). Its LM head rows are copied from --model: the format speculators requires
-    them; z-lab's format omits the head without --model. The format gguf copies the target's tokenizer from --model,
-    which must be a GGUF file. Settings that a format cannot express are reported.
+    Every paceline command reads these formats directly; export is for other programs. Settings of the drafter that a
+    format cannot express are reported.
+
+    A drafter with a draft vocabulary (part of the target's tokens) is written in vLLM's way, as the tensors d2t, t2d
+    and lm_head. If the drafter has no lm_head of its own, rows of the target's are copied: --model names the target.
+    For such a drafter without --model, the format speculators gives an error, and z-lab omits the draft vocabulary.
+
+    The format gguf copies the target's tokenizer if --model is a GGUF file; llama.cpp does not load the drafter without
+    the tokenizer.
 
     Examples:
       paceline export runs/mine/drafter --format speculators \\
@@ -167,10 +172,10 @@ def inspect(
 ) -> dict[str, Any]:
     """Describe a drafter, and check that it fits a model.
 
-    A drafter with a wrong layer, mask token or draft position raises no error: it only has a low acceptance length.
-    With --model, twenty prompts are answered greedily. If the acceptance length is below 2.0, alternative values of
-    each setting are tried, one at a time, and ranked: layer ids, mask token, rotary style and length, window flags,
-    head, anchor position, norm flags.
+    A drafter whose settings name a wrong layer, mask token or draft position raises no error: it only has a low
+    acceptance length. With --model, the acceptance length is measured on greedy answers to built-in prompts. If it is
+    below 2.0, other values of the drafter's settings are tried, one at a time, and ranked: layer ids, mask token,
+    rotary style and length, window flags, head, anchor position, norm flags.
 
     Examples:
       paceline inspect runs/mine/drafter --model smollm2-135m

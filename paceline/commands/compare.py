@@ -67,8 +67,11 @@ def compare(
 ) -> dict[str, Any]:
     """Replay one answer without and with drafts, side by side.
 
-    Every token appears at the time it was generated. The page is one file, compare.html in the run folder; it needs no
-    server and no network. --simulate predicts both columns and their speed instead of decoding.
+    Generates the answer without and with drafts, and writes a page that replays both: each token appears at the time it
+    was generated. The page is one file, compare.html in the run folder; it needs no server and no network.
+
+    --simulate runs no model. It charts the predicted speed-up against acceptance length; with --columns, it draws a
+    sample text that appears at the two predicted speeds.
 
     Examples:
       paceline compare "Why is the sky blue?" --max-tokens 96 --svg demo.svg

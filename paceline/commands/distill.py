@@ -38,8 +38,9 @@ def distill(
 ) -> None:
     """Train a smaller model on a larger one's answers.
 
-    The student has fewer layers than the teacher. The same command resumes an interrupted run. Exit status 0: passed;
-    1: rejected because of its answers to held-out prompts. Models in service are not changed.
+    The smaller model (student) has fewer layers than the larger one (teacher). At the end its answers to held-out
+    prompts are compared with the teacher's. Exit status 0: they are good enough; 1: they are not, and the student is
+    rejected. The same command resumes an interrupted run. No running server is changed.
 
     Examples:
       paceline distill --teacher smollm2-135m --answers runs/answers/answers \\

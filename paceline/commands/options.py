@@ -73,7 +73,7 @@ _hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
 class Opt:
-    """How one field appears as an option of a command: its option name, help, default or metavar."""
+    """Change to the command-line option of one dataclass field: another name, help text, default or metavar."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Opt:
 
 
 class Changed:
-    """Marker in the `Annotated` type of a dataclass parameter: field=Opt(...) changes the option of this field."""
+    """Marker in the `Annotated` type of a dataclass parameter: `x=Opt(...)` changes the option of the field `x`."""
 
     def __init__(self, *fields: str, **opts: Opt) -> None:
         self.fields, self.opts = fields, opts
@@ -189,7 +189,7 @@ class _Option:
 
 
 def options(command: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: each field of a command's dataclass parameters becomes an option with its name, type and default."""
+    """Decorator: fields of a command's dataclass parameters become options with their names, types and defaults."""
     hints = get_type_hints(command, include_extras=True)
     flat: list[inspect.Parameter] = []
     configs: dict[str, tuple[type, list[_Option]]] = {}
@@ -255,20 +255,21 @@ def _note_threads(threads: int) -> None:
 
 
 def given(context: typer.Context, *sources: str) -> list[str]:
-    """Return names of parameters set by one of `sources`, click's COMMANDLINE or DEFAULT_MAP (a --config file)."""
+    """Return the names of parameters set by one of `sources`: click's COMMANDLINE or DEFAULT_MAP (a --config file)."""
     origins = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, origin in origins.items() if origin is not None and origin.name in sources]
 
 
 def typed(command: Callable[..., Any], context: typer.Context) -> set[str]:
-    """Return the dataclass fields of the running command that were set on the command line, as parameter.field
-    (shape.num_layers). `command`: its function, decorated with `@options`."""
+    """Return the fields that the user set on the command line, as "parameter.field", such as "shape.num_layers".
+    `command`: function of the running command, decorated with `@options`."""
     fields: dict[str, str] = command.fields  # pyright: ignore[reportFunctionMemberAccess]
     return {fields[name] for name in given(context, "COMMANDLINE") if name in fields}
 
 
 def size(option: str, text: str | None) -> int | None:
-    """Convert a size like 512M to bytes (K to T: powers of 1024), None to None. Raises ConfigError naming `option`."""
+    """Convert a size like 512M to bytes (K to T: powers of 1024); None stays None. Raises ConfigError naming
+    `option`."""
     if text is None:
         return None
     number = text.strip().upper().removesuffix("B").removesuffix("I")
@@ -320,10 +321,9 @@ def _build(owner: type, values: list[tuple[_Option, Any]]) -> Any:
 
 @contextlib.contextmanager
 def named(names: dict[str, str], also: str = "") -> Iterator[None]:
-    """Context manager: in messages of PacelineErrors, replaces field names by option names (`names`: field -> option).
-
-    Only field names with an underscore are replaced, and not within paths, because "model" may be an ordinary word.
-    `also`: regular expression, ending in "|", that matches further field names to replace."""
+    """Context manager that replaces field names by option names in messages of PacelineErrors. `names`: field ->
+    option. Only names with an underscore, and not in a file path, are replaced; others may be ordinary words. `also`:
+    regular expression that ends in "|"; a name that it matches is always replaced."""
     try:
         yield
     except PacelineError as error:
@@ -356,7 +356,7 @@ def _metavar(kind: _Kind, is_comma: bool) -> str | None:
 
 
 def split(option: str, text: str, base: type) -> list[Any]:
-    """Convert `1,8` to a list of `base` values, [1, 8]. Raises ConfigError, which names `option`."""
+    """Convert "1,8" to [1, 8], a list of `base` values. Raises ConfigError, naming `option`, for an invalid value."""
     try:
         return [base(part.strip()) for part in text.split(",") if part.strip()]
     except ValueError:

@@ -26,11 +26,11 @@ def search(
 ) -> None:
     """Search training settings that serve a workload fastest.
 
-    Trials change the shape of the drafter, its block, taps, loss, learning rate, anchors and sources of answers. Each
-    is a paceline train run, measured by served tokens/s on held-out prompts; bad ones are stopped early (successive
-    halving). The best one is compared with the planner's choice on held-out prompts that no trial was measured on. The
-    same command resumes an interrupted search. Exit status 0: a better training was found; 1: the planner's choice is
-    kept.
+    Tries several settings of paceline train (the trials), such as the shape of the drafter, its block size, the loss,
+    the learning rate and the sources of answers. Each trial's drafter is measured by tokens/s on held-out prompts; bad
+    trials are stopped early (successive halving). The best trial is then compared with the settings that paceline train
+    would choose itself, on prompts that no trial was measured on. The same command resumes an interrupted search. Exit
+    status 0: better settings were found; 1: train's own choice is kept.
 
     Examples:
       paceline search --target smollm2-135m --answers runs/traffic \\

@@ -37,7 +37,8 @@ def say(text: str) -> None:
 
 
 def finish(line: dict[str, Any], as_json: bool, status: int = 0) -> None:
-    """End a command: print `line` as JSON, with --json, and exit with `status` unless it is 0."""
+    """End a command: print `line` as one JSON object if `as_json` is True (option --json), and exit with `status`
+    unless it is 0."""
     if as_json:
         print(json.dumps(plain(line)), flush=True)
     if status:
@@ -45,15 +46,16 @@ def finish(line: dict[str, Any], as_json: bool, status: int = 0) -> None:
 
 
 def starting(model: str) -> None:
-    """Check a model's name and, in a terminal, print "loading ...", since imports and weights take seconds. Raises
-    ModelNotFoundError for an invalid name."""
+    """Check a model's name before loading it; raises ModelNotFoundError if it is invalid. In a terminal also prints
+    "loading MODEL", because loading takes seconds."""
     check_name(model)
     if sys.stderr.isatty():
         say(f"loading {model}")
 
 
 def introduce(llm: LLM) -> str:
-    """Return a text about the loaded model: the values chosen for "auto" and "default", and the memory used."""
+    """Return a text that describes the loaded model: the drafter, device and data types in use (also where the settings
+    were "auto" or "default"), and the memory."""
     from paceline.draft.pool import memory_of
     from paceline.model.backends import form_of
     from paceline.report.pages import render
@@ -63,8 +65,8 @@ def introduce(llm: LLM) -> str:
 
 
 class MinuteLines:
-    """Progress bar for output that is not a terminal: prints one line per minute with the share done and the time
-    left."""
+    """Progress report for output that is not a terminal: at most once a minute prints a line with the share done and
+    the minutes left."""
 
     EVERY_S = 60.0
 
@@ -74,9 +76,9 @@ class MinuteLines:
         self._first = 0.0
 
     def advance(self, text: str, share: float | None = None) -> None:
-        """Count one finished item, and print a line if the last one is at least a minute old. `text`: description of
-        the item, printed at the end of the line. `share`: share of all work done, from 0 to 1; None: the share of
-        finished items."""
+        """Count one finished item, and print a line if at least a minute has passed since the line before. `text`:
+        description of the item, printed at the end of the line. `share`: share of all work done, from 0 to 1; None:
+        finished items over all items."""
         self._done += 1
         if self._done == 1 and share is not None:
             self._first = share  # an earlier run may have done a part
@@ -97,7 +99,7 @@ class MinuteLines:
 
 
 class TerminalProgress(Progress):
-    """Prints the progress of a library call to stderr, with a progress bar in a terminal."""
+    """Prints the progress of a library call to stderr: a progress bar in a terminal, else one line per minute."""
 
     def say(self, text: str) -> None:
         say(text)
@@ -163,8 +165,10 @@ MaxTV = Annotated[
 
 
 def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
-    """Parse a lossy acceptance rule, `text` (--lossy); `max_tv` (--max-tv) replaces its limit of total variation.
-    Returns None without a rule. Raises SamplingError (invalid rule), ConfigError (--max-tv alone)."""
+    """Parse the lossy acceptance rule `text` (option --lossy). `max_tv` (option --max-tv) replaces the rule's own limit
+    of the mean total variation; None keeps it. Returns None if `text` is None.
+
+    Raises SamplingError for an invalid rule, ConfigError for `max_tv` without a rule."""
     if text is None:
         refuse(
             ConfigError,
@@ -176,11 +180,11 @@ def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
 
 
 def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
-    """Load the model for one request at a time, and print what was loaded. `word` is the model's name as an argument,
-    used unless --model is given. `more`: further arguments of `LLM.of`.
+    """Load the model for a command that runs one request at a time, and print what was loaded. `word`: a model name
+    given as an argument, used if `engine` has the default model. `more`: further arguments of `LLM.of`.
 
-    Raises ConfigError if acceptance is mocked (a set number of drafts is accepted, whatever their tokens) and would
-    need more drafts per round than the drafter makes.
+    Raises ConfigError if acceptance is mocked (a set number of drafts is accepted, whatever their tokens) and the set
+    number is larger than the drafter's number of drafts per round.
     """
     named = replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1)
     starting(named.model)
@@ -196,13 +200,13 @@ def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
 
 
 def is_named(engine: EngineConfig) -> bool:
-    """Return True if the settings name another model than the default one."""
+    """Return True if `engine.model` is not the default model; the option --model then counts as given."""
     return engine.model != EngineConfig().model
 
 
 def prompt_of(word: str | None, example: str) -> str:
-    """Return the prompt: `word`, or standard input if it is `-`. Raises PromptError if it is missing or blank;
-    `example` is a command shown in the message."""
+    """Return the prompt: `word`, or the text of standard input if `word` is "-". Raises PromptError if `word` is None
+    or the text is blank. `example`: a command to show in the error message."""
     if word is None:
         raise PromptError(f'there is no prompt: give one, as in {example} "Why is the sky blue?", or - for stdin')
     if word == "-":
@@ -224,8 +228,10 @@ def check_template(raw: bool, system: str | None) -> None:
 
 
 def grammar_of(json_schema: str | None, regex: str | None) -> GrammarSpec | None:
-    """Return the grammar of --json-schema (a file, or the schema itself) or --regex; None without both. Raises
-    ConfigError if both are given, or if the file cannot be read."""
+    """Return the grammar that the answer must follow, or None if both parameters are None. `json_schema`: a JSON schema
+    or the path of a file with one; "{}" allows any JSON object. `regex`: a regular expression.
+
+    Raises ConfigError if both are given, or if the file cannot be read."""
     if json_schema and regex:
         raise ConfigError("--json-schema and --regex exclude each other: leave one out")
     if regex:

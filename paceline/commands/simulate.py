@@ -95,11 +95,11 @@ def simulate(
 ) -> dict[str, Any]:
     """Predict the speed-up of speculation before training.
 
-    Prints the best draft length, the speed-up, and the time of each part of a round. A round drafts g tokens, verifies
-    g + 1 positions in one target pass and yields N(g) tokens: speed-up(g) = N(g) / (pass of g + 1 positions / plain
-    pass + drafting / plain pass). A dense model at a small batch size verifies drafts at almost no cost. A mixture of
-    experts does not: at batch sizes of 4 to 8 each draft activates more experts, whose weights must be read. Needs no
-    GPU and no weights; each prediction prints its limits. docs/explanation/prediction.md has the formulas.
+    Prints the best draft length, the speed-up, and the seconds of each part of a round. A round drafts g tokens,
+    verifies g + 1 positions in one target pass and yields N(g) tokens on average; speed-up(g) = N(g) * (seconds of a
+    plain pass) / (seconds of the verification pass and of drafting). A dense model verifies a small batch's drafts at
+    almost no cost. A mixture of experts does not: at batch sizes of 4 to 8 each draft activates more experts, whose
+    weights must be read. Needs no GPU and no weights. Formulas: docs/explanation/prediction.md.
 
     Examples:
       paceline simulate --model DeepSeek-V4-Pro --hardware B200 \\
@@ -223,7 +223,7 @@ def _bar(prediction: Prediction, length: int, speedup: float) -> str:
 
 
 def print_notes(setup: Setup, *, stderr: bool) -> None:
-    """Print a prediction's assumptions, warnings and first two limits (what it leaves out), to stdout or `stderr`."""
+    """Print a prediction's assumptions and warnings, and two effects that it leaves out, to stdout or `stderr`."""
     lines = [*filter(None, [setup.assumed]), *(f"warning: {warning}" for warning in setup.warnings)]
     lines += ["Limits:", *(f"- {sentence}" for sentence in setup.limits[:2])]  # the same after each answer
     if left := setup.limits[2:]:
@@ -300,9 +300,9 @@ def simulate_serving(
 ) -> dict[str, Any]:
     """Predict a server's latency and throughput under load.
 
-    Prints first-token time, inter-token time, throughput and queue length by load and draft length. Simulated requests
-    arrive at random times, are prefilled in chunks and decode together, as in the engine. Step times come from a table
-    of measured steps or from the roofline model, acceptance from the acceptance curve. No model is loaded.
+    Prints the time to the first token, time between tokens, throughput and queue length by load and draft length. No
+    model is loaded: simulated requests arrive at random times, are prefilled in chunks and decode together, as in the
+    engine. Step times come from a table of measured steps or the roofline model, acceptance from --acceptance.
 
     Examples:
       paceline simulate-serving --steps runs/steps --rate 0.5,1,2 \\

@@ -64,7 +64,7 @@ def store_add(
 def store_show(store: Folder, tag: Tag = None, as_json: Json = False) -> dict[str, Any]:
     """Show the contents of a store, and its versions.
 
-    Prints the numbers of rows by model, source and side (training or evals), and of the rows left out.
+    Prints the numbers of rows by model, source and side (training or evals), and how many rows were left out and why.
 
     Examples:
       paceline store show store
@@ -88,7 +88,8 @@ def store_split(
 ) -> dict[str, Any]:
     """Redraw the split between training and evals.
 
-    Models trained on an earlier split may have seen rows that are then on the evals side.
+    Assigns the stored conversations to the two sides anew. A model trained before may have seen rows that are now on
+    the evals side.
 
     Examples:
       paceline store split store --evals-share 0.2
@@ -110,6 +111,8 @@ def store_label(
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Attach the scores of an evals run to stored rows.
+
+    Each score of the run is stored with the row from which its question was made.
 
     Examples:
       paceline store label store runs/evals-20261125-041500
@@ -138,8 +141,8 @@ def store_forget(
 ) -> dict[str, Any]:
     """Delete matching rows everywhere, for good.
 
-    Deletes rows from the dataset, its labels, and suites made from the store. The same rows are rejected if they are
-    added again.
+    Deletes matching conversations from the stored data, with their labels and the suite cases made from them. If the
+    same rows are added again later, they are rejected.
 
     Examples:
       paceline store forget store --match "jane@example\\.com" --sources

@@ -24,7 +24,8 @@ def synthesize(
 ) -> dict[str, Any]:
     """Make training data for an application without traffic.
 
-    The target answers public prompts, or prompts that it generates, in the application's output format.
+    The target answers prompts in the application's output format (--schema or --regex). The prompts are public ones, or
+    the target generates them.
 
     Examples:
       paceline synthesize --schema ticket.json --system "Answer each ticket." \\

@@ -72,9 +72,9 @@ def train(
 ) -> dict[str, Any] | None:
     """Train a drafter for a model from prompts or traffic.
 
-    The target answers the prompts, and a DFlash drafter is trained on its hidden states. The plan is printed first;
-    settings that are not given are chosen for this target, data and machine. The same command resumes an interrupted
-    run.
+    The target answers the prompts, and a drafter (by default a DFlash drafter) is trained on its hidden states. The
+    plan is printed first; settings that are not given are chosen for this target, data and machine. The same command
+    resumes an interrupted run.
 
     Examples:
       paceline train --target path/to/model --prompts questions.jsonl \\
@@ -114,8 +114,8 @@ def train(
 
 
 def kept_files(run: Path) -> list[str]:
-    """Return one sentence about the folders that only resuming the run needs (checkpoints, features) and their size, as
-    a list; an empty list without such folders."""
+    """Return a list with one sentence, which names a run's folders of checkpoints and features, with their size: they
+    may be deleted if the run shall not be resumed. Without such folders the list is empty."""
     names = [
         path.name
         for path in sorted(run.iterdir())
@@ -175,7 +175,8 @@ def regenerate(
 ) -> dict[str, Any] | None:
     """Have the target answer prompts: the data to train on.
 
-    Prompts are answered in batches. Without --prompts, the target generates the prompts.
+    Writes the answers to a folder from which paceline train can train a drafter. Without --prompts, the target also
+    generates the prompts.
 
     Examples:
       paceline regenerate --prompts questions.jsonl --out runs/answers

@@ -32,10 +32,12 @@ def turn(
 ) -> None:
     """Run the whole loop: evals, drafter, smaller model.
 
-    Builds evals, a drafter, and a smaller model with its own drafter from a model's recorded answers; a gate decides
-    which model to serve next. The same command resumes an interrupted iteration; after a finished one it starts the
-    next, with the model that then serves. Exit status 0: passed, 3: the gate rejects the smaller model and the earlier
-    model stays in service, 2: an error.
+    From a model's recorded answers, builds evals, a drafter for the model, and a smaller model with its own drafter. A
+    quality gate then decides whether the smaller model replaces the model in service.
+
+    The same command resumes an interrupted iteration. After a finished one it starts the next iteration, with the model
+    that is now in service. Exit status 0: the smaller model passed; 3: it was rejected, and the earlier model stays in
+    service; 2: an error.
 
     Examples:
       paceline turn --config flywheel.yaml --dry-run
