@@ -33,9 +33,9 @@ class Must:
 def within(
     be: str, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf, finite: bool = True
 ) -> Must:
-    """Return a limit that numbers must meet: at least `least`, above `above` and at most `most`. NaN is never valid;
-    infinity is valid only if `finite` is False. `be`: the limit in words, such as "at least 1", which follows "must be"
-    in the error message."""
+    """Return a limit for numbers: at least `least`, greater than `above`, and at most `most`. NaN never meets it;
+    infinity does only if `finite` is False. `be`: the limit in words, such as "at least 1"; the error message says
+    "must be" before them."""
     return Must(be, lambda value: least <= value <= most and value > above and (not finite or abs(value) < math.inf))
 
 
@@ -54,8 +54,8 @@ Name = Annotated[str, Must("a name, not empty", lambda value: bool(value.strip()
 
 
 def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
-    """Raises an error of class `kind` for the first field of the dataclass object `settings` whose value is outside the
-    limits in the field's type annotation. Each element of a tuple is checked; None is always valid."""
+    """Check every field of the dataclass object `settings` against the limits in its type annotation; for the first
+    value outside them raises an error of class `kind`. In a tuple each element is checked; None is always valid."""
     for name, limits in _limits_of(type(settings)).items():
         field_value = getattr(settings, name)
         for value in field_value if isinstance(field_value, tuple) else (field_value,):

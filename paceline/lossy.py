@@ -23,9 +23,9 @@ _PART = within("above 0 and at most 1", above=0, most=1)
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): a draft is accepted if its target probability is
-    above `eps` or above `delta` * exp(-entropy of the target's distribution). On other drafts the lossless rule
-    decides."""
+    """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1). A draft is accepted if its probability p under the
+    target is large enough: p > `eps`, or p > `delta` * exp(-H), where H is the entropy of the target's distribution.
+    All other drafts are accepted or rejected by the lossless rule."""
 
     eps: Annotated[float, _PART] = 0.09
     """Accepts a draft whose target probability is above this value."""
@@ -35,8 +35,9 @@ class Typical:
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """Relaxed acceptance (TensorRT-LLM): accepts a draft among the target's top `n` tokens whose probability is less
-    than `delta` below that of the top token. On other drafts the lossless rule decides."""
+    """Relaxed acceptance (TensorRT-LLM). A draft is accepted if it is one of the target's `n` most probable tokens and
+    its target probability is less than `delta` below that of the most probable one. All other drafts are accepted or
+    rejected by the lossless rule."""
 
     n: Count = 10
     """The draft must be one of the target's top n tokens."""
@@ -46,8 +47,9 @@ class Relaxed:
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """SGLang's two acceptance thresholds: a draft with target probability `single` or more is accepted, and the
-    acceptance probability of other drafts is divided by `acc`. 1 and 1 are lossless."""
+    """SGLang's two acceptance thresholds. A draft is accepted if its target probability is at least `single`. For all
+    other drafts the lossless acceptance probability is divided by `acc`. With `single` and `acc` both 1 the rule is
+    lossless."""
 
     single: Annotated[float, _PART] = 1.0
     """Accepts a draft with at least this target probability."""
@@ -57,8 +59,8 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True)
 class Lenience:
-    """Rejection sampling that accepts more: the acceptance test multiplies the drafter's probability of a draft by `l`,
-    a factor above 0 and at most 1 (Leviathan et al., arXiv 2211.17192, appendix A.5)."""
+    """Rejection sampling that accepts more drafts: the acceptance test uses `l` times the drafter's probability of the
+    draft, with `l` above 0 and at most 1 (Leviathan et al., arXiv 2211.17192, appendix A.5)."""
 
     l: Annotated[float, _PART] = 1.0  # noqa: E741  # the paper's letter
     """Factor of the draft's probability in the acceptance test; 1 is lossless."""
@@ -66,8 +68,8 @@ class Lenience:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Samples from the mixture `lam` * target + (1 - `lam`) * drafter of the two models' distributions (speculative
-    cascades, arXiv 2405.19261)."""
+    """Samples from a mixture of the target's and the drafter's distributions, `lam` * target + (1 - `lam`) * drafter
+    (speculative cascades, arXiv 2405.19261)."""
 
     lam: Share = 1.0
     """Weight of the target; 1 is lossless."""
@@ -93,8 +95,8 @@ _SHAPE = 'write it as "typical:eps=0.09,delta=0.3" or {"rule": "typical", "eps":
 
 @dataclass(frozen=True, slots=True)
 class Lossy:
-    """A lossy verification rule with its parameters, and its budget `max_tv`: a limit of the total variation from the
-    target's distribution, averaged over an answer's tokens."""
+    """A lossy verification rule with its parameters. Its budget `max_tv` limits how far the output deviates: the total
+    variation between output and target distribution, averaged over an answer's tokens."""
 
     rule: Rule
     max_tv: Share | None = None
@@ -133,7 +135,7 @@ class Lossy:
         return cls(kind(**values), max_tv)
 
     def within(self, max_tv: float | None) -> Lossy:
-        """Return the rule with the smaller of two budgets: its own and `max_tv`; None is no limit."""
+        """Return the rule with the smaller of two budgets: its own and the parameter `max_tv`. None means no limit."""
         budgets = [budget for budget in (self.max_tv, max_tv) if budget is not None]
         return replace(self, max_tv=min(budgets, default=None))
 
@@ -167,7 +169,7 @@ def _read(text: str) -> dict[str, Any]:
 
 class Spent(NamedTuple):
     """Deviation from the target's distribution, summed over the tokens generated so far: total variation, KL
-    divergence, and number of changed tokens (different from those of the lossless rule)."""
+    divergence, and number of tokens that the lossless rule would have chosen differently."""
 
     tv: float = 0.0
     """Total variation, between 0 and 1 for each token."""
@@ -179,11 +181,11 @@ class Spent(NamedTuple):
 
 @dataclass(slots=True)
 class Ledger:
-    """Records how far the distributions of one answer's tokens deviate from the target's.
+    """Records, token by token, how far the distribution of one answer deviates from the target's.
 
-    With a budget the mean total variation per token never exceeds `max_tv`: the lossy rule decides on a token only if
-    `holds` allows it, else the lossless rule. Every prefix of the answer keeps the budget too, so an answer may end
-    anywhere.
+    With a budget `max_tv`, the mean total variation per token never exceeds it. Before each token, `holds` says whether
+    the lossy rule may still be used; otherwise the lossless rule decides. The limit holds at every length, so the
+    answer may end at any token.
     """
 
     max_tv: float | None = None
@@ -199,12 +201,13 @@ class Ledger:
         return self.spent.tv / len(self.sums) if self.sums else 0.0
 
     def holds(self, tv: float) -> bool:
-        """Return True if the budget allows a next token with this total variation."""
+        """Return True if the mean total variation stays within the budget when the next token has the total variation
+        `tv` (0 to 1); always True without a budget."""
         return self.max_tv is None or (self.spent.tv + tv) / (len(self.sums) + 1) <= self.max_tv
 
     def add(self, tv: float = 0.0, kl: float = 0.0, is_changed: bool = False) -> None:
-        """Record one more token: the total variation `tv` (0 to 1) and KL divergence `kl` (nats) of its distribution
-        from the target's, and whether the token differs from the lossless rule's (`is_changed`)."""
+        """Record one more token. `tv`: total variation (0 to 1) and `kl`: KL divergence (nats) between the distribution
+        it was sampled from and the target's. `is_changed`: True if the lossless rule would have given another token."""
         before = self.spent
         self.sums.append(Spent(before.tv + tv, before.kl + kl, before.num_changed + is_changed))
 
@@ -213,17 +216,20 @@ class Ledger:
         del self.sums[num_tokens:]
 
     def price(self, rule: str) -> Price:
-        """Return the answer's deviation from the target's distribution so far: means per token of total variation, KL
-        divergence and changed tokens. `rule`: text of the rule, which the result repeats."""
+        """Return the answer's deviation from the target's distribution so far, as means per token: total variation, KL
+        divergence, and share of changed tokens. `rule`: text of the lossy rule, stored in the result."""
         count, spent = max(len(self.sums), 1), self.spent
         return Price(rule, self.max_tv, spent.tv / count, spent.kl / count, spent.num_changed / count)
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Deviation from the target's distribution that a lossy rule caused in one answer, as means over the answer's
-    tokens. In a greedy request a changed token counts as total variation 1, and as KL divergence log(p(top token) /
-    p(changed token)), with the target's probabilities p."""
+    """How far one answer's distribution deviated from the target's because of a lossy rule, as means over the answer's
+    tokens.
+
+    A greedy answer has no distribution. Each of its tokens that differs from the target's top token counts as total
+    variation 1 and as KL divergence log(p(top token) / p(token)), with the target's probabilities p; any other token
+    counts as 0."""
 
     rule: str
     max_tv: float | None

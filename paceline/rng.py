@@ -34,8 +34,8 @@ def _mix(state: int) -> int:
 
 
 def uniform(seed: int, stream: int, position: int, slot: int = 0) -> float:
-    """Return a number in [0, 1) with 53 random bits, a hash of the arguments: the same arguments give the same number.
-    `stream`: constant that says what the number is used for (SAMPLE, DRAFT, ...). `position`: index of a token in
+    """Return a pseudorandom number in [0, 1) with 53 random bits. It is a hash of the arguments, so equal arguments
+    give the same number. `stream`: constant for the number's use (SAMPLE, DRAFT, ...). `position`: index of a token in
     prompt + answer. `slot`: draft position."""
     mixed = _mix(_mix(_mix(seed ^ (stream << 56)) ^ position) ^ (slot << 32))
     return (mixed >> 11) * 2.0**-53
@@ -43,8 +43,9 @@ def uniform(seed: int, stream: int, position: int, slot: int = 0) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Deterministic random numbers with which the target's token at one position is sampled by an exponential race:
-    each token has an exponentially distributed number, and the token with the smallest number / probability wins."""
+    """Deterministic random numbers that sample the target's token at one position by an exponential race: each token
+    gets an exponentially distributed number, which is divided by the token's probability, and the token with the
+    smallest result is sampled. Equal `seed` and `position` give equal numbers."""
 
     seed: int
     position: int
@@ -57,12 +58,12 @@ class Noise:
 
     @property
     def of_others(self) -> float:
-        """The exponentially distributed number (mean 1) that all tokens outside the target's top tokens share: in the
-        race they count as one token with their total probability."""
+        """One exponentially distributed number (mean 1) for all tokens that are not among the target's top tokens. In
+        the exponential race they count as one token, which has the sum of their probabilities."""
         return self.exponentials([OTHERS])[0]
 
     @property
     def uniform(self) -> float:
-        """A uniform number in [0, 1). If the tokens outside the target's top tokens win the race (see `of_others`),
-        this number selects one of them."""
+        """A number in [0, 1). It selects one of the tokens outside the target's top tokens, if these win the race (see
+        `of_others`)."""
         return uniform(self.seed, SAMPLE, self.position)

@@ -16,8 +16,8 @@ Finite = Annotated[float, within("a finite number")]
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A grammar for the answer. `kind`: json_object (any JSON object), json_schema (JSON that follows the schema
-    `text`) or regex (a full match of the regular expression `text`)."""
+    """A grammar that the answer must follow. `kind`: "json_object" (any JSON object), "json_schema" (JSON that follows
+    the schema in `text`) or "regex" (the whole answer matches the regular expression in `text`)."""
 
     kind: GrammarKind
     text: str = ""
@@ -115,8 +115,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability (natural logarithm) of a token under the target, and the most probable alternatives, best
-    first."""
+    """Log-probability (natural logarithm) of one token under the target. `top`: the tokens with the highest probability
+    at this position, best first."""
 
     token_id: int
     logprob: float

@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 class Timings:
     """Durations and time stamps of one request, in seconds; stamps are values of time.perf_counter.
 
-    The durations of the phases add up to the time from arrival to the end of the latest phase: queue_s (waiting for a
-    row of the KV cache) + wait_s (with a row, while the engine works for other requests only) + prefill_s + draft_s +
-    verify_s + host_s (other work in the request's rounds) + between_s (between rounds) = until_s - arrival_s.
+    The time from `arrival_s` to `until_s` is divided into phases without gaps; it is the sum of their durations:
+
+    - `queue_s`: waiting for a row of the KV cache
+    - `wait_s`: having a row, while the engine works for other requests only
+    - `prefill_s`: prefill of the prompt
+    - `draft_s`, `verify_s`, `host_s`: drafting, verification and other work in the request's rounds
+    - `between_s`: time between rounds
     """
 
     arrival_s: float = 0.0
@@ -46,21 +50,22 @@ class Timings:
     """Stamp of each committed token."""
 
     def waited(self, now: float) -> None:
-        """Add the time since the latest phase ended, from `until_s` to `now`, to `wait_s`: the engine worked for other
-        requests only."""
+        """Add the time from the end of the latest phase (`until_s`) to `now` to `wait_s`, because the engine worked for
+        other requests only. The latest phase then ends at `now`."""
         self.wait_s += now - self.until_s
         self.until_s = now
 
     def read(self, started: float, now: float) -> None:
-        """Record the prefill: add the time from `started` to `now` to `prefill_s`, and the time from the end of the
-        latest phase (`until_s`) to `started` to `between_s`."""
+        """Record a prefill from `started` to `now`: its duration is added to `prefill_s`, the gap between the latest
+        phase (`until_s`) and `started` to `between_s`. The latest phase then ends at `now`."""
         self.prefill_s += now - started
         self.between_s += started - self.until_s
         self.until_s = now
 
     def decoded(self, draft_s: float, verify_s: float, host_s: float, now: float) -> None:
-        """Add the durations of one decode round, which ended at `now`; the rest of the time since the end of the latest
-        phase is added to `between_s`."""
+        """Record a decode round that ended at `now`: its durations are added to `draft_s`, `verify_s` and `host_s`, and
+        the gap between the latest phase (`until_s`) and the round to `between_s`. The latest phase then ends at
+        `now`."""
         self.draft_s += draft_s
         self.verify_s += verify_s
         self.host_s += host_s

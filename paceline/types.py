@@ -37,8 +37,8 @@ CANDIDATE = "candidate"
 
 
 class Constraint(Protocol):
-    """Grammar state of one answer: checks drafts against the grammar, and masks the logits of tokens that it forbids.
-    `engine.grammar.Grammar` implements it."""
+    """Grammar state of one answer. `follow` checks drafts against the grammar, and `mask` sets the logits of forbidden
+    tokens to -inf. `engine.grammar.Grammar` implements it."""
 
     @property
     def has_failed(self) -> bool: ...
@@ -50,8 +50,8 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Selects a drafter of the pool (the loaded drafters) for a request: by the drafter's name, or by classes of
-    similar requests among which the router decides."""
+    """Rule by which a request gets one of the loaded drafters (the pool): either the client names the drafter, or the
+    router chooses one by the class of similar requests (cluster) that this request belongs to."""
 
     drafter: str = ""
     """Name of the requested drafter; if empty, the router chooses one, or without a router the first is used."""
@@ -61,7 +61,8 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A planner's decision for one row and round: the draft source and the most drafts to verify."""
+    """Decision of the planner for one row (running sequence) in one round: where its drafts come from, and how many to
+    verify at most."""
 
     source: str = NONE
     """Draft source: "dflash", "ngram", "prediction", ..., or "none"."""
@@ -70,7 +71,8 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Drafts of one source that a row could verify in the next round, with their predicted acceptance and cost."""
+    """Drafts from one source that a row (running sequence) could verify in the next round, with the probability that
+    they are accepted and the time they cost. The planner chooses among a row's offers."""
 
     source: str
     """Draft source: "dflash", "ngram", ..."""
@@ -86,7 +88,7 @@ class Offer:
 
 @dataclass(slots=True)
 class Row:
-    """The planner's input for a running sequence: its unique id, sampling mode and the drafts that it could verify."""
+    """Input of the planner for one running sequence: its sampling mode, and the drafts that it could verify."""
 
     key: int
     """Unique number of the sequence."""
@@ -98,8 +100,8 @@ class Row:
     """Function that computes `offers` on demand; its argument names draft sources to leave out."""
 
     def weigh(self, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Return `offers`, the drafts that the row could verify. If the row has a function `ask`, calls it first to
-        compute `offers`, without the draft sources named in `unwanted`."""
+        """Return `offers`, the drafts that the sequence could verify. If the function `ask` is set, first computes them
+        anew, without drafts from the sources named in `unwanted`. If it is not set, `unwanted` has no effect."""
         if self.ask:
             self.offers = self.ask(unwanted)
         return self.offers
@@ -172,21 +174,22 @@ class Sequence:
 
     @property
     def kind(self) -> RowKind:
-        """Sampling mode: "seeded" rows get deterministic drafts, so that their text equals plain decoding's; "sampled"
-        rows (no seed) may get sampled drafts."""
+        """Sampling mode: "greedy" (temperature 0), "seeded" (sampled, with a seed from the client) or "sampled" (no
+        seed). Seeded rows get deterministic drafts, so that their text equals that of plain decoding; sampled rows may
+        get sampled drafts."""
         return "greedy" if self.params.is_greedy else "sampled" if self.params.seed is None else "seeded"
 
     @property
     def planned_kind(self) -> RowKind:
-        """Sampling mode for acceptance statistics. Lossy requests have modes of their own, because their acceptance
-        rates must not mix with those of lossless requests."""
+        """Sampling mode under which the planner counts this request's acceptance. It is `kind`; with a lossy rule it is
+        "lossy" (greedy) or "lossy sampled", because lossy rules accept more drafts."""
         if self.params.lossy is None:
             return self.kind
         return "lossy" if self.params.is_greedy else "lossy sampled"
 
     def trim(self) -> None:
-        """Drop the log-probabilities of tokens that were cut from the end of the answer, and their records in `ledger`
-        (how far a lossy answer's distribution deviates from the target's)."""
+        """Make the records per token as long as the answer, after tokens were cut from its end: log-probabilities in
+        `logprobs`, and deviations from the target's distribution in `ledger`."""
         del self.logprobs[self.num_output :]
         if self.ledger:
             self.ledger.keep(self.num_output)
@@ -210,15 +213,16 @@ class Sequence:
         return self.params.max_tokens - self.num_output
 
     def most_drafted(self, num_drafted: int) -> int:
-        """Return the most tokens that may be drafted in the next round, at most `num_drafted`. The answer's last
-        possible token is never drafted, because each round adds one token of the target itself."""
+        """Return how many tokens may be drafted in the next round. This is the smallest of `num_drafted`, the request's
+        limit (`params.max_drafted`, if set), and `num_remaining` - 1, because every round also adds one token of the
+        target itself."""
         most = num_drafted if self.params.max_drafted is None else min(num_drafted, self.params.max_drafted)
         return max(min(most, self.num_remaining - 1), 0)
 
     def accept(self, tokens: list[int]) -> list[int]:
-        """Append new tokens up to and including the first that ends the answer (an end token, or the last of
-        `max_tokens`); returns the appended ones. The last one becomes the anchor: the token that is not in the target's
-        cache yet."""
+        """Append `tokens` to the answer, and return those that were appended. An end token or the limit `max_tokens`
+        ends the answer: `finish_reason` is set and later tokens are dropped. The last appended token is not in the
+        target's cache yet; the next round's pass begins with it."""
         for taken, token in enumerate(tokens, start=1):
             if token in self.eos_token_ids:
                 self.finish_reason = "stop"
@@ -237,7 +241,8 @@ class Sequence:
 
 @dataclass(slots=True)
 class Batch:
-    """The running sequences of one round, in the order of every `_B` list and tensor of that round."""
+    """The running sequences of one round. Every list or tensor with a name that ends in `_B` has one entry per
+    sequence, in the order of `sequences`."""
 
     sequences: list[Sequence]
     takes_B: list[Take] | None = None
@@ -263,8 +268,8 @@ class Batch:
         return [seq.cached_len for seq in self.sequences]
 
     def draft_limits_B(self, num_drafted: int) -> list[int]:
-        """Return each row's maximum number of drafts: the least of `num_drafted`, the planner's count for the row and
-        the request's own limits."""
+        """Return the maximum number of drafts of each row: the smallest of `num_drafted`, the planner's number for the
+        row, and what the request itself allows (`Sequence.most_drafted`)."""
         counts_B = [num_drafted] * len(self) if self.takes_B is None else [take.count for take in self.takes_B]
         return [min(count, seq.most_drafted(num_drafted)) for seq, count in zip(self.sequences, counts_B, strict=True)]
 
@@ -293,12 +298,14 @@ class DraftBlock:
 
     @classmethod
     def certain(cls, tokens_B: list[list[int]]) -> DraftBlock:
-        """Return a block of deterministic drafts, the token ids `tokens_B` of each row (`probs_B` holds only None)."""
+        """Return a block of deterministic drafts, such as n-gram drafts, which have no probabilities. `tokens_B`: token
+        ids for each row."""
         return cls(tokens_B, [None] * len(tokens_B))
 
     def cut(self, widths_B: Iterable[int | Tree]) -> DraftBlock:
-        """Return the block to verify. For each row, `widths_B` has the number of leading drafts to keep, or a tree that
-        replaces the row's drafts. `confidence_B` and `candidates_B` are not cut."""
+        """Return a block with fewer drafts, for verification. `widths_B`: for each row the number of drafts to keep,
+        counted from the first, or a tree that replaces the row's drafts. `confidence_B` and `candidates_B` keep all
+        draft positions."""
         widths_B = list(widths_B)
         pairs = zip(self.tokens_B, widths_B, strict=True)
         if all(isinstance(width, int) and len(tokens) <= width for tokens, width in pairs):
@@ -333,8 +340,8 @@ class Verdict:
 
 @dataclass(slots=True)
 class RoundStats:
-    """Statistics of one round: numbers of drafted and accepted tokens of each row, seconds of drafting, verification
-    and other work."""
+    """Statistics of one decode round of the whole batch: numbers of drafted and accepted tokens of each row, and
+    seconds of drafting, verification and other work."""
 
     num_drafted_B: list[int]
     """Proposed drafts of each row; for a tree, those on its longest path."""

@@ -54,7 +54,8 @@ class Series:
 
 
 def read_series(text: str) -> Iterator[Series]:
-    """Yield the samples of a /metrics page that have a finite value of at least 0; other lines are skipped."""
+    """Yield the samples of a /metrics page. Samples whose value is negative, infinite or NaN are skipped, and so are
+    lines that are not samples."""
     for line in text.split("\n"):
         match = METRIC.fullmatch(line.strip())
         if not match or line.startswith("#"):
@@ -74,13 +75,20 @@ def _name(name: str) -> str:
 
 
 def engines_of(text: str, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """Return engine -> metric name -> value, from the text of a /metrics page; {} for a page without known metrics. An
-    engine's key is the value of its label `engine` or `dp_rank`, "" without one.
+    """Return engine -> metric name -> value, from the text of a /metrics page; {} if the page has no metric of vLLM,
+    SGLang, llama.cpp or paceline. The key of an engine is the value of its label `engine` or `dp_rank`; "" for a server
+    without these labels.
 
-    A value is the sum over the engine's series of that metric, or for SGLang's acceptance length and rate the mean of
-    those above 0. Of series that differ only in a process's rank, only the largest counts. For each value of a label in
-    `by`, such as "position", the result also has the sum of the series with that value, as NAME{VALUE}. Raises
-    ConfigError if the page has metrics of several models and no `model` is given, or only of other models.
+    Several samples of one metric of an engine are combined into one value:
+
+    - Of samples that differ only in the rank (number of a process of the engine), only the largest is used.
+    - For SGLang's acceptance lengths and rates, the value is the mean of the samples above 0.
+    - For every other metric, the value is the sum of the samples.
+
+    `by`: labels, such as "position". Each value of such a label also gets a metric of its own, called NAME{VALUE}.
+
+    `model`: the model to read. Raises ConfigError if the page has metrics of several models and `model` is None, or
+    only of other models.
     """
     series = [one for one in read_series(text) if not (_is_draft(one) or _is_part(one))]
     if not any(one.name.startswith((*PREFIXES, "paceline:")) for one in series):
@@ -132,8 +140,8 @@ def _without_ranks(series: Iterable[Series]) -> Iterable[Series]:
 
 
 def totals(engines: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return metric name -> value over all engines: the sum, or for acceptance lengths and rates, which are gauges
-    (MEANS), the mean of values above 0."""
+    """Return metric name -> value of the whole server, from the result of `engines_of`. Values of the engines are added
+    up; acceptance lengths and rates (MEANS) are averaged over the engines where they are above 0."""
     by_name = defaultdict[str, list[float]](list)
     for values in engines.values():
         for name, value in values.items():

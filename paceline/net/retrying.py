@@ -34,7 +34,8 @@ def _key() -> str | None:
 
 
 class Refused(PacelineError):
-    """Error: the server rejected a request with a status that is not retried, or its response is unusable."""
+    """Error: the server rejected a request with a final status (one that is not retried), or sent an unusable
+    response."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"status {status}: {' '.join(text.split())[:300]}")
@@ -42,8 +43,8 @@ class Refused(PacelineError):
 
 
 class Client:
-    """Sends requests to one HTTP server. While the server is down, requests are retried, until none has succeeded for
-    `patience_s` seconds. Threads may share a client."""
+    """Sends requests to one HTTP server, and retries them while the server is down or busy. A request fails when no
+    request to this server has succeeded for `patience_s` seconds. Threads may share a client."""
 
     def __init__(self, url: str, option: str, patience_s: float) -> None:
         """`url`: the server's address, with or without /v1. `option`: name of the option that sets it, for error
@@ -56,13 +57,13 @@ class Client:
         self.num_retries = 0
 
     def close(self) -> None:
-        """Stop retrying: pending requests fail at their next pause."""
+        """Stop retrying: a request that waits to be retried fails at once with DownloadError."""
         self._closed.set()
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request with `body` as JSON (None: no body), with retries; returns the response's parsed JSON. Raises
-        Refused if the server rejects the request or the response is not JSON, and DownloadError if the server has been
-        down for `patience_s` seconds or the client was closed."""
+        """Send a request with `body` as JSON (None: no body) and return the parsed JSON of the response. Retries while
+        the server is down or busy. Raises Refused if the server rejects the request or the response is not JSON, and
+        DownloadError if the server has been down for `patience_s` seconds or the client was closed."""
         data = self.bytes(method, path, body, MAX_JSON_BYTES)
         try:
             return json.loads(data)
@@ -70,9 +71,9 @@ class Client:
             raise Refused(200, f"the answer of {self.url}{path} is no JSON") from error
 
     def bytes(self, method: str, path: str, body: Any, most: int) -> bytes:
-        """Send a request with `body` as JSON (None: no body), with retries; returns the response body. Raises Refused
-        if the server rejects the request or the response has more than `most` bytes (status 413), and DownloadError if
-        the server has been down for `patience_s` seconds or the client was closed."""
+        """Send a request with `body` as JSON (None: no body) and return the body of the response. Retries while the
+        server is down or busy. Raises Refused if the server rejects the request or the response has more than `most`
+        bytes, and DownloadError if the server has been down for `patience_s` seconds or the client was closed."""
         data, pause_s = None if body is None else json.dumps(body).encode(), FIRST_PAUSE_S
         began = time.monotonic()
         while True:

@@ -26,7 +26,7 @@ TOO_LONG = 413
 
 @dataclass(slots=True)
 class Stream:
-    """One response with its arrival times, in seconds of time.perf_counter."""
+    """One HTTP response with the arrival time of each part. All times are values of time.perf_counter, in seconds."""
 
     due_s: float
     """Scheduled send time; equals `sent_s` in a closed loop."""
@@ -105,15 +105,17 @@ class Client:
         self._open: set[HTTPConnection] = set()
 
     def get(self, path: str) -> Stream:
-        """Send a GET request. Raises OSError when the server is unreachable or its response is invalid HTTP."""
+        """Send a GET request and wait for the whole response. Raises ConnectionError if the server is unreachable,
+        hangs up or takes too long, or if the response is not valid HTTP."""
         stream = self.ask("GET", path)
         if stream.failure:
             raise ConnectionError(stream.failure)
         return stream
 
     def post(self, path: str, body: bytes, due_s: float | None = None) -> Stream:
-        """Send `body`, JSON, in a POST request and wait for the whole response; `Stream.failure` reports errors.
-        `due_s`: scheduled send time (time.perf_counter) [default: now], which is only stored in the result."""
+        """Send a POST request with the JSON `body` and wait for the whole response. Errors are reported in
+        `Stream.failure`. `due_s`: time for which the request was scheduled (a value of time.perf_counter) [default:
+        now]; it does not delay the request and is only stored in the result."""
         return self.ask("POST", path, body, due_s)
 
     def close(self) -> None:
@@ -132,8 +134,9 @@ class Client:
         *,
         most: float = float("inf"),
     ) -> Stream:
-        """Send a request of any method and wait for the whole response; `Stream.failure` reports errors. If the
-        response body has more than `most` bytes, the status is 413 (TOO_LONG). `due_s`: as in `post`."""
+        """Send a request with the HTTP method `method` and wait for the whole response. Errors are reported in
+        `Stream.failure`. A response body of more than `most` bytes is cut off and gets the status 413 (TOO_LONG).
+        `due_s`: scheduled send time, only stored in the result, as in `post`."""
         sent_s = time.perf_counter()
         stream, connection = Stream(sent_s if due_s is None else due_s, sent_s), self._connection()
         num_bytes = 0

@@ -114,13 +114,12 @@ def write_report(
     sections: dict[str, list[Block]],
     **values: Any,
 ) -> str | None:
-    """Write report.md and report.html into the run folder. Returns a notice if the plots could not be drawn and the
-    page was written without them, else None.
+    """Write report.md and report.html into the run folder. `draw`: returns the plots of the page. `verdict`: text below
+    the title. `sections`: heading -> blocks. Returns a notice if the plots could not be drawn, and None otherwise.
 
-    `draw`: returns the plots. `verdict`: text below the title. `sections`: heading -> blocks. `values`, for the page
-    only: `tone`, the verdict's colour; `explained`, glossary keys in `words.html.j2`; `settings`, (name, value) pairs;
-    optionally `texts`, (summary, text) of each answer with a low score.
-    """
+    `values`: arguments for report.html only. `tone`: colour of the verdict. `explained`: names of the groups of terms
+    in `words.html.j2` that the page explains. `settings`: (name, value) pairs. `texts` (optional): (summary, text) of
+    answers to show."""
     drawn, notice = [], None
     blocks = [part for heading, parts in sections.items() if parts for part in (f"## {heading}", *parts)]
     run.write("report.md", markdown(title, verdict, *blocks))
@@ -143,9 +142,9 @@ def write_load_report(
     listed: dict[str, list[str]],
     **values: Any,
 ) -> str | None:
-    """Write the report of a server under load, measured or simulated. Returns a notice if the plots failed, else None.
-    `draw`: returns the plots. `about`: first paragraph. `note`: explains the columns of `figures`. `listed`: heading ->
-    sentences. `values`: further arguments of `write_report` (title, verdict, tone, settings)."""
+    """Write the report of a server under load, measured or simulated; returns the result of `write_report`. `about`:
+    first paragraph. `draw`: returns the plots. `note`: explains the columns of the table `figures`. `listed`: a list of
+    sentences for each heading. `values`: title, verdict, tone and settings, as for `write_report`."""
     sections: dict[str, list[Block]] = {"Under load": [about] if about else [], "Figures": [note, figures]}
     sections |= {heading: [sentences] for heading, sentences in listed.items()}
     return write_report(run, draw, sections=sections, explained=["load"], **values)
@@ -153,7 +152,7 @@ def write_load_report(
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a plot: its label and points. `color`: index of the colour. `is_faint` draws it thin and dashed."""
+    """One line of a plot: a label and points. `color`: index in COLORS. `is_faint`: True draws a thin, dashed line."""
 
     label: str
     x: Sequence[float]
@@ -216,8 +215,9 @@ class LoadPlot:
     """Returns the quantity of a record. A `Spread` of seconds is plotted as its median, with p99 as a faint line."""
 
     def values(self, record: Any) -> dict[str, float | None]:
-        """Return one record's values to plot, in the unit of the y axis, under the keys " p50" and " p99" (percentiles)
-        if the quantity is a `Spread`, else "". Keys are appended to the label of the line."""
+        """Return the y values for `record`, the figures of one measurement, in the unit of the y axis. For a `Spread`
+        the keys are " p50" (the median) and " p99"; for any other quantity the only key is "". The label of a value's
+        line in the plot ends in its key."""
         quantity = self.take(record)
         if not isinstance(quantity, Spread):
             return {"": quantity}
@@ -236,9 +236,9 @@ LOAD_PLOTS = (
 
 
 def load_plots(plots: Sequence[LoadPlot], records: Sequence[tuple[float | None, int | None, str, Any]]) -> list[Plot]:
-    """Plot each quantity of `plots` over requests in flight and over requests per second. `records`: (requests per
-    second or None, requests in flight or None, name of the server or variant, measurements from which `LoadPlot.take`
-    reads a quantity): one line for each name."""
+    """Return two plots per quantity of `plots`: over requests in flight and over requests per second. `records`:
+    (requests per second or None, requests in flight or None, name of the server or setting, figures) of each
+    measurement; each name gets a line, and `LoadPlot.take` reads the quantity from the figures."""
     drawn = []
     by_flight = [(float(in_flight), name, record) for _, in_flight, name, record in records if in_flight]
     by_rate = [(rate, name, record) for rate, _, name, record in records if rate]
@@ -269,8 +269,8 @@ def bars(
     first: int = 0,
     ylim: tuple[float, float] | None = None,
 ) -> Plot:
-    """Plot grouped bars; each group (label, values) has one colour. Value i of all groups is drawn around the tick
-    `first` + i."""
+    """Plot several series of bars next to each other. `groups`: (label, values) of each series, which has one colour.
+    The bars of the first values are at the tick `first` of the x axis, those of the second at `first` + 1, ..."""
     shown = [(label, values) for label, values in groups if len(values)]
 
     def fill(axes: Axes) -> None:
@@ -294,8 +294,8 @@ def _offset(groups: Sequence[tuple[str, Sequence[float]]], index: int, place: in
 def ranges(
     title: str, rows: Sequence[tuple[str, float, Sequence[float | None], int]], xlabel: str, mark: float | None = None
 ) -> Plot:
-    """Plot horizontal bars with error bars. `rows`: (label, value, (low, high) of its interval, index of
-    the colour). `mark` adds a dotted vertical line at this value."""
+    """Plot horizontal bars with error bars, one per row: (label, value, (low, high) of its interval, index of its
+    colour). `mark`: x value at which to draw a dotted vertical line."""
 
     def fill(axes: Axes) -> None:
         for place, (_, value, (low, high), color) in enumerate(rows):
@@ -311,8 +311,8 @@ def ranges(
 
 
 def stacked(title: str, rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], xlabel: str) -> Plot:
-    """Plot one stacked bar per row (label, values); `names` are the labels of the parts. Negative values count as 0;
-    empty parts are left out."""
+    """Plot one stacked bar per row (label, values). `names`: labels of the parts, one for each value. Negative values
+    count as 0; a part that is 0 in all rows is left out."""
     shown = [place for place in range(len(names)) if any(values[place] > 0 for _, values in rows)]
 
     def fill(axes: Axes) -> None:
@@ -338,14 +338,16 @@ def stacked(title: str, rows: Sequence[tuple[str, Sequence[float]]], names: Sequ
 
 
 def short(label: str) -> str:
-    """Return a label, cut to its last 19 characters if longer than 20: the end of a path is the most specific."""
+    """Return a label, cut to "…" and its last 19 characters if it has more than 20: the end of a path is the most
+    specific."""
     return label if len(label) <= LONGEST_LABEL else "…" + label[1 - LONGEST_LABEL :]
 
 
 @contextlib.contextmanager
 def new_figure(width: float, height: float, ink: str = "black") -> Iterator[Figure]:
-    """Context that yields an empty matplotlib figure of this size in inches, to be filled and saved inside. `ink`:
-    colour of text and axes. Equal input gives equal SVG bytes. Raises ConfigError if matplotlib is missing."""
+    """Context manager that yields an empty matplotlib figure of this size in inches. Fill and save the figure inside
+    the block. `ink`: colour of text and axes. Equal input gives equal SVG bytes. Raises ConfigError without
+    matplotlib."""
     with needing(ConfigError, "drawing needs matplotlib: pip install 'paceline[plots]'"):
         import matplotlib
         from matplotlib.figure import Figure

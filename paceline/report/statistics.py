@@ -26,18 +26,19 @@ FEWEST_TOKENS = 100
 
 
 def is_possible(speedup: float, tokens_per_round: float | None) -> bool:
-    """Return False if a speed-up over plain decoding exceeds the acceptance length, both rounded to two digits.
+    """Return False if a speed-up over plain decoding is higher than the acceptance length `tokens_per_round` (both
+    rounded to two digits), and True otherwise or if the acceptance length is unknown (None).
 
-    A round costs at least one pass of the target, so the speed-up of speculation is at most its tokens per round. A
-    higher value means that other programs ran while plain decoding was timed. If `tokens_per_round` is unknown (None),
-    any speed-up is possible.
+    A round costs at least one pass of the target, so its speed-up is at most its number of tokens. A higher value means
+    that other programs ran while plain decoding was timed.
     """
     return tokens_per_round is None or round(speedup, 2) <= round(tokens_per_round, 2)
 
 
 def possible_speedup(speedup: float | None, tokens_per_round: float | None) -> float | None:
-    """Return the measured speed-up over plain decoding, or None if it exceeds the acceptance length and so must be
-    wrong. Every speed-up that is printed, plotted or stored passes through here; `doubt` explains a missing one."""
+    """Return `speedup`, a measured speed-up over plain decoding. Returns None if it was not measured, or if it is
+    higher than the acceptance length `tokens_per_round`, which is the most that speculation can give (the function
+    `doubt` returns this reason as text). Every speed-up that is printed, plotted or stored passes through here."""
     return speedup if speedup is not None and is_possible(speedup, tokens_per_round) else None
 
 
@@ -48,16 +49,16 @@ Tone = Literal["good", "cost", "bad", ""]
 
 
 def tone_of(speedups: Sequence[float], gain: float = GAIN) -> Tone:
-    """Return the colour of a verdict on speed-ups: "cost" (amber) if any is below EVEN (0.97), else "good" (green) if
-    the best is `gain` or more, else "" (grey); "" also for an empty list."""
+    """Return the colour of a verdict on speed-ups (1.0 is no change): "cost" (amber) if one is below EVEN (0.97), else
+    "good" (green) if the best is at least `gain`, else "" (grey). An empty list also gives ""."""
     if not speedups:
         return ""
     return "cost" if min(speedups) < EVEN else "good" if max(speedups) >= gain else ""
 
 
 def doubt(speedup: float | None, tokens_per_round: float | None, num_tokens: int | None) -> str | None:
-    """Return the reason not to trust a measured speed-up (higher than speculation can give, or too few tokens), or
-    None. `num_tokens`: output tokens timed, if known."""
+    """Return the reason not to trust a measured speed-up: it is higher than the acceptance length, or too few tokens
+    were timed. None if there is no such reason. `num_tokens`: output tokens timed; None if unknown."""
     if speedup is not None and not is_possible(speedup, tokens_per_round):
         return BUSY
     if num_tokens is not None and num_tokens < FEWEST_TOKENS:
@@ -119,7 +120,8 @@ class Rounds:
 
     @classmethod
     def by_source(cls, rounds: Sequence[Round]) -> dict[str, Rounds]:
-        """Return source of drafts ("dflash", "ngram", "none") -> totals over its rounds."""
+        """Group rounds by the source of their drafts ("dflash", "ngram", ..., "none"). Returns source -> totals over
+        its rounds."""
         sources = sorted({one.source for one in rounds})
         return {source: cls.counted(one for one in rounds if one.source == source) for source in sources}
 
@@ -135,8 +137,8 @@ class Rounds:
 
     @property
     def tokens_per_round(self) -> float:
-        """Acceptance length: mean tokens per round, accepted drafts plus the target's own token; 1.0 without a
-        round."""
+        """Acceptance length: mean tokens per round, accepted drafts plus the bonus token; 1.0 if there are no
+        rounds."""
         return 1.0 + self.num_accepted / self.num_rounds if self.num_rounds else 1.0
 
     @property
@@ -153,10 +155,12 @@ def shares(histogram: Sequence[int]) -> list[float]:
 
 
 def survival(histogram: Sequence[float], num_drafted: int = 0) -> list[float]:
-    """Return the survival curve: entry i - 1 is the share of rounds whose first i drafts were all accepted. It has at
-    least `num_drafted` entries; [] without a round. `histogram`: entry n is the number of rounds with n accepted
-    drafts. Rounds near the end of an answer draft fewer tokens but count too, so short answers lower the tail a
-    little."""
+    """Return the survival curve: entry i - 1 is the share of rounds whose first i drafts were all accepted; [] without
+    a round. `histogram`: entry n is the number of rounds with n accepted drafts. `num_drafted`: minimum length of the
+    curve.
+
+    A round near the end of an answer drafts fewer tokens but counts in full, so short answers lower the end of the
+    curve a little."""
     num_rounds = sum(histogram)
     depth = max(num_drafted, len(histogram) - 1)
     return [sum(histogram[i:]) / num_rounds for i in range(1, depth + 1)] if num_rounds else []
@@ -168,8 +172,9 @@ def bootstrap(
     num_draws: int = 1000,
     level: float = 0.95,
 ) -> Interval:
-    """Return the percentile interval of `figure` (a statistic of a list of items) over `num_draws` resampled lists, at
-    this confidence level (Efron and Tibshirani, chapter 13)."""
+    """Return the bootstrap interval of a statistic at the confidence level `level`: percentiles over `num_draws` lists
+    that are drawn from `items` with replacement (Efron and Tibshirani, chapter 13). `figure`: computes the statistic of
+    a list. Returns (None, None) for fewer than two items."""
     if len(items) < 2:
         return None, None
     draw = random.Random(0)
@@ -178,15 +183,15 @@ def bootstrap(
 
 
 def ratio_of_sums(pairs: Sequence[tuple[float, ...]]) -> float:
-    """Return the sum of first elements divided by the sum of second elements, e.g. tokens per second over several
-    answers."""
+    """Return the sum of first elements over the sum of second elements, e.g. tokens per second over several answers;
+    0.0 if the second sum is 0."""
     below = sum(pair[1] for pair in pairs)
     return sum(pair[0] for pair in pairs) / below if below else 0.0
 
 
 def repetition(answers: Sequence[Sequence[int]], size: int = 8) -> float:
-    """Return the share of token n-grams of length `size` that occurred earlier in the same answer. Near 1 the text
-    loops and is easy to draft."""
+    """Return the share (0 to 1) of token n-grams of length `size` that occurred earlier in the same answer, over all
+    answers. Near 1 the answers repeat themselves, which makes them easy to draft."""
     num_all = sum(max(len(answer) - size + 1, 0) for answer in answers)
     num_distinct = sum(
         len({tuple(answer[at : at + size]) for at in range(len(answer) - size + 1)}) for answer in answers
@@ -202,14 +207,15 @@ def is_loop(token_ids: Sequence[int], tail: int = 32, max_period: int = 8) -> bo
 
 
 def num_common(ours: list[int], theirs: list[int]) -> int:
-    """Return the number of equal tokens before the first difference; compares slices of 64 tokens first, for speed."""
+    """Return the length of the common beginning of two answers, in tokens. Compares slices of 64 tokens first, for
+    speed."""
     most = min(len(ours), len(theirs))
     piece = next((at for at in range(0, most, 64) if ours[at : at + 64] != theirs[at : at + 64]), most)
     return next((at for at in range(piece, most) if ours[at] != theirs[at]), most)
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """Return the index of the first token that differs; if one answer continues the other, the shorter length; None if
-    equal."""
+    """Return the index of the first token that differs between two answers; None if they are equal. If one answer is
+    the beginning of the other, this is the length of the shorter one."""
     at = num_common(list(ours), list(theirs))
     return None if at == len(ours) == len(theirs) else at

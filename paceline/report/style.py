@@ -8,5 +8,5 @@ LOOK = Path(__file__).with_name("style.css")
 
 
 def look() -> str:
-    """Return the CSS text of style.css."""
+    """Return the CSS text that all HTML pages use (style.css)."""
     return LOOK.read_text(encoding="utf-8")

@@ -73,7 +73,8 @@ class Table:
         return "\n\n".join([*heading, "\n".join([lines[0], rule, *lines[1:]]), *self.notes])
 
     def show(self, *, stderr: bool = True) -> None:
-        """Print the table to stderr or stdout. A file or pipe gets uncut cells."""
+        """Print the table to stderr, or to stdout if `stderr` is False. In a narrow terminal cells are shortened; a
+        file or pipe gets them in full."""
         from rich.console import Console
 
         console = Console(stderr=stderr)
@@ -88,8 +89,8 @@ class Table:
             console.print(note, markup=False, highlight=False)
 
     def cells(self, width: int) -> tuple[list[Column], list[list[str]]]:
-        """Return (columns, cell texts of each row) for a terminal of `width` characters. If it is too narrow, cells are
-        shortened at `Column.cut`, and if still needed, columns with `is_spare` are left out."""
+        """Return (columns, cell texts of each row) for a terminal of `width` characters. If `width` is less than the
+        table's own, cells are cut at `Column.cut`. If they still do not fit, columns with `is_spare` are left out."""
         columns, rows = list(self.columns), self.texts()
         if width >= self.width:
             return columns, rows
@@ -130,7 +131,7 @@ def _needed(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> int:
 
 
 def block() -> str:
-    """Return the character for a filled cell of a bar; "#" if stdout's encoding has no block character (LANG=C)."""
+    """Return the block character that bars are drawn with; "#" if stdout's encoding does not have it (LANG=C)."""
     try:
         "█".encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -143,8 +144,8 @@ def ignore(*_: object) -> None:
 
 
 class Advance(Protocol):
-    """Progress callback, called when one more item is done, with a description and, optionally, the completed share of
-    all work (0 to 1)."""
+    """Type of a progress callback, which is called each time one more item is done. It gets a description and,
+    optionally, the completed share of all work (0 to 1)."""
 
     def __call__(self, text: str, share: float | None = None, /) -> None:
         """`text`: description of the current item. `share`: completed share of all work (0 to 1), if it differs from
@@ -152,8 +153,8 @@ class Advance(Protocol):
 
 
 class Progress:
-    """Base class of progress reporting: its methods ignore the reports. `commands.shared.TerminalProgress` writes them
-    to stderr."""
+    """Receives progress reports of library calls, and ignores them; subclasses show them.
+    `commands.shared.TerminalProgress` writes them to stderr."""
 
     def say(self, text: str) -> None:
         """Report one line of text."""
@@ -162,8 +163,8 @@ class Progress:
         """Report that the model `llm` (an `engine.llm.LLM`) is loaded."""
 
     def bar(self, what: str, total: int) -> contextlib.AbstractContextManager[Advance]:
-        """Return a context that shows a progress bar called `what`. It yields a callback, to be called once for each of
-        `total` items."""
+        """Return a context manager that shows a progress bar called `what`. It yields a callback (see Advance), which
+        the caller calls once after each of `total` items."""
         return contextlib.nullcontext(ignore)
 
     def table(self, table: Table) -> None:
@@ -176,9 +177,9 @@ SILENT = Progress()
 def spread_column(
     name: str, of: Callable[[Any], Spread], scale: float, digits: int, shown: Sequence[str] = ("p50", "p90", "p99")
 ) -> Column:
-    """Return a column called `name` that shows figures of a `Spread` (mean, percentiles), multiplied by `scale`: "p50 /
-    p90 / p99". A narrow terminal shows only the first. `of`: returns the Spread of a row. `shown`: names of the
-    figures."""
+    """Return a table column for a `Spread` (mean and percentiles), such as "p50 / p90 / p99". `of`: returns the Spread
+    of a row. `shown`: which of its figures to show. `scale`: factor, such as 1000 for seconds in milliseconds.
+    `digits`: decimals. A narrow terminal shows only the first figure."""
 
     def cell(record: Any) -> str:
         values = [getattr(of(record), name) for name in shown]
@@ -188,8 +189,8 @@ def spread_column(
 
 
 def with_interval(value: float | None, interval: Interval | None, form: str = "{:.2f}", unit: str = "") -> str | None:
-    """Format a value with its `unit` and its interval, if there is one: "1.50x [1.40, 1.60]"; None without a value.
-    `form`: format string of each number."""
+    """Format a value with its unit and interval, as in "1.50x [1.40, 1.60]". Without an interval (None) only the value
+    is shown; without a value the result is None. `form`: format string of each number. `unit`: text after the value."""
     if value is None:
         return None
     low, high = interval or (None, None)
@@ -206,7 +207,8 @@ def printable(text: str) -> str:
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Flattens nested settings: {"bench": {"seed": 0}} -> [("bench.seed", 0)]. All names get `prefix` in front."""
+    """Flatten nested settings to (name, value) pairs: {"bench": {"seed": 0}} gives [("bench.seed", 0)]. Each name gets
+    `prefix` in front."""
     pairs: list[tuple[str, Any]] = []
     for key, value in settings.items():
         pairs += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
@@ -214,7 +216,7 @@ def flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return name -> (old value, new value) of each setting that differs; None for a setting that is absent on one
-    side."""
+    """Compare two sets of nested settings. Returns name -> (old value, new value) for each setting that differs. A
+    setting that is missing in `before` or `now` has None as its old or new value."""
     old, new = dict(flat(before)), dict(flat(now))
     return {name: (old.get(name), new.get(name)) for name in sorted(old | new) if old.get(name) != new.get(name)}

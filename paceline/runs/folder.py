@@ -42,16 +42,18 @@ LEFT_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Folder of one run of train, bench, serve or adapt, with its settings, metrics and results. Every method raises
-    CacheError when the disk cannot be written."""
+    """Folder of one run of a command such as train, bench, serve or adapt, with its settings, metrics and results.
+    Writing methods raise CacheError if the disk cannot be written."""
 
     path: Path
 
     @classmethod
     def create(cls, what: str, config: dict[str, Any], out: str | Path | None = None) -> RunFolder:
-        """Start a run in the folder `out`, or in a new folder runs/<what>-<timestamp>. Writes `config`, the settings,
-        to config.json, and the command line to command.txt. Deletes the metrics of an earlier run of the same type in
-        the folder. Raises ConfigError if the folder is another run's."""
+        """Start a run of the type `what` in the folder `out`, or in a new folder runs/<what>-<timestamp> if `out` is
+        None. Writes the settings `config` to config.json, and the command line to command.txt.
+
+        If `out` has an earlier run of the same type, its metrics are deleted. Raises ConfigError if it has a run of
+        another type."""
         check_own(out, what)
         path = Path(out) if out else _unused(Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}")
         with reraised(CacheError, f"cannot write {path}", REMEDY, OSError):
@@ -77,12 +79,13 @@ class RunFolder:
             append_lines(self.path / "metrics.jsonl", [plain(figures)])
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Returns the objects logged so far to metrics.jsonl; leaves out a last line that a crash cut short."""
+        """Return the objects that `log` has written to metrics.jsonl so far. A last line that a crash cut short is left
+        out."""
         return self.lines("metrics.jsonl")
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Returns the objects of the run's JSON Lines file `name`, without a last line that a crash cut short; an empty
-        list if there is no such file."""
+        """Return the objects of the run's JSON Lines file `name`; [] if there is no such file. Lines that are not a
+        JSON object are left out, such as a last line that a crash cut short."""
         file, values = self.path / name, []
         for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
             with contextlib.suppress(ValueError):
@@ -121,8 +124,9 @@ def _ends_whole(file: Path) -> bool:
 
 
 def checked_lines(file: Path, keys: dict[str, type]) -> list[dict[str, Any]]:
-    """Returns the objects of a JSON Lines file; none if it does not exist. A truncated last line is left out. Raises
-    ConfigError on a damaged line, or one without `keys` of these types."""
+    """Return the objects of a JSON Lines file; [] if the file does not exist. A last line that a crash cut short is
+    left out. `keys`: key -> type of its value, required in every object. Raises ConfigError if a line is not such an
+    object."""
     remedy = "restore it from a copy, or delete the line that is damaged"
     with reraised(ConfigError, f"{file} is damaged", remedy, OSError, ValueError, RecursionError):
         whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
@@ -134,10 +138,10 @@ def checked_lines(file: Path, keys: dict[str, type]) -> list[dict[str, Any]]:
 
 
 def append_lines(file: Path, lines: Iterable[Any], *, is_synced: bool = False) -> None:
-    """Append objects to a JSON Lines file, all or none. First removes a last line that a crash cut short; on an error,
-    restores the file's size.
+    """Append objects to a JSON Lines file: either all of them or, on an error, none. A last line that a crash cut short
+    is removed first.
 
-    `is_synced`: call fsync before returning. Raises OSError if the file cannot be written.
+    `is_synced`: True calls fsync before returning. Raises OSError if the file cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     drop_cut_line(file)
@@ -162,10 +166,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_place(out: Path, remedy: str = REMEDY) -> Path | None:
-    """Checks, before any work, that `out` can be written; `out` may be a file or a folder. Creates nothing.
+    """Check, before any work, that `out` can be written; it may be a file or a folder. Creates nothing.
 
-    Returns the topmost missing parent folder, which a write would create, or None if all parents exist. Raises
-    CacheError with the advice `remedy` if `out` cannot be written.
+    Returns the topmost parent folder that does not exist yet and would be created, or None if all parents exist. Raises
+    CacheError if `out` cannot be written; `remedy`: advice at the end of the message.
     """
     parents = [*reversed(out.absolute().parents)]
     nearest = next(path for path in (out.absolute(), *reversed(parents)) if path.exists())
@@ -177,16 +181,17 @@ def check_place(out: Path, remedy: str = REMEDY) -> Path | None:
 
 
 def check_file(out: Path, remedy: str) -> Path | None:
-    """Checks, before any work, that `out` can be written as a file. Returns the topmost missing parent folder, or None.
-    Raises CacheError with the advice `remedy` if `out` is a folder or cannot be written."""
+    """Check, before any work, that `out` can be written as a file. Returns the topmost parent folder that does not
+    exist yet and would be created, or None if all parents exist. Raises CacheError if `out` is a folder or cannot be
+    written; `remedy`: advice at the end of the message."""
     if out.is_dir():
         raise CacheError(f"{out} is a folder: name a file in it, or {remedy}")
     return check_place(out, remedy)
 
 
 def check_folder(out: Path) -> None:
-    """Checks, before any work, that `out` can be a run folder. Raises CacheError if it is a file, has the suffix of a
-    file, or cannot be written."""
+    """Check, before any work, that `out` can become a run folder. Raises CacheError if it is a file, cannot be written,
+    or is named like a file (.html, .json, .jsonl, .md or .svg)."""
     if out.exists() and not out.is_dir():
         raise CacheError(f"{out} is a file, and a run needs a folder: {REMEDY}")
     if out.suffix in (".html", ".json", ".jsonl", ".md", ".svg"):
@@ -195,8 +200,9 @@ def check_folder(out: Path) -> None:
 
 
 def check_own(out: str | Path | None, what: str, *sources: str | Path | None) -> None:
-    """Checks that a run of type `what` may replace the content of `out`. Raises ConfigError if `out` is the folder of
-    another type of run, or of one of the runs `sources`, which the command reads."""
+    """Check that a run of type `what` may overwrite the folder `out`. `sources`: runs that the command reads, as
+    folders or files in them; they must not be overwritten. Raises ConfigError if `out` is the folder of one of
+    `sources`, or of a run of another type."""
     if out is None:
         return
     config, before = Path(out) / "config.json", "of unknown type"
@@ -216,11 +222,13 @@ def check_new(out: Path, what: str = "folder") -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path, remedy: str = REMEDY, mode: int = 0o666) -> Iterator[Path]:
-    """Yields the path of a new empty temporary file in the folder of `path`. On exit the file is synced and renamed to
-    `path`.
+    """Context manager to write the file `path` atomically: yields the path of a new temporary file in the same folder.
+    At the end of the block that file is synced to the disk and renamed to `path`; on an error it is deleted and `path`
+    is unchanged.
 
-    `mode`: permissions of the new file, less the umask. Temporary files that killed writers left are deleted when they
-    are a day old. Raises CacheError with the advice `remedy` when the disk cannot be written; `path` is then unchanged.
+    `mode`: permissions of the new file, less the umask. Also deletes temporary files that are more than a day old,
+    which killed processes left. Raises CacheError if the disk cannot be written; `remedy`: advice at the end of the
+    message.
     """
     from safetensors import SafetensorError
 
@@ -252,7 +260,8 @@ def _drop_leftovers(folder: Path) -> None:
 
 
 def sync(*paths: Path) -> None:
-    """Flush files or folders to the disk (fsync), so that a rename never precedes the content."""
+    """Flush files or folders to the disk (fsync). Sync a file before it is renamed, so that after a power cut the new
+    name never has incomplete content."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -267,8 +276,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert to JSON types: dataclasses to objects, paths to text, NaN and infinities to null, arrays and tensors to
-    lists."""
+    """Convert a value to JSON types. Dataclasses become objects; tuples, sets, arrays and tensors become lists; paths
+    become text; NaN and infinities become null."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, dict):
@@ -284,16 +293,17 @@ def plain(value: Any) -> Any:
 
 
 def write_results(path: Path, figures: dict[str, Any], peers: dict[str, str] | None = None) -> Path:
-    """Write `figures` (measured values) with their provenance, such as command, versions and commit, as JSON; returns
-    the path. `peers`: versions of other programs, by name."""
+    """Write `figures` (measured values) with their provenance (command, date, processor, versions, commit) to `path` as
+    JSON; returns the path. `peers`: name -> version of other programs in the measurement, such as compared servers."""
     write_whole(path, json.dumps(record_of(figures, peers), indent=1) + "\n")
     return path
 
 
 def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> dict[str, Any]:
-    """Returns `figures` (measured values) with their provenance: command, date, processor, versions and commit.
+    """Return a dict of `figures` (measured values) and their provenance: "command", "date", "processor", "versions" and
+    "commit".
 
-    `peers`: versions of other programs, such as servers that were compared, by name.
+    `peers`: name -> version of other programs in the measurement, such as compared servers.
     """
     program = Path(sys.argv[0])
     words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
@@ -309,7 +319,7 @@ def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> d
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Versions of Python and of the installed packages that affect speed or output (PACKAGES), by name."""
+    """Return name -> version of Python and of the installed packages that affect speed or output (PACKAGES)."""
     from importlib.metadata import PackageNotFoundError, version
 
     installed = {"python": platform.python_version()}

@@ -25,12 +25,12 @@ PATIENCE_S = 5.0
 
 @contextlib.contextmanager
 def only_run(folder: Path, doing: str, ranks: Ranks, say: Callable[[str], None]) -> Iterator[None]:
-    """Within the block, hold the lock on `folder`, so that no other run writes there. All processes of this run (of one
-    torchrun, see `ranks`) share the lock. `doing`: activity of this run, such as "training", for the error message of
-    another run.
+    """Context manager that locks the folder while the block runs, so that no other run writes there. The processes that
+    one torchrun started (`ranks`) share the lock. `doing`: what this run does, such as "training", for the error
+    message of another run that finds the folder locked.
 
-    `say` prints a note if the file system has no locks. Raises ConfigError when another run has the lock, CacheError
-    when the folder cannot be written.
+    `say` prints a note if the file system does not support locks. Raises ConfigError if another run has the lock,
+    CacheError if the folder cannot be written.
     """
     with reraised(CacheError, f"cannot write {folder}", "choose another folder with --out", OSError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process's number (`rank`, from 0) among the `world` processes that torchrun started."""
+    """Number of this process (`rank`, from 0) among the `world` processes that torchrun started."""
 
     rank: int = 0
     world: int = 1
@@ -17,7 +17,8 @@ class Ranks:
 
     @classmethod
     def here(cls) -> Ranks:
-        """Reads torchrun's environment variables; without them this is the only process."""
+        """Return this process's ranks from torchrun's environment variables. Without torchrun, it is the only
+        process."""
         return cls(
             *(
                 int(os.environ.get(name, default))
@@ -30,6 +31,6 @@ class Ranks:
         return self.rank == 0
 
     def share_of(self, number: int) -> range:
-        """Returns the indices of the items that this process works on, if `number` items are divided among all
-        processes in contiguous parts."""
+        """Divide `number` items among all processes in contiguous parts, and return the range of indices of this
+        process's part."""
         return range(number * self.rank // self.world, number * (self.rank + 1) // self.world)

@@ -19,7 +19,8 @@ STATUS = 143
 
 
 class Stop:
-    """Signal handler for SIGTERM: sets `is_asked` to True, and ends the process unless a `later` block is active."""
+    """Handler of the signal SIGTERM, which asks the process to stop. Usually the process ends at once. Within a `later`
+    block it only sets `is_asked`, so that the caller can finish its work first."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.is_asked = False
@@ -27,8 +28,8 @@ class Stop:
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
-        """Within the block, SIGTERM only sets `is_asked`; the caller checks it, saves its state and then calls
-        `end`."""
+        """Context manager in which SIGTERM does not end the process but sets `is_asked`. The caller checks `is_asked`
+        regularly; if it is True, the caller saves its state and calls `end`."""
         self._waits = True
         try:
             yield
@@ -36,21 +37,22 @@ class Stop:
             self._waits = False
 
     def ask(self, *_: Any) -> None:
-        """Handle the signal: set `is_asked`, and raise SystemExit unless a `later` block is active."""
+        """Handle SIGTERM: set `is_asked`. Also ends the process by raising SystemExit, except in a `later` block."""
         self.is_asked = True
         if not self._waits:
             self.end("what is finished is kept")
 
     def end(self, state: str) -> None:
-        """Print how to continue the run, and raise SystemExit. `state`: text on what was saved."""
+        """Print a message that the same command resumes the run, and end the process by raising SystemExit (exit status
+        143). `state`: text in the message on what was saved."""
         self._say(f"stopped by SIGTERM, {state}: the same command goes on from there")
         raise SystemExit(STATUS)
 
 
 @contextlib.contextmanager
 def stopped_by_signal(say: Callable[[str], None]) -> Iterator[Stop]:
-    """Within the block, the yielded Stop handles SIGTERM; `say` prints its message. Outside the main thread no handler
-    is installed."""
+    """Context manager that yields a Stop, which handles SIGTERM within the block. `say`: prints the message that the
+    Stop shows when it ends the process. In another thread than the main one, SIGTERM is not handled."""
     stop = Stop(say)
     if threading.current_thread() is not threading.main_thread():
         yield stop

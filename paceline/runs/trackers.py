@@ -21,8 +21,8 @@ PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow"
 
 
 def check_tracker(name: str) -> None:
-    """Raises ConfigError when the package of the tracker `name` ("tensorboard", "wandb", "mlflow") is missing; does
-    nothing for "none". Call it before training."""
+    """Raise ConfigError if the Python package of the experiment tracker `name` ("tensorboard", "wandb" or "mlflow")
+    cannot be imported. "none" is always valid. Call this before training, so that a missing package is found early."""
     if name != "none":
         with needing(ConfigError, f"log_to {name} needs its package: pip install {name}, or leave it out"):
             importlib.import_module(PACKAGES[name])
@@ -30,10 +30,11 @@ def check_tracker(name: str) -> None:
 
 @contextlib.contextmanager
 def tracker(name: str, run: Path) -> Iterator[AddScalars]:
-    """Yields a function (scalars, step) that logs the values of one training step to the tracker; it leaves out NaN and
-    infinities.
+    """Context manager that yields a function (scalars, step), which logs the values of one training step to an
+    experiment tracker. NaN and infinite values are not logged.
 
-    `name`: "tensorboard", "wandb", "mlflow", or "none" for a function that does nothing. `run`: the run folder.
+    `name`: "tensorboard", "wandb", "mlflow", or "none" for a function that does nothing. `run`: the run folder. Raises
+    ConfigError if the tracker's package is missing.
     """
     if name == "none":
         yield ignore
