@@ -161,6 +161,6 @@ def test_what_an_eagle3_drafter_is(eagle3: Path, target: Path) -> None:
 
 def test_a_built_in_target_is_named_by_its_hub_id(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reads the target's name from the exported config."""
-    monkeypatch.setattr("paceline.model.embedding_and_head.light_folder", lambda name: target)
+    monkeypatch.setattr("paceline.model.remote_embedding.light_folder", lambda name: target)
     for name, hub_id in (("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"), ("org/other", "org/other")):
         assert _target(name, needs_head=False)[1]["name_or_path"] == hub_id

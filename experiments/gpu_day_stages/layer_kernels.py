@@ -15,12 +15,12 @@ from gpu_day_stages.models import Clock, graphed, shape_of, summary
 from gpu_day_stages.visit import Skipped, Visit
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.torch.attention import Rope
-from paceline.model.torch.graphs import StaticWriter
 from paceline.model.torch.heads import heads_twin, split_heads
 from paceline.model.torch.kernels import available, skinny
 from paceline.model.torch.kernels import layer as kernels
 from paceline.model.torch.kernels.layer import NormWeight
 from paceline.model.torch.parts import NoNorm, Residual, RMSNorm, WholeNorm
+from paceline.model.torch.recorded_pass import StaticWriter
 
 LEAST_S = 2.0
 """Time that is left when what remains is left out."""

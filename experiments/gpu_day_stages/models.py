@@ -26,7 +26,7 @@ from paceline.model.target import ForwardBatch, Target
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.model.torch.decoder import Decoder
 from paceline.model.torch.delta_cache import DeltaCache
-from paceline.model.torch.graphs import GraphDecoder, can_record
+from paceline.model.torch.recorded_pass import GraphDecoder, can_record
 from paceline.plan.planner import FixedPlanner
 from paceline.types import SamplingParams
 

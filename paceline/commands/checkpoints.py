@@ -140,7 +140,7 @@ def _target(model: str | None, needs_head: bool) -> tuple[HeadRows | None, dict[
     from paceline.draft.formats.export import rows_of
     from paceline.hub import BUILTINS
     from paceline.model.checkpoint import config_json
-    from paceline.model.embedding_and_head import light_folder, load_ends
+    from paceline.model.remote_embedding import light_folder, load_ends
     from paceline.model.target import head_weight
 
     raw = config_json(light_folder(model))

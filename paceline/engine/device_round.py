@@ -34,8 +34,8 @@ from paceline.lossy import LOSSY
 from paceline.model.sampling.device_race import FAILED, WHOLE, foreseen, race
 from paceline.model.sampling.race import race as race_on_host
 from paceline.model.target import Target
-from paceline.model.torch.graphs import GraphDecoder, StaticWriter, can_record, pass_grid
-from paceline.model.torch.recorded import Grid, Recordings, Region, row_sizes
+from paceline.model.torch.cuda_graphs import Grid, Recordings, Region, row_sizes
+from paceline.model.torch.recorded_pass import GraphDecoder, StaticWriter, can_record, pass_grid
 from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, Verdict
 from paceline.verify.rules import Uniforms
 

@@ -24,7 +24,7 @@ from paceline.model.native import library as native_lib
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import DEFAULT_MAX_LEN, Target
 from paceline.model.torch.decoder import Decoder
-from paceline.model.torch.graphs import GraphDecoder
+from paceline.model.torch.recorded_pass import GraphDecoder
 
 
 def settle(settings: EngineConfig) -> EngineConfig:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.errors import ContextLengthError, UnsupportedModelError
 from paceline.model.kv_cache import KVCache
-from paceline.model.torch.recorded import Recorder
+from paceline.model.torch.cuda_graphs import Recorder
 
 DEFAULT_MAX_LEN = 2048
 """Default number of tokens per cache row."""

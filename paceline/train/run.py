@@ -25,7 +25,7 @@ from paceline.errors import ModelNotFoundError, PromptError, UnsupportedModelErr
 from paceline.hardware import this_machine
 from paceline.hub import BUILTINS
 from paceline.model.backends import load_target, settle
-from paceline.model.embedding_and_head import light_folder, load_ends
+from paceline.model.remote_embedding import light_folder, load_ends
 from paceline.model.target import Target
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.report.tables import Progress, ignore

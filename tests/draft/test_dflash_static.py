@@ -24,7 +24,7 @@ from paceline.engine.engine import Engine
 from paceline.model.torch import parts
 from paceline.model.torch.attention import Scores
 from paceline.model.torch.decoder import Decoder
-from paceline.model.torch.graphs import GraphDecoder
+from paceline.model.torch.recorded_pass import GraphDecoder
 from paceline.plan.planner import FixedPlanner
 from paceline.types import SamplingParams
 

@@ -27,7 +27,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
 from paceline.loop.adapt.gate.retrain import vocabulary_of
 from paceline.loop.rl.follow import DFlashFollower, FollowConfig
-from paceline.model.torch.graphs import GraphDecoder
+from paceline.model.torch.recorded_pass import GraphDecoder
 from paceline.plan.planner import FixedPlanner
 from paceline.train.card import card_text
 from paceline.train.config import DrafterShape, LoopConfig, LossConfig, TrainConfig

@@ -24,7 +24,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.errors import ConfigError
 from paceline.model.text.tokenizer import Tokenizer
-from paceline.model.torch.graphs import GraphDecoder
+from paceline.model.torch.recorded_pass import GraphDecoder
 from paceline.plan.costs import PassCosts
 from paceline.plan.planner import AdaptivePlanner, FixedPlanner
 from paceline.types import SamplingParams, Sequence

@@ -19,7 +19,7 @@ from paceline.model.native.decoder import NativeDecoder
 from paceline.model.native.library import load as native_library
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.model.torch.decoder import Decoder
-from paceline.model.torch.graphs import GraphDecoder
+from paceline.model.torch.recorded_pass import GraphDecoder
 
 Made = tuple[Path, Any]
 LENGTH = 40

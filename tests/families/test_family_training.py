@@ -24,7 +24,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.model.checkpoint import load_config
 from paceline.model.config.decoder import has_llama_layers
-from paceline.model.embedding_and_head import Ends, load_ends
+from paceline.model.remote_embedding import Ends, load_ends
 from paceline.plan.planner import FixedPlanner
 from paceline.train.config import DrafterShape, OptimConfig
 from paceline.train.documents.dataset import Document

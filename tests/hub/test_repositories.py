@@ -16,7 +16,7 @@ from tiny_builtin import raising
 from paceline import hub
 from paceline.errors import CacheError, DownloadError, ModelNotFoundError
 from paceline.hub import resolve
-from paceline.model.embedding_and_head import light_folder
+from paceline.model.remote_embedding import light_folder
 
 
 def hub_errors() -> list[tuple[Exception, type[Exception]]]:

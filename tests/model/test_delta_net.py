@@ -20,7 +20,7 @@ from paceline.model.target import ForwardBatch
 from paceline.model.torch.decoder import Decoder
 from paceline.model.torch.delta_cache import HALF, ROOM, DeltaCache
 from paceline.model.torch.delta_net import DeltaNet
-from paceline.model.torch.graphs import GraphDecoder
+from paceline.model.torch.recorded_pass import GraphDecoder
 
 VOCAB = 50
 SHAPE = DeltaShape(num_key_heads=2, num_value_heads=4, key_dim=4, value_dim=3, kernel=3)

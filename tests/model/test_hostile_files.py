@@ -30,7 +30,7 @@ from paceline.draft.formats import packed
 from paceline.draft.mtp import stitch
 from paceline.errors import MemoryBudgetError, ModelFileError, PacelineError
 from paceline.model import checkpoint
-from paceline.model import embedding_and_head as ends
+from paceline.model import remote_embedding as ends
 from paceline.model.checkpoint import check_finite, check_tensors, eos_token_ids, load_config, load_tensors, read_json
 from paceline.model.gguf.blocks import Blocks
 from paceline.model.text.tokenizer import Tokenizer

@@ -28,15 +28,15 @@ from paceline.model.checkpoint import expected_shapes, load_config, random_tenso
 from paceline.model.config.decoder import DecoderConfig, DeltaShape
 from paceline.model.target import ForwardBatch
 from paceline.model.torch import parts
+from paceline.model.torch.cuda_graphs import Region
 from paceline.model.torch.decoder import Layer
 from paceline.model.torch.delta_cache import DeltaCache
 from paceline.model.torch.delta_net import DeltaLayer
-from paceline.model.torch.graphs import GraphDecoder, StaticPass
 from paceline.model.torch.kernels import attend, available
 from paceline.model.torch.kernels import delta as delta_kernels
 from paceline.model.torch.kernels import experts as expert_kernels
 from paceline.model.torch.kernels import layer as layer_kernels
-from paceline.model.torch.recorded import Region
+from paceline.model.torch.recorded_pass import GraphDecoder, StaticPass
 
 LAUNCHES = dict.fromkeys(FAMILIES, 10) | {
     "qwen3-moe": 13, "mixtral": 13, "gpt-oss": 13, "qwen3.5": 12, "qwen3-next": 19, "qwen3.5-moe": 19,

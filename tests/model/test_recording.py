@@ -22,9 +22,9 @@ from paceline.engine.engine import Engine
 from paceline.model import measure
 from paceline.model.measure import measure_passes
 from paceline.model.target import ForwardBatch, ForwardOutput
+from paceline.model.torch.cuda_graphs import Grid, Recorder, Recordings, Region, row_sizes
 from paceline.model.torch.decoder import Decoder
-from paceline.model.torch.graphs import MAX_COUNT, GraphDecoder, pass_grid
-from paceline.model.torch.recorded import Grid, Recorder, Recordings, Region, row_sizes
+from paceline.model.torch.recorded_pass import MAX_COUNT, GraphDecoder, pass_grid
 from paceline.types import SamplingParams
 
 

@@ -28,7 +28,7 @@ from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
 from paceline.model.torch.attention import ancestors
 from paceline.model.torch.decoder import Decoder
-from paceline.model.torch.graphs import GraphDecoder, StaticPass
+from paceline.model.torch.recorded_pass import GraphDecoder, StaticPass
 
 ROWS, STARTS, SLOTS = [0, 2], [14, 5], [[0, 2, 3, 6], [1]]
 

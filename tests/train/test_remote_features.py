@@ -34,7 +34,7 @@ from paceline.errors import (
 )
 from paceline.hardware import Machine
 from paceline.model.backends import settle
-from paceline.model.embedding_and_head import Ends, load_ends
+from paceline.model.remote_embedding import Ends, load_ends
 from paceline.model.target import head_weight
 from paceline.net.retrying import KEY
 from paceline.train import train

@@ -17,9 +17,9 @@ from torch import Tensor
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope
-from paceline.model.torch.graphs import StaticPlan, StaticWriter
+from paceline.model.torch.cuda_graphs import Grid, Recorder, Recordings, Region, row_sizes
 from paceline.model.torch.kernels.attend import Sight
-from paceline.model.torch.recorded import Grid, Recorder, Recordings, Region, row_sizes
+from paceline.model.torch.recorded_pass import StaticPlan, StaticWriter
 
 Tables = tuple[Tensor, Tensor]
 Kind = tuple[int | None, bool]

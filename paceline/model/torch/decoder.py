@@ -23,6 +23,7 @@ from paceline.model.kv_cache import LayeredKVCache, StaticKVCache
 from paceline.model.layout import NORMS, gate_apart, layer_shapes
 from paceline.model.target import EndScales, ForwardBatch, ForwardOutput, Target
 from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, Scores
+from paceline.model.torch.cuda_graphs import Recorder
 from paceline.model.torch.delta_cache import DeltaCache, FixedStage, Stage
 from paceline.model.torch.delta_net import DeltaLayer
 from paceline.model.torch.experts import Experts
@@ -41,7 +42,6 @@ from paceline.model.torch.parts import (
     norm_of,
     run_mlp,
 )
-from paceline.model.torch.recorded import Recorder
 from paceline.model.torch.sdpa import chosen_kernels
 
 

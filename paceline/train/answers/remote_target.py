@@ -23,7 +23,7 @@ from typing import Any
 from paceline.data.prompts import Message
 from paceline.engine.engine import Chunk
 from paceline.errors import ConfigError, PacelineError
-from paceline.model.embedding_and_head import light_folder
+from paceline.model.remote_embedding import light_folder
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.net.retrying import KEY, Client, Refused
 from paceline.train.answers.prompt_tokens import TokenizerOnly

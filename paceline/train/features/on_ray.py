@@ -15,7 +15,7 @@ from safetensors.torch import save
 from paceline.config import EngineConfig
 from paceline.model.adapter import adapter_digest, base_of, is_adapter
 from paceline.model.backends import form_of, load_target, settle
-from paceline.model.embedding_and_head import light_folder
+from paceline.model.remote_embedding import light_folder
 from paceline.model.target import Target
 from paceline.report.tables import Progress
 from paceline.runs.folder import whole_file

@@ -25,7 +25,7 @@ from paceline.errors import ConfigError, DownloadError, reraised
 from paceline.loop.adapt.servers.counters import Meters, ask, tokens_per_round
 from paceline.loop.adapt.servers.mismatch import PROMPTS, encode, measure
 from paceline.loop.adapt.servers.mismatch import ask as ask_target
-from paceline.model.embedding_and_head import light_folder
+from paceline.model.remote_embedding import light_folder
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.net.streaming import Client
 

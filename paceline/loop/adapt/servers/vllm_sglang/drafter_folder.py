@@ -41,8 +41,8 @@ from paceline.hub import BUILTINS
 from paceline.hub import resolve as resolve_model
 from paceline.model.adapter import MERGE_IT, is_adapter
 from paceline.model.checkpoint import config_json, read_json
-from paceline.model.embedding_and_head import light_folder, load_ends
 from paceline.model.gguf.container import is_gguf
+from paceline.model.remote_embedding import light_folder, load_ends
 from paceline.model.target import head_weight
 
 VLLM_MODULE = "vllm.entrypoints.openai.api_server"

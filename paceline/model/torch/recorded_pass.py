@@ -3,7 +3,7 @@
 A `StaticPass` computes J tokens for each of the cache rows 0..B-1, from buffers at fixed addresses. Attention reads row
 lengths on the device (`kernels/attend.py`), and rows and tokens are rounded up to a grid, so that few graphs suffice.
 Idle rows and padding tokens write to scratch positions after max_len, which are never read. On CPU the same pass runs
-without a graph; `tests/model/test_graphs.py` compares it with the eager one.
+without a graph; `tests/model/test_recorded_pass.py` compares it with the eager one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from paceline.model.config.decoder import DecoderConfig, RopeKind
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.model.torch.attention import PLAIN, AttentionPlan, CacheWriter, Scores, ancestors
+from paceline.model.torch.cuda_graphs import Grid, Recorder, Recordings, Region, row_sizes
 from paceline.model.torch.decoder import Decoder, Tables
 from paceline.model.torch.delta_cache import DeltaCache, FixedStage, Stage
 from paceline.model.torch.kernels.attend import MOST_BITS, Sight, attend
 from paceline.model.torch.kernels.layer import Places
-from paceline.model.torch.recorded import Grid, Recorder, Recordings, Region, row_sizes
 
 MAX_COUNT = MOST_BITS
 """Maximum tokens per row of a pass of fixed shape; also the number of scratch positions after each row of the cache."""

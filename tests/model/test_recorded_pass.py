@@ -15,7 +15,7 @@ from paceline.model.config.decoder import DecoderConfig, DeltaShape
 from paceline.model.target import ForwardBatch
 from paceline.model.torch.decoder import Decoder
 from paceline.model.torch.delta_cache import DeltaCache
-from paceline.model.torch.graphs import GraphDecoder, pass_grid
+from paceline.model.torch.recorded_pass import GraphDecoder, pass_grid
 
 MIXTURE = DecoderConfig(
     "qwen3_next", 97, 48, 80, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8, max_position=256, qk_norm=True,
