@@ -32,20 +32,12 @@ WARNING_FLAGS = ("-Wall", "-Wextra", "-Wno-psabi")
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", *ARITHMETIC_FLAGS, *WARNING_FLAGS)
 SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g1", "-O1")
 
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
 # GCC 12 calls the undefined registers of its own intrinsics uninitialized (gcc.gnu.org/PR105593).
-AVX512 = (
-    "-mavx512f",
-    "-mavx512bw",
-    "-mavx512vl",
-    "-mavx512dq",
-    "-mavx512vnni",
-    "-mfma",
-    "-mf16c",
-    "-Wno-uninitialized",
-)
+AVX512 = (*(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")), "-mfma", "-mf16c", "-Wno-uninitialized")
 INSTRUCTION_SETS = {
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avxvnni": ("-mavx2", "-mfma", "-mf16c", "-mavxvnni"),
+    "avx2": AVX2,
+    "avxvnni": (*AVX2, "-mavxvnni"),
     "avx512": AVX512,
     "avx512bf16": (*AVX512, "-mavx512bf16"),
     "neon": (),
@@ -216,18 +208,15 @@ def build_for_install(source_folder: Path, out_path: Path, *, emulated: bool = F
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile paceline's native CPU library.")
-    parser.add_argument(
-        "--out", type=Path, help="the library to write; default: next to this file, sanitized in build/native"
-    )
-    parser.add_argument(
-        "--sanitize", action="store_true", help="with address and undefined-behaviour checks (make sanitize)"
-    )
-    parser.add_argument(
-        "--emulated", action="store_true", help="with instruction sets made of other instructions, for tests"
-    )
-    parser.add_argument(
-        "--optional", action="store_true", help="as installing does: a failure is one line and exit status 0"
-    )
+    switches = {
+        "--sanitize": "with address and undefined-behaviour checks (make sanitize)",
+        "--emulated": "with instruction sets made of other instructions, for tests",
+        "--optional": "as installing does: a failure is one line and exit status 0",
+    }
+    out_help = "the library to write; default: next to this file, sanitized in build/native"
+    parser.add_argument("--out", type=Path, help=out_help)
+    for switch, text in switches.items():
+        parser.add_argument(switch, action="store_true", help=text)
     args = parser.parse_args()
     sanitized = Path("build", "native", "libpaceline_native_sanitize.so")
     out = args.out or (sanitized if args.sanitize else HERE / library_name())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import sys
 import warnings
 import weakref
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
@@ -20,21 +19,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import NativeError
+from paceline.model.native.build import HERE, library_name
 
 ABI_VERSION = 8
-FORMAT_NAMES: list[str] = [
-    "float32",
-    "bfloat16",
-    "Q8_0",
-    "Q4_1",
-    "float16",
-    "Q4_0",
-    "Q5_0",
-    "Q5_1",
-    "Q4_K",
-    "Q5_K",
-    "Q6_K",
-]
+FORMAT_NAMES = ["float32", "bfloat16", "Q8_0", "Q4_1", "float16", "Q4_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
 FORMAT_NAMES += ["IQ4_NL", "IQ4_XS"]
 """In the order of the library's PnFormat."""
 FORMATS = {getattr(torch, name): FORMAT_NAMES.index(name) for name in ("float32", "bfloat16")}
@@ -49,102 +37,85 @@ KEYS = 16
 MAX_HEAD_DIM, MAX_TAPS, MAX_THREADS = 1024, 64, 256
 
 
+def _fields(*groups: tuple[str, Any]) -> list[tuple[str, Any]]:
+    """Fields of a C struct, from groups ("name name ...", type)."""
+    return [(name, kind) for names, kind in groups for name in names.split()]
+
+
 class CExpert(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
-        ("inner_size", c_int32),
-    ]
+    _fields_ = _fields(("gate_up down gate_up_bias down_bias", c_void_p), ("inner_size", c_int32))
 
 
 class CLayer(Structure):
-    _fields_ = [
-        *(
-            (name, c_void_p)
-            for name in ("input_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "q_norm", "k_norm")
-        ),
-        *((name, c_void_p) for name in ("sinks", "qkv", "output", "gate_up", "down")),
-        *((name, c_void_p) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
-        *((name, c_int32) for name in ("window", "rope", "is_causal")),
-        *((name, c_void_p) for name in ("attention_mix", "mlp_mix", "attention_base", "mlp_base")),
+    _fields_ = _fields(
+        ("input_norm mlp_norm attention_out_norm mlp_out_norm q_norm k_norm", c_void_p),
+        ("sinks qkv output gate_up down qkv_bias output_bias gate_up_bias down_bias", c_void_p),
+        ("window rope is_causal", c_int32),
+        ("attention_mix mlp_mix attention_base mlp_base", c_void_p),
         ("mix_taps", c_int32),
         ("experts", POINTER(CExpert)),
-        *((name, c_void_p) for name in ("router", "router_bias")),
-        *((name, c_int32) for name in ("num_experts", "has_shared")),
-        *((name, c_void_p) for name in ("delta_kernel", "delta_rate", "delta_step", "delta_norm")),
-    ]
+        ("router router_bias", c_void_p),
+        ("num_experts has_shared", c_int32),
+        ("delta_kernel delta_rate delta_step delta_norm", c_void_p),
+    )
 
 
 class CConfig(Structure):
-    _fields_ = [
-        *(
-            (name, c_int32)
-            for name in ("num_layers", "hidden_size", "inner_size", "num_heads", "num_kv_heads", "head_dim")
-        ),
-        ("dtype", c_int32),
+    _fields_ = _fields(
+        ("num_layers hidden_size inner_size num_heads num_kv_heads head_dim dtype", c_int32),
         ("eps", c_float),
         ("layers", POINTER(CLayer)),
         ("embedding", c_void_p),
         ("embedding_scale", c_float),
-        *((name, c_void_p) for name in ("head", "final_norm", "cos", "sin", "local_cos", "local_sin")),
-        *((name, c_int32) for name in ("rotary_dim", "is_norm_whole")),
-        *(
-            (name, c_float)
-            for name in ("attention_scale", "attention_cap", "residual_scale", "logit_scale", "logit_cap")
-        ),
+        ("head final_norm cos sin local_cos local_sin", c_void_p),
+        ("rotary_dim is_norm_whole", c_int32),
+        ("attention_scale attention_cap residual_scale logit_scale logit_cap", c_float),
         ("activation", c_int32),
-        *((name, c_float) for name in ("swiglu_alpha", "swiglu_limit")),
-        *((name, c_int32) for name in ("experts_per_token", "are_experts_normed", "has_output_gate")),
-        *(
-            (name, c_int32)
-            for name in ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_taps")
-        ),
+        ("swiglu_alpha swiglu_limit", c_float),
+        ("experts_per_token are_experts_normed has_output_gate", c_int32),
+        ("delta_key_heads delta_value_heads delta_key_dim delta_value_dim delta_taps", c_int32),
         ("beside_norm", c_void_p),
         ("adds_to_normed", c_int32),
-        *((name, c_void_p) for name in ("fc", "hidden_norm", "context_kv", "context_bias")),
-    ]
+        ("fc hidden_norm context_kv context_bias", c_void_p),
+    )
 
 
 class CMemory(Structure):
-    _fields_ = [(name, c_void_p) for name in ("states", "windows", "inputs", "keys", "changes", "decays")]
+    _fields_ = _fields(("states windows inputs keys changes decays", c_void_p))
 
 
 class CCache(Structure):
-    _fields_ = [
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        *((name, c_int64) for name in ("layer_stride", "row_stride", "head_stride")),
-        ("max_len", c_int32),
-        ("num_rows", c_int32),
+    _fields_ = _fields(
+        ("keys values", c_void_p),
+        ("layer_stride row_stride head_stride", c_int64),
+        ("max_len num_rows", c_int32),
         ("memories", POINTER(CMemory)),
         ("room", c_int32),
-    ]
+    )
 
 
 class CPass(Structure):
-    _fields_ = [
+    _fields_ = _fields(
         ("num_rows", c_int32),
-        *((name, c_void_p) for name in ("rows", "starts", "counts", "tokens", "hidden")),
+        ("rows starts counts tokens hidden", c_void_p),
         ("num_taps", c_int32),
-        *((name, c_void_p) for name in ("tap_layers", "taps")),
+        ("tap_layers taps", c_void_p),
         ("num_logit_rows", c_int32),
-        *((name, c_void_p) for name in ("logit_rows", "logits")),
+        ("logit_rows logits", c_void_p),
         ("logits_stride", c_int64),
-        *((name, c_void_p) for name in ("argmax", "stage_s", "parents", "held")),
+        ("argmax stage_s parents held", c_void_p),
         ("num_settles", c_int32),
-        *((name, c_void_p) for name in ("settle_rows", "settle_before", "settle_counts", "hidden_out", "experts_read")),
-    ]
+        ("settle_rows settle_before settle_counts hidden_out experts_read", c_void_p),
+    )
 
 
 class CPick(Structure):
-    _fields_ = [
-        *((name, c_int32) for name in ("rows", "size", "count", "slots", "dtype", "vocabulary", "rank", "book_dtype")),
-        *(
-            (name, c_void_p)
-            for name in ("predecessors", "successors", "gate", "token_of", "logits", "anchors", "hidden")
-        ),
+    _fields_ = _fields(
+        ("rows size count slots dtype vocabulary rank book_dtype", c_int32),
+        ("predecessors successors gate token_of logits anchors hidden", c_void_p),
         ("hidden_stride", c_int64),
-        *((name, c_void_p) for name in ("chosen", "tokens", "scores")),
-    ]
+        ("chosen tokens scores", c_void_p),
+    )
 
 
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -175,8 +146,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 def library_path() -> Path:
     given = os.environ.get("PACELINE_NATIVE_LIBRARY")
-    suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    return Path(given) if given else Path(__file__).parent / f"libpaceline_native{suffix}"
+    return Path(given) if given else HERE / library_name()
 
 
 @functools.cache
@@ -234,11 +204,8 @@ AnyStructure = TypeVar("AnyStructure", bound=Structure)
 def filled(struct: AnyStructure, parts: dict[str, Any]) -> AnyStructure:
     """Set fields of a C struct; returns it. `parts`: field -> number, Matrix or CPU tensor (stored as pointers)."""
     for name, part in parts.items():
-        setattr(
-            struct,
-            name,
-            part.handle if isinstance(part, Matrix) else pointer(part) if isinstance(part, Tensor) else part,
-        )
+        value = part.handle if isinstance(part, Matrix) else pointer(part) if isinstance(part, Tensor) else part
+        setattr(struct, name, value)
     return struct
 
 
@@ -315,11 +282,8 @@ class Model:
 
     def keep(self, cache: CCache, row: int, start: int, slots: list[int]) -> None:
         """Move a row's keys and values from start + slots[i] (`slots` ascending) to start + i, in all layers."""
-        check(
-            require().pn_keep(
-                self.handle, byref(cache), 1, int32s([row]), int32s([start]), int32s([len(slots)]), int32s(slots)
-            )
-        )
+        arrays = (int32s([row]), int32s([start]), int32s([len(slots)]), int32s(slots))
+        check(require().pn_keep(self.handle, byref(cache), 1, *arrays))
 
     def inject(self, cache: CCache, rows: list[int], starts: list[int], counts: list[int], features: Tensor) -> None:
         """For DFlash drafters: compute all layers' keys and values from the target's tapped outputs `features` [T, F],
