@@ -51,22 +51,8 @@ GROWING = frozenset(
 FIELD = re.compile(r"%(?:\([^)]{0,99}\))?([-+ #.*\d]*)|\{([^{}]*)")
 """Regular expression for one field of a format string, with its width."""
 STRUCTURAL = frozenset(
-    {
-        "count",
-        "d",
-        "default",
-        "first",
-        "items",
-        "last",
-        "length",
-        "list",
-        "map",
-        "reject",
-        "rejectattr",
-        "reverse",
-        "select",
-    }
-    | {"selectattr", STEP, WEIGHED}
+    {"count", "d", "default", "first", "items", "last", "length", "list", "map", "reject", "rejectattr", "reverse"}
+    | {"select", "selectattr", STEP, WEIGHED}
 )
 """Filters that read none of the elements, or one after another."""
 
