@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelFileError
-from paceline.model.config.quantisation import FP8_BLOCK
+from paceline.model.config.decoder import FP8_BLOCK
 
 SUFFIX = "_scale_inv"
 

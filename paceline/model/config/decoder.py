@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.config.layers import FULL, LINEAR, SLIDING, LayerSizes, layer_sizes_of
-from paceline.model.config.quantisation import refuse_quantised
 from paceline.model.config.ropes import rope_fields
 from paceline.model.config.values import LARGEST, MAX_EXPERTS, TABLES, fraction, is_whole, short, text_part, whole
 
 FAMILIES = TABLES["families"]
+FP8_BLOCK = 128
+"""Rows and columns of an FP8 weight that share a factor (`model/fp8.py`)."""
 
 RopeKind = Literal["main", "local", "none"]
 
@@ -340,7 +341,7 @@ def _architecture(raw: dict[str, Any], path: Path) -> str:
             "the Transformers fallback runs it from a safetensors folder"
         )
     traits = FAMILIES[name]["traits"]
-    refuse_quantised(raw.get("quantization_config"), traits.get("quantised"), path)
+    _refuse_quantised(raw.get("quantization_config"), traits.get("quantised"), path)
     own = traits.get("allowed", {})
     keys = {key: [*plain, *own.get(key, ())] for key, plain in TABLES["allowed"].items()}
     for key, plain in (keys | {key: plain for key, plain in own.items() if key not in keys}).items():
@@ -351,3 +352,21 @@ def _architecture(raw: dict[str, Any], path: Path) -> str:
                 "use an unquantised, unmodified checkpoint, or the Transformers fallback"
             )
     return name
+
+
+def _refuse_quantised(config: Any, known: str | None, path: Path) -> None:
+    """Raise UnsupportedModelError for weights in a quantised format other than FP8 and `known`.
+
+    `config`: quantization_config of config.json; `known`: the quant_method that only this model family supports.
+    """
+    if config is None:
+        return
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    blocks = config.get("weight_block_size") if isinstance(config, dict) else None
+    is_fp8 = method == "fp8" and blocks == [FP8_BLOCK, FP8_BLOCK] and config.get("fmt", "e4m3") == "e4m3"
+    if not is_fp8 and (known is None or method != known):
+        raise UnsupportedModelError(
+            f"{path}: weights quantised as {short(method)} (quantization_config) are not implemented: use the original "
+            f"checkpoint, one in FP8 with blocks of {FP8_BLOCK} x {FP8_BLOCK}, a GGUF file, or the Transformers "
+            "fallback"
+        )
