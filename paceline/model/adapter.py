@@ -171,7 +171,7 @@ def added(
     pairs: list[Pair],
     own_name: Callable[[str], str | None],
     source: Path,
-    is_whole: bool = True,
+    is_whole: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """Merge an adapter into its base: yields (name, tensor) of all the base's `tensors`. A weight for which `pairs` has
     LoRA matrices is replaced by the sum that `Pair.added_to` computes; all other tensors are unchanged.

@@ -50,45 +50,35 @@ def config_json(path: Path | str) -> dict[str, Any]:
 
 
 @overload
-def load_tensors(path: Path | str) -> Iterator[tuple[str, Tensor]]: ...
+def load_tensors(
+    path: Path | str, *, is_wanted: Callable[[str], bool] | None = None
+) -> Iterator[tuple[str, Tensor]]: ...
 @overload
 def load_tensors(path: Path | str, keep_blocks: bool) -> Iterator[tuple[str, Weight]]: ...
-def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
-    """Yield (Hugging Face name, tensor) for every weight of a Hugging Face folder or GGUF file. Tensors of safetensors
-    keep their dtype; those of GGUF and of FP8 checkpoints are dequantised to float32. For an adapter's folder, these
-    are the base's weights with the adapter added.
+def load_tensors(
+    path: Path | str, keep_blocks: bool = False, is_wanted: Callable[[str], bool] | None = None
+) -> Iterator[tuple[str, Weight]]:
+    """Yield (Hugging Face name, tensor) for the weights of a Hugging Face folder or GGUF file.
 
-    `keep_blocks`: yield quantised matrices of a GGUF file as Blocks, not dequantised; no effect for an adapter's
-    folder. Raises ModelFileError if a file is missing, truncated or pickled.
+    Tensors of safetensors keep their dtype; those of GGUF and of FP8 checkpoints are dequantised to float32. For an
+    adapter's folder, these are the base's weights with the adapter added. Raises ModelFileError if a file is missing,
+    truncated or pickled.
+
+    `keep_blocks`: yield quantised matrices of a GGUF file as Blocks; no effect for an adapter's folder. `is_wanted`:
+    read only tensors for whose name it returns True; None: all.
     """
     path = existing(path)
     if is_adapter(path):
-        yield from _with_adapter(path, load_tensors(base_of(path)))
-        return
-    if is_gguf(path):
-        yield from gguf.load_tensors(path, keep_blocks)
-        return
-    shards = shards_of(path).items()
-    yield from fp8.dense(itertools.chain.from_iterable(_read_shard(*shard) for shard in shards), path)
+        yield from _with_adapter(path, load_tensors(base_of(path), is_wanted=is_wanted), is_whole=is_wanted is None)
+    elif is_gguf(path):
+        named = gguf.load_tensors(path, keep_blocks)
+        yield from named if is_wanted is None else (each for each in named if is_wanted(each[0]))
+    else:
+        shards = shards_of(path).items()
+        yield from fp8.dense(itertools.chain.from_iterable(_read_shard(*shard, is_wanted) for shard in shards), path)
 
 
-def load_named(path: Path | str, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for those tensors in a folder's safetensors files for whose name `is_wanted` returns True.
-    For an adapter's folder, the tensors are those of its base, with the adapter added. Raises ModelFileError if a file
-    is missing, truncated or pickled."""
-    path = existing(path)
-    if is_adapter(path):
-        base = base_of(path)
-        every = load_tensors(base) if is_gguf(base) else load_named(base, is_wanted)
-        yield from _with_adapter(path, ((name, tensor) for name, tensor in every if is_wanted(name)), is_whole=False)
-        return
-    shards = shards_of(path).items()
-    yield from fp8.dense(itertools.chain.from_iterable(_read_shard(*shard, is_wanted) for shard in shards), path)
-
-
-def _with_adapter(
-    folder: Path, tensors: Iterator[tuple[str, Tensor]], is_whole: bool = True
-) -> Iterator[tuple[str, Tensor]]:
+def _with_adapter(folder: Path, tensors: Iterator[tuple[str, Tensor]], is_whole: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield the base's tensors with the adapter in `folder` added; see `adapter.added`."""
     file = folder / WEIGHTS
     if not file.is_file():
@@ -318,15 +308,13 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     return load_file(file)
 
 
-def _read_shard(
-    file: Path, names: list[str], is_wanted: Callable[[str], bool] = lambda name: True
-) -> Iterator[tuple[str, Tensor]]:
+def _read_shard(file: Path, names: list[str], is_wanted: Callable[[str], bool] | None) -> Iterator[tuple[str, Tensor]]:
     damaged = (SafetensorError, OSError, MemoryError, RuntimeError, ValueError, TypeError, KeyError, AttributeError)
     with reraised(ModelFileError, f"{file} is truncated or damaged", "delete it and fetch the model again", *damaged):
         check_header(file)
         with safe_open(file, framework="pt") as shard:
             stored = shard.keys()
-            selected = [name for name in names or stored if is_wanted(name)]
+            selected = [name for name in names or stored if is_wanted is None or is_wanted(name)]
         if len(stored) > MOST_TENSORS:
             raise ModelFileError(f"{file} holds {len(stored):,} tensors, no model has so many: fetch the model again")
         per_map = max(_TENSORS_PER_MAP, -(-len(selected) // _MOST_MAPS))

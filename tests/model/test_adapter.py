@@ -25,7 +25,7 @@ from paceline.errors import ConfigError, ModelFileError, ModelNotFoundError, Uns
 from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import sizes_of
 from paceline.model.adapter import base_of, identity_of
 from paceline.model.backends import load_target
-from paceline.model.checkpoint import load_config, load_named, load_tensors
+from paceline.model.checkpoint import load_config, load_tensors
 from paceline.model.gguf.to_folder import write_folder
 from paceline.model.target import ForwardBatch
 from paceline.model.text.tokenizer import Tokenizer
@@ -199,7 +199,7 @@ def test_a_link_replaces_the_name_of_the_base(base: Path, tmp_path: Path) -> Non
     (adapter / "base").symlink_to(base)
     assert base_of(adapter) == base.resolve()
     wanted = "model.layers.0.self_attn.q_proj.weight"
-    one = dict(load_named(adapter, lambda name: name == wanted))
+    one = dict(load_tensors(adapter, is_wanted=lambda name: name == wanted))
     assert [*one] == [wanted] and torch.equal(one[wanted], dict(load_tensors(adapter))[wanted])
 
 

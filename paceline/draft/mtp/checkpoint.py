@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.draft.dflash.checkpoint import write_checkpoint
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.adapter import base_of
-from paceline.model.checkpoint import check_finite, config_json, load_named
+from paceline.model.checkpoint import check_finite, config_json, load_tensors
 from paceline.model.config.decoder import DecoderConfig, decoder_config
 from paceline.model.config.values import short
 from paceline.model.gguf.container import is_gguf
@@ -106,9 +106,8 @@ def find_mtp(path: Path) -> MtpLayer | None:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{error}; its mtp layer is not read then: {CHOOSE}") from error
     last = f"model.layers.{config.num_layers}."
-    stored = dict(
-        load_named(path, lambda name: name.startswith(("mtp.", last, f"model.layers.{config.num_layers + 1}.")))
-    )
+    wanted = ("mtp.", last, f"model.layers.{config.num_layers + 1}.")
+    stored = dict(load_tensors(path, is_wanted=lambda name: name.startswith(wanted)))
     if not stored:
         return None
     is_qwen = any(name.startswith("mtp.") for name in stored)

@@ -27,7 +27,7 @@ from paceline.draft.mtp.checkpoint import LAYER, MtpLayer, checked, find_mtp, on
 from paceline.errors import ConfigError, DrafterMismatchError, UnsupportedModelError, refuse
 from paceline.hub import resolve
 from paceline.model.adapter import base_of
-from paceline.model.checkpoint import config_json, load_named, load_tensors
+from paceline.model.checkpoint import config_json, load_tensors
 from paceline.model.config.decoder import DecoderConfig, decoder_config
 from paceline.model.gguf.container import is_gguf
 from paceline.model.layout import NORMS, as_ours, layer_shapes
@@ -245,9 +245,7 @@ def new_layer(path: Path, seed: int = 0) -> MtpLayer:
         )
     prefix = f"layers.{fits[-1]}."
     expected = {f"model.{prefix}{name}": shape for name, shape in layer_shapes(config, fits[-1]).items()}
-    every = (
-        load_tensors(path) if is_gguf(path) else load_named(path, lambda name: prefix in name or ".layers." not in name)
-    )
+    every = load_tensors(path, is_wanted=lambda name: prefix in name or ".layers." not in name)
     stored = (named for named in every if prefix in named[0] or named[0].endswith(".norm.weight"))
     ours = {**{name: LAYER + name.partition(prefix)[2] for name in expected}, "model.norm.weight": "final_norm.weight"}
     size, generator = config.hidden_size, torch.Generator().manual_seed(seed)
