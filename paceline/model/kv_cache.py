@@ -186,7 +186,7 @@ class StaticKVCache(KVCache):
 
     @property
     def num_bytes(self) -> int:
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return 2 * self.keys.nbytes
 
     def adopt(self, source: int, row: int, length: int) -> None:
         assert self.lengths[row] == 0 and length <= self.max_len

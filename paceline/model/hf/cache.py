@@ -150,7 +150,7 @@ def make_cache(config: Any) -> Any:
 
 def tensor_bytes(tensors: list[Any]) -> int:
     """Total bytes of the tensors in the list; other objects are ignored."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def cache_bytes(cache: Any, num_tokens: int) -> tuple[int, int]:

@@ -30,12 +30,10 @@ class PackedLinear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.num_bytes = weight.numel() * weight.element_size()
+        self.num_bytes = weight.nbytes
         self._bias = bias
         self._is_packed = can_pack(weight)
-        self._weight = sharing.matrix(
-            lambda: _packed(weight), [weight], "linear", num_bytes=lambda _: weight.numel() * weight.element_size()
-        )
+        self._weight = sharing.matrix(lambda: _packed(weight), [weight], "linear", num_bytes=lambda _: weight.nbytes)
         if self._is_packed:
             self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
