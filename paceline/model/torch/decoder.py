@@ -137,7 +137,6 @@ class Layer:
 
 def _qk_norm(config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> RMSNorm | WholeNorm:
     query, key = (parts.get(f"self_attn.{which}_norm.weight") for which in "qk")
-    eps, offset = config.rms_norm_eps, config.norm_offset
     assert query is not None
     if config.layer_sizes is not None:  # values are normed too, without weights
         num_kv_heads = config.head_sizes(index)[0]
@@ -145,9 +144,8 @@ def _qk_norm(config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> RMS
         return norm_of(config, torch.cat([query.expand(config.num_heads, -1), *rows]))
     assert key is not None
     if config.is_qk_norm_whole:
-        return WholeNorm(RMSNorm(query, eps, offset), RMSNorm(key, eps, offset), config.num_heads)
-    heads = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
-    return RMSNorm(heads, eps, offset)
+        return WholeNorm(norm_of(config, query), norm_of(config, key), config.num_heads)
+    return norm_of(config, torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)]))
 
 
 class Decoder(Target):
@@ -190,8 +188,7 @@ class Decoder(Target):
         config = self.config
         # Copies, so that the checkpoint's file does not stay mapped.
         copies = ((name, tensor.to(self.device, self.dtype, copy=True)) for name, tensor in tensors)
-        layers, rest = build_layers(self.config, copies, self._layer, make_other=lambda name, tensor: tensor)
-        self.layers = layers
+        self.layers, rest = build_layers(config, copies, self._layer, make_other=lambda name, tensor: tensor)
         self.embedding = rest["model.embed_tokens.weight"]
         self.final_norm = norm_of(config, rest["model.norm.weight"])
         self._head = PackedLinear(self.embedding if config.tie_embeddings else rest["lm_head.weight"])
@@ -232,22 +229,18 @@ class Decoder(Target):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        stages = self._stages(batch)
+        self._read_again(batch)
+        stages = self.kv.stages(batch) if isinstance(self.kv, DeltaCache) else []
         rows = (batch.rows, batch.starts, batch.counts)
-        kind: dict[str, Any] = {
-            "dtype": self.dtype,
-            "device": self.device,
-            "parents": batch.parents,
-        }
+        kind: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "parents": batch.parents}
         plans = {
             window: AttentionPlan(*rows, window=window, group=self._groups[window], **kind) for window in self.windows
         }
         writer = CacheWriter(*rows, self.device)
         positions = batch.positions
         tables: dict[RopeKind, Tables] = {kind: rope.tables(positions) for kind, rope in self.ropes.items()}
-        hidden_TD, taps_TF = self.run_layers(
-            torch.tensor(batch.tokens, device=self.device), plans, writer, tables, stages
-        )
+        tokens_T = torch.tensor(batch.tokens, device=self.device)
+        hidden_TD, taps_TF = self.run_layers(tokens_T, plans, writer, tables, stages)
         self.cache.append(batch.rows, batch.counts)
         self.experts_read = self.chosen_experts()
         if batch.logits == "none":
@@ -255,11 +248,6 @@ class Decoder(Target):
         if batch.logits == "last" and batch.num_tokens > len(batch.rows):
             hidden_TD = hidden_TD[torch.tensor(batch.logit_rows, device=self.device)]
         return ForwardOutput(self.head(self.final_norm(hidden_TD)), taps_TF)
-
-    def _stages(self, batch: ForwardBatch) -> list[Stage]:
-        """Stages of the layers with recurrent state."""
-        self._read_again(batch)
-        return self.kv.stages(batch) if isinstance(self.kv, DeltaCache) else []
 
     def _read_again(self, batch: ForwardBatch) -> None:
         """Recompute lost recurrent states of a pass's rows."""

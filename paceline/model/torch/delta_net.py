@@ -26,7 +26,7 @@ from paceline.model.torch.experts import Experts
 from paceline.model.torch.kernels import delta as kernels
 from paceline.model.torch.kernels.delta import DeltaWeights
 from paceline.model.torch.kernels.layer import can_run
-from paceline.model.torch.parts import GatedMLP, Norm, Residual, RMSNorm, fuse, make_mlp, run_mlp
+from paceline.model.torch.parts import GatedMLP, Norm, Residual, fuse, make_mlp, norm_of, run_mlp
 
 L2_EPS = 1e-6
 
@@ -56,9 +56,8 @@ class DeltaNet:
             return self._output(kernels.recur(fused_TX, memory, stages, self._weights, self._shape, self._eps, L2_EPS))
         # Multiplying by zero would not remove NaN or infinity.
         fused_TX = self._inputs(normed_TD.masked_fill(~stages.live_T[:, None], 0.0))
-        return self._output(
-            self.gated(fused_TX, memory, [stages.whole(memory.decays_BNH.shape[1], self._shape.kernel)])
-        )
+        stage = stages.whole(memory.decays_BNH.shape[1], self._shape.kernel)
+        return self._output(self.gated(fused_TX, memory, [stage]))
 
     def gated(self, fused_TX: Tensor, memory: DeltaMemory, stages: Sequence[Stage]) -> Tensor:
         """Compute everything between the layer's two projections: from the result [T, X] of the fused input projection
@@ -75,9 +74,8 @@ class DeltaNet:
             places = stage.tokens_RC
             output_THV[places] = self._compute(memory, stage, inputs_TX[places], beta_TH[places], decay_TH[places])
         output_THV = output_THV.to(fused_TX.dtype).float()
-        normed = (
-            F.rms_norm(output_THV, (shape.value_dim,), eps=self._eps).to(fused_TX.dtype).float() * self._weights.norm_V
-        )
+        normed = F.rms_norm(output_THV, (shape.value_dim,), eps=self._eps).to(fused_TX.dtype).float()
+        normed = normed * self._weights.norm_V
         return (normed * F.silu(gate_TY.float()).view_as(normed)).to(fused_TX.dtype).flatten(1)
 
     def _compute(
@@ -85,9 +83,8 @@ class DeltaNet:
     ) -> Tensor:
         """Outputs [R, C, H, value_dim] in float32; appends to the pending windows."""
         shape, count, rows, held = self._shape, stage.tokens_RC.shape[1], stage.rows_R, stage.most_held
-        query, key, value = self._convolved(memory, stage, inputs_RCX).split(
-            [shape.keys, shape.keys, shape.values], dim=-1
-        )
+        convolved_RCX = self._convolved(memory, stage, inputs_RCX)
+        query, key, value = convolved_RCX.split([shape.keys, shape.keys, shape.values], dim=-1)
         query, key = (_unit(each.float().unflatten(-1, (shape.num_key_heads, -1))) for each in (query, key))
         value = value.float().unflatten(-1, (shape.num_value_heads, -1))
         is_held_RN = torch.arange(held, device=rows.device) < stage.held_R[:, None]
@@ -104,12 +101,7 @@ class DeltaNet:
             sums_RCH = seen_RCC.float() @ decay_RCH
         sums_RCH = sums_RCH + total_RH[:, None]
         # Heads come first from here on: [R, H, C or N, ...].
-        q, k, u0, k0 = (
-            query.transpose(1, 2) * shape.key_dim**-0.5,
-            key.transpose(1, 2),
-            old_changes.transpose(1, 2),
-            old_keys.transpose(1, 2),
-        )
+        q, k, u0, k0 = (each.transpose(1, 2) for each in (query * shape.key_dim**-0.5, key, old_changes, old_keys))
         q, k, k0 = (self._spread(each) for each in (q, k, k0))
         sums, beta = sums_RCH.transpose(1, 2)[..., None], beta_RCH.transpose(1, 2)[..., None]
         of_old = (sums - old_sums.transpose(1, 2)[:, :, None]).exp() * is_held_RN[:, None, None]
@@ -136,9 +128,8 @@ class DeltaNet:
         rows, kernel = stage.rows_R, self._shape.kernel
         behind = torch.cat([memory.windows_BWX[rows], memory.inputs_BNX[rows, : stage.most_held]], dim=1)
         place_RW = stage.held_R[:, None] + torch.arange(kernel - 1, device=rows.device)
-        inputs = torch.cat(
-            [behind.gather(1, place_RW[..., None].expand(-1, -1, behind.shape[2])), inputs_RCX], dim=1
-        ).float()
+        window_RWX = behind.gather(1, place_RW[..., None].expand(-1, -1, behind.shape[2]))
+        inputs = torch.cat([window_RWX, inputs_RCX], dim=1).float()
         if stage.conv_inputs_RCK is None:
             windows_RCKX = inputs.unfold(1, kernel, 1).transpose(2, 3)
         else:
@@ -231,11 +222,8 @@ class DeltaLayer:
     def of(cls, config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> DeltaLayer:
         """Build layer `index` from its weights `parts`, removing them from `parts`."""
         names = NORMS[config.norms]
-        norms = [
-            RMSNorm(parts[f"{names[field]}.weight"], config.rms_norm_eps, config.norm_offset)
-            for field in ("input_norm", "mlp_norm")
-        ]
-        return cls(config, norms[0], DeltaNet(config, parts), norms[1], make_mlp(config, index, parts))
+        before, between = (norm_of(config, parts[f"{names[field]}.weight"]) for field in ("input_norm", "mlp_norm"))
+        return cls(config, before, DeltaNet(config, parts), between, make_mlp(config, index, parts))
 
     @property
     def num_bytes(self) -> int:
