@@ -252,21 +252,33 @@ class DeltaCache(StaticKVCache):
         Call this once per pass, because it also updates the cache's records. It stores the pass's tokens. Positions
         that the stages will merge into recurrent states become committed.
         """
+        self._store(batch)
         first, by_count = 0, dict[int, list[tuple[int, int]]]()
         for row, count in zip(batch.rows, batch.counts, strict=True):
-            assert row not in self._unread
             by_count.setdefault(count, []).append((row, first))
+            first += count
+        held = dict(zip(batch.rows, self.held(batch.rows), strict=True))
+        stages: list[Stage] = []
+        for count, members in by_count.items():
+            for begin, size in self._parts(count, batch):
+                stages.append(self._stage(members, begin, size, held, batch.parents))
+        return stages
+
+    def _store(self, batch: ForwardBatch) -> None:
+        """Store a pass's tokens."""
+        first = 0
+        for row, count in zip(batch.rows, batch.counts, strict=True):
+            assert row not in self._unread
             self._tokens[row] += batch.tokens[first : first + count]
             first += count
-        stages: list[Stage] = []
-        held = dict(zip(batch.rows, self.held(batch.rows), strict=True))
-        for count, members in by_count.items():
-            if batch.parents is not None:
-                self._make_room(count)
-            size = count if batch.parents is not None else ROOM
-            for begin in range(0, count, size):
-                stages.append(self._stage(members, begin, min(size, count - begin), held, batch.parents))
-        return stages
+
+    def _parts(self, count: int, batch: ForwardBatch) -> list[tuple[int, int]]:
+        """(first, size) of the parts of a row's `count` new tokens that are computed at once. A tree is one part, for
+        which the pending windows are enlarged if necessary."""
+        if batch.parents is not None:
+            self._make_room(count)
+            return [(0, count)]
+        return [(begin, min(ROOM, count - begin)) for begin in range(0, count, ROOM)]
 
     def committed(self, row: int) -> int:
         """Number of the row's positions that its recurrent state contains."""
@@ -276,11 +288,9 @@ class DeltaCache(StaticKVCache):
         """Record that a pass of fixed shape (captured as a CUDA graph) has run: stores its tokens, and counts as
         committed the positions that it merged into recurrent states. `count`: tokens per row, including padding. Call
         this before `append`, which changes the rows' lengths."""
-        first = 0
-        for row, own, held in zip(batch.rows, batch.counts, self.held(batch.rows), strict=True):
-            self._tokens[row] += batch.tokens[first : first + own]
+        self._store(batch)
+        for row, held in zip(batch.rows, self.held(batch.rows), strict=True):
             self._committed[row] += self._too_many(held, count)
-            first += own
 
     def held(self, rows: list[int]) -> list[int]:
         """Number of pending positions of each row: those not yet in its recurrent state."""
@@ -296,16 +306,10 @@ class DeltaCache(StaticKVCache):
         Returns (row, token, count) for each commit. row: index in the pass; token: index among the row's new tokens,
         before which to commit; count: number of pending positions to commit.
         """
-        first, commits = 0, list[tuple[int, int, int]]()
+        self._store(batch)
+        commits: list[tuple[int, int, int]] = []
         for index, (row, count, held) in enumerate(zip(batch.rows, batch.counts, self.held(batch.rows), strict=True)):
-            assert row not in self._unread
-            self._tokens[row] += batch.tokens[first : first + count]
-            first += count
-            if batch.parents is not None:
-                self._make_room(count)
-            size = count if batch.parents is not None else ROOM
-            for begin in range(0, count, size):
-                more = min(size, count - begin)
+            for begin, more in self._parts(count, batch):
                 gone = self._too_many(held, more)
                 if gone:
                     commits.append((index, begin, gone))
