@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.model.sampling.logits import top_of
 from paceline.model.sampling.race import FIELD, FILTERED
 from paceline.rng import OTHERS, RACE
 
@@ -76,10 +77,7 @@ def top_logprobs(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) 
     softmax(logits). They are NaN where the largest logit is not finite.
     """
     scale_B = inverse_temperature_B.masked_fill(inverse_temperature_B == 0, 1.0).float()
-    scaled_BJV = logits_BJV.float() * scale_B[:, None, None]
-    values_BJM, ids_BJM = scaled_BJV.topk(min(count, logits_BJV.shape[-1]))
-    logprobs_BJM = values_BJM - scaled_BJV.logsumexp(-1, keepdim=True)
-    return ids_BJM, logprobs_BJM.masked_fill(~values_BJM[..., :1].isfinite(), math.nan)
+    return top_of(logits_BJV.float() * scale_B[:, None, None], min(count, logits_BJV.shape[-1]))
 
 
 def race(logits_BJV: Tensor, draws: Draws, position_BJ: Tensor) -> Tensor:

@@ -177,11 +177,16 @@ def top_logprobs(
     count = min(count, logits_KV.shape[-1])
     if logits_KV.device.type == "cpu" and logits_KV.dtype == torch.float32 and native_lib.load() is not None:
         return native_lib.top_logprobs(logits_KV.contiguous(), count, inverse_temperature)
-    scaled_KV = logits_KV.float() * inverse_temperature
-    values_KM, ids_KM = scaled_KV.topk(count, dim=-1)
-    logprobs_KM = values_KM - scaled_KV.logsumexp(-1, keepdim=True)
-    logprobs_KM = logprobs_KM.masked_fill(~values_KM[:, :1].isfinite(), math.nan)
+    ids_KM, logprobs_KM = top_of(logits_KV.float() * inverse_temperature, count)
     return ids_KM.tolist(), logprobs_KM.tolist()
+
+
+def top_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return ids and log-probabilities [..., count] of the most probable tokens in softmax(logits), best first. They
+    are NaN where the largest logit is not finite."""
+    values, ids = logits.topk(count, dim=-1)
+    logprobs = values - logits.logsumexp(-1, keepdim=True)
+    return ids, logprobs.masked_fill(~values[..., :1].isfinite(), math.nan)
 
 
 def sample(weights_V: Tensor, draw: float) -> int:
