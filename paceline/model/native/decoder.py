@@ -74,14 +74,10 @@ class NativeDecoder(Target):
     def _take(self, tensors: Iterable[tuple[str, Weight]]) -> None:
         config, dtype = self.config, self.dtype
 
-        def make_layer(index: int, parts: dict[str, Weight]) -> dict[str, Any]:
-            return layer_parts(config, index, parts, dtype)
-
         def make_other(name: str, weight: Weight) -> Any:
             return _vector(weight, dtype, config.norm_offset) if name == "model.norm.weight" else pack([weight], dtype)
 
-        layers, rest = build_layers(config, tensors, make_layer, make_other)
-        self._layers = layers
+        self._layers, rest = build_layers(config, tensors, partial(layer_parts, config, dtype=dtype), make_other)
         self._final_norm = rest["model.norm.weight"]
         self.embedding_matrix: Matrix = rest["model.embed_tokens.weight"]
         """The packed embedding, shared with drafters."""
@@ -91,9 +87,8 @@ class NativeDecoder(Target):
         matrices.append(self.head_matrix)  # together with the layers: everything that a pass reads in full
         experts = [[(each["gate_up"], each["down"]) for each in layer.get("experts", ())] for layer in self._layers]
         self._num_expert_layers = max(1, sum(map(bool, experts)))
-        self.weight_bytes = sum(matrix.num_bytes for matrix in matrices) + sum(
-            _read_by_a_token(config, own) for own in experts
-        )
+        self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
+        self.weight_bytes += sum(_read_by_a_token(config, own) for own in experts)
         matrices += [matrix for own in experts for pair in own for matrix in pair]
         self.weight_format = "+".join(sorted({name for matrix in matrices for name in matrix.formats}))
         self.has_blocks = self.weight_format not in ("float32", "bfloat16")
@@ -111,8 +106,7 @@ class NativeDecoder(Target):
         rest = {"embedding": self.embedding_matrix, "head": self.head_matrix, "final_norm": self._final_norm}
         rest |= {"embedding_scale": self.ends.embedding, "logit_scale": self.ends.logits, "logit_cap": self.ends.cap}
         self._model = native_model(config, self.dtype, max_len, self._layers, **rest)
-        cache = native_cache(config, num_rows, max_len, self.dtype)
-        self.kv = self.cache = cache
+        self.kv = self.cache = cache = native_cache(config, num_rows, max_len, self.dtype)
         self._native_cache = cache_view(cache)
         cache.mover = partial(self._model.keep, self._native_cache)
 
@@ -292,9 +286,8 @@ def _expert_structs(experts: Sequence[dict[str, Any]]) -> Any:
 def _read_by_a_token(config: DecoderConfig, experts: list[tuple[Matrix, Matrix]]) -> int:
     """Bytes of a layer's experts that one token reads, including the shared expert, which is last."""
     sizes = [gate_up.num_bytes + down.num_bytes for gate_up, down in experts]
-    return sum(sizes[: config.num_experts]) * config.experts_per_token // max(config.num_experts, 1) + sum(
-        sizes[config.num_experts :]
-    )
+    selected = sum(sizes[: config.num_experts]) * config.experts_per_token // max(config.num_experts, 1)
+    return selected + sum(sizes[config.num_experts :])
 
 
 def _vector(vector: Weight, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
@@ -308,13 +301,9 @@ def layer_parts(config: DecoderConfig, index: int, parts: dict[str, Weight], dty
     (attention, norms, MLP). Returns field name -> matrix, float32 vector or number. The weight matrices are removed
     from `parts`."""
     offset = config.norm_offset
-    layer: dict[str, Any] = {
-        field: _vector(parts[f"{name}.weight"], dtype, offset) for field, name in NORMS[config.norms].items()
-    }
-    if config.is_linear(index):
-        layer |= _delta(config, parts, dtype)
-    else:
-        layer |= _attention(config, index, parts, dtype)
+    norms = {field: _vector(parts[f"{name}.weight"], dtype, offset) for field, name in NORMS[config.norms].items()}
+    is_linear = config.is_linear(index)
+    layer = norms | (_delta(config, parts, dtype) if is_linear else _attention(config, index, parts, dtype))
     if config.has_experts(index):
         names = [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
         shared = ["mlp.shared_expert"] if config.shared_expert_size else []
@@ -362,7 +351,6 @@ def _mlp(parts: dict[str, Weight], dtype: torch.dtype, name: str) -> dict[str, A
 
 def _stacked(parts: dict[str, Weight], dtype: torch.dtype, name: str, *projections: str) -> dict[str, Any]:
     """Fields for projections of the same input, stacked into one matrix, and their biases."""
-    vectors = [parts.get(f"{each}.bias") for each in projections]
-    biases = [None if vector is None else _vector(vector, dtype) for vector in vectors]
+    biases = [_vector(parts[f"{each}.bias"], dtype) if f"{each}.bias" in parts else None for each in projections]
     matrix = pack([parts.pop(f"{each}.weight") for each in projections], dtype)
     return {name: matrix, f"{name}_bias": pack_vectors(biases)}
