@@ -91,8 +91,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read adapter_config.json of an adapter's folder. Raises ModelFileError if the file is missing, damaged or not a
     JSON object."""
     file = folder / CONFIG
-    fault = reraised(ModelFileError, f"{file} cannot be read", "copy the adapter again", OSError, ValueError)
-    with fault:
+    with reraised(ModelFileError, f"{file} cannot be read", "copy the adapter again", OSError, ValueError):
         raw = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(raw, dict):
         raise ModelFileError(f"{file} does not hold a JSON object: copy the adapter again")
@@ -214,10 +213,8 @@ def _pair(folder: Path, raw: dict[str, Any], module: str, pair: dict[str, Tensor
     if len(pair) < 2:
         (present,) = pair
         raise ModelFileError(f"{folder / WEIGHTS}: {module} has only lora_{present}: copy the adapter again")
-    rank, alpha = (
-        _setting(folder, raw, "r", "rank_pattern", module),
-        _setting(folder, raw, "lora_alpha", "alpha_pattern", module),
-    )
+    rank = _setting(folder, raw, "r", "rank_pattern", module)
+    alpha = _setting(folder, raw, "lora_alpha", "alpha_pattern", module)
     a_RI, b_OR = pair["A"], pair["B"]
     are_matrices = a_RI.ndim == b_OR.ndim == 2 and a_RI.is_floating_point() and b_OR.is_floating_point()
     if not are_matrices or a_RI.shape[0] != rank or b_OR.shape[1] != rank:
@@ -233,8 +230,8 @@ def _setting(folder: Path, raw: dict[str, Any], usual: str, by_layer: str, modul
     """Return the rank or alpha of a layer: that of the first pattern that matches the end of its name, else the usual
     one. Raises ModelFileError for an invalid pattern or number."""
     patterns = raw.get(by_layer) or {}
-    fault = reraised(ModelFileError, f"{folder / CONFIG}: invalid {by_layer}", "correct it", re.error, AttributeError)
-    with fault:
+    fault = f"{folder / CONFIG}: invalid {by_layer}"
+    with reraised(ModelFileError, fault, "correct it", re.error, AttributeError):
         values = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
     value = values[0] if values else raw.get(usual)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

@@ -42,16 +42,12 @@ def settle(settings: EngineConfig) -> EngineConfig:
     resolved = engine_config.resolve(settings)
     if settings.isa != "auto":
         native_lib.use(settings.isa)
-    if (
-        settings.dtype != "auto"
-        or resolved.device != "cpu"
-        or resolved.weights == "random"
-        or resolved.backend == "torch"
-    ):
+    is_cpu_pass = resolved.device == "cpu" and resolved.backend != "torch"
+    if settings.dtype != "auto" or not is_cpu_pass or resolved.weights == "random":
         return resolved
-    in_blocks = resolved.weight_format in KINDS or (
-        resolved.weight_format != "dense" and is_gguf(resolve(resolved.model))
-    )
+    in_blocks = resolved.weight_format in KINDS
+    if not in_blocks and resolved.weight_format != "dense":
+        in_blocks = is_gguf(resolve(resolved.model))
     takes_blocks = in_blocks and native_lib.load() is not None and native_lib.multiplies_blocks(torch.bfloat16)
     return replace(resolved, dtype="bfloat16") if takes_blocks else resolved
 
@@ -64,9 +60,8 @@ def load_target(settings: EngineConfig) -> Target:
     adapter with `weight_format` "blocks", because adapters can only be added to dense weights.
     """
     dtype, device, weights = getattr(torch, settings.dtype), torch.device(settings.device), settings.weights
-    num_rows = (
-        1 if settings.kv_memory else settings.max_batch
-    )  # a memory budget is divided later, with the drafter's cache
+    # A memory budget is divided later, with the drafter's cache.
+    num_rows = 1 if settings.kv_memory else settings.max_batch
     weight_format = settings.weight_format
     path = resolve(settings.model)
     keep_sums_in_float32(device)
@@ -98,10 +93,8 @@ def load_target(settings: EngineConfig) -> Target:
             stored = load_tensors(path)
         tensors = check_tensors(config, stored, path)
         if is_rounded:
-            tensors = (
-                (name, weight if name.endswith(ROUTERS) else quantise(weight, KINDS[weight_format]))
-                for name, weight in tensors
-            )
+            kind = KINDS[weight_format]
+            tensors = ((name, each if name.endswith(ROUTERS) else quantise(each, kind)) for name, each in tensors)
         target: Target = NativeDecoder(config, tensors, num_rows=num_rows, max_len=max_len, dtype=dtype)
     else:
         if is_rounded:
@@ -194,7 +187,6 @@ def form_of(target: Target) -> Form:
 def _return_freed_memory() -> None:
     """Return freed heap memory to the system; packing leaves some 60 MB of holes for the built-in model (glibc
     only)."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

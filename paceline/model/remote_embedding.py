@@ -87,9 +87,9 @@ def load_ends(settings: EngineConfig) -> Target:
     config: DecoderConfig | None = None
     with contextlib.suppress(UnsupportedModelError):  # another architecture: the new drafter gets its default shape
         config = load_config(folder)
-    scaled = [key for key in SCALED if raw.get(key) not in (None, 1, 1.0)]
+    scaled = [key for key in SCALED if raw.get(key) not in (None, 1)]
     if config is None and (scaled or str(raw.get("model_type", "")).startswith("gemma")):
-        what = scaled[0] if scaled else str(raw["model_type"])
+        what = scaled[0] if scaled else raw["model_type"]
         raise UnsupportedModelError(
             f"a target elsewhere with {what} is not implemented: its embedding or head is scaled"
         )
@@ -126,6 +126,6 @@ def _read(folder: Path, endings: tuple[str, ...]) -> Iterator[tuple[str, Tensor]
         damaged = reraised(ModelFileError, f"{file} cannot be read", "fetch it again", OSError, SafetensorError)
         with damaged, safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (not a dict)
-                for ending in endings:
-                    if name.endswith(ending) and "visual" not in name:
-                        yield ending, tensors.get_tensor(name)
+                ending = next((ending for ending in endings if name.endswith(ending)), None)
+                if ending and "visual" not in name:
+                    yield ending, tensors.get_tensor(name)

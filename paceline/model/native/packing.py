@@ -54,6 +54,5 @@ def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
     padded = []
     for vector in vectors:
         assert vector is not None, "all projections of a stack have a bias, or none"
-        rest = padded_rows(len(vector)) - len(vector)
-        padded.append(torch.nn.functional.pad(vector.float(), (0, rest)))
-    return torch.cat(padded).contiguous()
+        padded.append(torch.nn.functional.pad(vector.float(), (0, padded_rows(len(vector)) - len(vector))))
+    return torch.cat(padded)

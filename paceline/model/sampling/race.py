@@ -68,9 +68,8 @@ def _kept(weights_M: list[float], params: SamplingParams, num_vocab: int) -> tup
         count, is_whole = min(count, params.top_k), True
     if params.top_p < 1:
         threshold = params.top_p * (math.fsum(weights_M[:count]) if is_whole else 1.0)
-        reached = next(
-            (place for place, mass in enumerate(accumulate(weights_M[:count]), 1) if mass >= threshold), None
-        )
+        masses = enumerate(accumulate(weights_M[:count]), 1)
+        reached = next((place for place, mass in masses if mass >= threshold), None)
         if reached is None and not is_whole:
             return None
         count, is_whole = reached or count, True
@@ -94,9 +93,8 @@ def _with_rest(probs_of: Callable[[], Tensor], ids_M: list[int], weights_M: list
         return token
     others_V = probs_of().clone()
     others_V[torch.tensor(ids_M, device=others_V.device)] = 0.0
-    return (
-        sample(others_V, noise.uniform) if float(others_V.sum()) > 0 else token
-    )  # otherwise the rest is a rounding error
+    is_rounding_error = not float(others_V.sum()) > 0
+    return token if is_rounding_error else sample(others_V, noise.uniform)
 
 
 def _of_all(probs_V: Tensor, noise: Noise) -> int:

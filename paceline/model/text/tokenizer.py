@@ -134,9 +134,8 @@ class Tokenizer:
 
             self._compiled = ChatTemplate(self.chat_template)
         context = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
-        return self._compiled.render(
-            {"tools": None, "documents": None} | self.special_tokens | context | dict(variables or {})
-        )
+        defaults: dict[str, Any] = {"tools": None, "documents": None}
+        return self._compiled.render(defaults | self.special_tokens | context | dict(variables or {}))
 
     def encode_chat(
         self, messages: Messages, variables: Mapping[str, Any] | None = None, tools: Iterable[Any] = ()
@@ -328,18 +327,16 @@ def _from_folder(folder: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     backend.no_padding()
     backend.no_truncation()
-    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    if (folder / "special_tokens_map.json").is_file():
-        config = read_json(folder / "special_tokens_map.json") | config
+    config = _json_of(folder / "special_tokens_map.json") | _json_of(folder / "tokenizer_config.json")
     special = {name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
     eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
     ids = eos_token_ids(folder) + (() if eos is None else (eos,))
-    return Tokenizer(
-        backend,
-        eos_token_ids=tuple(dict.fromkeys(ids)),
-        chat_template=_folder_template(folder, config),
-        special_tokens=special,
-    )
+    ends, template = tuple(dict.fromkeys(ids)), _folder_template(folder, config)
+    return Tokenizer(backend, eos_token_ids=ends, chat_template=template, special_tokens=special)
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
 
 
 def _from_adapter(folder: Path) -> Tokenizer:
@@ -351,8 +348,7 @@ def _from_adapter(folder: Path) -> Tokenizer:
         own.eos_token_ids = tuple(dict.fromkeys((*base.eos_token_ids, *own.eos_token_ids)))
     else:
         own = copy.copy(base)
-        file = folder / "tokenizer_config.json"
-        own.chat_template = _folder_template(folder, read_json(file) if file.is_file() else {})
+        own.chat_template = _folder_template(folder, _json_of(folder / "tokenizer_config.json"))
     own.chat_template = own.chat_template or base.chat_template
     return own
 

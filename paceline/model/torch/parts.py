@@ -46,11 +46,8 @@ class PackedLinear:
     def gated(self, inputs_TD: Tensor, activation: str) -> Tensor | None:
         """Compute activation(gate) * up [T, inner] in one kernel launch. The matrix must contain the rows of gate, then
         those of up. Returns None if no kernel supports this case."""
-        if (
-            self._is_packed
-            or activation not in kernels.GATED
-            or not skinny.can_run(inputs_TD, self._weight, is_gated=True)
-        ):
+        is_supported = not self._is_packed and activation in kernels.GATED
+        if not is_supported or not skinny.can_run(inputs_TD, self._weight, is_gated=True):
             return None
         return skinny.product(inputs_TD, self._weight, self._bias, activation)
 
@@ -256,9 +253,7 @@ def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
         rest = config.activation, config.swiglu_limit, config.swiglu_alpha
         stack = ExpertStack(gate_up, down, gate_up_bias, down_bias, *rest)
         experts = [
-            GatedMLP(
-                config, PackedLinear(*_one(gate_up, gate_up_bias, expert)), PackedLinear(*_one(down, down_bias, expert))
-            )
+            GatedMLP(config, _one(gate_up, gate_up_bias, expert), _one(down, down_bias, expert))
             for expert in range(config.num_experts)
         ]
     shared = None
@@ -290,5 +285,5 @@ def _stacked(parts: dict[str, Tensor], names: list[list[str]]) -> tuple[Tensor, 
     return matrices, biases
 
 
-def _one(matrices: Tensor, biases: Tensor | None, expert: int) -> tuple[Tensor, Tensor | None]:
-    return matrices[expert], None if biases is None else biases[expert]
+def _one(matrices: Tensor, biases: Tensor | None, expert: int) -> PackedLinear:
+    return PackedLinear(matrices[expert], None if biases is None else biases[expert])

@@ -144,9 +144,9 @@ class Tiles:
 @cache
 def _shared_bytes(device: torch.device) -> int:
     """Bytes of shared memory per program; an H100's without a GPU, as under Triton's interpreter."""
-    return (
-        torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else H100_SHARED
-    )
+    if device.type != "cuda":
+        return H100_SHARED
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores) -> Tensor:
