@@ -1,4 +1,4 @@
-"""Quantised weights as stored in GGUF files: each row consists of blocks of 32 or 256 numbers that share scales."""
+"""Quantised weights as stored in GGUF files: rows of blocks of 32 or 256 numbers that share scales."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Blocks:
     kind: BlockKind
 
     def scales(self) -> Tensor:
-        """Return the scales of all blocks, row after row, as float16 [blocks, 1]. For types whose blocks also have a
-        minimum: scales and minima [blocks, 2]."""
+        """Return the scales of all blocks as float16 [blocks, 1]; for types whose blocks also have a minimum, scales
+        and minima [blocks, 2]."""
         num_bytes = BLOCK_SIZES[self.kind][1]
         first = num_bytes - 2 if self.kind == "Q6_K" else 0
         count = 2 if self.kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
@@ -63,8 +63,7 @@ AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
 
 
 def split_rows(weight: AnyWeight, sizes: list[int]) -> list[AnyWeight]:
-    """Split a matrix into consecutive groups of rows, the i-th with sizes[i] rows. The parts have the matrix's
-    format."""
+    """Split a matrix into consecutive groups of rows, the i-th with sizes[i] rows, in the matrix's format."""
     ends = list(itertools.accumulate(sizes, initial=0))
     return [select_rows(weight, slice(*pair)) for pair in itertools.pairwise(ends)]
 
@@ -79,7 +78,7 @@ def select_rows(weight: AnyWeight, rows: Tensor | slice) -> AnyWeight:
 
 
 def quantise(weight: Weight, kind: BlockKind) -> Weight:
-    """Quantise a dense matrix to blocks of type `kind`. A block has 32 numbers, or 256 for K-quants.
+    """Quantise a dense matrix to blocks of type `kind`.
 
     A weight is returned unchanged if it is already quantised, is not a matrix, or has rows that do not divide into
     blocks.
@@ -99,8 +98,7 @@ def quantise(weight: Weight, kind: BlockKind) -> Weight:
 
 
 def _q4_or_q5_k(rows: np.ndarray, bits: int) -> np.ndarray:
-    """Q4_K or Q5_K: blocks of 8 x 32 numbers with a 6-bit factor and minimum each, scaled by two half-precision
-    numbers."""
+    """Q4_K or Q5_K: blocks of 8 x 32 numbers with a 6-bit factor and minimum each, scaled by two halves."""
     parts = rows.reshape(-1, 8, 32)
     least = np.minimum(parts.min(axis=2), 0.0)
     scale, scales = _in_steps((parts.max(axis=2) - least) / (2**bits - 1), 63)

@@ -1,8 +1,5 @@
 """GGUF files whose layers differ, in their attention (sliding windows) or in their sizes (Gemma 4): values by layer
-become keys of config.json.
-
-The keys are those of llama.cpp's converter; `metadata.py` reads the rest.
-"""
+become keys of config.json. The metadata keys are those of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ PATTERN, LISTED = "attention.sliding_window_pattern", ("attention.head_count_kv"
 
 
 def first_of_lists(file: GGUFFile, arch: str, *, may_differ: bool) -> GGUFFile:
-    """Return a copy of `file` for code that expects the same sizes in all layers. Two metadata keys, the number of key
-    heads and the MLP width, may hold a list with one number per layer; in the copy they hold the list's first number.
+    """Return a copy of `file` with single numbers in place of lists: the numbers of key heads and the MLP widths of all
+    layers become those of the first.
 
-    `arch`: llama.cpp's name of the model family. Unless `may_differ` is True, raises UnsupportedModelError if the
-    numbers of a list differ.
+    `arch`: llama.cpp's name of the model family. Unless `may_differ`, raises UnsupportedModelError if a list's numbers
+    differ.
     """
     firsts = dict[str, int]()
     for key in (f"{arch}.{key}" for key in LISTED):
@@ -39,16 +36,16 @@ def first_of_lists(file: GGUFFile, arch: str, *, may_differ: bool) -> GGUFFile:
 
 
 def _numbers(file: GGUFFile, key: str) -> list[int]:
-    """Numbers by layer; a single number gives a list of it alone."""
+    """Numbers by layer; a single number gives a list of one."""
     return file.array(key, int) if file.length(key) else [number for number in [file.get(key, int)] if number]
 
 
 def window_keys(file: GGUFFile, arch: str, rule: str | int | None) -> dict[str, Any]:
-    """Build the keys of config.json that state which layers have a sliding window, from the metadata of the GGUF file.
+    """Build the keys of config.json that state which layers have a sliding window.
 
-    `arch`: llama.cpp's name of the model family. `rule`: which layers of this family have a window (its entry `windows`
-    in families.json, such as "all"); None: windows are not implemented for it. Raises UnsupportedModelError if the
-    file's windows contradict the rule.
+    `arch`: llama.cpp's name of the model family. `rule`: which of its layers have a window (`windows` in
+    families.json); None: windows are not implemented for it. Raises UnsupportedModelError if the file contradicts the
+    rule.
     """
     window, key = file.get(f"{arch}.attention.sliding_window", int) or None, f"{arch}.{PATTERN}"
     slides = file.array(key, bool) if window and file.length(key) else []
@@ -69,9 +66,11 @@ def window_keys(file: GGUFFile, arch: str, rule: str | int | None) -> dict[str, 
 
 
 def keys_by_layer(file: GGUFFile, arch: str, divisors: str) -> dict[str, Any]:
-    """Build the keys of config.json that describe layers of different sizes (Gemma 4). `arch`: llama.cpp's name of the
-    model family. `divisors`: name of the tensor whose numbers divide the RoPE frequencies of layers with full
-    attention. Raises ModelFileError or UnsupportedModelError, naming the metadata key or the tensor."""
+    """Build the keys of config.json that describe layers of different sizes (Gemma 4).
+
+    `arch`: llama.cpp's name of the model family. `divisors`: name of the tensor that divides the RoPE frequencies of
+    layers with full attention. Raises ModelFileError or UnsupportedModelError, naming the metadata key or the tensor.
+    """
     num_layers, slides = file.get(f"{arch}.block_count", int) or 0, file.array(f"{arch}.{PATTERN}", bool)
     kv_heads, inner = (_numbers(file, f"{arch}.{key}") for key in LISTED)
     kv_heads, inner = (each * num_layers if len(each) == 1 else each for each in (kv_heads, inner))
@@ -103,7 +102,7 @@ def keys_by_layer(file: GGUFFile, arch: str, divisors: str) -> dict[str, Any]:
 
 
 def _rotated(file: GGUFFile, arch: str, name: str) -> dict[str, Any]:
-    """RoPE's type, and the part of a head that it rotates: where frequencies are divided by 1 and not by 1e30."""
+    """RoPE's type, and the part of a head that it rotates: where frequencies are divided by 1 instead of 1e30."""
     stored = file.tensors.get(name)
     if stored is None:
         return {"rope_type": "default"}

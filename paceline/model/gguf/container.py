@@ -1,8 +1,7 @@
-"""Parses the GGUF container (llama.cpp's file format): metadata by key, and the location of each tensor. Files are not
-trusted.
+"""Parses the GGUF container (llama.cpp's file format), untrusted: metadata by key, and the location of each tensor.
 
-`open_gguf` parses the header once for all users: config, tensors and tokenizer. Arrays such as the vocabulary are only
-located, and read on access. A split model (x-00001-of-00003.gguf, ...) can be opened by any of its parts.
+Arrays such as the vocabulary are only located, and read on access. A split model (x-00001-of-00003.gguf, ...) can be
+opened by any of its parts.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType as Quant
 
 MAX_HEADER_BYTES = 64 << 20
-"""Limit on metadata and tensor table together. The largest known header, with a vocabulary of 262,144 tokens, has 16
-MB."""
+"""Limit on metadata and tensor table together. The largest known header has 16 MB."""
 MAX_DIMENSIONS = 4
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """GGUF's id of a number type -> its code in Python's `struct` and NumPy."""
@@ -34,8 +32,8 @@ STRING, ARRAY = 8, 9
 ARRAY_TYPES = {STRING: str, 6: float, 7: bool, 12: float}
 """GGUF's id of an element type -> Python type of the array's values; other ids mean int."""
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
-"""File name of one part of a split model, as written by llama.cpp's gguf-split: name, part number from 1, number of
-parts, suffix."""
+"""File name of one part of a split model, by llama.cpp's gguf-split: name, part number from 1, number of parts,
+suffix."""
 _length_at = struct.Struct("<Q").unpack_from
 
 Kind = TypeVar("Kind", int, float, str, bool)
@@ -73,8 +71,8 @@ class GGUFFile:
     tensors: dict[str, StoredTensor]
 
     def get(self, key: str, kind: type[Kind]) -> Kind | None:
-        """Return the number or string under a metadata key, or None if it is missing. Raises ModelFileError if it is
-        not of type `kind`."""
+        """Return the number or string under a metadata key, or None. Raises ModelFileError if it is not of type
+        `kind`."""
         value = self.metadata.get(key)
         if value is None or type(value) is kind:
             return value
@@ -87,7 +85,7 @@ class GGUFFile:
 
     def array(self, key: str, kind: type[Kind]) -> list[Kind]:
         """Read the array under a metadata key; [] if the key is missing. Raises ModelFileError if the array's values
-        are not of type `kind`, or if the array is damaged."""
+        are not of type `kind`, or if it is damaged."""
         value = self.metadata.get(key)
         if value is None:
             return []
@@ -111,8 +109,7 @@ class GGUFFile:
         return value.length if isinstance(value, _Array) else 0
 
     def read(self, stored: StoredTensor) -> np.ndarray:
-        """Read a tensor's bytes, uint8 [..., bytes per row]. Raises ModelFileError if the file became shorter since it
-        was opened."""
+        """Read a tensor's bytes, uint8 [..., bytes per row]. Raises ModelFileError if the file became shorter."""
         data = np.fromfile(stored.path, dtype=np.uint8, count=stored.num_bytes, offset=stored.start)
         if len(data) != stored.num_bytes:
             raise ModelFileError(f"{stored.path} became shorter while it was read: fetch it again")
@@ -124,8 +121,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Parse the header of a GGUF file; a split model is opened as one file, given any of its parts. Raises
-    ModelFileError if it is truncated, damaged or not GGUF, or if a part is missing."""
+    """Parse the header of a GGUF file; any part of a split model opens the whole. Raises ModelFileError if the file is
+    truncated, damaged or not GGUF, or if a part is missing."""
     file = _open_one(path)
     count = file.get("split.count", int) or 1
     return file if count == 1 else _joined(path, count)

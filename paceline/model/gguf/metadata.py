@@ -1,9 +1,5 @@
 """Reads GGUF files as models. Metadata become config.json, quantised blocks become float32 tensors under Hugging Face
-names, and the vocabulary becomes a tokenizer of the `tokenizers` library.
-
-`container.py` parses the header, the `gguf` package dequantises; names and the row order of Llama's RoPE are handled
-here. Used by `checkpoint.py` and `model/text/tokenizer.py`.
-"""
+names, and the vocabulary becomes a tokenizer of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -123,8 +119,9 @@ def decimal(value: float | None) -> float | None:
 def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
     """Yield (Hugging Face name, tensor) for each tensor, in the file's order, converted or dequantised to float32.
 
-    With `keep_blocks`, matrices stay as they are stored: float16 and bfloat16 ones keep their dtype, quantised ones are
-    yielded as Blocks. Block types that the native library cannot multiply are still dequantised, with a warning."""
+    With `keep_blocks`, matrices stay as they are stored: float16 and bfloat16, or quantised ones as Blocks. Block types
+    that the native library cannot multiply are still dequantised, with a warning.
+    """
     file = open_gguf(path)
     arch = _architecture(file)[0]
     heads_key, known, permuted = f"{arch}.attention.head_count", ARCHITECTURES[arch], dict[str, int]()
@@ -178,8 +175,8 @@ def _each(name: str, tensor: Weight, path: Path) -> Iterator[tuple[str, Weight]]
 
 
 def half_split_rows(tensor: Weight, num_heads: int) -> Weight:
-    """Reorder the rows of a query or key projection from ggml's order to Hugging Face's; undoes `permute` of
-    llama.cpp's convert_hf_to_gguf.py.
+    """Reorder the rows of a query or key projection from ggml's order to Hugging Face's (undoes `permute` of
+    llama.cpp's convert_hf_to_gguf.py).
 
     RoPE rotates pairs of rows within a head. In ggml a pair is two adjacent rows; in Hugging Face's order the first
     half of the head pairs with the second half.
@@ -242,19 +239,17 @@ def _rope_scaling(file: GGUFFile, arch: str) -> dict[str, Any] | None:
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 PRE_SPLITS = GGUF["pre_splits"]
-"""Pre-tokenizer (`tokenizer.ggml.pre`) -> its patterns for splitting text into words, as in the model's
-tokenizer.json."""
+"""Pre-tokenizer (`tokenizer.ggml.pre`) -> its patterns for splitting text into words, as in tokenizer.json."""
 AS_LLAMA: dict[str, str] = dict.fromkeys(("dbrx", "smaug-bpe"), "llama-bpe")
-"""Pre-tokenizers (of OLMo 2, Phi-4 and SmolLM3) that split words as Llama 3's does. Unlike Llama 3's tokenizer, these
-models apply merges even to a word that is itself a token."""
+"""Pre-tokenizers (of OLMo 2, Phi-4 and SmolLM3) that split words as Llama 3's does. Unlike Llama 3, these models apply
+merges even to a word that is itself a token."""
 
 MAX_TOKEN_LENGTH = 512
-"""Maximum characters of a token; the longest known tokens repeat one character one or two hundred times."""
+"""Maximum characters of a token; the longest known have some two hundred."""
 END_KINDS = ("eos", "eot", "eom")
-"""Metadata names of the tokens that end an answer: end of text, of turn and of message. A file may have any of them."""
+"""Metadata names of the tokens that end an answer: end of text, of turn and of message."""
 TURN_ENDS: dict[str, list[str]] = GGUF["ends_of_turns"]
-"""Prefix of a model family's name -> tokens that end an answer of its chat models. Needed because a GGUF file may name
-only the end-of-text token."""
+"""Prefix of a family's name -> tokens that end an answer of its chat models; a file may name only the end of text."""
 
 
 def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
@@ -291,8 +286,8 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
 
 
 def special_token(file: GGUFFile, kind: str) -> int | None:
-    """Return the id of a special token, or None if the file does not name one. `kind`: type of the token in the
-    metadata key: bos, eos, unknown, .... Raises ModelFileError if the id is out of range."""
+    """Return the id of a special token, or None if the file does not name one. `kind`: bos, eos, unknown, ... Raises
+    ModelFileError if the id is out of range."""
     key = f"tokenizer.ggml.{kind}_token_id"
     token, num_tokens = file.get(key, int), file.length("tokenizer.ggml.tokens")
     if token is not None and not 0 <= token < num_tokens:
@@ -372,7 +367,7 @@ def _sentencepiece_bpe(file: GGUFFile, vocab: dict[str, int], tokens: list[str],
 
 
 def _merges_by_score(pieces: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """All (left, right) whose concatenation is a piece, best score first; ties are ordered as in Transformers'
+    """All (left, right) whose concatenation is a piece, best score first, ordered as Transformers'
     `generate_merges`."""
     scored = []
     for piece, index in pieces.items():

@@ -1,7 +1,5 @@
-"""Imports the `gguf` package on first use, for GGUF files and block formats; helpers for writing GGUF files with it.
-
-Machines that only run safetensors checkpoints, such as rented GPUs, do not need the package.
-"""
+"""Imports the `gguf` package on first use: machines that only run safetensors checkpoints do not need it. Also helpers
+for writing GGUF files."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ def gguf_package() -> ModuleType:
 def copy_keys(
     reader: gguf.GGUFReader, writer: gguf.GGUFWriter, keys: Iterable[str], changed: Mapping[str, int] | None = None
 ) -> None:
-    """Copy the values of the metadata keys `keys` from one GGUF file to another. `changed`: key -> value to write
-    instead."""
+    """Copy these metadata keys from one GGUF file to another. `changed`: key -> value to write instead."""
     for key in keys:
         entry = reader.fields[key]
         kind, *inner = entry.types

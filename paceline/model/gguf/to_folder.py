@@ -2,8 +2,7 @@
 
     write_folder(resolve("smollm2-135m"), Path("smollm2"))
 
-For programs that do not read GGUF files (Transformers, TRL, vLLM), and for training, which needs dense weights.
-`writer.py` is the inverse.
+For programs that do not read GGUF files (Transformers, TRL, vLLM), and for training. `writer.py` is the inverse.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from paceline.runs.folder import sync_folder, write_whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OTHER_NAMES = ("phi3",)
-"""Model families that cannot be written, as their folders use other tensor names than paceline; the same is true of
-models with experts."""
+"""Families that cannot be written, as their folders use other tensor names; nor can models with experts."""
 LLAMA3_SCALING: dict[str, Any] = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -38,13 +36,12 @@ LLAMA3_SCALING: dict[str, Any] = {
     "original_max_position_embeddings": 8192,
 }
 LAST_FILE = "generation_config.json"
-"""File that is written last: a folder that contains it is complete."""
+"""The file that is written last: a folder that contains it is complete."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
-    """Convert a GGUF file to a new Transformers folder with weights in `dtype`; returns the folder. float32 keeps the
-    dequantised numbers exactly, bfloat16 rounds them.
+    """Convert a GGUF file to a new Transformers folder with weights in `dtype`; returns the folder.
 
     Raises ModelFileError for a damaged file, UnsupportedModelError for a model of an unknown architecture, with experts
     or of family phi3, CacheError if `folder` exists or cannot be written.
@@ -60,9 +57,8 @@ def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
 
 
 def config_json_of(source: Path) -> dict[str, Any]:
-    """Return config.json of the model in `source`, a GGUF file or a folder, as a dict. For a GGUF file the dict is
-    built from the metadata, and includes the token ids of bos, eos and pad. Raises UnsupportedModelError if
-    Transformers has no equivalent of the GGUF file's RoPE scaling."""
+    """Return config.json of a GGUF file or folder as a dict. For a GGUF file it includes the token ids of bos, eos and
+    pad. Raises UnsupportedModelError if Transformers has no equivalent of the file's RoPE scaling."""
     shape = checkpoint.config_json(source)
     if base_of(source).is_dir():
         return shape
@@ -75,8 +71,7 @@ def config_json_of(source: Path) -> dict[str, Any]:
 
 
 def _llama3_scaling(source: Path, factor: float) -> dict[str, Any]:
-    """The `rope_scaling` from which llama.cpp's converter computed a file's frequency factors: that of Llama 3.1 and
-    3.2, where they differ in `factor` alone."""
+    """The `rope_scaling` of Llama 3.1 or 3.2, which differ in `factor` alone, that gives a file's frequency factors."""
     scaling = LLAMA3_SCALING | {"factor": factor}
     config = checkpoint.load_config(source)
     stored, expected = (inverse_frequencies(each)[0] for each in (config, replace(config, rope_scaling=scaling)))
@@ -94,7 +89,7 @@ def write_model(
     """Write a model as a new folder in Transformers' format; returns the folder.
 
     `shape`: content of config.json; `tensors`: (Hugging Face name, weight), converted to `dtype`; `words`: a GGUF file
-    or folder from which the tokenizer is copied. Raises CacheError if `folder` exists or cannot be written.
+    or folder with the tokenizer to copy. Raises CacheError if `folder` exists or cannot be written.
     """
     weights = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors}
     special = {name: shape[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in shape}
@@ -110,7 +105,7 @@ def write_model(
 
 
 def write_tokenizer(words: Path, folder: Path) -> None:
-    """Write the tokenizer of the model `words` to `folder` as Hugging Face files. `words`: a GGUF file or a folder."""
+    """Write the tokenizer of `words`, a GGUF file or a folder, to `folder` as Hugging Face files."""
     if is_adapter(words):
         write_tokenizer(base_of(words), folder)  # its own files, if there are any, replace them
     if words.is_dir():

@@ -1,11 +1,9 @@
-"""Converts a Transformers folder to a GGUF file with quantised blocks, with the `gguf` package's quantisation and
-writer.
+"""Converts a Transformers folder to a GGUF file with quantised blocks, by the `gguf` package.
 
     write_gguf(Path("student"), resolve("smollm2-135m"), Path("student-q4_1.gguf"), "q4_1")
 
-Everything except weights (tokenizer, chat template, RoPE, head counts) is copied from a GGUF file of the same family,
-such as the model a student was trained from; only the number of layers comes from the folder. Unchanged weights keep
-that file's blocks unless another format is requested for them. `to_folder.py` is the inverse.
+Everything except weights and the number of layers (tokenizer, chat template, RoPE, head counts) is copied from a GGUF
+file of the same family, such as the model a student was trained from. `to_folder.py` is the inverse.
 """
 
 from __future__ import annotations
@@ -43,12 +41,9 @@ def write_gguf(folder: Path, like: Path, target: Path, form: str = "q8_0", embed
     """Convert the model in `folder` to a GGUF file `target`; returns `target`. `like`: a GGUF file of the same model
     family, from which everything except weights is copied.
 
-    Formats are q8_0, q4_1, bf16 and f32. Embedding and head are written in format `embedding` if it is given, all other
-    matrices in format `form`, vectors in f32.
-
-    A tensor whose values equal those in `like`, up to rounding to bfloat16, keeps the format that it has in `like`.
-    This does not apply to query and key projections of Llama models, nor to embedding and head if `embedding` is
-    another format.
+    Formats are q8_0, q4_1, bf16 and f32. Embedding and head have format `embedding` if it is given, all other matrices
+    `form`, vectors f32. A tensor that equals the one in `like`, up to rounding to bfloat16, keeps its format there;
+    except query and key projections of Llama models, and embedding and head if `embedding` is another format.
 
     Raises UnsupportedModelError if `like` is not a GGUF file or has another architecture or other sizes, if a format or
     the architecture cannot be written, or if a matrix's rows do not divide into blocks; CacheError if writing fails.
@@ -90,8 +85,7 @@ def _quant(form: str) -> Quant:
 
 
 def _same_model(folder: Path, like: Path) -> Any:
-    """The folder's config. Raises UnsupportedModelError if it differs from the file's in more than the number of
-    layers."""
+    """The folder's config. Raises UnsupportedModelError if more than the number of layers differs from the file's."""
     ours, theirs = checkpoint.load_config(folder), checkpoint.load_config(like)
     for name in ("family", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
         if getattr(ours, name) != getattr(theirs, name):
@@ -142,8 +136,7 @@ def _is_same(stored: Any, values: np.ndarray[Any, Any]) -> bool:
 
 
 def gguf_name(name: str) -> str:
-    """Convert a Hugging Face tensor name to llama.cpp's. Raises UnsupportedModelError if llama.cpp has no name for the
-    tensor."""
+    """Convert a Hugging Face tensor name to llama.cpp's. Raises UnsupportedModelError if there is none."""
     base, _, kind = name.rpartition(".")
     if base in _TOP:
         return f"{_TOP[base]}.{kind}"
@@ -155,11 +148,8 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved_rows(tensor: Tensor, num_heads: int) -> Tensor:
-    """Reorder the rows of a query or key projection from Hugging Face's order to llama.cpp's.
-
-    RoPE rotates pairs of rows within a head. In Hugging Face's order the first half of the head pairs with the second
-    half; in llama.cpp's a pair is two adjacent rows. `metadata.half_split_rows` is the inverse.
-    """
+    """Reorder the rows of a query or key projection from Hugging Face's order to llama.cpp's; the inverse of
+    `metadata.half_split_rows`."""
     if tensor.shape[0] % (2 * num_heads):
         raise ModelFileError(f"{tensor.shape[0]} rows are no {num_heads} heads: is config.json the right one?")
     halves = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])
