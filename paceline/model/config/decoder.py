@@ -20,8 +20,7 @@ RopeKind = Literal["main", "local", "none"]
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Sizes of a model's gated delta net layers (arXiv 2412.06464), a kind of linear attention. All such layers of a
-    model have the same sizes."""
+    """Sizes of a model's gated delta net layers (arXiv 2412.06464), a kind of linear attention."""
 
     num_key_heads: int
     num_value_heads: int
@@ -154,8 +153,8 @@ class DecoderConfig:
         return self.head_dim if self.layer_sizes is None or kind == "local" else self.layer_sizes.full_head_dim
 
     def source(self, layer: int) -> int:
-        """Return the index of the layer whose cached keys and values layer `layer` reads: itself, or an earlier layer
-        in models whose last layers have no keys and values of their own (Gemma 4)."""
+        """Return the layer whose cached keys and values layer `layer` reads: itself or, in some of Gemma 4's, an
+        earlier one."""
         return layer if self.layer_sizes is None else self.layer_sizes.sources[layer]
 
     def has_experts(self, layer: int) -> bool:
@@ -166,8 +165,8 @@ class DecoderConfig:
 
 
 def has_llama_layers(family: str) -> bool:
-    """Return True if this model family's layers are like Llama's, so that a draft layer can be initialised from one of
-    them. They may differ from Llama's in two options: biases of the QKV projection, and norms of queries and keys."""
+    """Return True if this family's layers are like Llama's, apart from biases of the QKV projection and norms of
+    queries and keys, so that a draft layer can be initialised from one of them."""
     traits = next(keys["traits"] for keys in FAMILIES.values() if keys["family"] == family)
     return "numbers" not in traits and traits.get("fields", {}).keys() <= {"qkv_bias", "qk_norm"}
 

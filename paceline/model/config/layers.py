@@ -17,8 +17,7 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 class LayerSizes:
     """Options of a model whose layers differ in their sizes (Gemma 4).
 
-    Every layer of such a model also applies an RMSNorm without weights to its values, and multiplies its output by a
-    learned scalar of its own.
+    Its layers also apply an RMSNorm without weights to values, and multiply their output by a learned scalar.
     """
 
     full_head_dim: int
@@ -38,9 +37,9 @@ class LayerSizes:
 
 
 def layer_sizes_of(values: dict[str, Any], windows: tuple[int | None, ...], path: Path) -> LayerSizes:
-    """Read the options of a model whose layers differ in their sizes. `values`: content of config.json, with the model
-    family's defaults for missing keys; `windows`: sliding window of each layer, None for full attention. Raises
-    ModelFileError or UnsupportedModelError, naming `path`."""
+    """Read the options of a model whose layers differ in their sizes. `values`: content of config.json with the
+    family's defaults; `windows`: sliding window of each layer. Raises ModelFileError or UnsupportedModelError, naming
+    `path`."""
     num_layers = values["num_hidden_layers"]
     whole(values, "sliding_window", path)
     is_full = [window is None for window in windows] or [True] * num_layers
@@ -70,8 +69,8 @@ def layer_sizes_of(values: dict[str, Any], windows: tuple[int | None, ...], path
 
 
 def _full_heads(values: dict[str, Any], is_full: list[bool], path: Path) -> tuple[int, int]:
-    """(head size, number of key heads) of layers with full attention: from `per_layer_config`, which Transformers 5
-    writes, or from keys for these layers, as in files on the hub."""
+    """(head size, number of key heads) of layers with full attention, from `per_layer_config` (Transformers 5) or from
+    keys for these layers, as in files on the hub."""
     given, kv_heads = values.get("per_layer_config"), whole(values, "num_key_value_heads", path)
     if given is None:
         has_own = values.get("attention_k_eq_v") is True

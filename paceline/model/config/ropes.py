@@ -19,12 +19,12 @@ def rope_fields(
 ) -> dict[str, Any]:
     """Read the RoPE options in `values`, the content of config.json; returns fields of DecoderConfig, by name.
 
-    Transformers 5 writes the options to `rope_parameters`, with one object per layer type if these differ; earlier
-    versions write them to `rope_theta` and `rope_scaling`. `traits`: the family's properties in families.json;
-    `max_position`: the model's context in tokens; `head_dim`: size of a head; `path`: for error messages.
+    Transformers 5 writes them to `rope_parameters`, with one object per layer type if these differ; earlier versions
+    write `rope_theta` and `rope_scaling`. `traits`: the family's properties in families.json; `max_position`: the
+    model's context in tokens; `path`: for error messages.
 
-    Raises ModelFileError for an invalid value. Raises UnsupportedModelError for an option that is not implemented, and
-    if `rope_parameters` and `rope_scaling` contradict each other.
+    Raises ModelFileError for an invalid value, UnsupportedModelError for an option that is not implemented or if
+    `rope_parameters` and `rope_scaling` contradict each other.
     """
     if values.get("rope_parameters") and values.get("rope_scaling"):
         new, old = (
@@ -103,8 +103,8 @@ def _rope(
 
 
 def check_rope(scaling: dict[str, Any]) -> None:
-    """Check the RoPE scaling options of a config. Raises UnsupportedModelError for an unknown type, ModelFileError for
-    an invalid number."""
+    """Check RoPE scaling options. Raises UnsupportedModelError for an unknown type, ModelFileError for an invalid
+    number."""
     rope_type = scaling.get("rope_type", "default")
     if rope_type not in ROPE_KEYS:
         raise UnsupportedModelError(

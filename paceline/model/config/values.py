@@ -22,8 +22,8 @@ TABLES["families"] = {name: {**_named.get(own.get("as"), {}), **own} for name, o
 
 
 def text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the text model's part (`text_config`) of a multimodal config.json; any other config is returned unchanged.
-    Raises ModelFileError, naming `path`, if a multimodal config has no such part."""
+    """Return the text model's part (`text_config`) of a multimodal config.json; other configs are returned unchanged.
+    Raises ModelFileError, naming `path`, if the part is missing."""
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in TABLES["text_parts"]:
@@ -43,8 +43,9 @@ def is_whole(value: object) -> bool:
 def whole(values: dict[str, Any], key: str, path: Path, default: int | None = None, least: int = 1) -> int:
     """Return the integer `values[key]`, or `default` if the key is missing or null.
 
-    Raises ModelFileError, naming `path`, if the key is missing and there is no default, or if the value is not an
-    integer from `least` to 2^31 - 1 (for the number of layers: to 4096)."""
+    Raises ModelFileError, naming `path`, if there is no value, or if it is not an integer from `least` to 2^31 - 1
+    (number of layers: 4096).
+    """
     value: Any = default if values.get(key) is None else values[key]
     most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
     if not is_whole(value) or not least <= value <= most:
@@ -57,7 +58,7 @@ def whole(values: dict[str, Any], key: str, path: Path, default: int | None = No
 
 def fraction(values: dict[str, Any], key: str, default: float, path: Path, above: float = 0.0) -> float:
     """Return the number `values[key]` as a float, or `default` if the key is missing or null. Raises ModelFileError,
-    naming `path`, unless the number is larger than `above` and smaller than 1e18."""
+    naming `path`, unless it is larger than `above` and smaller than 1e18."""
     value = values.get(key)
     if value is None:
         return default
