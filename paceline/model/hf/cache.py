@@ -1,9 +1,8 @@
 """KV cache of a Transformers model: one Transformers cache per row, with exact rollback for every type of layer.
 
-Keys and values are cropped. Recurrent state (linear attention, Mamba, short convolutions) cannot be cropped. A copy of
-it is saved before each pass of several tokens. A rollback into that pass restores the copy and leaves the accepted
-tokens *pending*: the row's next forward pass recomputes them together with its new tokens. If all tokens were accepted,
-nothing is recomputed.
+Keys and values are cropped. Recurrent state (linear attention, Mamba, short convolutions) is copied before each pass of
+several tokens. A rollback into that pass restores the copy and leaves the accepted tokens *pending*: the row's next
+pass recomputes them together with its new tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from paceline.model.kv_cache import KVCache
 
 
 def _is_croppable(layer: Any) -> bool:
-    """True for layers that hold one entry per position and nothing else; subclasses may hold more and are excluded."""
+    """True for layers that hold one entry per position and nothing else; subclasses may hold more."""
     return type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer")
 
 
@@ -31,8 +30,7 @@ def _crop(layer: Any, num_refused: int) -> None:
 
 
 def _copy_state(layer: Any) -> Any:
-    """A copy that later passes do not modify: recurrent and conv states are overwritten in place, keys and values are
-    not."""
+    """A copy that later passes do not modify: unlike keys and values, recurrent states are overwritten in place."""
     from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -65,17 +63,15 @@ class Row:
         return self.tokens[self.num_computed :]
 
     def save(self) -> None:
-        """Save a copy of the recurrent state, so that `truncate` can restore it. Call this before a pass that may be
-        rolled back. Keys and values are not copied."""
+        """Save a copy of the recurrent state before a pass, so that `truncate` can restore it."""
         self._saved = {index: _copy_state(self.cache.layers[index]) for index in self.stateful}
         self._saved_len = self.num_computed
 
     def truncate(self, length: int) -> None:
         """Roll the row back to its first `length` tokens.
 
-        A recurrent state cannot be shortened, so it is replaced. If the copy that `save` made contains at most `length`
-        tokens, it becomes the state; otherwise the empty state does. Tokens that the new state does not contain become
-        pending: the next pass recomputes them.
+        A recurrent state is replaced by the copy that `save` made, if that contains at most `length` tokens, otherwise
+        by the empty state. Tokens that the new state does not contain become pending: the next pass recomputes them.
         """
         del self.tokens[length:]
         if length >= self.num_computed:
@@ -97,8 +93,7 @@ class Row:
 
 
 class HFCache(KVCache):
-    """KV cache with one Transformers cache per row. Sliding-window layers keep all positions, so that every rollback is
-    exact."""
+    """KV cache with one Transformers cache per row. Sliding-window layers keep all positions, for exact rollbacks."""
 
     def __init__(
         self, make_cache: Callable[[], Any], num_rows: int, max_len: int, *, token_bytes: int, state_bytes: int
@@ -112,8 +107,7 @@ class HFCache(KVCache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole cache when all rows are full; recurrent states count twice (current and saved copy).
-        Memory is only allocated as rows grow."""
+        """Bytes of the whole cache when all rows are full; recurrent states count twice (current and saved copy)."""
         return self.num_rows * (self.max_len * self._token_bytes + 2 * self._state_bytes)
 
     def allocate(self, wanted: int | None = None) -> int | None:
@@ -154,8 +148,8 @@ def tensor_bytes(tensors: list[Any]) -> int:
 
 
 def cache_bytes(cache: Any, num_tokens: int) -> tuple[int, int]:
-    """Measure a Transformers cache that holds `num_tokens` tokens: (bytes of keys and values per token, bytes of
-    recurrent state)."""
+    """Measure a Transformers cache of `num_tokens` tokens: (bytes of keys and values per token, bytes of recurrent
+    state)."""
     per_token = state = 0
     for layer in cache.layers:
         per_token += tensor_bytes([getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")])
@@ -164,15 +158,14 @@ def cache_bytes(cache: Any, num_tokens: int) -> tuple[int, int]:
 
 
 def is_unused(layer: Any) -> bool:
-    """Return True if a cache layer for recurrent state is still empty after a pass. The model then keeps its recurrent
-    state outside the cache, as RecurrentGemma does."""
+    """Return True if a cache layer for recurrent state is still empty after a pass: the model keeps its state outside
+    the cache, as RecurrentGemma does."""
     conv, recurrent = (getattr(layer, name, None) for name in ("conv_states", "recurrent_states"))
     return conv is not None and recurrent is not None and tensor_bytes([*conv.values(), *recurrent.values()]) == 0
 
 
 def poison_recurrent_state(cache: Any) -> bool:
-    """Fill recurrent states with NaN, to test whether a pass reads them; returns False if the cache has no recurrent
-    states."""
+    """Fill recurrent states with NaN, to test whether a pass reads them; returns False if the cache has none."""
     states = [
         state
         for layer in cache.layers

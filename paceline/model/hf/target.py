@@ -1,8 +1,7 @@
-"""Runs any causal language model of Transformers as a Target: slower than paceline's decoder, but for every
-architecture.
+"""Runs any causal language model of Transformers as a Target: slower than paceline's decoder, but any architecture.
 
-Rows run one after another, each with its own Transformers cache (`cache.py`, which also rolls recurrent state back).
-Needs the extra `paceline[hf]`. Models are local folders (see `hub.py`); remote code is never run.
+Rows run one after another, each with its own Transformers cache (`cache.py`). Needs the extra `paceline[hf]`. Models
+are local folders (see `hub.py`); remote code is never run.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _UNLIMITED = 1 << 20
 
 
 class HFTarget(Target):
-    """A target that runs a Transformers causal language model. `model` must already be on its device; it is put into
-    eval mode.
+    """A target that runs a Transformers causal language model, `model`, which is on its device and is put into eval
+    mode.
 
     Raises UnsupportedModelError if the model has no LM head, or cannot use Transformers' DynamicCache.
     """
@@ -83,9 +82,9 @@ class HFTarget(Target):
         max_len: int | None = None,
         weights: Literal["checkpoint", "random"] = "checkpoint",
     ) -> HFTarget:
-        """Load a model from a local folder with config.json and safetensors. `weights`: "random" reads only config.json
-        and initialises the weights randomly. `num_rows`, `max_len`: size of the cache in rows (sequences), and in
-        tokens per row. Without `max_len`, rows hold the model's maximum context, but at most DEFAULT_MAX_LEN tokens.
+        """Load a model from a local folder with config.json and safetensors. `weights` "random" reads only config.json
+        and initialises the weights randomly. `max_len`: tokens per cache row; None: the model's maximum context, but at
+        most DEFAULT_MAX_LEN.
 
         Raises ModelNotFoundError, ModelFileError (missing or damaged weights), UnsupportedModelError (unknown
         architecture, remote code, Transformers not installed).
@@ -122,10 +121,9 @@ class HFTarget(Target):
         """Replace `cache` by an empty one; its memory is allocated as rows grow. Raises ContextLengthError if `max_len`
         is beyond the model's context.
 
-        LongRoPE models (Phi-3, Phi-4 128k) have two sets of RoPE factors. The short ones are used at every position if
-        `max_len` is at most the original training length, otherwise the long ones. For models
-        that also scale attention by text length (`short_mscale`, `long_mscale`), a `max_len` beyond the original
-        training length raises ContextLengthError.
+        LongRoPE models (Phi-3, Phi-4 128k) use their short RoPE factors at every position if `max_len` is at most the
+        original training length, otherwise the long ones. Models that also scale attention by text length
+        (`short_mscale`, `long_mscale`) raise ContextLengthError beyond that length.
         """
         self.check_len(max_len)
         for module in self.model.modules():
@@ -143,8 +141,8 @@ class HFTarget(Target):
         """Choose the tapped layers: those whose outputs `forward` also returns. Raises UnsupportedModelError if a layer
         does not exist, or if the model's decoder layers are not a plain list.
 
-        The output of layer l is the one that Transformers returns as hidden_states[l + 1]; in pure Mamba models it is
-        hidden_states[l]. The last layer's output is taken after the final norm, as DFlash's reference code does.
+        The output of layer l is Transformers' hidden_states[l + 1], in pure Mamba models hidden_states[l]. The last
+        layer's is taken after the final norm, as in DFlash's reference code.
         """
         wrong = [layer for layer in tap_layers if not 0 <= layer < self.num_layers]
         if wrong:
@@ -233,9 +231,9 @@ class HFTarget(Target):
 
     @torch.no_grad()
     def _probe(self) -> tuple[float, int, int, bool]:
-        """Run small passes to measure the embedding scale, the cache's bytes per token and of fixed state, and whether
-        passes of several tokens ignore earlier recurrent state, so that tokens must run one by one (Mamba 1's
-        layers)."""
+        """Run small passes to measure (embedding scale, bytes of cache per token, bytes of fixed state, whether passes
+        of several tokens ignore earlier recurrent state). In the last case (Mamba 1's layers) tokens must run one by
+        one."""
         cache = make_cache(self.model.config)
         tokens = [token % self.vocab_size for token in range(_PROBE_TOKENS)]
         name = type(self.model).__name__
@@ -271,11 +269,8 @@ class HFTarget(Target):
 
 
 def _fix_rope_factors(module: Any, max_len: int) -> None:
-    """Fix the LongRoPE factors of a rotary embedding to those for texts of `max_len` tokens.
-
-    Transformers selects them for each pass by its last position, so drafts would change how accepted tokens are
-    rotated.
-    """
+    """Fix the LongRoPE factors of a rotary embedding to those for texts of `max_len` tokens. Transformers would select
+    them by each pass's last position, so drafts would change how accepted tokens are rotated."""
     types = getattr(module, "rope_type", None)
     for layer_type, rope_type in types.items() if isinstance(types, dict) else [(None, types)]:
         if rope_type != "longrope":
@@ -295,8 +290,7 @@ def _fix_rope_factors(module: Any, max_len: int) -> None:
 
 
 def _find_layers(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, Sequence[nn.Module]]:
-    """(module that runs the layers, list of layers), under any of their names (layers, h, blocks); the list is empty if
-    not found."""
+    """(module that runs the layers, list of layers) under any name; the list is empty if not found."""
     for owner in decoder.modules():
         for child in owner.children():
             if isinstance(child, nn.ModuleList) and len(child) == num_layers:
@@ -305,8 +299,7 @@ def _find_layers(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, Sequen
 
 
 def _fit_scale(embeddings: Tensor, first_input: Tensor | None) -> float:
-    """Factor between the embedding table and the first layer's input; 1 for models without a factor (learned positions
-    are added)."""
+    """Factor between embedding table and the first layer's input; 1 if there is no factor."""
     if first_input is None or first_input.shape != embeddings.shape:
         return 1.0
     table, given = embeddings.float(), first_input.float()
