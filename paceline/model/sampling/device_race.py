@@ -17,8 +17,7 @@ from paceline.model.sampling.race import FIELD, FILTERED
 from paceline.rng import OTHERS, RACE
 
 FAILED, WHOLE = -1, -2
-"""Returned instead of a token. FAILED: the logits are invalid. WHOLE: the caller must sample from the whole
-distribution (`race.race`)."""
+"""Returned instead of a token. FAILED: the logits are invalid. WHOLE: the caller must call `race.race`."""
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -39,8 +38,7 @@ class Draws(NamedTuple):
 
 
 def signed(number: int) -> int:
-    """Convert an unsigned 64-bit integer to the signed one with the same bits, because PyTorch computes with signed
-    ones only."""
+    """Convert an unsigned 64-bit integer to the signed one with the same bits, as PyTorch has only signed ones."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
@@ -50,8 +48,7 @@ def _shifted(state: Tensor, count: int) -> Tensor:
 
 
 def mixed(state: Tensor) -> Tensor:
-    """Hash 64-bit integers by splitmix64, element by element: int64 tensor -> int64 tensor. The results equal those of
-    the hash in `rng.py`."""
+    """Hash 64-bit integers by splitmix64, element by element, as `rng.py` does: int64 tensor -> int64 tensor."""
     state = state + signed(_GOLDEN)
     state = (state ^ _shifted(state, 30)) * signed(_FIRST)
     state = (state ^ _shifted(state, 27)) * signed(_SECOND)
@@ -59,36 +56,29 @@ def mixed(state: Tensor) -> Tensor:
 
 
 def exponentials(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
-    """Return one exponentially distributed number (mean 1, float64) for each combination of seed, position and token
-    id.
-
-    The arguments, int64, are broadcast to one shape, that of the result. The numbers equal those of
-    `rng.Noise.exponentials`.
-    """
+    """Return an exponentially distributed number (mean 1, float64) for each combination of seed, position and token id,
+    equal to that of `rng.Noise.exponentials`. The arguments, int64, are broadcast to the shape of the result."""
     state = mixed(mixed(seed ^ (RACE << 56)) ^ position)
     return -torch.log1p(-(_shifted(mixed(state ^ (tokens << 32)), 11).double() + 0.5) * 2.0**-53)
 
 
 def top_logprobs(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return ids and log-probabilities of the `count` most probable tokens at each position, best first: two tensors
-    [B, J, count].
+    """Return ids and log-probabilities [B, J, count] of the most probable tokens at each position, best first.
 
     Log-probabilities are those of softmax(logits * inverse temperature), for greedy rows (inverse temperature 0) of
-    softmax(logits). They are NaN where the largest logit is not finite.
+    softmax(logits); NaN where the largest logit is not finite.
     """
     scale_B = inverse_temperature_B.masked_fill(inverse_temperature_B == 0, 1.0).float()
     return top_of(logits_BJV.float() * scale_B[:, None, None], min(count, logits_BJV.shape[-1]))
 
 
 def race(logits_BJV: Tensor, draws: Draws, position_BJ: Tensor) -> Tensor:
-    """Sample a token at each of J positions of B rows by an exponential race: the token with the smallest noise /
-    probability wins. Returns token ids [B, J]. On the host, `race.race` does the same.
+    """Sample a token at each of J positions of B rows by an exponential race, as `race.race` does on the host; returns
+    token ids [B, J]. position_BJ: index in its text of each token to sample, which selects its noise.
 
-    position_BJ: index in its text of each token to sample, which selects the token's noise. In three cases the result
-    is not a sampled token:
+    In three cases the result is not a sampled token:
     - FAILED (-1): the logits are invalid.
-    - WHOLE (-2): the race is undecided, because only the most probable tokens are compared on the device. The caller
-      must call `race.race`.
+    - WHOLE (-2): the most probable tokens do not decide the race; the caller must call `race.race`.
     - Results of rows with greedy requests are meaningless.
     """
     num_vocab = logits_BJV.shape[-1]
@@ -157,14 +147,14 @@ def foreseen(
     draft_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Predict the tokens that the target will sample, from a drafter's logits and the target's sampling noise
-    (noise-aware drafting, `draft/foresight.py`).
+    (`draft/foresight.py`).
 
-    Returns two tensors [B, K]: the predicted token ids, and the log of the estimated probability that the target
-    samples this token. The id is FAILED (-1) where the logits are not finite.
+    Returns two tensors [B, K]: the predicted token ids, -1 (FAILED) where logits are not finite, and the log of the
+    estimated probability that the target samples this token.
 
     position_BK: each token's index in its text. draft_ids: token id of each logits column; None: column i is token i.
-    scale: factor on the drafter's log-probabilities; a smaller value gives the noise more weight. spread: scale of the
-    Gumbel error assumed for each token's score; affects only the returned probability.
+    scale: factor on the drafter's log-probabilities. spread: scale of the Gumbel error assumed for each token's score;
+    affects only the returned probability.
     """
     ids_BKM, logprobs_BKM = top_logprobs(logits_BKV, draws.inverse_temperature_B, FIELD)
     tokens_BKM = ids_BKM if draft_ids is None else draft_ids[ids_BKM]

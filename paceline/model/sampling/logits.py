@@ -1,9 +1,7 @@
 """Converts a model's logits to the distribution that a request specifies; shared by drafters and the engine.
 
 The order is vLLM's: logit bias, penalties (`penalise`), then temperature, min-p, top-k, top-p (`target_probs`). Each
-filter uses the result of the previous one: top-p counts only the probability of tokens kept by min-p and top-k.
-(Hugging Face applies top-k and top-p before min-p.) `sample` samples from the result; `logprobs_of` uses unmodified
-logits.
+filter uses the result of the previous one. (Hugging Face applies top-k and top-p before min-p.)
 
 Penalties depend on the preceding tokens, so row j of the J = K+1 checked positions assumes that draft[:j] is already in
 the answer: speculation stays exact.
@@ -23,11 +21,9 @@ from paceline.model.native import library as native_lib
 from paceline.types import SamplingParams, TokenLogprob
 
 _TOP_P_SIZES = (64, 1024, 8192)
-"""Numbers of most probable tokens that are tried for top-p, one after another, before the whole vocabulary is
-sorted."""
+"""Numbers of most probable tokens that are tried for top-p before the whole vocabulary is sorted."""
 MIN_TEMPERATURE = 1e-10
-"""Lower temperatures are raised to this one, as they would overflow float32; only the best token has probability
-then."""
+"""Lower temperatures are raised to this one, as they would overflow float32."""
 
 
 def penalise(
@@ -92,11 +88,10 @@ def _subtract_penalties(
 
 def target_probs(logits_JV: Tensor, params: SamplingParams) -> Tensor:
     """Compute the probabilities from which a request samples, after temperature, min-p, top-k and top-p: logits [J, V]
-    -> float32 [J, V], not in place.
+    -> float32 [J, V].
 
-    Temperature must be above 0 (greedy requests take the argmax). top_k keeps this many tokens. top_p keeps the most
-    probable tokens, as few as have at least this total probability (Holtzman et al. 1904.09751, section 3.1). Of tokens
-    with equal probability, those with the lowest ids are kept.
+    Temperature must be above 0. top_p keeps the fewest most probable tokens that have at least this total probability
+    (Holtzman et al. 1904.09751, section 3.1). Of equally probable tokens, those with the lowest ids are kept.
     """
     assert params.temperature > 0, "greedy requests take the argmax of their logits"
     if params.temperature != 1.0:
@@ -115,11 +110,11 @@ def target_probs(logits_JV: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _keep_top(probs_JV: Tensor, top_k: int, top_p: float, sizes: tuple[int, ...]) -> None:
-    """Keep the top_k (0: all), then the fewest of these that reach top_p; rows for which sizes[i] is too small try the
-    next size.
+    """Keep the top_k (0: all), then the fewest of these that reach top_p; modifies `probs_JV`, whose rows must sum to
+    1. Rows for which sizes[i] is too small try the next size.
 
-    The kept tokens are a prefix of the row in descending order, summed left to right in float64, so that the size does
-    not affect the bits. Modifies `probs_JV`, whose rows must sum to 1.
+    The kept tokens are a prefix of the row in descending order, summed in float64 from left to right, so that the size
+    does not affect the bits.
     """
     num_vocab = probs_JV.shape[-1]
     rows_R = torch.arange(len(probs_JV), device=probs_JV.device)
@@ -153,8 +148,7 @@ def _num_kept(mass_RM: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _keep_lowest_of_ties(probs_RV: Tensor, values_RM: Tensor, ids_RM: Tensor, num_kept_R: Tensor) -> None:
-    """If equally probable tokens are on both sides of the cut, move those with the lowest ids before it; modifies
-    `ids_RM`."""
+    """If equally probable tokens are on both sides of the cut, move the lowest ids before it; modifies `ids_RM`."""
     size = values_RM.shape[-1]
     after_R1 = num_kept_R.clamp(max=size - 1).unsqueeze(-1)
     last_R1 = (after_R1 - 1).clamp_(min=0)
@@ -170,10 +164,8 @@ def top_logprobs(
     logits_KV: Tensor, count: int, inverse_temperature: float = 1.0
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Return ids and log-probabilities of the `count` most probable tokens of each row, in softmax(logits *
-    inverse_temperature), best first; among equal ones the lowest ids.
-
-    Log-probabilities are NaN for a row that contains NaN or has a largest logit that is not finite.
-    """
+    inverse_temperature), best first; among equal ones the lowest ids. Log-probabilities are NaN for a row that contains
+    NaN or whose largest logit is not finite."""
     count = min(count, logits_KV.shape[-1])
     if logits_KV.device.type == "cpu" and logits_KV.dtype == torch.float32 and native_lib.load() is not None:
         return native_lib.top_logprobs(logits_KV.contiguous(), count, inverse_temperature)
@@ -182,19 +174,19 @@ def top_logprobs(
 
 
 def top_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return ids and log-probabilities [..., count] of the most probable tokens in softmax(logits), best first. They
-    are NaN where the largest logit is not finite."""
+    """Return ids and log-probabilities [..., count] of the most probable tokens in softmax(logits), best first.
+    Log-probabilities are NaN where the largest logit is not finite."""
     values, ids = logits.topk(count, dim=-1)
     logprobs = values - logits.logsumexp(-1, keepdim=True)
     return ids, logprobs.masked_fill(~values[..., :1].isfinite(), math.nan)
 
 
 def sample(weights_V: Tensor, draw: float) -> int:
-    """Sample by inverse transform: return the first token at which the running sum of `weights_V` exceeds `draw` times
-    the total. `draw` is in [0, 1).
+    """Sample by inverse transform: return the first token at which the running sum of `weights_V` exceeds `draw`, in
+    [0, 1), times the total.
 
-    Weights are probabilities, or any non-negative numbers with a positive sum; tokens of weight 0 are never returned,
-    despite rounding. Raises NumericsError if the sum is not positive and finite.
+    Weights are non-negative; tokens of weight 0 are never returned, despite rounding. Raises NumericsError if their sum
+    is not positive and finite.
     """
     num_blocks = -(-len(weights_V) // _BLOCK)
     padded_NB = F.pad(weights_V, (0, num_blocks * _BLOCK - len(weights_V))).view(num_blocks, _BLOCK)
@@ -219,15 +211,14 @@ def _passes(mass_N: Tensor, threshold: float) -> int:
 
 def logprobs_of(logits_V: Tensor, token: int, num_top: int, temperature: float = 1.0) -> TokenLogprob:
     """Return the log-probabilities of `token` and of the `num_top` most probable tokens, best first, in softmax(logits
-    / `temperature`) over the whole vocabulary [V]."""
+    [V] / `temperature`)."""
     return logprobs_of_rows(logits_V[None], [token], num_top, temperature)[0]
 
 
 def logprobs_of_rows(
     logits_TV: Tensor, tokens: list[int], num_top: int, temperature: float = 1.0
 ) -> list[TokenLogprob]:
-    """Return, for each row of logits [T, V], the log-probabilities of its token in `tokens` and of the row's `num_top`
-    most probable tokens, in softmax(logits / `temperature`)."""
+    """Return `logprobs_of` for each row of logits [T, V] and its token in `tokens`."""
     logits_TV = logits_TV.float()
     if temperature != 1.0:
         logits_TV = logits_TV / max(temperature, MIN_TEMPERATURE)

@@ -1,10 +1,9 @@
 """Samples the target's token at a position such that a drafter that knows the seed can predict it well.
 
 Every token has its own exponential noise with mean 1 at every position (`rng.Noise`). The token with the smallest noise
-/ probability wins, so that each token wins with its probability. This is an exponential race; the Gumbel-max trick
-(Maddison et al., 1411.0030, section 2) is equivalent. A slightly different distribution mostly has the same winner, so
-a drafter's own race often predicts the target's token (`draft/foresight.py`). Inverse transform sampling would not
-allow this: a change of one token's probability shifts all tokens after it.
+/ probability wins, so that each token wins with its probability. This exponential race is equivalent to the Gumbel-max
+trick (Maddison et al., 1411.0030, section 2). A slightly different distribution mostly has the same winner, so a
+drafter's own race often predicts the target's token (`draft/foresight.py`).
 
 Only the FIELD most probable tokens have noise of their own. All others share one entry in the race; if it wins, one
 uniform number selects one of them.
@@ -30,11 +29,11 @@ FILTERED = 128
 
 
 def race(logits_V: Tensor, params: SamplingParams, noise: Noise) -> int:
-    """Sample a token from logits [V] by an exponential race: the token with the smallest noise / probability wins. Each
-    token wins with the probability that `target_probs` computes, exactly except for rounding.
+    """Sample a token from logits [V] by an exponential race, with the probabilities of `target_probs`, exactly except
+    for rounding.
 
-    `noise`: the random numbers of the token's position. The winner depends on logits, parameters and `noise` alone.
-    Raises NumericsError if the largest logit is not finite or any is NaN.
+    `noise`: random numbers of the token's position. The winner depends on logits, parameters and `noise` alone. Raises
+    NumericsError if the largest logit is not finite or any is NaN.
     """
     is_filtered = params.min_p > 0 or params.top_k > 0 or params.top_p < 1
     inverse_temperature = 1.0 / max(params.temperature, MIN_TEMPERATURE)
@@ -54,8 +53,8 @@ def race(logits_V: Tensor, params: SamplingParams, noise: Noise) -> int:
 
 
 def _kept(weights_M: list[float], params: SamplingParams, num_vocab: int) -> tuple[int, bool] | None:
-    """(number of top tokens left by the request's filters min-p, top-k and top-p, whether no other token is left). None
-    if only the whole distribution can decide, as for a tie at the cut."""
+    """(number of top tokens left by min-p, top-k and top-p, whether no other token is left). None if only the whole
+    distribution can decide, as for a tie at the cut."""
     count, is_whole = len(weights_M), len(weights_M) == num_vocab
     if params.min_p > 0:
         above = sum(weight >= params.min_p * weights_M[0] for weight in weights_M)
