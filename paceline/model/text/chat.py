@@ -39,12 +39,11 @@ def chat_text(
     """Render a conversation with the model's chat template; returns the prompt text.
 
     `tools`: tools that the model may call; `variables`: further variables for the template. `add_generation_prompt`:
-    end with the beginning of an assistant message. `continue_final_message`: end with the last message's content
-    instead, so that the model's answer continues it.
+    end with the beginning of an assistant message. `continue_final_message`: end with the last message's content, for
+    the model to continue.
 
     Raises PromptError if the template fails. Raises MessageError, a PromptError that names the field, for malformed
-    messages, for a last message that cannot be continued, and if `variables` contains "messages", "tools" or
-    "add_generation_prompt", for which there are arguments.
+    messages, for a last message that cannot be continued, and for `variables` that the conversation sets itself.
     """
     if reserved := RESERVED & (variables or {}).keys():
         name = min(reserved)
@@ -78,6 +77,5 @@ def chat_ids(
     **options: bool,
 ) -> list[int]:
     """Render a conversation by `chat_text` and return its token ids. `options`: add_generation_prompt and
-    continue_final_message of `chat_text`. No bos is added, because the template writes the special tokens. Raises
-    PromptError if the template fails, MessageError for malformed messages."""
+    continue_final_message. No bos is added, because the template writes the special tokens. Raises PromptError."""
     return tokenizer.encode(chat_text(tokenizer, messages, tools, variables, **options), add_special_tokens=False)

@@ -67,8 +67,8 @@ class ChatTemplate:
         self._template = _one_line_errors(lambda: _environment().from_string(source))
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Render the template with these variables; returns the prompt text. Raises TemplateError if the template
-        rejects the messages, fails, or exceeds a limit on time or size."""
+        """Render the template; returns the prompt text. Raises TemplateError if the template rejects the messages,
+        fails, or exceeds a limit."""
         return _one_line_errors(lambda: self._template.render(variables))
 
 
@@ -109,7 +109,7 @@ _spent = _Spent()
 
 
 def _weigh(value: Any) -> int:
-    """Number of characters and elements of a nested value, counting repeated ones. Raises SecurityError beyond the
+    """Number of characters and elements of a nested value, with repeated ones. Raises SecurityError beyond the
     limits."""
     num_items = num_chars = 0
     left = [value]
@@ -177,8 +177,7 @@ def _formatted_size(form: str, values: list[Any]) -> int:
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter or test: counts a step and limits the result. The wrapper keeps Jinja's attributes of the
-    function."""
+    """Wrap a filter or test to count a step and limit the result; keeps Jinja's attributes of the function."""
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
@@ -226,8 +225,8 @@ def _weighed(value: Any) -> Any:
 
 
 class _Steps(NodeTransformer):
-    """Inserts steps into loop bodies, macros and constant text, and routes operations that Jinja compiles to plain
-    Python through filters."""
+    """Inserts steps into loop bodies, macros and constant text. Routes operations that Jinja compiles to plain Python
+    through filters."""
 
     def visit_Output(self, node: nodes.Output) -> Any:
         self.generic_visit(node)

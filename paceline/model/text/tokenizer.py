@@ -1,7 +1,6 @@
 """The model's tokenizer and chat template, and conversion of generated tokens to text as they arrive.
 
-Loaded from a folder's tokenizer.json (the `tokenizers` library) or from GGUF metadata. The engine receives prompts as
-token ids; `stream()` decodes answers piece by piece.
+Loaded from a folder's tokenizer.json (the `tokenizers` library) or from GGUF metadata.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: Path | str) -> Tokenizer:
-        """Load the tokenizer of a Hugging Face folder or GGUF file; for an adapter's folder, the tokenizer in it, else
-        its base's.
+        """Load the tokenizer of a Hugging Face folder or GGUF file; for an adapter without a tokenizer of its own, its
+        base's.
 
         Raises ModelNotFoundError, ModelFileError (damaged or missing files), UnsupportedModelError (unknown GGUF
         tokenizer).
@@ -81,7 +80,7 @@ class Tokenizer:
     @classmethod
     def stand_in(cls, vocab_size: int) -> Tokenizer:
         """Make a placeholder tokenizer with `vocab_size` ids for a model with random weights. The first 256 ids are
-        single bytes, each other id is an artificial word."""
+        single bytes, the others artificial words."""
         bytes_first = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]
         words = [*bytes_first, *(f"\u0120t{token}" for token in range(len(bytes_first), vocab_size))]
         vocabulary = {word: token for token, word in enumerate(words)}
@@ -97,8 +96,8 @@ class Tokenizer:
 
     @property
     def end_token_id(self) -> int | None:
-        """Id of the token that ends an answer: eos_token, if it is one of the model's end tokens (`eos_token_ids`).
-        Otherwise it is the model's end token if there is exactly one, else None."""
+        """Id of the token that ends an answer: eos_token, if it is one of the model's end tokens, else the only end
+        token if there is exactly one, else None."""
         ends = self.eos_token_ids
         own = self.backend.token_to_id(self.special_tokens.get("eos_token", ""))
         return own if own in ends else ends[0] if len(ends) == 1 else None
@@ -114,14 +113,13 @@ class Tokenizer:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Decode token ids to text, without special tokens if `skip_special`. Bytes that are not UTF-8 become U+FFFD;
-        ids outside the vocabulary are ignored."""
+        """Decode token ids to text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are ignored."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
-        """Render the chat template with these messages, unchanged. (`model.text.chat.chat_text` normalises messages.)
+        """Render the chat template with these messages, unchanged (`model.text.chat.chat_text` normalises messages).
         `add_generation_prompt`: end with the beginning of an assistant message. `variables`: passed to the template.
 
         Raises PromptError if the model has no template, or its template rejects the messages, fails or exceeds a limit.
@@ -140,8 +138,7 @@ class Tokenizer:
     def encode_chat(
         self, messages: Messages, variables: Mapping[str, Any] | None = None, tools: Iterable[Any] = ()
     ) -> list[int]:
-        """Render a conversation with the chat template (`model.text.chat.chat_text`) and return the prompt's token ids.
-        Raises PromptError."""
+        """Render a conversation by `model.text.chat.chat_text`; returns the prompt's token ids. Raises PromptError."""
         return chat_ids(self, messages, tools, variables)
 
     def token_bytes(self, token: int) -> bytes:
@@ -170,10 +167,10 @@ class Tokenizer:
         return {each.content: token for token, each in self.backend.get_added_tokens_decoder().items() if each.special}
 
     def split_stop(self, stop: tuple[str, ...], *, are_hidden: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Split stop strings into (strings to search in the decoded text, ids of stop strings that are special tokens).
+        """Split stop strings into (strings to search in the decoded text, ids of those that are special tokens).
 
-        `are_hidden`: True if special tokens are omitted from decoded text. SamplingError is raised in this case for a
-        stop string that contains a special token and other text, because it could never occur.
+        `are_hidden`: special tokens are omitted from decoded text. SamplingError is then raised for a stop string that
+        contains a special token and other text, because it could never occur.
         """
         texts, tokens = list[str](), list[int]()
         for each in stop:
@@ -195,7 +192,7 @@ class IncrementalDetokenizer:
     until its remaining tokens arrive.
 
     The concatenated pieces equal `decode` of all ids. A token's text may depend on the previous one (SentencePiece
-    drops a first space), so the last finished group of tokens is kept as context; older ones are never decoded again.
+    drops a first space), so the last finished group of tokens is kept as context.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
@@ -220,7 +217,7 @@ class IncrementalDetokenizer:
         """Number of pending tokens that end before the incomplete character at the end of `text`.
 
         At a boundary, both sides decoded separately give the same text as together, and the right side is not empty.
-        The incomplete character has at most three bytes, so eight tokens back suffice; otherwise all tokens wait.
+        The incomplete character has at most three bytes, so eight tokens back suffice.
         """
         for end in range(len(self._pending) - 1, max(len(self._pending) - 9, 0), -1):
             if self._in_byte_run(end):
@@ -231,8 +228,8 @@ class IncrementalDetokenizer:
         return 0
 
     def _in_byte_run(self, end: int) -> bool:
-        """True if a boundary would split a run of SentencePiece byte tokens (<0xE4>), which is valid text or U+FFFD
-        only as a whole.
+        """True if a boundary would split a run of SentencePiece byte tokens (<0xE4>), which is valid text only as a
+        whole.
 
         Characters have at most four bytes: a longer run that is still invalid stays invalid and may be split.
         """
@@ -264,13 +261,11 @@ class IncrementalDetokenizer:
 
 
 class TextStream:
-    """Decodes one answer piece by piece and ends it before the first stop string.
-
-    Text that may be the beginning of a stop string is withheld until the next tokens decide.
-    """
+    """Decodes one answer piece by piece and ends it before the first stop string. Text that may be the beginning of a
+    stop string is withheld until the next tokens decide."""
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: tuple[str, ...], min_tokens: int = 0) -> None:
-        """`stop`: the stop strings; they are not searched in the text of the first `min_tokens` tokens."""
+        """`stop`: stop strings; they are not searched in the text of the first `min_tokens` tokens."""
         self._detokenizer = detokenizer
         self._stop, self._num_free = stop, min_tokens
         self._held = ""
@@ -278,8 +273,8 @@ class TextStream:
         """The stop string that ended the text, or ""."""
 
     def push(self, tokens: list[int]) -> tuple[str, int | None]:
-        """Add tokens; returns (text that became final, count). If a stop string ended the text, the count is the number
-        of these tokens up to the end of the stop string; otherwise it is None."""
+        """Add tokens; returns (text that became final, count). The count is None, or the number of these tokens up to
+        the end of the stop string that ended the text."""
         if not self._stop:
             return self._detokenizer.push(tokens), None
         shown = ""
@@ -310,8 +305,7 @@ class TextStream:
 
 
 def num_undecided(text: str, strings: tuple[str, ...]) -> int:
-    """Number of last characters of `text` that may be the beginning of one of `strings`: the longest suffix that is a
-    proper prefix of one."""
+    """Length of the longest suffix of `text` that is a proper prefix of one of `strings`, and so may begin it."""
     sizes = range(min(max(map(len, strings)) - 1, len(text)), 0, -1)
     return next((size for size in sizes if any(each.startswith(text[-size:]) for each in strings)), 0)
 
@@ -340,8 +334,8 @@ def _json_of(file: Path) -> dict[str, Any]:
 
 
 def _from_adapter(folder: Path) -> Tokenizer:
-    """Tokenizer and chat template, each from the adapter's folder if it is there, else from the base. An answer may end
-    as the base's do, too."""
+    """Tokenizer and chat template, each from the adapter's folder if it is there, else from the base. The base's end
+    tokens are kept."""
     base = Tokenizer.from_path(base_of(folder))
     if (folder / "tokenizer.json").is_file():
         own = _from_folder(folder)

@@ -1,8 +1,7 @@
 """Formats tools and tool calls in prompts, with the model's template or in Hermes format, and the JSON schema of calls.
 
-A template that uses the variable `tools` receives the tools. For other templates, a system message describes the tools,
-earlier calls and results become text, and the model is instructed to answer with `<tool_call>{"name": ..., "arguments":
-{...}}</tool_call>`. Messages and tools are normalised before (`paceline.data.messages`).
+For a template that does not use the variable `tools`, a system message describes the tools, earlier calls and results
+become text, and the model is instructed to answer with `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ Message = Mapping[str, Any]
 def with_tools(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], template: str | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Convert messages and tools to the form that a chat template reads: returns (messages, variables of the template).
+    """Convert normalised messages and tools to the form that a chat template reads: returns (messages, template
+    variables).
 
-    If the template uses a variable `tools`, it gets the tools in this variable. Otherwise a system message describes
-    the tools, and tool calls and results become text. `template`: the template's source, None for a model without one.
-    Raises PromptError for too deeply nested JSON.
+    A template that uses a variable `tools` gets the tools in it; for others, tools, calls and results become text.
+    `template`: its source, None for a model without one. Raises PromptError for too deeply nested JSON.
     """
     is_native = bool(template and re.search(r"\btools\b", template))
     plain = [_native(message) if is_native else _as_text(message) for message in messages]
@@ -43,8 +42,8 @@ def with_tools(
 
 
 def call_schema(tools: Sequence[dict[str, Any]]) -> str:
-    """Return the JSON schema, as text, that a call of one of these tools must match: an object with the keys "name" and
-    "arguments". Raises PromptError if two tools define one schema name (in "$defs" or "definitions") differently."""
+    """Return the JSON schema, as text, that a call of one of these tools must match. Raises PromptError if two tools
+    define one schema name (in "$defs" or "definitions") differently."""
     definitions: dict[str, dict[str, Any]] = {}
     calls = [_call_schema(tool["function"], definitions) for tool in tools]
     return compact((calls[0] if len(calls) == 1 else {"anyOf": calls}) | definitions)
@@ -67,8 +66,7 @@ def json_or(text: str, otherwise: Any) -> Any:
 
 
 def _call_schema(function: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """Schema of one tool's call. Moves its definitions to `definitions`, as `$ref` is relative to the document's
-    root."""
+    """Schema of one tool's call. Moves its definitions to `definitions`, as `$ref` is relative to the root."""
     arguments = _closed(function.get("parameters") or {})
     for key in ("$defs", "definitions"):
         schemas = arguments.pop(key, None)
