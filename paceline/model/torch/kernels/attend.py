@@ -1,9 +1,8 @@
 """Attention of passes in CUDA graphs, with row lengths read on the device: a Triton kernel on CUDA, and an equivalent
 PyTorch function, `twin`, for other devices.
 
-A pass has J tokens for each of the cache rows 0..B-1. Lengths, and which new tokens attend to each other, are read on
-the device, so that one captured pass (CUDA graph) serves every length and does work proportional to it. The kernel
-splits each row's positions among programs and combines their partial results (Flash-Decoding).
+A pass has J tokens for each of the cache rows 0..B-1. One captured pass serves every length and does work proportional
+to it. The kernel splits each row's positions among programs and combines their partial results (Flash-Decoding).
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ _LOADED = 64 * 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
-    """Describes which cache positions each token of a pass attends to, for J new tokens in each of B rows: all
-    positions before the row's start, and some of the row's new tokens. A sliding window, if there is one, limits all of
-    these positions.
+    """The cache positions that each token of a pass attends to, for J new tokens in each of B rows: all positions
+    before the row's start, and some of the row's new tokens, within the sliding window if there is one.
 
     With `bits_BJ`, a token attends to the new tokens whose bits are set. Otherwise it attends to all new tokens up to
     itself, or to all J if `is_causal` is False. Padding tokens are never attended to.
@@ -47,11 +45,11 @@ class Sight:
     count: int
     """J: number of new tokens per row, including padding."""
     window: int | None = None
-    """Sliding window in positions, including the token's own; None: unlimited. It also limits later positions if these
-    are visible."""
+    """Sliding window in positions, including the token's own; it also limits visible later positions. None:
+    unlimited."""
     is_causal: bool = True
     depths_BJ: Tensor | None = None
-    """Position of each new token, counted from its row's start: its depth in a tree. None: 0, 1, 2, ..."""
+    """Position of each new token, counted from its row's start (its depth in a tree). None: 0, 1, 2, ..."""
     bits_BJ: Tensor | None = None
     """Bit i is set if the token attends to new token i of its row. Used with `depths_BJ`, for up to MOST_BITS
     tokens."""
@@ -75,8 +73,7 @@ class Sight:
 
 
 def twin(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores = PLAIN) -> Tensor:
-    """Compute the same as `attend`, with the same arguments, in PyTorch operations: masked products over all cache
-    positions. Returns the attention output [B * J, heads * head_dim]."""
+    """Compute `attend`, with the same arguments, in PyTorch operations: masked products over all cache positions."""
     seen_BJS = sight.mask(keys.shape[2])
     mask = torch.zeros(seen_BJS.shape, dtype=keys.dtype, device=keys.device).masked_fill_(~seen_BJS, float("-inf"))
     mask_B1TS = mask.repeat(1, query_THD.shape[1] // keys.shape[1], 1)[:, None]
@@ -88,8 +85,7 @@ def twin(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: 
 
 
 def attend(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores = PLAIN) -> Tensor:
-    """Compute the attention output [B * J, heads * head_dim] of queries [B * J, heads, head_dim]: J tokens of each of B
-    rows, row after row.
+    """Compute the attention output [B * J, heads * head_dim] of queries [B * J, heads, head_dim], row after row.
 
     keys, values: one layer of the cache, [rows, kv_heads, positions, head_dim], with new tokens already written; rows
     0..B-1 are read. A token without visible positions yields zeros.
@@ -101,8 +97,8 @@ def attend(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Block sizes of the Triton attention kernel for one shape of pass: numbers of queries, keys and channels that a
-    program reads at a time. `warps` and `stages` are launch options."""
+    """Block sizes of the Triton attention kernel: numbers of queries, keys and channels that a program reads at a time.
+    `warps` and `stages` are launch options."""
 
     members: int
     """Number of stacked queries per program: BLOCK_M."""
@@ -126,14 +122,13 @@ class Tiles:
         return cls(members, keys, channels, warps=8 if members > 64 else 4, stages=stages)
 
     def splits(self, pairs: int, stacked: int, positions: int) -> int:
-        """Return the number of parts (splits) into which a row's positions are divided; different programs read
-        different parts. It is chosen so that
-        - there are about PROGRAMS programs or more, to occupy the GPU;
+        """Return the number of parts (splits) into which a row's positions are divided, for different programs:
+        - enough for about PROGRAMS programs, to occupy the GPU;
         - a part has at most MOST_POSITIONS positions;
-        - a part is not smaller than one block of keys, even if there are then fewer programs.
+        - a part is not smaller than one block of keys.
 
-        pairs: number of (row, key head) pairs; stacked: number of queries per pair, which is query heads per key head
-        times tokens per row; positions: maximum positions of a row.
+        pairs: number of (row, key head) pairs; stacked: queries per pair, which is query heads per key head times
+        tokens per row; positions: maximum positions of a row.
         """
         programs = pairs * -(-stacked // self.members)
         # Rows differ in length and may be idle: a single program must not walk a long row alone.
@@ -143,15 +138,14 @@ class Tiles:
 
 @cache
 def _shared_bytes(device: torch.device) -> int:
-    """Bytes of shared memory per program; an H100's without a GPU, as under Triton's interpreter."""
+    """Bytes of shared memory per program; an H100's under Triton's interpreter."""
     if device.type != "cuda":
         return H100_SHARED
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores) -> Tensor:
-    """Compute the same as `attend`, with the same arguments, by the Triton kernels. Returns the attention output [B *
-    J, heads * head_dim]."""
+    """Compute `attend`, with the same arguments, by the Triton kernels."""
     from paceline.model.torch.kernels.triton import attend as attend_triton
 
     launched: Any = attend_triton

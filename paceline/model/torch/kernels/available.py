@@ -1,5 +1,4 @@
-"""Decides where the Triton kernels run: on NVIDIA GPUs of Ampere or later on which Triton can compile and start a
-kernel."""
+"""Decides where the Triton kernels run: on NVIDIA GPUs of Ampere or later on which Triton can start a kernel."""
 
 from __future__ import annotations
 
@@ -28,17 +27,16 @@ def can_use(device: torch.device | str) -> bool:
 
 @cache
 def overlap_options(device: torch.device) -> dict[str, bool]:
-    """Return Triton's launch options for `device`. If a kernel can start there before the previous one ends
-    (`triton/overlap.py`), they are {"OVERLAPS": True, "launch_pdl": True}, else {"OVERLAPS": False}."""
+    """Return Triton's launch options for `device`: with OVERLAPS True if a kernel can start there before the previous
+    one ends (`triton/overlap.py`)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < OVERLAPPING_CAPABILITY:
         return {"OVERLAPS": False}
     return {"OVERLAPS": True, "launch_pdl": True}
 
 
 def launch(module: str, kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int | str) -> None:
-    """Launch a Triton kernel, the function `kernel` of `triton/{module}.py`, on the device of its first argument.
-    `constants`: the kernel's constexpr arguments, and launch options such as num_warps. Does nothing if the grid is
-    empty."""
+    """Launch a Triton kernel, the function `kernel` of `triton/{module}.py`, on the device of its first argument;
+    nothing if the grid is empty. `constants`: constexpr arguments, and launch options such as num_warps."""
     assert isinstance(args[0], Tensor)
     if 0 not in grid:
         kernels = importlib.import_module(f"paceline.model.torch.kernels.triton.{module}")
@@ -48,8 +46,8 @@ def launch(module: str, kernel: str, grid: tuple[int, ...], args: list[Tensor | 
 
 @cache
 def _starts_kernels(index: int) -> bool:
-    """True if Triton compiles and starts a kernel on this GPU. It is part of PyTorch's CUDA builds, but also needs a C
-    compiler, Python's headers and a cache folder."""
+    """True if Triton compiles and starts a kernel on this GPU, which also needs a C compiler, Python's headers and a
+    cache folder."""
     if torch.cuda.get_device_capability(index) < LEAST_CAPABILITY:
         return False
     try:

@@ -1,8 +1,7 @@
-"""Triton kernels for gated delta nets in passes of fixed shape (CUDA graphs): each row's real length is read on the
-device.
+"""Triton kernels for gated delta nets in passes of fixed shape (CUDA graphs), with row lengths read on the device.
 
-`paceline.model.torch.delta_net.DeltaNet` computes the same in PyTorch if every row has the maximum length
-(`FixedStage.whole`). Kernels sum in another order; they compute in float32 and round to the dtype at the same points.
+`paceline.model.torch.delta_net.DeltaNet` computes the same in PyTorch (`FixedStage.whole`). Kernels sum in another
+order; they compute in float32 and round to the dtype at the same points.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ def recur(
     eps: float,
     unit_eps: float,
 ) -> Tensor:
-    """Compute the part of a gated delta net between its two projections, in four kernel launches: from `fused_TX`, the
-    result of the fused input projection, to the input of the output projection, [T, value heads * value_dim]. Updates
-    `memory`, the recurrent states and pending windows. Padding tokens yield zeros.
+    """Compute everything between a gated delta net's two projections, in four kernel launches: `fused_TX`, the result
+    of the fused input projection, -> [T, value heads * value_dim]. Updates `memory`, the recurrent states and pending
+    windows. Padding tokens yield zeros.
 
     fused_TX: for each token the convolution inputs, the gates, and for each value head the logit of beta (weight of the
     token's update) and the input of the decay's softplus. eps: of the output norm; unit_eps: of the normalisation of

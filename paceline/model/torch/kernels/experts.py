@@ -1,8 +1,8 @@
 """Mixtures of experts in passes of fixed shape: routing and products without device-to-host copies.
 
-On CUDA, kernels of `model/torch/kernels/triton/experts.py` compute only the selected experts and read each of their
-matrices once for up to FEW tokens. The functions `*_twin` are PyTorch equivalents; `mix_twin` computes all experts for
-all tokens. A token's experts are summed in ascending order, so that results are reproducible bit by bit.
+On CUDA, kernels compute only the selected experts and read each of their matrices once for up to FEW tokens. The
+functions `*_twin` are PyTorch equivalents. A token's experts are summed in ascending order, so that results are
+reproducible bit by bit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from paceline.model.torch.kernels.layer import check_contiguous, next_power
 
 _launch = partial(available.launch, "experts")
 FEW = 16
-"""Maximum tokens for which each expert searches all tokens for its own, without a list; they fit in one block of a
-product."""
+"""Maximum tokens for which each expert searches all tokens for its own, without a list; they fit in one block."""
 _BUSY = 512
 """Programs needed to fill a GPU; with fewer, tiles become smaller."""
 
@@ -44,8 +43,8 @@ def route_twin(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tenso
     """Select the K = `per_token` experts with the largest logits for each token, in PyTorch operations.
 
     Returns (weights, indices), both [T, K]. The indices of a token's experts ascend. The weights, float32, are the
-    experts' probabilities, divided by their sum if `is_normed`. live_T: mask of valid tokens, None if all are; padding
-    tokens get index -1 for each expert.
+    experts' probabilities, divided by their sum if `is_normed`. live_T: mask of valid tokens; padding tokens get index
+    -1.
     """
     weights_TK, chosen_TK = logits_TE.softmax(-1, torch.float32).topk(per_token, dim=-1)
     if is_normed:
@@ -57,8 +56,7 @@ def route_twin(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tenso
 
 
 def route(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute the same as `route_twin`, with the same arguments, in one kernel launch: select the K = `per_token`
-    experts with the largest logits for each token. Returns (weights [T, K], indices [T, K])."""
+    """Compute `route_twin`, with the same arguments, in one kernel launch."""
     check_contiguous(logits_TE)
     (num_tokens, num_experts), device = logits_TE.shape, logits_TE.device
     weights_TK = torch.empty(num_tokens, per_token, dtype=torch.float32, device=device)
@@ -80,8 +78,7 @@ def mix_twin(
     inputs_TD: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], weights_TK: Tensor, chosen_TK: Tensor
 ) -> Tensor:
     """Compute, for each token, the weighted sum of the outputs of its K experts: [T, D], in the inputs' dtype.
-    chosen_TK: the experts' indices in `experts`; index -1 adds zeros. weights_TK: their weights. In PyTorch operations:
-    all experts run on all tokens."""
+    chosen_TK: the experts' indices in `experts`; index -1 adds zeros. All experts run on all tokens."""
     outputs_ETD = torch.stack([expert(inputs_TD) for expert in experts])
     token_T = torch.arange(len(inputs_TD), device=inputs_TD.device)
     summed_TD = torch.zeros(outputs_ETD.shape[1:], dtype=torch.float32, device=inputs_TD.device)
@@ -99,11 +96,8 @@ def mix(
     shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Compute the weighted sum [T, D] of the outputs of each token's experts in `stack`, in three kernel launches, or
-    four for more than 16 tokens (FEW). weights_TK, chosen_TK: as in `mix_twin`.
-
-    shared: None, or (output of a shared expert [T, D], its gates [T, 1]); adds the output times the sigmoid of its
-    gate.
-    """
+    four for more than 16 tokens (FEW). weights_TK, chosen_TK: as in `mix_twin`. shared: (output of a shared expert [T,
+    D], its gates [T, 1]); adds the output times the sigmoid of its gate."""
     check_contiguous(inputs_TD, weights_TK, chosen_TK)
     (num_tokens, hidden), per_token, device = inputs_TD.shape, chosen_TK.shape[1], inputs_TD.device
     num_experts, _, inner = stack.down_EDI.shape

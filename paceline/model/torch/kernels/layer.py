@@ -1,9 +1,8 @@
 """Small operations of a decoder layer in one kernel launch each, on CUDA: residual addition and norms, heads, gated
 product.
 
-Each function launches a kernel of `model/torch/kernels/triton/layer.py`; the function `*_twin` is its reference in
-PyTorch. Kernels round to the tensors' dtype at the same points; sums of squares use another order, and exponentials
-differ in the last bits of float32. They have no gradients.
+The functions `*_twin` are the references in PyTorch. Kernels round to the tensors' dtype at the same points; sums of
+squares use another order, and exponentials differ in the last bits of float32. They have no gradients.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ _BLOCK = 1024
 
 
 class NormWeight(NamedTuple):
-    """Parameters of an RMSNorm over the last dimension: its weight, its eps, and whether the product with the weight is
-    computed in float32."""
+    """Parameters of an RMSNorm over the last dimension."""
 
     weight: Tensor
     eps: float
     is_wide: bool = False
-    """True if values are multiplied by the weight in float32 and then rounded to the dtype; otherwise they are rounded
+    """True if values are multiplied by the weight in float32 and then rounded to the dtype; otherwise rounded
     before."""
 
 
@@ -41,8 +39,7 @@ class Places(NamedTuple):
 
 
 def can_run(tensor: Tensor) -> bool:
-    """Return True if the kernels can process this tensor: it is on CUDA, with Triton installed, and needs no
-    gradients."""
+    """Return True if the kernels can process this tensor: on CUDA, with Triton, without gradients."""
     return available.can_use(tensor.device) and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
@@ -52,14 +49,14 @@ def rms_norm_twin(inputs: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tenso
 
 
 def normed(inputs: Tensor, norm: NormWeight) -> Tensor:
-    """Compute an RMSNorm without the multiplication by its weight. The result is float32 if `norm.is_wide`, else it has
-    the inputs' dtype."""
+    """Compute an RMSNorm without the multiplication by its weight; float32 if `norm.is_wide`, else in the inputs'
+    dtype."""
     return F.rms_norm(inputs.float() if norm.is_wide else inputs, inputs.shape[-1:], eps=norm.eps)
 
 
 def weighted(normed: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
-    """Multiply normed values by the norm's weight; the result has dtype `dtype`. The values are rounded to `dtype`
-    before the multiplication, or only after it if `norm.is_wide`."""
+    """Multiply normed values by the norm's weight. They are rounded to `dtype` before, or only after it if
+    `norm.is_wide`."""
     return (normed * norm.weight).to(dtype) if norm.is_wide else normed.to(dtype) * norm.weight
 
 
@@ -74,10 +71,8 @@ def rms_norm(inputs: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
 def add_norm_twin(
     hidden_TD: Tensor, update_TD: Tensor, update_norm: NormWeight | None, norm: NormWeight | None, scale: float
 ) -> Tensor | None:
-    """Add scale * update_norm(update) to `hidden_TD` in place, and return norm(hidden).
-
-    Without `update_norm`, scale * update is added. Without `norm` the sum is not normed, and None is returned.
-    """
+    """Add scale * update_norm(update) to `hidden_TD` in place, and return norm(hidden), or None without `norm`. Without
+    `update_norm`, scale * update is added."""
     normed_TD = update_TD if update_norm is None else rms_norm_twin(update_TD, update_norm, update_TD.dtype)
     hidden_TD.add_(normed_TD, alpha=scale)
     return None if norm is None else rms_norm_twin(hidden_TD, norm, update_TD.dtype)
@@ -86,8 +81,7 @@ def add_norm_twin(
 def add_norm(
     hidden_TD: Tensor, update_TD: Tensor, update_norm: NormWeight | None, norm: NormWeight | None, scale: float
 ) -> Tensor | None:
-    """Add scale * update_norm(update) to `hidden_TD` in place, and return norm(hidden), or None without `norm`, in one
-    kernel launch. The reference in PyTorch is `add_norm_twin`."""
+    """Compute `add_norm_twin`, with the same arguments, in one kernel launch."""
     update_TD = update_TD.contiguous()
     out_TD = None if norm is None else torch.empty_like(update_TD)
     _launch_norm(hidden_TD, update_TD, out_TD, update_norm, norm, scale, has_update=True)
@@ -135,13 +129,12 @@ def heads(
     is_whole: bool = False,
 ) -> Tensor:
     """Norm and rotate the heads of a QKV projection's output, and write keys and values to the cache; returns the
-    queries [T, num_heads, head_dim].
+    queries [T, num_heads, head_dim]. The reference in PyTorch is `paceline.model.torch.heads.heads_twin`.
 
     fused_TX: for each token the heads of queries, keys and values, then any other columns. keys, values: one layer of
-    the cache [rows, kv_heads, positions, head_dim]. norm: parameters with one weight row per query and key head; None:
-    no norm. `is_whole`: each token has one norm over all its queries and one over all its keys, instead of one per
-    head. tables: cosines and signed sines of the tokens' positions (`Rope.tables`); None: no rotation. The reference in
-    PyTorch is `paceline.model.torch.heads.heads_twin`.
+    the cache [rows, kv_heads, positions, head_dim]. norm: with one weight row per query and key head. `is_whole`: one
+    norm over all queries of a token and one over all its keys, instead of one per head. tables: cosines and signed
+    sines of the tokens' positions (`Rope.tables`); None: no rotation.
     """
     _, num_kv_heads, _, size = keys.shape
     rotary = 0 if tables is None else tables[0].shape[-1]
@@ -183,8 +176,7 @@ def gated_twin(gate_up_TX: Tensor, activation: str) -> Tensor:
 
 
 def gated(gate_up_TX: Tensor, activation: str) -> Tensor:
-    """Compute activation(gate) * up in one kernel launch: [T, 2 * inner], gate first -> [T, inner]. `activation`:
-    "silu" or "gelu_tanh". The reference in PyTorch is `gated_twin`."""
+    """Compute `gated_twin`, with the same arguments, in one kernel launch."""
     check_contiguous(gate_up_TX)
     size = gate_up_TX.shape[-1] // 2
     out = gate_up_TX.new_empty(*gate_up_TX.shape[:-1], size)

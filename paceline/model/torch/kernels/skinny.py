@@ -1,7 +1,7 @@
-"""Products of a few tokens with a matrix on CUDA. Unlike cuBLAS's, they take no longer than reading the matrix.
+"""Products of a few tokens with a matrix on CUDA, which take no longer than reading the matrix, unlike cuBLAS's.
 
-Each function launches the kernel of `model/torch/kernels/triton/skinny.py`; its twin is PyTorch's product. Sums use
-another order, so results differ from the twin's in the last bits, and one token's from those of several.
+Sums use another order than PyTorch's product, so results differ in the last bits, and one token's from those of
+several.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ TILES = {
     (False, False): Tile(16, 256, 2, 4),
     (False, True): Tile(16, 256, 4, 4),
 }
-"""(whether there is one token, whether the product is gated) -> tile; the best of five to seven candidates each on an
-H100 (docs/project/log/2026-11.md)."""
+"""(whether there is one token, whether the product is gated) -> tile; the best of five to seven candidates on an H100
+(docs/project/log/2026-11.md)."""
 
 
 def tile_of(num_tokens: int, size: int, inner: int, is_gated: bool) -> Tile | None:
-    """Choose the tile for a product with `size` outputs and `inner` inputs per token. The matrix is [size, inner], or
-    [2 * size, inner] if the product is gated. Returns None if no tile divides the matrix."""
+    """Choose the tile for a product with `size` outputs and `inner` inputs per token; a gated matrix has 2 * size rows.
+    Returns None if no tile divides the matrix."""
     tile = TILES[num_tokens == 1, is_gated]
     columns = tile.columns
     while columns >= 64 and inner % columns:
@@ -50,8 +50,8 @@ def tile_of(num_tokens: int, size: int, inner: int, is_gated: bool) -> Tile | No
 
 
 def can_run(inputs_TD: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
-    """Return True if `product` supports these inputs: 1 to 16 tokens and a matrix, both bfloat16 on CUDA with Triton,
-    no gradients needed, and `tile_of` has a tile for the matrix."""
+    """Return True if `product` supports these inputs: 1 to 16 tokens and a matrix with a tile, bfloat16, on CUDA with
+    Triton, no gradients needed."""
     num_tokens, (size, inner) = inputs_TD.numel() // inputs_TD.shape[-1], weight.shape
     return (
         0 < num_tokens <= MOST_TOKENS
@@ -65,16 +65,15 @@ def can_run(inputs_TD: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
 def product_twin(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
     """Multiply inputs [..., D] by the matrix [N, D] and add its bias, in PyTorch operations.
 
-    With `activation`, "silu" or "gelu_tanh": the first half of the product is the gate, the second is up, and the
-    result is activation(gate) * up.
+    With `activation`, "silu" or "gelu_tanh", the first half of the product is the gate, the second is up, and the
+    result is activation(gate) * up [..., N / 2].
     """
     product = F.linear(inputs_TD, weight, bias)
     return product if activation is None else gated_twin(product, activation)
 
 
 def product(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
-    """Multiply inputs [..., D] by the matrix [N, D] and add its bias, in one kernel launch; requires that `can_run` is
-    true. With `activation` the result is activation(gate) * up [..., N / 2], as in `product_twin`."""
+    """Compute `product_twin`, with the same arguments, in one kernel launch; requires that `can_run` is true."""
     inputs_TD = inputs_TD.contiguous()
     num_tokens, (size, inner) = inputs_TD.numel() // inputs_TD.shape[-1], weight.shape
     size = size if activation is None else size // 2

@@ -2,7 +2,7 @@
 combination of their results (Flash-Decoding).
 
 Queries that share a key head are stacked: query m of a row and key head is that of query head m % GROUP and token m //
-GROUP. Scores are in base 2, so that weights are exp2 of them. Imported on first use, as they need Triton.
+GROUP. Scores are in base 2, so that weights are exp2 of them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ def attend_split(
     HAS_BITS: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program computes the attention of one tile of queries of one (row, key head) pair, over one part (split) of
-    the row's positions. It writes each query's sum of weighted values (not yet normalised), sum of weights and largest
-    score, from which `combine_splits` computes the output.
+    """Compute the attention of one tile of queries of one (row, key head) pair, over one part (split) of the row's
+    positions, in each program. Writes each query's sum of weighted values (not yet normalised), sum of weights and
+    largest score.
 
     query [T, heads, HEAD]; keys, values: one layer of the cache [rows, kv_heads, positions, HEAD]; starts_B, counts_B:
     number of positions before the pass, and of valid new tokens, of each row. count: new tokens per row, including
     padding; GROUP: query heads per key head. Outputs, float32, for P (row, key head) pairs with M = count * GROUP
     queries each: sums [P, splits, M, HEAD], weights and maxima [P, M, splits].
 
-    scale: factor on the scores. HAS_CAP: scores have the soft cap `cap`. HAS_WINDOW: attention has a sliding window of
-    `window` positions. HAS_BITS: a token attends to the new tokens of its row whose bits are set in bits_BJ, and
-    depths_BJ are their depths in the tree; otherwise to all up to itself if IS_CAUSAL, else to all. A tile has BLOCK_M
-    queries, and reads BLOCK_N positions at a time; BLOCK_D: HEAD rounded up to a power of two. PRECISION: input
-    precision of the products; STAGES: pipeline stages of the loop; OVERLAPS: True if the kernel may start before the
-    previous one ends (`overlap`)."""
+    scale: factor on the scores; cap: their soft cap; window: sliding window in positions. HAS_BITS: a token attends to
+    the new tokens of its row whose bits are set in bits_BJ, and depths_BJ are their depths in the tree; otherwise to
+    all up to itself if IS_CAUSAL, else to all. BLOCK_M: queries of a tile; BLOCK_N: positions read at a time; BLOCK_D:
+    HEAD rounded up to a power of two. PRECISION: of the products; STAGES: pipeline stages of the loop; OVERLAPS: see
+    `overlap`.
+    """
     overlap(OVERLAPS)
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     pair = tl.program_id(2)
@@ -120,12 +120,12 @@ def combine_splits(
     GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program combines the splits of one query: writes its attention output to out [T, heads, HEAD], zeros if the
-    query attends to no position.
+    """Combine the splits of one query in each program: writes its attention output to out [T, heads, HEAD], zeros if
+    the query attends to no position.
 
     sums, weights, maxima: outputs of `attend_split`; count, GROUP, HEAD and BLOCK_D: as there. splits: number of
     splits, of which CHUNK are read at a time. HAS_SINKS: each head has an attention sink with the logit in sinks_H.
-    OVERLAPS: True if the kernel may start before the previous one ends (`overlap`)."""
+    """
     overlap(OVERLAPS)
     member, pair = tl.program_id(0), tl.program_id(1)
     row, kv_head = pair // kv_heads, pair % kv_heads

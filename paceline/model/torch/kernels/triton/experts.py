@@ -13,11 +13,12 @@ def route(
     logits_ptr, live_ptr, weights_ptr, chosen_ptr, num_experts,
     PER_TOKEN: tl.constexpr, BLOCK_E: tl.constexpr, IS_NORMED: tl.constexpr, HAS_LIVE: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: selects its PER_TOKEN experts with the largest logits. Writes their indices, ascending,
-    and the weights of their outputs: the experts' probabilities, divided by their sum if IS_NORMED.
+    """Select the PER_TOKEN experts with the largest logits of one token in each program. Writes their indices,
+    ascending, and the weights of their outputs: the experts' probabilities, divided by their sum if IS_NORMED.
 
     logits [T, num_experts]; outputs: weights, chosen (indices) [T, PER_TOKEN]. HAS_LIVE: tokens with 0 in live [T] are
-    padding, and get index -1; otherwise all tokens are valid. BLOCK_E: num_experts rounded up to a power of two."""
+    padding, and get index -1. BLOCK_E: num_experts rounded up to a power of two.
+    """
     token = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < num_experts
@@ -49,11 +50,11 @@ def list_pairs(
     chosen_ptr, lists_ptr, counts_ptr, num_tokens,
     PER_TOKEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """One program per expert: lists its (token, expert) pairs in the order of tokens, and counts them. A pair is the
-    number token * PER_TOKEN + k, for the token's k-th expert.
+    """List and count the (token, expert) pairs of one expert in each program, in the order of tokens.
 
     chosen [num_tokens, PER_TOKEN]: indices of experts; outputs: lists [experts, num_tokens], counts [experts]. BLOCK_P:
-    PER_TOKEN rounded up to a power of two; BLOCK_T: tokens read at a time."""
+    PER_TOKEN rounded up to a power of two; BLOCK_T: tokens read at a time.
+    """
     expert = tl.program_id(0)
     place = tl.arange(0, BLOCK_P)
     count = 0
@@ -91,13 +92,12 @@ def multiply(
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program computes one tile of an expert's outputs, for all (token, expert) pairs of this expert, and writes it
-    to out [pairs, OUT]. The pair of a token's k-th expert is number token * PER_TOKEN + k.
+    """Compute one tile of an expert's outputs in each program, for all (token, expert) pairs of this expert: out
+    [pairs, OUT].
 
-    IS_UP: computes activation(gate) * up from inputs [tokens, IN] and weight [experts, 2 * OUT, IN], gate first.
-    Otherwise computes the product of inputs [pairs, IN] and weight [experts, OUT, IN]. HAS_BIAS: adds bias [experts,
-    rows of weight] to the products. With ACTIVATION "clamped_swiglu", `limit` is the bound on gate and up, and `alpha`
-    the factor in the gate's sigmoid.
+    IS_UP: activation(gate) * up from inputs [tokens, IN] and weight [experts, 2 * OUT, IN], gate first. Otherwise the
+    product of inputs [pairs, IN] and weight [experts, OUT, IN]. HAS_BIAS: adds bias [experts, rows of weight] to the
+    products. With ACTIVATION "clamped_swiglu", `limit` is the bound on gate and up, `alpha` the factor in the sigmoid.
 
     chosen [num_tokens, PER_TOKEN]: each token's experts. HAS_LISTS: an expert's pairs are read from lists and counts,
     the outputs of `list_pairs`; otherwise they are searched in `chosen`. IS_BY_PAIR: programs are started for each pair
@@ -163,8 +163,8 @@ def combine(
     outputs_ptr, weights_ptr, chosen_ptr, shared_ptr, gate_ptr, out_ptr,
     SIZE: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, HAS_SHARED: tl.constexpr,
 ):  # fmt: skip
-    """One program for one token and BLOCK of columns: the weighted sum of the outputs of the token's experts, added in
-    the order of `chosen`.
+    """Add up the weighted outputs of one token's experts, for BLOCK of columns in each program, in the order of
+    `chosen`.
 
     outputs [T * PER_TOKEN, SIZE]; weights, chosen [T, PER_TOKEN], where index -1 adds zeros; out [T, SIZE]. HAS_SHARED:
     adds the shared expert's output, shared [T, SIZE], times the sigmoid of the token's gate [T].

@@ -1,7 +1,6 @@
-"""Triton kernels of a decoder layer's small operations, imported only when `model/torch/kernels/layer.py` launches
-them.
+"""Triton kernels of a decoder layer's small operations, for `model/torch/kernels/layer.py`.
 
-All compute in float32 and round where the PyTorch formulas of `model/torch/kernels/layer.py` round.
+All compute in float32 and round where the PyTorch formulas there round.
 """
 
 import triton
@@ -12,8 +11,7 @@ from paceline.model.torch.kernels.triton.overlap import overlap
 
 @triton.jit
 def _weighted(values, scale, weight_ptr, at, mask, IS_WIDE: tl.constexpr, DTYPE: tl.constexpr):
-    """values * scale * weight, rounded to DTYPE; unless IS_WIDE, also rounded before the multiplication by the
-    weight."""
+    """values * scale * weight, rounded to DTYPE; unless IS_WIDE, also rounded before the product with the weight."""
     normed = values * scale
     if not IS_WIDE:
         normed = normed.to(DTYPE).to(tl.float32)
@@ -27,14 +25,13 @@ def add_norm(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_UPDATE: tl.constexpr, HAS_UPDATE_NORM: tl.constexpr,
     HAS_NORM: tl.constexpr, IS_UPDATE_WIDE: tl.constexpr, IS_WIDE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: hidden += scale * norm(update) in place, out = norm(hidden); hidden, update and out are
-    [rows, SIZE].
+    """Compute, for one row in each program, hidden += scale * norm(update) in place and out = norm(hidden); hidden,
+    update and out are [rows, SIZE].
 
-    HAS_UPDATE: there is an update, otherwise hidden is unchanged. HAS_UPDATE_NORM: the update is normed before it is
-    added, with update_weight [SIZE] and update_eps. HAS_NORM: `out` is written, normed with weight [SIZE] and eps.
-    IS_UPDATE_WIDE, IS_WIDE, for the two norms: the product with the weight is computed in float32; otherwise the norm
-    is rounded to the dtype before this product. BLOCK: SIZE rounded up to a power of two. OVERLAPS: True if the kernel
-    may start before the previous one ends (`overlap`)."""
+    HAS_UPDATE: there is an update. HAS_UPDATE_NORM: it is normed, with update_weight [SIZE] and update_eps. HAS_NORM:
+    `out` is written, normed with weight [SIZE] and eps. IS_UPDATE_WIDE, IS_WIDE: the norm's product with the weight is
+    computed in float32; otherwise it is rounded to the dtype before. BLOCK: SIZE rounded up to a power of two.
+    """
     overlap(OVERLAPS)
     begin = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, BLOCK)
@@ -64,19 +61,17 @@ def heads(
     WHOLE_BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and head: applies norm and RoPE to queries and keys, and writes keys and values to the
-    cache.
+    """Apply norm and RoPE to one head of one token in each program, and write keys and values to the cache.
 
     fused: for each token (token_stride apart) the heads of queries, keys and values, of SIZE channels each; query [T,
     NUM_HEADS, SIZE]: output. keys, values: one layer of the cache, with row_stride, head_stride and slot_stride; rows,
-    slots [T]: cache row of each token, and position in it. ROTARY: number of rotated channels of each head, 0 for none;
-    cos, sin [T, ROTARY]: cosines and signed sines of `Rope.tables`.
+    slots [T]: cache row and position of each token. ROTARY: number of rotated channels of each head; cos, sin [T,
+    ROTARY]: cosines and signed sines of `Rope.tables`.
 
-    HAS_NORM: queries and keys are normed, with eps and weight: SIZE numbers for each head of queries and keys.
-    IS_WHOLE: one norm over all queries of the token and one over all its keys; otherwise one norm per head. IS_WIDE:
-    the product with the weight is computed in float32; otherwise the norm is rounded before it. BLOCK, WHOLE_BLOCK:
-    SIZE, and all channels of a norm with IS_WHOLE, rounded up to powers of two. OVERLAPS: True if the kernel may start
-    before the previous one ends (`overlap`).
+    HAS_NORM: queries and keys are normed, with eps and weight: SIZE numbers for each head of either. IS_WHOLE: one norm
+    over all queries of the token and one over all its keys, instead of one per head. IS_WIDE: the product with the
+    weight is computed in float32; otherwise the norm is rounded before. BLOCK, WHOLE_BLOCK: SIZE, and all channels of a
+    norm with IS_WHOLE, rounded up to powers of two.
     """
     overlap(OVERLAPS)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -124,9 +119,8 @@ def heads(
 
 @triton.jit
 def gated(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr, OVERLAPS: tl.constexpr):
-    """One program per row and BLOCK of columns: out [rows, SIZE] = activation(gate) * up, for gate_up [rows, 2 * SIZE],
-    gate first. The activation is GELU by tanh if IS_GELU, else SiLU. OVERLAPS: True if the kernel may start before the
-    previous one ends (`overlap`)."""
+    """Compute activation(gate) * up for one row and BLOCK of columns in each program: gate_up [rows, 2 * SIZE], gate
+    first -> out [rows, SIZE]. The activation is GELU by tanh if IS_GELU, else SiLU."""
     overlap(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -11,9 +11,8 @@ def overlap(OVERLAPS: tl.constexpr):
     """Allow the next kernel to start its programs, then wait until the previous kernel has ended and its writes are
     visible. Does nothing unless OVERLAPS.
 
-    Every program of a kernel launched with `launch_pdl` (programmatic dependent launch) must call this before it
-    accesses data shared with other kernels. It waits only for the previous kernel, which itself waited for the one
-    before.
+    Every program of a kernel launched with `launch_pdl` must call this before it accesses data shared with other
+    kernels.
     """
     if OVERLAPS:
         gdc_launch_dependents()

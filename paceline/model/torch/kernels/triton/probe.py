@@ -1,5 +1,4 @@
-"""A minimal Triton kernel, to test whether Triton can compile and start one. Imported on first use, as it needs
-Triton."""
+"""A minimal Triton kernel, to test whether Triton can compile and start one."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ def write_one(out):
 
 
 def starts(index: int) -> bool:
-    """Compile a small kernel and run it on the GPU with this index. Returns True if its result is right; raises
-    Triton's error if it does not run."""
+    """Run a small kernel on the GPU with this index. Returns True if its result is right; raises Triton's error if it
+    does not run."""
     with torch.cuda.device(index):
         out = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
         kernel: Any = write_one

@@ -1,8 +1,6 @@
-"""Triton kernel of `model/torch/kernels/skinny.py`: a product of few tokens with a matrix, as fast as reading the
-matrix.
+"""Triton kernel of `model/torch/kernels/skinny.py`: a product of few tokens with a matrix, as fast as reading it.
 
-A program multiplies all tokens with ROWS whole rows of the matrix. It loads its first rows before it waits for the
-previous kernel (`overlap`), on which the matrix does not depend.
+A program loads its first rows before it waits for the previous kernel (`overlap`), on which the matrix does not depend.
 """
 
 import triton
@@ -40,16 +38,14 @@ def skinny(
     INNER: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program computes ROWS of the `size` outputs, for all tokens. It reads COLUMNS columns of the matrix at a
-    time.
+    """Compute ROWS of the `size` outputs in each program, for all tokens, from COLUMNS columns of the matrix at a time.
 
     GATE 0: out [tokens, size] = inputs [tokens, INNER] times the matrix [size, INNER], plus the bias [size] if
-    HAS_BIAS. GATE 1 or 2: matrix and bias have `size` rows of gate, then `size` rows of up, and out = activation(gate)
-    * up. The activation is SiLU (1) or GELU by tanh (2).
+    HAS_BIAS. GATE 1 (SiLU) or 2 (GELU by tanh): matrix and bias have `size` rows of gate, then `size` rows of up, and
+    out = activation(gate) * up.
 
     TOKENS: 1 for one token, else the smallest power of two, at least 16, that is not below num_tokens. COLUMNS divides
-    INNER, ROWS divides size. PRECISION: input precision of the products; STAGES: pipeline stages of the loop; OVERLAPS:
-    True if the kernel may start before the previous one ends (`overlap`).
+    INNER, ROWS divides size. PRECISION: of the products; STAGES: pipeline stages of the loop.
     """
     IS_ONE: tl.constexpr = TOKENS == 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
