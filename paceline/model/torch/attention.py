@@ -1,13 +1,11 @@
 """Attention of a packed batch over the static KV cache, and RoPE of its queries and keys.
 
-A pass has several rows, each with its own start and number of new tokens. Their plan, including masks, is built once
-per pass and used by every layer. Queries that share a key head are stacked as rows of one product (GQA without repeated
-keys), four times faster on CPU at one position than `enable_gqa=True` (docs/project/log/2026-11.md).
+The plan of a pass, including masks, is built once and used by every layer. Adjacent rows with equal token counts run as
+one product with a mask; other rows run over exactly their own length. Queries that share a key head are stacked as rows
+of one product (GQA without repeated keys), four times faster on CPU at one position than `enable_gqa=True`
+(docs/project/log/2026-11.md).
 
-Adjacent rows with equal token counts run as one product with a mask; other rows run over exactly their own length.
-
-RoPE tables use Hugging Face's half-split layout (frequencies repeated twice) and the formulas of Transformers'
-`modeling_rope_utils`; tests compare every RoPE type with it.
+RoPE tables use Hugging Face's half-split layout and the formulas of Transformers' `modeling_rope_utils`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from paceline.model.torch.sdpa import chosen_kernels
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Options of attention scores (products of query and key): their scale, soft cap and attention sinks."""
+    """Options of attention scores (products of query and key)."""
 
     scale: float | None = None
     """Factor on the scores; None: 1 / sqrt(head_dim)."""
@@ -74,8 +72,8 @@ class AttentionPlan:
         parents: list[int] | None = None,
     ) -> None:
         """`starts`, `counts`: for each cache row, the number of positions before the pass and of new tokens. `group`:
-        query heads per key head. `parents`: as in ForwardBatch; a token then attends to all positions before its row's
-        start, to its ancestors and to itself."""
+        query heads per key head. `parents`: as in ForwardBatch; a token then attends to its ancestors, itself and all
+        positions before its row's start."""
         self._group = group
         self._window = window
         self._is_causal = is_causal
@@ -103,7 +101,7 @@ class AttentionPlan:
         device: torch.device,
     ) -> Self:
         """Build a plan from masks. visible[i], bool [counts[i], positions], is True where a new token of row rows[i]
-        attends to a position of this row in the cache. `group`: query heads per key head."""
+        attends to a position of this row. `group`: query heads per key head."""
         plan = cls([], [], [], group=group, dtype=dtype, device=device)
         for row, count, seen in zip(rows, counts, visible, strict=True):
             plan.spans.append(_Span(row, 1, count, 0, seen.shape[-1], plan._additive(seen[None].to(device))))
@@ -165,8 +163,8 @@ class AttentionPlan:
 def attend_rows(query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores = PLAIN) -> Tensor:
     """Compute the attention output [T, heads * head_dim] for cache rows with equally many queries, row after row in T.
 
-    keys, values: the cache positions to attend to, [rows, kv_heads, positions, head_dim]. mask: None, or numbers added
-    to the scores, [rows, 1, query heads per key head * queries per row, positions].
+    keys, values: cache positions to attend to, [rows, kv_heads, positions, head_dim]. mask: numbers added to the
+    scores, [rows, 1, query heads per key head * queries per row, positions].
     """
     num_rows, kv_heads, _, head_dim = keys.shape
     count, group = len(query_THD) // num_rows, query_THD.shape[1] // kv_heads
@@ -199,8 +197,8 @@ def _weigh(stacked: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores, c
 
 
 def ancestors(parents: list[int]) -> tuple[Tensor, list[int]]:
-    """Return (seen, depths) for C tokens with these parents (index; negative: none). seen, bool [C, C]: True where the
-    column's token is an ancestor of the row's token, or that token itself. depths: each token's number of ancestors."""
+    """Return (seen, depths) of C tokens with these parents (index; negative: none). seen, bool [C, C]: the column's
+    token is an ancestor of the row's token, or that token itself. depths: each token's number of ancestors."""
     seen_CC, depths = torch.eye(len(parents), dtype=torch.bool), list[int]()
     for token, parent in enumerate(parents):
         if parent >= 0:
@@ -221,8 +219,7 @@ def _runs(rows: list[int], counts: list[int]) -> list[int]:
 
 
 class CacheWriter:
-    """Writes new keys and values to the cache. The positions of a pass's tokens are computed once and used by every
-    layer."""
+    """Writes new keys and values to the cache, in every layer to the same positions."""
 
     def __init__(
         self, rows: list[int], starts: list[int], counts: list[int], device: torch.device | str = "cpu"
@@ -237,7 +234,7 @@ class CacheWriter:
 
     @property
     def places(self) -> Places:
-        """Cache row and position of each token, as the tensors that `kernels.layer.heads` reads."""
+        """Cache row and position of each token, for `kernels.layer.heads`."""
         if self._places is None and self._single is not None:
             row, start, count = self._single
             position_T = torch.arange(start, start + count, device=self._device)
@@ -247,7 +244,7 @@ class CacheWriter:
         return self._places
 
     def write(self, cache: Tensor, new_THD: Tensor) -> None:
-        """Copy the new keys or values [T, kv_heads, head_dim] into one layer of the cache [rows, kv_heads, max_len,
+        """Copy new keys or values [T, kv_heads, head_dim] into one layer of the cache [rows, kv_heads, max_len,
         head_dim]."""
         if self._single is None:
             cache[self._row_T, :, self._position_T] = new_THD
@@ -257,7 +254,7 @@ class CacheWriter:
 
 
 def positions_of(starts: list[int], counts: list[int]) -> list[int]:
-    """Return each new token's position in its row: starts[i] + 0, 1, ... for the counts[i] tokens of row i."""
+    """Return each new token's position: starts[i] + 0, 1, ... for the counts[i] tokens of row i."""
     return [start + offset for start, count in zip(starts, counts, strict=True) for offset in range(count)]
 
 
@@ -280,25 +277,25 @@ class Rope:
         kind: RopeKind = "main",
         slack: int = 0,
     ) -> Self:
-        """Make the RoPE for texts of up to `max_len` tokens. `kind`: "main", or "local" for sliding-window layers with
-        frequencies of their own. `slack`: number of positions that the tables cover beyond `max_len`."""
+        """Make the RoPE for texts of up to `max_len` tokens. `kind` "local": for sliding-window layers with frequencies
+        of their own. `slack`: positions that the tables cover beyond `max_len`."""
         tables = rope_tables(config, max_len + slack, kind, longest=max_len)
         return cls(*(table.to(device, dtype) for table in tables))
 
     def tables(self, positions: list[int]) -> tuple[Tensor, Tensor]:
-        """Look up cosines and signed sines (see `rotate`) of T positions, for R rotated channels: [T, 1, R] each."""
+        """Look up cosines and signed sines (see `rotate`) of T positions: [T, 1, R] each."""
         if len(positions) == 1:
             at = positions[0]
             return self._cos[at : at + 1, None], self._signed_sin[at : at + 1, None]
         return self.tables_at(torch.tensor(positions, device=self._cos.device))
 
     def tables_at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up cosines and signed sines (see `rotate`) of positions [T] that are on the device: [T, 1, R] each."""
+        """Look up cosines and signed sines (see `rotate`) of positions [T] on the device: [T, 1, R] each."""
         return self._cos[positions_T][:, None], self._signed_sin[positions_T][:, None]
 
     def rotate(self, heads_THD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate the first R channels x of each head: x * cos + swap_halves(x) * signed_sin. `tables`: (cos,
-        signed_sin) of the tokens' positions, [T, 1, R]; signed_sin is sin with its first half negated."""
+        signed_sin) of the tokens, [T, 1, R]; signed_sin is sin with its first half negated."""
         if self._size < heads_THD.shape[-1]:
             rotated, rest = heads_THD.tensor_split([self._size], dim=-1)
             return torch.cat([self.rotate(rotated, tables), rest], dim=-1)
@@ -311,9 +308,10 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Compute cosines and sines for `max_len` positions, float32 [max_len, R] each, including YaRN's attention factor.
 
-    kind: "local" uses the config's `local_rope_*`. longest: maximum text length [default: max_len]; LongRoPE uses its
-    short or long factors depending on it, not on the current length, which changes with drafts. Raises
-    UnsupportedModelError for an unknown RoPE type, ModelFileError if its numbers are missing."""
+    kind "local" uses the config's `local_rope_*`. longest: maximum text length [default: max_len], by which LongRoPE
+    chooses its short or long factors. Raises UnsupportedModelError for an unknown RoPE type, ModelFileError for a
+    missing number.
+    """
     inv_freq, attention_factor = inverse_frequencies(config, kind, max_len if longest is None else longest)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq
     angles = torch.cat((angles, angles), dim=-1)
@@ -322,7 +320,7 @@ def rope_tables(
 
 def inverse_frequencies(config: DecoderConfig, kind: RopeKind = "main", longest: int = 0) -> tuple[Tensor, float]:
     """Compute RoPE's frequencies for R rotated channels: (angle per position in radians, float32 [R / 2]; factor on
-    cosines and sines). `kind`: as in `rope_tables`; `longest`: maximum text length, which only LongRoPE reads."""
+    cosines and sines). Arguments: as in `rope_tables`."""
     theta, scaling = config.rope_theta, config.rope_scaling
     if kind == "local":
         theta, scaling = config.local_rope_theta, config.local_rope_scaling

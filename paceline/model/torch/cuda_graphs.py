@@ -1,10 +1,9 @@
-"""Captures work of fixed shape as CUDA graphs before serving, and then replays it. On other devices the same work is
-computed directly.
+"""Captures work of fixed shape as CUDA graphs before serving, and then replays it; on other devices computes it
+directly.
 
-The work captured as one graph is called a region: a part of a pass, a pass or a whole decode round. It computes outputs
-from inputs, all buffers at fixed addresses, with tensor operations only, so that a replay needs no Python. Shapes are
-rounded up to a grid. If a shape is outside the grid or not captured, the region's owner computes the work eagerly, and
-this is counted: a capture takes tenths of a second, too long while requests wait.
+The work of one graph is called a region: a part of a pass, a pass or a whole decode round. It computes outputs from
+inputs, all buffers at fixed addresses, with tensor operations only. Shapes are rounded up to a grid. Work of a shape
+that was not captured is computed eagerly and counted: a capture takes tenths of a second, too long while requests wait.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _CAPTURING = threading.Lock()
 
 class Region(ABC):
     """Work of one fixed shape that can be captured as one CUDA graph, such as a target pass of 4 rows with 8 tokens
-    each; it reads and writes fixed buffers."""
+    each."""
 
     kind = ""
     """Name of this type of work, such as "target"; runs are counted under it."""
@@ -41,15 +40,14 @@ class Region(ABC):
 
     @abstractmethod
     def compute(self) -> None:
-        """Compute the outputs by tensor operations on the device, without copies between host and device."""
+        """Compute the outputs by tensor operations, without copies between host and device."""
 
 
 class Recorder:
-    """Captures regions (work of one fixed shape, such as a pass) as CUDA graphs on one device. All graphs share one
-    memory pool, so regions must never run concurrently.
+    """Captures regions (work of one fixed shape, such as a pass) as CUDA graphs on one device.
 
-    A region's outputs must be in buffers outside the pool, because other graphs reuse the pool's memory. On devices
-    other than CUDA, regions are computed directly, so that tests run the same code without a GPU.
+    All graphs share one memory pool. Regions must therefore never run concurrently, and their outputs must be in
+    buffers outside the pool. On devices other than CUDA, regions are computed directly.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,23 +59,21 @@ class Recorder:
         self.num_recorded = 0
         """Number of captured regions; on CUDA each is one CUDA graph."""
         self.replayed, self.eager = Counter[str](), Counter[str]()
-        """Numbers of runs by `Region.kind`: replays of captured regions, and eager runs for which no captured region
-        was large enough."""
+        """Numbers of runs by `Region.kind`: replays, and eager runs for which no captured region was large enough."""
         self.failed = Counter[str]()
         """Number of failed captures by `Region.kind`; that work is computed eagerly."""
         self._memory: tuple[Any, torch.cuda.Stream] | None = None
 
     def record(self, region: Region) -> None:
-        """Capture a region as a CUDA graph with its current buffers, and set `region.replay` to the function that
-        replays it. On CUDA the region first runs twice, as a warm-up. On other devices nothing is captured, and
-        `replay` computes the region directly."""
+        """Capture a region with its current buffers, and set `region.replay` to the function that replays it. On CUDA
+        the region first runs twice, as a warm-up; on other devices `replay` is `compute`."""
         began = time.perf_counter()
         region.replay = self._capture(region) if self.device.type == "cuda" else region.compute
         self.num_recorded += 1
         self.seconds += time.perf_counter() - began
 
     def run(self, region: Region) -> None:
-        """Replay a captured region (CUDA graph) on the current contents of its input buffers."""
+        """Replay a captured region on the current contents of its input buffers."""
         self.replayed[region.kind] += 1
         region.replay()
 
@@ -102,8 +98,8 @@ class Recorder:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection, which could free CUDA graphs of an earlier target: destroying a graph ends a capture.
-    The collector belongs to the process, so captures run one at a time."""
+    """Disable garbage collection, which could free older CUDA graphs: destroying a graph ends a capture. Captures run
+    one at a time, as the collector belongs to the process."""
     with _CAPTURING:
         was_enabled = gc.isenabled()
         gc.disable()
@@ -115,8 +111,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class Grid:
-    """The fixed shapes, such as (rows, tokens per row), for which a pass or other work is captured as a CUDA graph.
-    Every combination of the dimensions' sizes is a shape: sizes [1, 2] and [4, 8] give four shapes."""
+    """The fixed shapes, such as (rows, tokens per row), for which work is captured: all combinations of the dimensions'
+    sizes."""
 
     def __init__(self, *sizes: Sequence[int]) -> None:
         """`sizes`: for each dimension its sizes, ascending."""
@@ -132,8 +128,7 @@ class Grid:
         return next((size for size in self.sizes[dimension] if size >= needed), None)
 
     def cover(self, *needed: int) -> Shape | None:
-        """Return the smallest shape with at least the needed size in every dimension, or None if the grid has no such
-        shape."""
+        """Return the smallest shape with at least the needed size in every dimension, or None."""
         shape = [self.round_up(dimension, size) for dimension, size in enumerate(needed)]
         return None if None in shape else tuple(size for size in shape if size is not None)
 
@@ -142,31 +137,29 @@ AnyRegion = TypeVar("AnyRegion", bound=Region)
 
 
 class Recordings(Generic[AnyRegion]):
-    """CUDA graphs of one type of work, such as target passes: one captured region (work of a fixed shape) for each
-    shape of a grid."""
+    """Captured regions (work of a fixed shape) of one type of work, such as target passes: one for each shape of a
+    grid."""
 
     def __init__(self, recorder: Recorder, kind: str, grid: Grid, make: Callable[..., AnyRegion]) -> None:
-        """`kind`: name of the work, for counts. `make` creates a region; it receives the shape, one argument per
-        dimension."""
+        """`kind`: name of the work, for counts. `make`: creates a region from the shape, one argument per dimension."""
         self._recorder, self._kind, self.grid, self.make = recorder, kind, grid, make
         self._regions: dict[Shape, AnyRegion | None] = {}
         """Shape -> region, or None if its capture failed."""
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Capture a CUDA graph for every shape of the grid, except those that were captured before or whose capture
-        failed."""
+        """Capture every shape of the grid that was not tried before."""
         for shape in self.grid.shapes:
             if shape not in self._regions:
                 self._add(shape)
 
     @torch.inference_mode()
     def find(self, *needed: int) -> AnyRegion | None:
-        """Return the captured region (CUDA graph) of the grid's smallest shape that has at least the size `needed` in
-        every dimension. If that shape is not captured yet and `Recorder.records_late` is True, it is captured first.
+        """Return the captured region of the grid's smallest shape with at least the size `needed` in every dimension.
+        It is captured first, if it was not yet and `Recorder.records_late` is True.
 
-        Returns None if the grid has no such shape, or if the shape is not captured. The caller must then compute the
-        work without a CUDA graph, and this is counted in `Recorder.eager`.
+        Returns None if there is none, and counts this in `Recorder.eager`; the caller then computes the work without a
+        graph.
         """
         shape = self.grid.cover(*needed)
         if shape is not None and shape not in self._regions and self._recorder.records_late:
@@ -192,6 +185,5 @@ class Recordings(Generic[AnyRegion]):
 
 
 def row_sizes(num_rows: int) -> list[int]:
-    """Return the numbers of rows for which passes are captured as CUDA graphs: 1, 2, 4, ... and the maximum `num_rows`
-    itself."""
+    """Return the numbers of rows for which passes are captured: 1, 2, 4, ... and the maximum `num_rows` itself."""
     return [*(1 << power for power in range((num_rows - 1).bit_length())), num_rows]

@@ -1,9 +1,8 @@
 """The PyTorch decoder for the families of families.json, optimised for decoding.
 
-Weights are fused (q, k, v; gate and up) and packed for the device; keys and values go into a static cache; one call
-runs a ragged batch and also returns the outputs of tapped layers. It uses plain functions on tensors rather than
-modules, since at one row call overhead dominates. `model/checkpoint.py` provides the tensors; differences between
-families are fields of DecoderConfig. `tests/families/` compares every family with Transformers.
+Weights are fused (q, k, v; gate and up) and packed for the device. One call runs a ragged batch and also returns the
+outputs of tapped layers. Plain functions on tensors replace modules, since at one row call overhead dominates.
+Differences between families are fields of DecoderConfig. `tests/families/` compares each with Transformers.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ from paceline.model.torch.sdpa import chosen_kernels
 
 
 class LayerAttention(NamedTuple):
-    """Inputs of a layer's attention in addition to hidden states: the layer's part of the cache, and the pass's
-    attention plan and positions."""
+    """Inputs of a layer's attention in addition to hidden states."""
 
     keys: Tensor
     values: Tensor
@@ -66,7 +64,7 @@ class Layer:
     input_norm: Norm
     qkv: PackedLinear
     qk_norm: RMSNorm | WholeNorm | None
-    """Norms of query and key heads: one weight row per head of either, so that both are normed at once."""
+    """Norms of query and key heads: one weight row per head of either."""
     output: PackedLinear
     attention_out_norm: Norm
     mlp_norm: Norm
@@ -80,8 +78,7 @@ class Layer:
 
     @classmethod
     def of(cls, config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> Layer:
-        """Build layer `index` from its weights `parts`, fusing projections with the same input. Removes used weights
-        from `parts`."""
+        """Build layer `index` from its weights `parts`, removing the projections from `parts`."""
         names, dtype = NORMS[config.norms], next(iter(parts.values())).dtype
         norms: dict[str, Norm] = {
             field: norm_of(config, parts[f"{names[field]}.weight"]) if field in names else NoNorm(dtype)
@@ -120,7 +117,7 @@ class Layer:
             self.end.run(residual, attention.input_TI)
 
     def attend(self, normed_TD: Tensor, attention: LayerAttention) -> Tensor:
-        """Compute the attention's output [T, D], including its projection, from normed hidden states [T, D]."""
+        """Compute the attention's output [T, D], with its projection, from normed hidden states [T, D]."""
         keys, values, plan, writer, rope, tables, _ = attention
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         fused_TX = self.qkv(normed_TD)
@@ -149,8 +146,7 @@ def _qk_norm(config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> RMS
 
 
 class Decoder(Target):
-    """A target computed with PyTorch operations; supports the model families in families.json. Its static KV cache has
-    `num_rows` rows of `max_len` tokens."""
+    """A target computed with PyTorch operations. Its static KV cache has `num_rows` rows of `max_len` tokens."""
 
     kv: StaticKVCache | LayeredKVCache
     """The same object as `cache`, with its concrete type."""
@@ -260,8 +256,8 @@ class Decoder(Target):
         return sum(isinstance(layer.mlp, Experts) for layer in self.layers)
 
     def chosen_experts(self) -> Tensor | None:
-        """Indices of the K experts of each token in the last pass, [L, T, K], for the L layers with experts. None if no
-        layer has experts."""
+        """Indices of each token's K experts in the last pass, [L, T, K], for the L layers with experts; None if L is
+        0."""
         chosen = [layer.mlp.chosen_TK for layer in self.layers if isinstance(layer.mlp, Experts)]
         return torch.stack([each for each in chosen if each is not None]) if chosen else None
 
@@ -279,8 +275,7 @@ class Decoder(Target):
         - plans: sliding window (None: unlimited) -> attention plan of the layers with this window.
         - writer: writes new keys and values to the cache.
         - tables: type of RoPE -> cosines and signed sines of the tokens' positions.
-        - stages, for gated delta nets only: the steps in which they compute the pass (`DeltaCache.stages`), or the only
-          step of a pass of fixed shape.
+        - stages: for gated delta nets, the steps in which they compute the pass (`DeltaCache.stages`).
         """
         taps_TLD = torch.empty(
             len(tokens_T), len(self.tap_layers), self.hidden_size, dtype=self.dtype, device=self.device
@@ -307,8 +302,7 @@ class Decoder(Target):
 
 
 def end_scales(config: DecoderConfig, dtype: torch.dtype) -> EndScales:
-    """Return the config's scale factors of embedding and head. The embedding's factor is rounded to the model's dtype,
-    as in Gemma."""
+    """Return the config's scale factors of embedding and head; the embedding's is rounded to `dtype`, as in Gemma."""
     return EndScales(float(torch.tensor(config.embedding_scale, dtype=dtype)), config.logit_scale, config.logit_cap)
 
 
@@ -323,8 +317,8 @@ def build_layers(
 ) -> tuple[list[AnyLayer], dict[str, Any]]:
     """Build each layer as soon as all of its tensors have arrived, so that nothing is in memory twice.
 
-    make_layer receives (layer index, the layer's tensors by name within the layer); make_other converts a tensor
-    outside layers: (name, tensor) -> result. Returns (layers, results of make_other by tensor name).
+    make_layer receives (layer index, tensors by name within the layer), make_other each tensor outside layers: (name,
+    tensor). Returns (layers, results of make_other by tensor name).
     """
     sizes = [len(layer_shapes(config, index)) for index in range(config.num_layers)]
     waiting: dict[int, dict[str, AnyWeight]] = {}

@@ -1,12 +1,10 @@
-"""Cache of a model with gated delta nets (linear attention): keys and values of its attention layers, and recurrent
-states of the others.
+"""Cache of a model with gated delta nets (linear attention): keys and values of attention layers, and recurrent states.
 
-A recurrent state cannot be rolled back by reducing a length, so it lags behind. The update of each position is
-independent of later positions (`delta_net.py`) and is kept in the row's *pending window*: a row is its state after
-`committed` positions, plus the updates of the positions after them. Passes read both. A rollback only shortens a row's
-pending window; for a path of a tree, the path's entries are kept. When a window is full its older half is committed to
-the state, so at least `HALF` positions before the last pass can be rolled back for free. For longer rollbacks the next
-pass recomputes the row from its tokens, which the cache stores.
+A recurrent state cannot be shortened, so it lags behind. The update of each position is independent of later positions
+(`delta_net.py`) and is kept in the row's *pending window*: a row is its state after `committed` positions, plus the
+updates after them. A rollback only shortens the pending window; for a path of a tree, the path's entries are kept. When
+a window is full its older half is committed to the state, so at least `HALF` positions before the last pass can be
+rolled back for free. For longer rollbacks the next pass recomputes the row from its tokens, which the cache stores.
 
 Rows cannot be copied (`adopt`): a prefix that another row has computed is recomputed.
 """
@@ -26,7 +24,7 @@ from paceline.model.target import ForwardBatch
 from paceline.model.torch.attention import ancestors
 
 ROOM = 64
-"""Number of positions in a pending window; also the maximum number of a row's tokens that are computed at once."""
+"""Number of positions in a pending window; also the maximum of a row's tokens that are computed at once."""
 HALF = ROOM // 2
 
 
@@ -40,13 +38,12 @@ class Commit:
     """Number of pending positions to commit, for each row."""
     most_gone: int
     most_left: int
-    """Maximum number of positions that stay pending in a row; `most_gone` is that of positions to commit."""
+    """Maximum number of positions that stay pending in a row; `most_gone`: to commit."""
 
 
 @dataclass(slots=True)
 class Stage:
-    """One step of a pass in gated delta net layers: C new tokens of each of R cache rows, computed at once. A pass
-    consists of one or more stages, computed one after another."""
+    """One step of a pass in gated delta net layers: C new tokens of each of R cache rows, computed at once."""
 
     rows_R: Tensor
     tokens_RC: Tensor
@@ -58,18 +55,18 @@ class Stage:
     """For trees: bool, true where the second token is an ancestor of the first or that token itself. None: each row's
     tokens form a chain."""
     conv_inputs_RCK: Tensor | None
-    """For trees: the K convolution inputs of each token, its own last. They are indices into a list of the K - 1 inputs
-    before the pass followed by those of the pass."""
+    """For trees: the K convolution inputs of each token, its own last, as indices into the K - 1 inputs before the pass
+    followed by those of the pass."""
     commit: Commit | None
-    """Pending positions to commit before these tokens are computed; None: no positions."""
+    """Pending positions to commit before these tokens are computed."""
     live_RC: Tensor | None = None
-    """Mask of valid tokens in a pass of fixed shape; the others are padding and do not change the pending window."""
+    """Mask of valid tokens in a pass of fixed shape; others are padding and do not change the pending window."""
 
 
 @dataclass(eq=False)
 class FixedStage:
-    """A `Stage` of fixed shape, for CUDA graphs: J tokens of each of the cache rows 0..B-1, computed at once. Row
-    lengths are known only on the device."""
+    """A `Stage` of fixed shape, for CUDA graphs: J tokens of each of the cache rows 0..B-1, with row lengths known only
+    on the device."""
 
     counts_B: Tensor
     """Number of valid tokens of each row; the rest of the J tokens are padding."""
@@ -88,14 +85,13 @@ class FixedStage:
         cls, starts_B: Tensor, counts_B: Tensor, committed_B: Tensor, room: int, relation_2BJ: Tensor, live_T: Tensor
     ) -> FixedStage:
         """Build the stage of a pass, by operations on the device. Computes for each row how many pending positions are
-        committed to the recurrent state before the row's new tokens, and how many remain pending.
+        committed to the recurrent state before the row's new tokens, and how many remain.
 
         - starts_B: tokens of each row before the pass.
         - counts_B: new tokens of each row, 0 for a row that the pass does not change.
         - committed_B: positions that each row's recurrent state contains.
         - room: size of the pending window.
         - relation_2BJ: depth of each token in its tree, and a bit mask of its ancestors and itself.
-        - live_T: mask of valid tokens.
         """
         depths_BJ, bits_BJ = relation_2BJ
         held_B = (starts_B - committed_B).masked_fill(counts_B == 0, 0)
@@ -103,8 +99,7 @@ class FixedStage:
         return cls(counts_B, gone_B, held_B - gone_B, depths_BJ, bits_BJ, live_T)
 
     def whole(self, room: int, kernel: int) -> Stage:
-        """Convert this to an equivalent `Stage`, which PyTorch operations can compute. Its fields `most_held`,
-        `most_gone` and `most_left` are upper bounds, because the actual lengths are known only on the device. `room`:
+        """Convert this to an equivalent `Stage`, for PyTorch operations; its fields `most_*` are upper bounds. `room`:
         size of the pending window; `kernel`: number of inputs of the convolution."""
         num_rows, count = self.bits_BJ.shape
         device = self.bits_BJ.device
@@ -122,11 +117,8 @@ class FixedStage:
 
 @dataclass(slots=True)
 class DeltaMemory:
-    """Recurrent states and pending windows (updates not yet in a state) of one gated delta net layer, for all B cache
-    rows.
-
-    Each row's window has N positions; H is the number of value heads.
-    """
+    """Recurrent states and pending windows (updates not yet in a state) of one gated delta net layer, for B cache rows.
+    Each window has N positions; H is the number of value heads."""
 
     states_BHKV: Tensor
     """Recurrent states, float32: for each head a matrix [key_dim, value_dim]."""
@@ -234,8 +226,8 @@ class DeltaCache(StaticKVCache):
             memory.windows_BWX[row] = 0.0
 
     def lost(self, rows: list[int]) -> Iterator[ForwardBatch]:
-        """Yield the passes that recompute lost recurrent states: for each of `rows` whose state is lost, one pass over
-        the row's tokens. A state is lost if its row is rolled back to before the last position that the state contains.
+        """Yield the passes that recompute lost recurrent states, one for each of `rows` that was rolled back to before
+        the last position in its state.
 
         Run each pass when it is yielded, before any other pass with these rows: the row is reset just before.
         """
@@ -246,11 +238,10 @@ class DeltaCache(StaticKVCache):
             yield ForwardBatch([row], [0], [len(tokens)], tokens, "none")
 
     def stages(self, batch: ForwardBatch) -> list[Stage]:
-        """Split a pass into stages: groups of tokens that a gated delta net layer computes at once. Returns them in the
-        order to compute them.
+        """Split a pass into stages, groups of tokens that a gated delta net layer computes at once, in order.
 
-        Call this once per pass, because it also updates the cache's records. It stores the pass's tokens. Positions
-        that the stages will merge into recurrent states become committed.
+        Call this once per pass: it stores the pass's tokens, and positions to commit to recurrent states become
+        committed.
         """
         self._store(batch)
         first, by_count = 0, dict[int, list[tuple[int, int]]]()
@@ -285,9 +276,8 @@ class DeltaCache(StaticKVCache):
         return self._committed[row]
 
     def passed(self, batch: ForwardBatch, count: int) -> None:
-        """Record that a pass of fixed shape (captured as a CUDA graph) has run: stores its tokens, and counts as
-        committed the positions that it merged into recurrent states. `count`: tokens per row, including padding. Call
-        this before `append`, which changes the rows' lengths."""
+        """Record that a pass of fixed shape has run: stores its tokens, and counts as committed the positions that it
+        merged into recurrent states. `count`: tokens per row, including padding. Call this before `append`."""
         self._store(batch)
         for row, held in zip(batch.rows, self.held(batch.rows), strict=True):
             self._committed[row] += self._too_many(held, count)
@@ -300,11 +290,9 @@ class DeltaCache(StaticKVCache):
         """Plan the commits of a pass whose implementation computes each row token by token, without `stages`. (A commit
         merges pending positions into a row's recurrent state.)
 
-        Call this once per pass, because it also updates the cache's records: it stores the pass's tokens, and counts
-        the positions to commit as committed.
-
-        Returns (row, token, count) for each commit. row: index in the pass; token: index among the row's new tokens,
-        before which to commit; count: number of pending positions to commit.
+        Call this once per pass: it stores the pass's tokens, and counts the positions as committed. Returns (row,
+        token, count) for each commit. row: index in the pass; token: index among the row's new tokens, before which to
+        commit; count: number of pending positions to commit.
         """
         self._store(batch)
         commits: list[tuple[int, int, int]] = []

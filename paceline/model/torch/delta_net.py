@@ -60,9 +60,8 @@ class DeltaNet:
         return self._output(self.gated(fused_TX, memory, [stage]))
 
     def gated(self, fused_TX: Tensor, memory: DeltaMemory, stages: Sequence[Stage]) -> Tensor:
-        """Compute everything between the layer's two projections: from the result [T, X] of the fused input projection
-        to the input of the output projection, [T, value heads * value_dim]. Updates `memory`. `stages`: the steps of
-        the pass, in the order to compute them (`DeltaCache.stages`)."""
+        """Compute everything between the layer's two projections: [T, X] of the fused input projection -> [T, value
+        heads * value_dim]. Updates `memory`. `stages`: steps of the pass (`DeltaCache.stages`)."""
         shape, heads = self._shape, self._shape.num_value_heads
         inputs_TX, gate_TY, beta_TH, step_TH = fused_TX.split([shape.channels, shape.values, heads, heads], dim=-1)
         beta_TH = beta_TH.sigmoid().float()
@@ -166,8 +165,7 @@ class DeltaNet:
 
 
 MOST_INVERTED = 32
-"""Maximum tokens per row for which a GPU solves the triangular system by a matrix inverse, which can be captured in a
-CUDA graph."""
+"""Maximum tokens per row for which a GPU solves the triangular system by a matrix inverse."""
 
 
 def _solved(system: Tensor, right: Tensor) -> Tensor:
@@ -184,9 +182,9 @@ def _solved(system: Tensor, right: Tensor) -> Tensor:
 def unit_lower_inverse(system: Tensor) -> Tensor:
     """Compute (I + A)^-1 [..., C, C], where A is the part of `system` [..., C, C] below its diagonal, in log2(C) steps.
 
-    Each step doubles the size of the inverted blocks on the diagonal: the inverse of [[P, 0], [B, Q]] is [[P^-1, 0],
-    [-Q^-1 B P^-1, Q^-1]]. The shorter formula (I - A)(I + A^2)(I + A^4) ... is not used: with repeated keys, powers of
-    A grow to hundreds of millions at 32 tokens and cancel.
+    Each step doubles the inverted blocks on the diagonal: the inverse of [[P, 0], [B, Q]] is [[P^-1, 0], [-Q^-1 B P^-1,
+    Q^-1]]. The shorter formula (I - A)(I + A^2)(I + A^4) ... fails: with repeated keys, powers of A grow to hundreds of
+    millions at 32 tokens and cancel.
     """
     count = system.shape[-1]
     size = 1 << (count - 1).bit_length()
@@ -232,8 +230,7 @@ class DeltaLayer:
 
     def run(self, residual: Residual, memory: DeltaMemory, stages: Sequence[Stage] | FixedStage) -> None:
         """Run the layer: adds the outputs of delta net and MLP to the residual stream, and updates `memory`. `stages`:
-        the steps in which the delta net computes the pass (`DeltaCache.stages`), or the only step of a pass of fixed
-        shape."""
+        steps of the pass (`DeltaCache.stages`)."""
         residual.add(self.delta(residual.normed(self.input_norm), memory, stages))
         live_T = stages.live_T if isinstance(stages, FixedStage) else None
         residual.add(run_mlp(self.mlp, residual.normed(self.mlp_norm), live_T))

@@ -15,13 +15,12 @@ from paceline.model.torch.kernels.experts import ExpertStack
 from paceline.model.torch.kernels.layer import can_run
 
 MOST_FIXED = 1024
-"""Maximum number of (token, expert) pairs for which a GPU runs an eager pass in fixed shape; this avoids waiting for
-the device."""
+"""Maximum (token, expert) pairs for which a GPU runs an eager pass in fixed shape, without waiting for the device."""
 
 
 def gating(config: DecoderConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the config's gated activation as a function: (gate, up), each [T, inner] -> activation(gate) * up [T,
-    inner]; clamped_swiglu also clamps both, and multiplies by up + 1."""
+    """Return the config's gated activation as a function: (gate, up), each [T, inner] -> activation(gate) * up.
+    clamped_swiglu also clamps both, and multiplies by up + 1."""
 
     def silu(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate).mul_(up)
@@ -46,12 +45,10 @@ class Part(Protocol):
 
 
 class Experts:
-    """Mixture of experts: a router scores all experts for each token; the token's best ones run, and the weighted sum
-    of their outputs is returned.
+    """Mixture of experts: a router selects the best experts of each token; returns the weighted sum of their outputs.
 
-    Usually tokens are sorted by expert, so that each expert runs once per pass over all its tokens. Sorting copies
-    token counts to the host. It is avoided in passes of fixed shape, and for few tokens on a GPU, where kernels compute
-    the experts (`kernels/experts.py`).
+    Usually tokens are sorted by expert, so that each expert runs once per pass. Sorting copies token counts to the
+    host. Passes of fixed shape, and few tokens on a GPU, do without (`kernels/experts.py`).
     """
 
     def __init__(
@@ -64,8 +61,7 @@ class Experts:
         stack: ExpertStack | None = None,
     ) -> None:
         """per_token: experts per token. is_normed: weights of a token's experts are divided by their sum. shared: (an
-        expert that runs for every token, its gate; the sigmoid of the gate's output multiplies the expert's). stack:
-        matrices of all experts for kernels; None on CPU."""
+        expert that runs for every token, its gate). stack: matrices of all experts for kernels; None on CPU."""
         self._router, self._experts, self._stack = router, experts, stack
         self._per_token, self._is_normed, self._shared = per_token, is_normed, shared
         read = sum(expert.num_bytes for expert in experts) * per_token // len(experts)
@@ -104,11 +100,8 @@ class Experts:
 
 
 def _summed(weighted_SD: Tensor, place_TK: Tensor) -> Tensor:
-    """Sums [T, D] of each token's outputs at these places, from the first expert to the last.
-
-    Uses sequential additions: `index_add_` uses atomics on CUDA in varying order, so results would not be reproducible
-    bit by bit.
-    """
+    """Sums [T, D] of each token's outputs at these places, from the first expert to the last. `index_add_` would use
+    atomics on CUDA, in varying order, so results would not be reproducible bit by bit."""
     first_T, *others = place_TK.unbind(1)
     summed_TD = weighted_SD[first_T]
     for place_T in others:

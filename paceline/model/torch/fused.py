@@ -1,8 +1,6 @@
-"""RMSNorm, SwiGLU and RoPE for training on CPU, with hand-written gradients: one pass over memory instead of autograd's
-five.
+"""RMSNorm, SwiGLU and RoPE for training on CPU, with hand-written gradients: one pass over memory instead of five.
 
-Otherwise these small operations take as long as the matrix products. Results equal those of plain PyTorch operations
-(tests/model/test_fused.py); all compute in float32.
+Otherwise they take as long as the matrix products. Results equal plain PyTorch operations in float32.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute inputs / sqrt(mean(inputs^2) + eps) * weight over the last dimension. The result has autocast's dtype if
-    autocast is on, else that of `inputs`."""
+    """Compute inputs / sqrt(mean(inputs^2) + eps) * weight over the last dimension, in autocast's dtype if autocast is
+    on, else that of `inputs`."""
     return _RMSNorm.apply(inputs, weight, eps, autocast_dtype(inputs))
 
 

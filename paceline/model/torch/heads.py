@@ -1,5 +1,4 @@
-"""Splits the output of a fused QKV projection into heads: applies norms and RoPE, and writes keys and values to the
-cache."""
+"""Splits the output of a fused QKV projection into heads, applies norms and RoPE, and writes to the cache."""
 
 from __future__ import annotations
 
@@ -28,9 +27,9 @@ def split_heads(
     returns the queries [T, num_heads, head_dim].
 
     fused_TX: for each token the heads of queries, keys and values, then any other columns. keys, values: one layer of
-    the cache [rows, kv_heads, positions, head_dim]. norm: applied to queries and keys; None: no norm. tables: cosines
-    and signed sines of the tokens' positions (`Rope.tables`); without `rope` nothing is rotated. On a GPU this is one
-    kernel (`kernels.layer.heads`), on other devices PyTorch operations.
+    the cache [rows, kv_heads, positions, head_dim]. norm: of queries and keys. tables: cosines and signed sines of the
+    tokens' positions (`Rope.tables`); without `rope` nothing is rotated. On a GPU this is one kernel
+    (`kernels.layer.heads`).
     """
     if not kernels.can_run(fused_TX):
         return heads_twin(fused_TX, num_heads, keys, values, writer, norm, rope, tables)
@@ -49,11 +48,10 @@ def split_normed_heads(
     rope: Rope | None,
     tables: Tables | None,
 ) -> Tensor:
-    """Split the QKV projection's output into heads, apply norms and RoPE, and write keys and values to the cache, for
-    models that norm values too (`DecoderConfig.layer_sizes`). Arguments and result are those of `split_heads`.
+    """Compute `split_heads`, with the same arguments, for models that norm values too (`DecoderConfig.layer_sizes`).
 
-    If fused_TX has no heads of values, the values are computed from the keys before norm and RoPE. If it has only heads
-    of queries, nothing is written to the cache.
+    If fused_TX has no heads of values, values are the keys before norm and RoPE. If it has only heads of queries,
+    nothing is written to the cache.
     """
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     num_qk_heads = num_heads + num_kv_heads
@@ -80,8 +78,7 @@ def heads_twin(
     rope: Rope | None,
     tables: Tables | None,
 ) -> Tensor:
-    """Split QKV heads, apply norms and RoPE, and write keys and values to the cache, in PyTorch operations; the
-    reference of the kernel `kernels.layer.heads`. Arguments and result are those of `split_heads`."""
+    """Compute `split_heads`, with the same arguments, in PyTorch operations: the reference of the kernel."""
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     num_qk_heads = num_heads + num_kv_heads
     heads = fused_TX.unflatten(-1, (-1, head_dim))

@@ -12,8 +12,8 @@ from paceline.model.torch.parts import NoNorm, PackedLinear, Residual, RMSNorm, 
 
 
 class LayerInputs:
-    """Computes per-layer embeddings (Gemma 4): a vector of I numbers for every token and layer. It combines the token's
-    entry in a separate table with a projection of the token's embedding."""
+    """Computes per-layer embeddings (Gemma 4): a vector of I numbers for every token and layer, from the token's entry
+    in a separate table and a projection of its embedding."""
 
     def __init__(self, config: DecoderConfig, tensors: dict[str, Tensor]) -> None:
         """`tensors`: those of the model outside its layers, by Hugging Face name."""
@@ -36,8 +36,8 @@ class LayerInputs:
 
 
 class LayerEnd:
-    """The last step of a layer of Gemma 4. If the model has per-layer embeddings, a gated update computed from them is
-    added to the residual stream. Then the stream is multiplied by a learned factor."""
+    """The last step of a layer of Gemma 4: adds a gated update computed from per-layer embeddings, if the model has
+    them, and multiplies the residual stream by a learned factor."""
 
     def __init__(self, config: DecoderConfig, parts: dict[str, Tensor]) -> None:
         self._factor = parts[LAYER_FACTOR]
@@ -51,8 +51,8 @@ class LayerEnd:
             self.num_bytes = self._gate.num_bytes + self._projection.num_bytes
 
     def run(self, residual: Residual, input_TI: Tensor | None) -> None:
-        """Apply the step to the residual stream, in place. input_TI: the layer's per-layer embeddings [T, I]; None if
-        the model does not have them."""
+        """Apply the step to the residual stream, in place. input_TI: the layer's per-layer embeddings [T, I], if
+        any."""
         if self._gate is not None and input_TI is not None:
             gate_TI = F.gelu(self._gate(residual.normed(self._as_dtype)), approximate="tanh")
             residual.add(self._projection(gate_TI * input_TI), self._norm)

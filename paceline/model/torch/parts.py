@@ -1,5 +1,4 @@
-"""Building blocks of decoder layers: packed matrices, norms, the residual stream, gated MLPs, and construction of
-experts."""
+"""Building blocks of decoder layers: packed matrices, norms, the residual stream, gated MLPs and experts."""
 
 from __future__ import annotations
 
@@ -21,12 +20,11 @@ _DECODE_ROWS = 8
 
 
 class PackedLinear:
-    """A linear layer, y = x W^T + b for x [T, in] -> [T, out]. The weight is packed once for its device; the original
-    is not kept.
+    """A linear layer, y = x W^T + b for x [T, in] -> [T, out]; the weight is packed once for its device.
 
-    On CPU the weight is converted to oneDNN's blocked layout, at 1 to 16 rows 1.4 times faster than `F.linear` in
-    bfloat16 and two to three times in float32 (docs/project/log/2026-11.md). On CUDA a Triton kernel multiplies up to
-    16 bfloat16 tokens. In all other cases `F.linear` is used.
+    On CPU the weight has oneDNN's blocked layout, at 1 to 16 rows 1.4 times faster than `F.linear` in bfloat16 and two
+    to three times in float32 (docs/project/log/2026-11.md). On CUDA a Triton kernel multiplies up to 16 bfloat16
+    tokens. In all other cases `F.linear` is used.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -44,8 +42,8 @@ class PackedLinear:
         return compute(inputs_TD, self._weight, self._bias)
 
     def gated(self, inputs_TD: Tensor, activation: str) -> Tensor | None:
-        """Compute activation(gate) * up [T, inner] in one kernel launch. The matrix must contain the rows of gate, then
-        those of up. Returns None if no kernel supports this case."""
+        """Compute activation(gate) * up [T, inner] in one kernel launch, for a matrix with the rows of gate, then those
+        of up. Returns None if no kernel supports this case."""
         is_supported = not self._is_packed and activation in kernels.GATED
         if not is_supported or not skinny.can_run(inputs_TD, self._weight, is_gated=True):
             return None
@@ -69,15 +67,13 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class RMSNorm:
-    """RMSNorm over the last dimension: x / sqrt(mean(x^2) + eps) * (weight + offset). The result has the weight's
-    dtype.
+    """RMSNorm over the last dimension: x / sqrt(mean(x^2) + eps) * (weight + offset), in the weight's dtype.
 
-    On CPU it uses vector_norm and hypot, exact and twice as fast as `F.rms_norm` at one row; on CUDA a kernel of
-    `kernels/layer.py`.
+    On CPU vector_norm and hypot are exact and twice as fast as `F.rms_norm` at one row; on CUDA a kernel runs.
     """
 
     def __init__(self, weight: Tensor, eps: float, offset: float = 0.0, is_wide: bool = False) -> None:
-        """is_wide: True if the product with the weight is computed in float32, as it always is with an offset."""
+        """is_wide: compute the product with the weight in float32, as always with an offset."""
         self._dtype = weight.dtype
         self._eps = eps
         self._is_cpu = weight.device.type == "cpu"
@@ -106,18 +102,18 @@ class RMSNorm:
 
     @property
     def for_kernel(self) -> NormWeight:
-        """Parameters of the norm for the functions of `kernels/layer.py`. The weight must not be on CPU (asserted)."""
+        """Parameters for the functions of `kernels/layer.py`, not on CPU."""
         assert not self._is_cpu
         return NormWeight(self._weight, self._eps, self._is_wide)
 
 
 def norm_of(config: DecoderConfig, weight: Tensor) -> RMSNorm:
-    """Build an RMSNorm with this weight, and with eps and offset of the model."""
+    """Build an RMSNorm with this weight, and with eps and offset of the config."""
     return RMSNorm(weight, config.rms_norm_eps, config.norm_offset, is_wide=config.layer_sizes is not None)
 
 
 class NoNorm:
-    """Takes the place of a norm in layers without one: converts its input to the dtype given at construction."""
+    """Takes the place of a norm in layers without one: converts its input to `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -141,14 +137,13 @@ class WholeNorm:
         return torch.cat([queries, keys], dim=1).view(heads_THD.shape)
 
     def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
-        """Return the first `num_heads` heads (queries and keys) of each token, normed; later heads do not affect the
-        norms."""
+        """Return the first `num_heads` heads (queries and keys) of each token, normed."""
         return self(heads_THD[:, :num_heads])
 
     @cached_property
     def for_kernel(self) -> NormWeight:
-        """Parameters for the functions of `kernels/layer.py`, with the weights of both norms concatenated. They must
-        not be on CPU (asserted)."""
+        """Parameters for the functions of `kernels/layer.py`, not on CPU; the weights of both norms are
+        concatenated."""
         query, key = self._query_norm.for_kernel, self._key_norm.for_kernel
         return query._replace(weight=torch.cat([query.weight, key.weight]))
 
@@ -196,7 +191,7 @@ class Residual:
 
 
 class GatedMLP:
-    """An MLP with a gate: down(activation(gate(x)) * up(x)), with the activation of the config."""
+    """An MLP with a gate: down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: DecoderConfig, gate_up: PackedLinear, down: PackedLinear) -> None:
         """gate_up: matrix with the rows of gate, then of up."""
@@ -206,7 +201,7 @@ class GatedMLP:
 
     @classmethod
     def of(cls, config: DecoderConfig, parts: dict[str, Tensor], name: str) -> GatedMLP:
-        """Build the MLP from the weights with names that begin with `name`, removing them from `parts`."""
+        """Build the MLP from the weights whose names begin with `name`, removing them from `parts`."""
         gate_up = fuse(parts, f"{name}.gate_proj", f"{name}.up_proj")
         return cls(config, gate_up, fuse(parts, f"{name}.down_proj"))
 
@@ -228,21 +223,19 @@ def make_mlp(config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> Gat
 
 def run_mlp(mlp: GatedMLP | Experts, normed_TD: Tensor, live_T: Tensor | None) -> Tensor:
     """Run an MLP or experts on normed hidden states; [T, D] -> [T, D]. live_T: mask of valid tokens in a pass of fixed
-    shape, where the others are padding; None: all are valid."""
+    shape; None: all are valid."""
     return mlp(normed_TD, live_T) if isinstance(mlp, Experts) else mlp(normed_TD)
 
 
 def fuse(weights: dict[str, Tensor], *names: str) -> PackedLinear:
-    """Fuse projections of the same input into one matrix, in the order of `names`. Removes their weights from
-    `weights`."""
+    """Fuse projections of the same input into one matrix, in the order of `names`, removing them from `weights`."""
     biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
     weight = torch.cat([weights.pop(f"{name}.weight") for name in names])
     return PackedLinear(weight, torch.cat(biases) if biases else None)
 
 
 def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
-    """Build a layer's experts, removing their weights from `parts`. On GPUs the experts' matrices are stacked in one
-    tensor for kernels."""
+    """Build a layer's experts, removing their weights from `parts`; on GPUs stacked in one tensor for kernels."""
     stack, names = None, [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
     if not has_stacks(parts["mlp.gate.weight"]):
         experts = [GatedMLP.of(config, parts, name) for name in names]
@@ -263,8 +256,8 @@ def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
 
 
 def has_stacks(weight: Tensor) -> bool:
-    """Return True if a layer's experts are stacked in one tensor for kernels. They are on all devices but the CPU,
-    where each expert's matrices are packed separately for oneDNN. `weight`: any weight of the layer."""
+    """Return True if experts are stacked in one tensor for kernels. On a CPU each expert's matrices are packed
+    separately for oneDNN. `weight`: any weight of the layer."""
     return weight.device.type != "cpu"
 
 

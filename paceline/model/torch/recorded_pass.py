@@ -1,9 +1,8 @@
 """Decode passes of fixed shape for CUDA graphs: without replay, a GPU waits for Python at small batch sizes.
 
-A `StaticPass` computes J tokens for each of the cache rows 0..B-1, from buffers at fixed addresses. Attention reads row
-lengths on the device (`kernels/attend.py`), and rows and tokens are rounded up to a grid, so that few graphs suffice.
-Idle rows and padding tokens write to scratch positions after max_len, which are never read. On CPU the same pass runs
-without a graph; `tests/model/test_recorded_pass.py` compares it with the eager one.
+Attention reads row lengths on the device (`kernels/attend.py`), and rows and tokens are rounded up to a grid, so that
+few graphs suffice. Idle rows and padding tokens write to scratch positions after max_len, which are never read. On CPU
+the same pass runs without a graph; `tests/model/test_recorded_pass.py` compares it with the eager one.
 """
 
 from __future__ import annotations
@@ -24,20 +23,19 @@ from paceline.model.torch.kernels.attend import MOST_BITS, Sight, attend
 from paceline.model.torch.kernels.layer import Places
 
 MAX_COUNT = MOST_BITS
-"""Maximum tokens per row of a pass of fixed shape; also the number of scratch positions after each row of the cache."""
+"""Maximum tokens per row of a pass of fixed shape; also the number of scratch positions after each cache row."""
 _COUNTS = (1, 4, 8, 16)
 
 
 def can_record(config: DecoderConfig) -> bool:
     """Return True if this model's passes can be part of a larger CUDA graph, in which tokens and lengths exist only on
-    the device. Models with gated delta nets cannot: between passes, the host counts how many positions each recurrent
-    state contains."""
+    the device. Gated delta nets cannot: the host counts how many positions each recurrent state contains."""
     return config.delta is None
 
 
 class StaticWriter(CacheWriter):
-    """Writes keys and values of J tokens to each of the cache rows 0..B-1. Keys and values of padding tokens go to
-    scratch positions, which are never read."""
+    """Writes keys and values of J tokens to each of the cache rows 0..B-1; those of padding tokens to scratch
+    positions."""
 
     def __init__(self, num_rows: int, count: int, scratch: int, device: torch.device) -> None:
         """`count`: J; `scratch`: the first of the J scratch positions in each row."""
@@ -46,7 +44,7 @@ class StaticWriter(CacheWriter):
         self._rows_T = torch.arange(num_rows, device=device).repeat_interleave(count)
 
     def point(self, starts_B: Tensor, counts_B: Tensor) -> Tensor:
-        """Prepare the next pass: starts_B is the length of each row before it, counts_B the number of valid tokens.
+        """Prepare the next pass. starts_B: length of each row before the pass; counts_B: number of its valid tokens.
         Returns the positions [B, J] of each row's J tokens: starts_B + 0, 1, ... J - 1."""
         slots_BJ = starts_B[:, None] + self.slot_J
         self.own_BJ = self.slot_J < counts_B[:, None]
@@ -62,8 +60,7 @@ class StaticWriter(CacheWriter):
 
 
 class StaticPlan(AttentionPlan):
-    """The cache positions that each token of a pass of fixed shape attends to, for all layers with the same sliding
-    window."""
+    """An attention plan for passes of fixed shape."""
 
     def __init__(self, sight: Sight, live_T: Tensor | None = None) -> None:
         self._sight, self.live_T = sight, live_T
@@ -73,13 +70,13 @@ class StaticPlan(AttentionPlan):
 
 
 class StaticPass(Region):
-    """Target pass of one fixed shape: B rows with J tokens each."""
+    """Target pass of one fixed shape: J tokens for each of the cache rows 0..B-1, from buffers at fixed addresses."""
 
     kind = "target"
 
     def __init__(self, decoder: Decoder, num_rows: int, count: int, logits_TV: Tensor, taps_TF: Tensor | None) -> None:
-        """`count`: J. `logits_TV` and `taps_TF`: output buffers of at least B * J rows, which passes of other shapes
-        may share."""
+        """`count`: J. `logits_TV`, `taps_TF`: output buffers of at least B * J rows, which passes of other shapes may
+        share."""
         self._decoder = decoder
         self._num_rows, self._count = num_rows, count
         device, size = decoder.device, num_rows * count
@@ -112,9 +109,9 @@ class StaticPass(Region):
         self.compute_of(self.tokens_BJ, self.starts_B, self.counts_B)
 
     def compute_of(self, tokens_BJ: Tensor, starts_B: Tensor, counts_B: Tensor) -> None:
-        """Run the pass on these tensors instead of the input buffers, for a larger CUDA graph that contains it; writes
-        `logits_TV` and `taps_TF`. starts_B: length of each row before the pass; counts_B: number of valid tokens of
-        each row."""
+        """Run the pass on these tensors instead of the input buffers, as a part of a larger CUDA graph; writes
+        `logits_TV` and `taps_TF`. starts_B: length of each row before the pass; counts_B: number of its valid
+        tokens."""
         decoder = self._decoder
         self._writer.point(starts_B, counts_B)
         depths_BJ, bits_BJ = self.relation_2BJ
@@ -140,8 +137,8 @@ class StaticPass(Region):
             self.chosen_LTK.copy_(chosen_LTK)
 
     def fill(self, batch: ForwardBatch) -> list[int]:
-        """Copy a batch to the input buffers, with one copy to the device, or two for trees. Returns, for each of the
-        batch's tokens, its index among the B * J tokens of the pass."""
+        """Copy a batch to the input buffers, with one copy to the device, or two for trees. Returns the index of each
+        of its tokens among the B * J tokens of the pass."""
         num_rows, count = self._num_rows, self._count
         tokens, starts, counts, committed = [0] * (num_rows * count), [0] * num_rows, [0] * num_rows, [0] * num_rows
         kv = self._decoder.kv
@@ -156,8 +153,8 @@ class StaticPass(Region):
         return places
 
     def set_parents(self, rows: list[int], counts: list[int], parents: list[int] | None) -> None:
-        """Set the tokens' parents in a tree for the next pass. `rows`, `counts` and `parents` are the fields of the
-        ForwardBatch; without `parents`, each row's tokens form a chain."""
+        """Set the tokens' parents in a tree for the next pass; arguments as in ForwardBatch. None: each row is a
+        chain."""
         if parents is None and self._is_chain:
             return
         self._is_chain = parents is None
@@ -179,8 +176,7 @@ def _chains(num_rows: int, count: int) -> Tensor:
 
 
 class GraphDecoder(Decoder):
-    """A Decoder with decode passes of fixed shape. On CUDA, `record` captures a pass of each shape once as a CUDA
-    graph, which later passes replay."""
+    """A Decoder with decode passes of fixed shape, which on CUDA `record` captures as CUDA graphs."""
 
     slack = MAX_COUNT
 
@@ -206,8 +202,8 @@ class GraphDecoder(Decoder):
 
     def record(self, most_count: int) -> None:
         """Capture a decode pass as a CUDA graph for every shape (rows, tokens per row) of `pass_grid`, with up to
-        `most_count` tokens per row and the layers tapped now. On devices other than CUDA no graph is captured, and
-        passes of these shapes are computed directly."""
+        `most_count` tokens per row and the layers tapped now. On other devices passes of these shapes are computed
+        directly."""
         if most_count > self._most_count:
             self._most_count = most_count
             self._forget(most_count)
@@ -232,14 +228,13 @@ class GraphDecoder(Decoder):
         return self._recordings[self.tap_layers]
 
     def static_pass(self, num_rows: int, count: int) -> StaticPass:
-        """Create a forward pass of fixed shape, which can be captured as a part of a larger CUDA graph
-        (`StaticPass.compute_of`). Its outputs include the hidden states of the layers that are tapped at this moment.
-        `count`: tokens per row, one of the numbers in `GraphDecoder.counts`."""
+        """Create a pass of fixed shape, to be captured as a part of a larger CUDA graph (`StaticPass.compute_of`), with
+        the layers tapped now. `count`: tokens per row, one of `counts`."""
         return self._tapping().make(num_rows, count)
 
     @property
     def counts(self) -> Sequence[int]:
-        """Numbers of tokens per row for which passes are captured as CUDA graphs, ascending."""
+        """Numbers of tokens per row for which passes are captured, ascending."""
         return self._grid.sizes[1]
 
     @torch.inference_mode()
@@ -264,8 +259,8 @@ class GraphDecoder(Decoder):
         return ForwardOutput(self._at(static.logits_TV, logit_places), taps_TF)
 
     def _ordinary(self, batch: ForwardBatch) -> ForwardOutput:
-        """Run an eager pass. If a large tree made it reallocate the pending windows of delta nets, captured CUDA graphs
-        that refer to the old ones are discarded."""
+        """Run an eager pass. If a large tree made it reallocate the pending windows of delta nets, captured graphs are
+        discarded."""
         room = self.kv.room if isinstance(self.kv, DeltaCache) else 0
         out = super().forward(batch)
         if isinstance(self.kv, DeltaCache) and self.kv.room != room:
@@ -280,7 +275,6 @@ class GraphDecoder(Decoder):
 
 
 def pass_grid(num_rows: int, most_count: int) -> Grid:
-    """Return the grid of shapes (rows, tokens per row) to capture as CUDA graphs, for target passes with up to
-    `num_rows` rows and up to `most_count` tokens per row."""
+    """Return the grid of shapes (rows, tokens per row) of target passes to capture, up to these maxima."""
     most_count = min(most_count, MAX_COUNT)
     return Grid(row_sizes(num_rows), [*(count for count in _COUNTS if count < most_count), most_count])

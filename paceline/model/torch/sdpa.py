@@ -22,11 +22,10 @@ KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacken
 def chosen_kernels(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context manager that limits the kernels that PyTorch's attention may use:
     - on CUDA to memory-efficient, flash and math kernels; cuDNN is excluded;
-    - on a CPU to the math kernel, if the flash kernel does not work (`working_kernels`);
-    - on other devices there is no limit.
+    - on a CPU to the math kernel, if the flash kernel does not work (`working_kernels`).
 
-    Entering it takes some 30 us on CUDA, so a pass enters it once. If cuDNN attention is already off, as within this
-    context, the returned context manager has no effect and takes almost no time.
+    Entering it takes some 30 us on CUDA, so a pass enters it once; within it, another has no effect and takes almost no
+    time.
     """
     if device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled():
         return sdpa_kernel(KERNELS)
@@ -35,7 +34,7 @@ def chosen_kernels(device: torch.device) -> contextlib.AbstractContextManager[ob
 
 def working_kernels(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context manager in which PyTorch's attention uses the math kernel, if `device` is a CPU on which the
-    flash kernel rejects bfloat16. In all other cases it has no effect."""
+    flash kernel rejects bfloat16; otherwise without effect."""
     is_broken = device.type == "cpu" and torch.backends.cuda.flash_sdp_enabled() and _is_flash_broken()
     return sdpa_kernel(SDPBackend.MATH) if is_broken else _UNCHANGED
 
