@@ -47,20 +47,17 @@ INSTRUCTION_SETS = {
 """Instruction set -> compiler flags of kernels_<set>.cpp; oldest first, x86 and ARM. If a set is compiled, the macro
 PN_HAS_<SET> is defined in other files."""
 AMX = ("-mamx-tile", "-mamx-int8")
-"""Additional flags of kernels_avx512bf16.cpp if the compiler supports them; PN_HAS_AMX is then defined in other
-files."""
+"""Additional flags of kernels_avx512bf16.cpp if the compiler supports them; defines PN_HAS_AMX in other files."""
 
 PROBES = HERE / "probes"
-"""Folder of test programs, each with one instruction of a set: an assembler may lack instructions although the compiler
-accepts the flag."""
+"""Test programs, each with one instruction of a set: an assembler may lack instructions that the compiler accepts."""
 
 # The library must not depend on the build machine, and its C++ runtime must not clash with PyTorch's.
 LINK_FLAGS_IF_ACCEPTED = (("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL"), ("-Wl,-z,defs",))
 
 
 class NativeBuildError(RuntimeError):
-    """Raised if the library cannot be compiled. The message's first line is the reason, the others are the compiler's
-    output."""
+    """Raised if the library cannot be compiled; the first line is the reason, the others are the compiler's output."""
 
 
 def library_name() -> str:
@@ -69,7 +66,7 @@ def library_name() -> str:
 
 def find_compiler() -> list[str]:
     """Return the C++ compiler's command: `$CXX`, else the first of g++, clang++ and c++ on the path. Raises
-    NativeBuildError if there is no compiler."""
+    NativeBuildError if there is none."""
     configured = shlex.split(os.environ.get("CXX", ""))
     for command in [configured] if configured else [[name] for name in COMPILERS]:
         if shutil.which(command[0]):
@@ -121,12 +118,11 @@ def _first_errors(output: str) -> str:
 def compile_library(
     source_folder: Path, out_path: Path, *, sanitize: bool = False, emulated: bool = False
 ) -> list[str]:
-    """Compile the .cpp files of `source_folder` into the library `out_path`. An existing library is replaced
-    atomically.
+    """Compile the .cpp files of `source_folder` into the library `out_path`, which is replaced atomically. Returns the
+    names of the instruction sets that were compiled in.
 
     `sanitize`: add checks for address errors and undefined behaviour. `emulated`: replace some instruction sets by
-    emulations, so that tests also run on processors that lack them. Returns the names of the instruction sets that were
-    compiled in. Raises NativeBuildError if there are no sources or no compiler, or if compiling fails.
+    emulations, for tests. Raises NativeBuildError if there are no sources or no compiler, or if compiling fails.
     """
     sources = sorted(source_folder.glob("*.cpp"))
     if not sources:
@@ -180,7 +176,7 @@ def _compile_all(
 
 def build_for_install(source_folder: Path, out_path: Path, *, emulated: bool = False) -> bool:
     """Build the library during an installation; returns True if it was built. If that fails, prints one warning and
-    returns False. `emulated`: for tests, replace some instruction sets by emulations.
+    returns False.
 
     PACELINE_NATIVE_BUILD=0 skips compiling and returns False; PACELINE_NATIVE_BUILD=require raises NativeBuildError if
     compiling fails.

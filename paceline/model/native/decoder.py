@@ -1,8 +1,7 @@
 """The decoder in C++, one native call per pass, with the interface and formulas of `model/torch/decoder.py`.
 
-Weights are packed once, in the file's format: blocks of four to eight bits of a GGUF file stay quantised and are
-expanded in registers, with a third to a half of a dense copy's bytes. A row's result is batch-invariant, so speculation
-does not change it, in bfloat16 either.
+Weights are packed once, in the file's format: blocks of a GGUF file stay quantised and are expanded in registers. A
+row's result is batch-invariant, so speculation does not change it, in bfloat16 either.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from paceline.model.torch.delta_cache import DeltaCache
 
 
 class NativeDecoder(Target):
-    """A target on the CPU whose passes run in the native library. Supports the model families in families.json, except
-    those whose layers differ in size (Gemma 4)."""
+    """A target on the CPU whose passes run in the native library; not for models whose layers differ in size (Gemma
+    4)."""
 
     kv: StaticKVCache
     """The same object as `cache`, with its concrete type. Heads are padded to the library's head size."""
@@ -95,8 +94,8 @@ class NativeDecoder(Target):
         """True if some weights stay quantised, in blocks."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights by dense `tensors`: (Hugging Face name, tensor). Quantised weights are replaced by dense
-        ones, too. Raises ModelFileError for a wrong or missing tensor."""
+        """Replace all weights, also quantised ones, by dense `tensors`: (Hugging Face name, tensor). Raises
+        ModelFileError for a wrong or missing tensor."""
         self._take(check_tensors(self.config, tensors, "the new weights"))
         self.allocate_cache(self.cache.num_rows, self.cache.max_len)
 
@@ -111,8 +110,8 @@ class NativeDecoder(Target):
         cache.mover = partial(self._model.keep, self._native_cache)
 
     def as_weight(self, tensor: Tensor) -> Weight:
-        """Convert a drafter's weight to the formats that this target uses: it is moved to the CPU and to the target's
-        dtype. If the target's weights are quantised, matrices become Q8_0 blocks."""
+        """Convert a drafter's weight to this target's formats: to CPU and dtype, and matrices to Q8_0 blocks if the
+        target's weights are quantised."""
         rounded = tensor.detach().to("cpu", self.dtype)
         return quantise(rounded, "Q8_0") if self.has_blocks else rounded
 
@@ -163,7 +162,7 @@ class NativeDecoder(Target):
 
     def time_stages(self, seconds: Tensor) -> None:
         """Time the stages of all later passes. Each pass adds the seconds that thread 0 spends in stage
-        library.STAGES[i], such as "qkv", to seconds[i]. `seconds`: float32, one number per stage."""
+        library.STAGES[i], such as "qkv", to seconds[i], float32."""
         self._stage_s = seconds
         self._buffers.work.stage_s = pointer(seconds)
 
@@ -181,11 +180,11 @@ class NativeKVCache(StaticKVCache):
 
 
 class NativeDeltaCache(DeltaCache, NativeKVCache):
-    """A NativeKVCache with the recurrent data (float32) of gated delta net layers, a kind of linear attention."""
+    """A NativeKVCache with the recurrent data (float32) of gated delta net layers."""
 
     def show(self, view: CCache) -> None:
-        """Write the addresses of recurrent states and pending windows (updates not yet in a state) into the C struct
-        `view`. The cache must outlive `view`. Call this again after the cache has enlarged its windows."""
+        """Write the addresses of recurrent states and pending windows (updates not yet in a state) into `view`. The
+        cache must outlive it. Call this again after the cache has enlarged its windows."""
         memories = [CMemory(*map(pointer, memory.tensors())) for memory in self.memories]
         view.memories, view.room = (CMemory * len(memories))(*memories), self.room
 
@@ -202,8 +201,8 @@ def native_cache(
 
 
 def padded(config: DecoderConfig, max_len: int, slack: int) -> tuple[int, int]:
-    """Return (head_dim, slack) as the native library stores them. head_dim is padded; `slack`, the number of scratch
-    positions after `max_len`, is increased until each row has a multiple of 16 positions."""
+    """Return (head_dim, slack) as the native library stores them. `slack`, the number of scratch positions after
+    `max_len`, is increased until each row has a multiple of 16 positions."""
     return native.require().pn_padded_head_dim(config.head_dim), slack + -(max_len + slack) % native.KEYS
 
 
@@ -226,10 +225,9 @@ def native_model(
 ) -> Model:
     """Create a model of the native library.
 
-    `layers`: for each layer, the fields of the C struct CLayer: field name -> matrix, float32 vector or number.
-    `parts`: further fields of the C struct CConfig that do not follow from `config`, such as the LM head; values as in
-    `layers`. `max_len`: number of positions per row of the cache. `first_position`: RoPE position of a row's first
-    position.
+    `layers`: for each layer, the fields of the C struct CLayer: name -> matrix, float32 vector or number. `parts`: such
+    fields of CConfig that do not follow from `config`, such as the LM head. `max_len`: positions per row of the cache.
+    `first_position`: RoPE position of a row's first position.
     """
     tables = {"": rope_tables(config, first_position + max_len)}
     if "local" in config.ropes:
@@ -297,9 +295,8 @@ def _vector(vector: Weight, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
 
 
 def layer_parts(config: DecoderConfig, index: int, parts: dict[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
-    """Convert the weights `parts` of layer `index`, by name within the layer, to fields of the C struct CLayer
-    (attention, norms, MLP). Returns field name -> matrix, float32 vector or number. The weight matrices are removed
-    from `parts`."""
+    """Convert the weights `parts` of layer `index`, by name within the layer, to fields of the C struct CLayer: name ->
+    matrix, float32 vector or number. Weight matrices are removed from `parts`."""
     offset = config.norm_offset
     norms = {field: _vector(parts[f"{name}.weight"], dtype, offset) for field, name in NORMS[config.norms].items()}
     is_linear = config.is_linear(index)

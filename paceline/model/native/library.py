@@ -1,7 +1,6 @@
 """ctypes interface of the native CPU library: matrices, models and passes of `native/api.h`, with Python errors.
 
-Calls release the GIL. The library is next to this file, where the installation puts it, or at PACELINE_NATIVE_LIBRARY;
-PACELINE_NATIVE=0 disables it. Without it `load()` returns None, and PyTorch is used.
+Calls release the GIL. The library is next to this file or at PACELINE_NATIVE_LIBRARY; PACELINE_NATIVE=0 disables it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ STAGES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down",
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 ROPES = ("main", "local", "none")
 GROUP = 16
-"""A matrix begins at a multiple of this many rows in a stack (matrices packed one below the other)."""
+"""A matrix in a stack (matrices packed one below the other) begins at a multiple of this many rows."""
 KEYS = 16
 """The number of positions of each cache row is a multiple of this."""
 MAX_HEAD_DIM, MAX_TAPS, MAX_THREADS = 1024, 64, 256
@@ -180,7 +179,7 @@ def require() -> ctypes.CDLL:
 
 
 def multiplies_blocks(dtype: torch.dtype) -> bool:
-    """Return True if quantised blocks multiply faster than dense weights on this processor, in products in `dtype`."""
+    """Return True if products in `dtype` are faster with quantised blocks than with dense weights on this processor."""
     return dtype == torch.bfloat16 and require().pn_in_use() != b"portable"
 
 
@@ -214,7 +213,7 @@ def int32s(values: list[int]) -> Any:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows that a matrix of `num_rows` rows occupies in a packed stack of matrices: the next multiple of GROUP (16)."""
+    """Rows that a matrix occupies in a packed stack of matrices: the next multiple of GROUP (16)."""
     return -(-num_rows // GROUP) * GROUP
 
 
@@ -237,8 +236,8 @@ class Matrix:
 
     def fill(self, first_row: int, source: Tensor, format: str | None = None) -> None:
         """Set n rows from `first_row` on, all in one part (rows of one format). A dense part takes `source` [n, cols]
-        in its dtype; a bfloat16 part also takes float32, a float32 part also bfloat16 and float16. A quantised part
-        takes GGUF blocks of type `format`, uint8 [n, bytes]."""
+        in its dtype; a bfloat16 part also float32, a float32 part also bfloat16 and float16. A quantised part takes
+        GGUF blocks of type `format`, uint8 [n, bytes]."""
         source = source.contiguous()
         given = FORMAT_NAMES.index(format or str(source.dtype).removeprefix("torch."))
         check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))
@@ -287,13 +286,13 @@ class Model:
 
     def inject(self, cache: CCache, rows: list[int], starts: list[int], counts: list[int], features: Tensor) -> None:
         """For DFlash drafters: compute all layers' keys and values from the target's tapped outputs `features` [T, F],
-        and write them to the cache. Row rows[i] gets the next counts[i] of the T tokens, from position starts[i] on."""
+        and write them to the cache. Row rows[i] gets the next counts[i] tokens, from position starts[i] on."""
         arrays = (int32s(rows), int32s(starts), int32s(counts))
         check(require().pn_inject(self.handle, byref(cache), len(rows), *arrays, pointer(features)))
 
 
 class Buffers:
-    """Input struct of a pass (CPass) and its arrays, reused between passes: allocating takes longer than filling."""
+    """Input struct of a pass (CPass) and its arrays, reused between passes, as allocating takes longer than filling."""
 
     def __init__(self) -> None:
         self.work = CPass()
@@ -331,7 +330,7 @@ def top_logprobs(
 
 
 class Picker:
-    """Selects and scores DFlash 2's candidates, the most probable tokens at each draft position, in one native call."""
+    """Selects and scores DFlash 2's candidates, the most probable tokens at each draft position."""
 
     def __init__(
         self, count: int, books: tuple[Tensor, Tensor], gate: Matrix, dtype: torch.dtype, ids_V: Tensor | None
@@ -347,10 +346,14 @@ class Picker:
 
     def pick(self, anchors: list[int], logits_BKV: Tensor, hidden_BKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Select the M most probable candidates at each of K draft positions of B rows; returns (columns, tokens,
-        scores). columns, tokens: int32 [B, K, M], the candidates' logits columns and token ids. scores: float32 [B, K,
-        M, M]; [b, k, i, j] scores candidate j of position k for the case that candidate i of position k - 1 precedes it
-        (k = 0: the row's last token, anchors[b]). logits_BKV: float32, contiguous. hidden_BKD: final hidden states, in
-        the dtype of the matrix `gate`, contiguous within a row."""
+        scores).
+
+        - columns, tokens: int32 [B, K, M], the candidates' logits columns and token ids.
+        - scores: float32 [B, K, M, M]; [b, k, i, j] scores candidate j of position k after candidate i of position k -
+          1 (k = 0: after anchors[b], the row's last token).
+        - logits_BKV: float32, contiguous.
+        - hidden_BKD: final hidden states, in the dtype of the matrix `gate`, contiguous within a row.
+        """
         num_rows, slots, size = logits_BKV.shape
         assert hidden_BKD.stride()[1:] == (hidden_BKD.shape[2], 1)
         count, work = min(self.count, size), self._pick
@@ -366,9 +369,11 @@ class Picker:
 
 
 def walk(scores_KMM: Tensor, inverse_temperature: float) -> tuple[list[int], list[float]]:
-    """For each of K draft positions in turn, choose the candidate that scores best after the previously chosen one.
-    Returns (candidates' indices, log-probabilities in softmax(scores * inverse_temperature)), both cut off before the
-    first position with invalid scores. scores_KMM: one row's scores from `Picker.pick`."""
+    """Choose, for each of K draft positions in turn, the candidate that scores best after the previously chosen one.
+
+    Returns (candidates' indices, log-probabilities in softmax(scores * inverse_temperature)), cut off before the first
+    position with invalid scores. scores_KMM: one row's scores from `Picker.pick`.
+    """
     slots, count, _ = scores_KMM.shape
     places, logprobs = (c_int32 * slots)(), (c_double * slots)()
     num_places = require().pn_walk(pointer(scores_KMM), slots, count, inverse_temperature, places, logprobs)

@@ -16,8 +16,9 @@ from paceline.model.native.library import Matrix, padded_rows
 def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
     """Stack matrices [n_i, cols] into one; if there are several, each is padded to a multiple of 16 rows.
 
-    `dtype`: dtype of products with the matrix. Quantised blocks and bfloat16 weights keep their format, and so do
-    float16 weights if `dtype` is float32. Other dense weights are converted to `dtype`."""
+    `dtype`: dtype of products with the matrix. Quantised blocks and bfloat16 weights keep their format, and float16
+    weights if `dtype` is float32. Other weights are converted to `dtype`.
+    """
     sources = [weight.data if isinstance(weight, Blocks) else weight for weight in weights]
     forms = [_form(weight, dtype) for weight in weights]
     return sharing.matrix(lambda: _filled(weights, forms), sources, *forms, num_bytes=lambda matrix: matrix.num_bytes)
@@ -47,8 +48,8 @@ def _form(weight: Weight, dtype: torch.dtype) -> str:
 
 
 def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
-    """Concatenate the biases of matrices that `pack` stacks, in float32. Each is padded with zeros to a multiple of 16
-    numbers, like the rows of its matrix. Returns None if all `vectors` are None."""
+    """Concatenate the biases of matrices that `pack` stacks, in float32, each padded with zeros to a multiple of 16
+    numbers. Returns None if all are None."""
     if all(vector is None for vector in vectors):
         return None
     padded = []
