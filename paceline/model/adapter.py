@@ -1,10 +1,10 @@
-"""LoRA adapters in PEFT's folders: adapter_config.json and adapter_model.safetensors, added to their base's weights.
+"""LoRA adapters in PEFT's folders (adapter_config.json, adapter_model.safetensors), added to their base's weights.
 
-    W + scaling * (B @ A)    scaling = lora_alpha / r (arXiv 2106.09685), or lora_alpha / sqrt(r) with use_rslora
-                             (arXiv 2312.03732)
+    W + scaling * (B @ A)
 
-`checkpoint.py` adds them while it reads the base, in float32, so that every backend sees an ordinary model. Whatever
-would make another model than PEFT's `merge_and_unload` is refused by name.
+`scaling` is lora_alpha / r (arXiv 2106.09685), or lora_alpha / sqrt(r) with use_rslora (arXiv 2312.03732).
+`checkpoint.py` adds adapters in float32 while it reads the base. An adapter that PEFT's `merge_and_unload` would merge
+differently is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base"
-"""Files of an adapter's folder; `base` is an optional link to the base, in place of the name in the config."""
+"""Files of an adapter's folder; `base` is an optional link to the base, in place of its name in the config."""
 KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
 READ |= {"target_modules", "init_lora_weights"}
@@ -43,8 +43,8 @@ MERGE_IT = "merge it with PEFT (merge_and_unload, save_pretrained) and give that
 
 
 def is_adapter(path: Path) -> bool:
-    """Return True if `path` is the folder of a LoRA adapter (it contains adapter_config.json). Raises ModelFileError if
-    the folder also contains a whole model."""
+    """Return True if `path` is the folder of a LoRA adapter. Raises ModelFileError if the folder also contains a whole
+    model."""
     if not (path / CONFIG).is_file():
         return False
     if (path / "model.safetensors").is_file() or (path / "model.safetensors.index.json").is_file():
@@ -56,9 +56,8 @@ def base_of(path: Path) -> Path:
     """Return the path of the base model of the adapter in folder `path`; `path` itself if it is not an adapter's
     folder.
 
-    Raises ModelNotFoundError if the base cannot be found or downloaded, UnsupportedModelError if the base is an adapter
-    too, ModelFileError if adapter_config.json is damaged or does not name the base, CacheError if a downloaded base
-    cannot be stored.
+    Raises ModelNotFoundError (base not found or not downloaded), UnsupportedModelError (the base is an adapter too),
+    ModelFileError (adapter_config.json is damaged or names no base) or CacheError (a downloaded base cannot be stored).
     """
     if not is_adapter(path):
         return path
@@ -76,9 +75,8 @@ def base_of(path: Path) -> Path:
 
 
 def base_name(folder: Path) -> str:
-    """Return the path or name of an adapter's base model. If the adapter's folder contains a link `base`, this is the
-    path to which the link points; otherwise it is `base_model_name_or_path` of adapter_config.json. Raises
-    ModelFileError if there is neither."""
+    """Return the path or name of an adapter's base: the target of the link `base` in its folder, else
+    `base_model_name_or_path` of adapter_config.json. Raises ModelFileError if there is neither."""
     if (folder / BASE).exists():
         return str((folder / BASE).resolve())
     name = read_config(folder).get("base_model_name_or_path")
@@ -88,8 +86,8 @@ def base_name(folder: Path) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json of an adapter's folder. Raises ModelFileError if the file is missing, damaged or not a
-    JSON object."""
+    """Read adapter_config.json of an adapter's folder. Raises ModelFileError if it is missing, damaged or not a JSON
+    object."""
     file = folder / CONFIG
     with reraised(ModelFileError, f"{file} cannot be read", "copy the adapter again", OSError, ValueError):
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -99,9 +97,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def identity_of(model: str) -> str:
-    """Return the name by which a training or evaluation run records its target, so that a resumed run detects a changed
-    target. It is `model` itself; for an adapter's folder, the absolute path with a hash of the adapter's files and of
-    the link to its base, because an adapter may be trained again in the same folder."""
+    """Return the name by which a training or evaluation run records its target: `model` itself, unless it is an
+    adapter. For an adapter's folder, which may be trained again in place, it is the absolute path and a hash of the
+    adapter's files and of the link to its base."""
     folder = Path(model).expanduser().resolve()
     if not is_adapter(folder):
         return model
@@ -110,8 +108,8 @@ def identity_of(model: str) -> str:
 
 
 def adapter_digest(folder: Path) -> str:
-    """Return the SHA-256, in hex, of an adapter's two files: config and weights. The base is not included. Raises
-    ModelFileError if a file cannot be read."""
+    """Return the SHA-256, in hex, of an adapter's config and weights; the base is not included. Raises ModelFileError
+    if a file cannot be read."""
     digest = hashlib.sha256()
     for name in (CONFIG, WEIGHTS):
         with (
@@ -124,7 +122,7 @@ def adapter_digest(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The LoRA matrices A and B of one linear layer, which change its weight W to W + scaling * B A."""
+    """LoRA matrices A and B of one linear layer, whose weight W becomes W + scaling * B A."""
 
     a_RI: Tensor
     """[rank, inputs]"""
@@ -135,8 +133,8 @@ class Pair:
     """Name of the layer in PEFT's file."""
 
     def added_to(self, weight_OI: Tensor, source: object) -> Tensor:
-        """Return `weight_OI` + scaling * B A in float32. Raises ModelFileError, naming `source`, if the shapes of B A
-        and `weight_OI` differ."""
+        """Return `weight_OI` + scaling * B A in float32. Raises ModelFileError, naming `source`, if the shapes
+        differ."""
         shape = (self.b_OR.shape[0], self.a_RI.shape[1])
         if tuple(weight_OI.shape) != shape:
             raise ModelFileError(
@@ -147,11 +145,12 @@ class Pair:
 
 
 def read_pairs(folder: Path, tensors: Mapping[str, Tensor]) -> list[Pair]:
-    """Return the LoRA matrices of an adapter, one `Pair` for each layer that it changes. `folder`: the adapter's
-    folder, whose config is read; `tensors`: content of its safetensors file, by name.
+    """Return an adapter's LoRA matrices, one `Pair` for each layer that it changes. `tensors`: content of the
+    safetensors file in the adapter's `folder`, by name.
 
-    Raises UnsupportedModelError if the adapter uses more than LoRA of linear layers (such as DoRA or trained biases),
-    ModelFileError if its config and `tensors` contradict each other."""
+    Raises UnsupportedModelError for more than LoRA of linear layers (such as DoRA or trained biases), ModelFileError if
+    the adapter's config and `tensors` contradict each other.
+    """
     raw = read_config(folder)
     _refuse_others(folder, raw)
     parts: dict[str, dict[str, Tensor]] = {}
@@ -172,14 +171,13 @@ def added(
     source: Path,
     is_whole: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Merge an adapter into its base: yields (name, tensor) of all the base's `tensors`. A weight for which `pairs` has
-    LoRA matrices is replaced by the sum that `Pair.added_to` computes; all other tensors are unchanged.
+    """Merge an adapter into its base: yields (name, tensor) for each of the base's `tensors`, changed by `pairs`.
 
-    `own_name` converts the name of a weight in a checkpoint to the decoder's name, or to None if the decoder does not
-    use the weight. `source`: path for error messages. `is_whole`: True if `tensors` is the complete base.
+    `own_name` converts a checkpoint's name of a weight to the decoder's name, or to None for a weight that the decoder
+    does not use. `source`: path for error messages. `is_whole`: `tensors` is the complete base.
 
-    Raises ModelFileError if a pair belongs to a weight that the decoder does not use, if two pairs belong to one
-    weight, or, if `is_whole`, if the weight of a pair is not in `tensors`.
+    Raises ModelFileError for a pair of an unused weight, for two pairs of one weight, and, if `is_whole`, for a pair
+    whose weight is not in `tensors`.
     """
     left = {own_name(f"{pair.module}.weight"): pair for pair in pairs}
     if None in left or len(left) < len(pairs):

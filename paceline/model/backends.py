@@ -31,13 +31,13 @@ def settle(settings: EngineConfig) -> EngineConfig:
     """Return the settings with device and dtype chosen where they are "auto". Also selects the native library's
     instruction set, `settings.isa`, for the whole process.
 
-    Device "auto" becomes CUDA if PyTorch sees a GPU, else the CPU. Dtype "auto" becomes bfloat16 if the device has
-    instructions for it, else float32. On a CPU it also becomes bfloat16 if the weights are quantised and the native
-    library multiplies them without dequantising.
+    - Device: CUDA if PyTorch sees a GPU, else the CPU.
+    - Dtype: bfloat16 if the device has instructions for it, else float32. On a CPU also bfloat16 if the weights are
+      quantised and the native library multiplies them without dequantising.
 
-    Raises NativeError if the instruction set is unavailable, and ConfigError if the device is missing or is not
-    supported by the backend. Raises ModelNotFoundError, ModelFileError, DownloadError or CacheError if the model cannot
-    be found or downloaded.
+    Raises NativeError if the instruction set is unavailable, ConfigError if the device is missing or unsupported by the
+    backend, and ModelNotFoundError, ModelFileError, DownloadError or CacheError if the model cannot be found or
+    downloaded.
     """
     resolved = engine_config.resolve(settings)
     if settings.isa != "auto":
@@ -53,11 +53,11 @@ def settle(settings: EngineConfig) -> EngineConfig:
 
 
 def load_target(settings: EngineConfig) -> Target:
-    """Load the target model. `settings` must contain no "auto" for device and dtype (see `settle`).
+    """Load the target model. Device and dtype in `settings` must not be "auto" (see `settle`).
 
     Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError or CacheError if the model cannot be
-    loaded, and NativeError if the settings require the native library and it cannot run. Raises ConfigError for an
-    adapter with `weight_format` "blocks", because adapters can only be added to dense weights.
+    loaded, NativeError if a required native library cannot run, and ConfigError for an adapter with `weight_format`
+    "blocks".
     """
     dtype, device, weights = getattr(torch, settings.dtype), torch.device(settings.device), settings.weights
     # A memory budget is divided later, with the drafter's cache.
@@ -110,11 +110,11 @@ def load_target(settings: EngineConfig) -> Target:
 
 
 def keep_sums_in_float32(device: torch.device) -> None:
-    """Make cuBLAS accumulate half-precision matrix products in float32, for the whole process. Does nothing if `device`
-    is not a CUDA device.
+    """Make cuBLAS accumulate half-precision matrix products in float32, for the whole process. No effect unless
+    `device` is a CUDA device.
 
-    By default cuBLAS may round partial sums to the input dtype when it splits the inner dimension. Whether it splits
-    depends on the number of tokens in a pass, so plain decoding and verification would round differently.
+    By default cuBLAS may round partial sums to the input dtype, depending on the number of tokens in a pass. Plain
+    decoding and verification would then round differently.
     """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -128,8 +128,8 @@ ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 
 
 def _keeps_blocks(weight_format: str, config: DecoderConfig, dtype: torch.dtype) -> bool:
-    """True if a file's quantised blocks are used directly. "auto": if matrix products support them and are faster so,
-    or if a dense copy would take more than half of the memory (every pass then expands the blocks)."""
+    """True if a file's quantised blocks are used directly. With "auto" they are if products with blocks are faster, or
+    if a dense copy would take more than half of the memory."""
     if weight_format != "auto":
         return weight_format != "dense"
     dense_bytes = dtype.itemsize * sum(map(math.prod, expected_shapes(config).values()))
@@ -164,13 +164,12 @@ def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Describes how a target multiplies by its weights, for reports and measurements: the backend, the instruction set
-    and the format of the weights."""
+    """How a target multiplies by its weights, for reports and measurements."""
 
     backend: str
     """"native" (the C++ library) or "torch"."""
     isa: str | None
-    """Instruction set that the native library uses, a value of `--isa` such as avx2; None for torch."""
+    """Instruction set of the native library, such as avx2; None for torch."""
     weight_format: str
     """bfloat16, float32, or the block types of a GGUF file, such as Q4_1+Q8_0."""
 

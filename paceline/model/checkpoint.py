@@ -1,10 +1,8 @@
-"""Reads checkpoints: a Hugging Face folder or a GGUF file becomes a DecoderConfig and a stream of named tensors.
+"""Reads checkpoints: a Hugging Face folder, a GGUF file or an adapter becomes a DecoderConfig and a stream of named
+tensors.
 
-An adapter's folder is read as its base with the adapter's weights added.
-
-`load_config` reads config.json or GGUF metadata, `load_tensors` yields one memory-mapped tensor at a time under its
-Hugging Face name, `check_tensors` rejects tensors that do not fit the config. Weights are safetensors or GGUF; pickles
-are never read.
+Weights are safetensors or GGUF; pickles are never read. Tensors are memory-mapped and yielded one at a time, under
+their Hugging Face names.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ from paceline.model.layout import DELTA_NORM, LAYER_FACTOR, as_ours, input_table
 
 
 def load_config(path: Path | str) -> DecoderConfig:
-    """Read a model's config from a Hugging Face folder or a GGUF file. For an adapter's folder, it is the config of the
-    adapter's base.
+    """Read a model's config from a Hugging Face folder or a GGUF file; for an adapter's folder, its base's config.
 
     Raises ModelNotFoundError, UnsupportedModelError (architecture or option not implemented) or ModelFileError (a key
     is missing or invalid).
@@ -43,8 +40,8 @@ def load_config(path: Path | str) -> DecoderConfig:
 
 
 def config_json(path: Path | str) -> dict[str, Any]:
-    """Read config.json of a folder, or build an equivalent dict from a GGUF file's metadata. For an adapter's folder,
-    it is that of the adapter's base. Raises ModelNotFoundError, UnsupportedModelError or ModelFileError."""
+    """Read config.json of a folder, or build an equivalent dict from a GGUF file's metadata; for an adapter's folder,
+    its base's. Raises ModelNotFoundError, UnsupportedModelError or ModelFileError."""
     path = base_of(existing(path))
     return gguf.config_json(path) if is_gguf(path) else read_json(path / "config.json")
 
@@ -98,12 +95,8 @@ def _with_adapter(folder: Path, tensors: Iterator[tuple[str, Tensor]], is_whole:
 def random_tensors(
     config: DecoderConfig, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, random tensor) for every weight of a decoder (option `--weights random`). `device` and
-    `dtype` are those of the target that will use the weights.
-
-    Weights are normal with standard deviation 0.02; each norm multiplies by 1. The numbers depend on `seed` and, on a
-    GPU, also on device and dtype.
-    """
+    """Yield (Hugging Face name, random tensor) for every weight of a decoder; norms multiply by 1. Arguments: see
+    `random_weights`."""
     for name, tensor in random_weights(expected_shapes(config), seed, device, dtype):
         has_offset = name.endswith("norm.weight") and not name.endswith(DELTA_NORM)
         yield name, tensor - config.norm_offset if has_offset and config.norm_offset else tensor
@@ -118,8 +111,8 @@ def random_weights(
     """Yield (name, random tensor) for these shapes: normal with mean 0 and standard deviation 0.02. Weights of norms
     and the factor `layer_scalar` of a layer's output are 1.
 
-    `device` and `dtype`: those of the model that will use the weights. The tensors are generated on the device and in
-    the dtype that `drawn_as` returns for them.
+    `device` and `dtype`: those of the model; the tensors have the device and dtype that `drawn_as` returns. The numbers
+    depend on `seed` and, on a GPU, also on device and dtype.
     """
     draw_device, draw_dtype = drawn_as(torch.device(device), dtype)
     generator = torch.Generator(draw_device).manual_seed(seed)
@@ -130,17 +123,17 @@ def random_weights(
 
 
 def drawn_as(device: torch.device, dtype: torch.dtype) -> tuple[torch.device, torch.dtype]:
-    """Return the (device, dtype) in which random weights are generated for a model with this device and dtype.
+    """Return the (device, dtype) in which random weights of a model with this device and dtype are generated.
 
-    For a GPU these are the model's own device and dtype, because one CPU thread would take 93 s for 8B parameters. For
-    other devices they are the CPU and float32, so the numbers do not depend on the model's dtype.
+    For a GPU they are the model's own, because one CPU thread would take 93 s for 8B parameters. For other devices they
+    are the CPU and float32.
     """
     return (device, dtype) if device.type == "cuda" else (torch.device("cpu"), torch.float32)
 
 
 def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that the decoder needs, by Hugging Face name. `lm_head.weight` is left out if
-    the embedding is also the head."""
+    """Return the shape of every tensor that the decoder needs, by Hugging Face name; without `lm_head.weight` if the
+    embedding is also the head."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer_shapes(config, index).items()}
@@ -156,10 +149,9 @@ def check_tensors(
 ) -> Iterator[tuple[str, AnyWeight]]:
     """Yield a checkpoint's `tensors` under the decoder's names, after checking their names, shapes and values.
 
-    Fused tensors are split into the tensors that the decoder expects. Redundant tensors are dropped: the head if the
-    embedding is also the head, and RoPE frequencies of old checkpoints. Raises ModelFileError for a tensor that is
-    unknown, wrongly shaped or not finite and, at the end, if tensors are missing. `source`: the checkpoint's path, for
-    error messages.
+    Fused tensors are split. Redundant ones are dropped: the head if the embedding is also the head, and RoPE
+    frequencies of old checkpoints. `source`: the checkpoint's path, for error messages. Raises ModelFileError for a
+    tensor that is unknown, wrongly shaped or not finite and, at the end, if tensors are missing.
     """
     expected = expected_shapes(config)
     missing = dict.fromkeys(expected)
@@ -186,7 +178,7 @@ def check_tensors(
 
 def check_finite(name: str, weight: Weight, source: Path | str) -> None:
     """Raise ModelFileError, naming the tensor and `source`, unless all values of a weight are finite floating-point
-    numbers. For quantised blocks only the scales are checked."""
+    numbers. Only the scales of quantised blocks are checked."""
     if isinstance(weight, Blocks):
         return check_finite(name, weight.scales(), source)
     if not weight.is_floating_point() or weight.is_complex():
@@ -218,8 +210,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Return the token ids that end an answer: `eos_token_id` of generation_config.json and of config.json, in this
-    order, without duplicates. Raises ModelFileError if one is not an id."""
+    """Return the token ids that end an answer, from generation_config.json, then config.json, without duplicates.
+    Raises ModelFileError if one is not an id."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
@@ -240,11 +232,9 @@ def existing(path: Path | str) -> Path:
 
 
 def shards_of(folder: Path) -> dict[Path, list[str]]:
-    """Return file -> names of the tensors to read, for each safetensors file of the folder. An empty list means all
-    tensors of the file.
+    """Return each safetensors file of the folder -> names of the tensors to read from it; an empty list means all.
 
-    Raises ModelFileError if the folder has no safetensors files, or if its index (model.safetensors.index.json) names a
-    file that is missing.
+    Raises ModelFileError if the folder has no safetensors files, or if its index names a file that is missing.
     """
     if (folder / "model.safetensors").is_file():
         return {folder / "model.safetensors": []}
@@ -277,17 +267,15 @@ def shards_of(folder: Path) -> dict[Path, list[str]]:
 
 
 _TENSORS_PER_MAP, _MOST_MAPS = 16, 64
-"""A file is memory-mapped anew after _TENSORS_PER_MAP tensors, which frees the pages read before. It is mapped at most
-about _MOST_MAPS times, since each time parses the whole header."""
+"""A file is memory-mapped anew after this many tensors, which frees the pages read before, but at most about _MOST_MAPS
+times, since each time parses the whole header."""
 MOST_TENSORS, MOST_HEADER_BYTES = 2**16, 2**24
-"""Limits on a safetensors file: number of tensors, and bytes of its header. The largest known file has some 20,000
-tensors and a header of 3 MB."""
+"""Limits of a safetensors file. The largest known one has some 20,000 tensors and a header of 3 MB."""
 
 
 def check_header(file: Path) -> None:
     """Raise ModelFileError if a safetensors file cannot be read, or if its header is larger than 16 MiB
-    (MOST_HEADER_BYTES), more than any model needs. The header itself is not parsed. A header size larger than the file
-    is accepted here, because the safetensors parser rejects it."""
+    (MOST_HEADER_BYTES). The header is not parsed; safetensors rejects one that is larger than the file."""
     with (
         reraised(ModelFileError, f"{file} cannot be read", "fetch the model again", OSError),
         file.open("rb") as opened,

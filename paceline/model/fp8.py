@@ -16,8 +16,8 @@ SUFFIX = "_scale_inv"
 
 def dense(tensors: Iterable[tuple[str, Tensor]], source: object) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of a checkpoint, with FP8 weights dequantised to float32; other tensors are unchanged.
-    Raises ModelFileError, naming `source`, for an FP8 weight without scale factors, factors without a weight, or
-    factors of a wrong shape."""
+    Raises ModelFileError, naming `source`, for an FP8 weight without factors, factors without a weight, or a wrong
+    shape."""
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
         weight = name.removesuffix(SUFFIX)
@@ -34,8 +34,8 @@ def dense(tensors: Iterable[tuple[str, Tensor]], source: object) -> Iterator[tup
 
 
 def expanded(weight_RC: Tensor, factors: Tensor, name: str) -> Tensor:
-    """Dequantise an FP8 weight [R, C] to float32. `factors` [ceil(R / 128), ceil(C / 128)]: one for each block of 128 x
-    128 values. Raises ModelFileError, naming the tensor `name`, if a dtype or shape is wrong."""
+    """Dequantise an FP8 weight [R, C] to float32. `factors` [ceil(R / 128), ceil(C / 128)]: one per block of 128 x 128.
+    Raises ModelFileError, with the tensor's `name`, for a wrong dtype or shape."""
     shape = tuple(-(-size // FP8_BLOCK) for size in weight_RC.shape)
     if weight_RC.dtype != torch.float8_e4m3fn or weight_RC.ndim != 2 or tuple(factors.shape) != shape:
         kind = str(weight_RC.dtype).removeprefix("torch.")

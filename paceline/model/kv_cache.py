@@ -43,8 +43,8 @@ class KVCache(ABC):
         return list(self._free)
 
     def allocate(self, wanted: int | None = None) -> int | None:
-        """Allocate a free row with length 0 and return its index. `wanted`: index of the row to allocate, which must be
-        free; None: the lowest-numbered free row. Returns None if no row is free."""
+        """Allocate a free row with length 0; returns its index, or None if no row is free. `wanted`: the free row to
+        allocate; None: the lowest-numbered one."""
         if not self._free:
             return None
         row = self._free[-1] if wanted is None else wanted
@@ -54,9 +54,8 @@ class KVCache(ABC):
         return row
 
     def adopt(self, source: int, row: int, length: int) -> None:
-        """Copy the first `length` positions (keys and values) of row `source` to the empty row `row`, whose length
-        becomes `length`. A common prefix is thus not recomputed. `source` may be a freed row, if it has not been
-        allocated again."""
+        """Copy the first `length` positions (keys and values) of row `source` to the empty row `row`, so that a common
+        prefix is not recomputed. `source` may be a freed row that was not allocated again."""
         raise NotImplementedError(f"{type(self).__name__} does not copy rows")
 
     def free(self, row: int) -> None:
@@ -67,14 +66,13 @@ class KVCache(ABC):
         self._free.sort(reverse=True)
 
     def append(self, rows: list[int], counts: list[int]) -> None:
-        """Lengthen each of `rows` by its number in `counts`, after a pass wrote that many new positions."""
+        """Lengthen each row by its count, after a pass wrote that many new positions."""
         for row, count in zip(rows, counts, strict=True):
             assert self.lengths[row] + count <= self.max_len, f"row {row} overflows"
             self.lengths[row] += count
 
     def rollback(self, rows: list[int], lengths: list[int]) -> None:
-        """Shorten each of `rows` to its number in `lengths`, which drops rejected positions at the end. Never lengthens
-        a row."""
+        """Shorten each row to its number in `lengths`, which drops rejected positions at the end."""
         for row, length in zip(rows, lengths, strict=True):
             assert 0 <= length <= self.lengths[row], f"row {row}: rollback from {self.lengths[row]} to {length}"
             self.lengths[row] = length
@@ -82,9 +80,9 @@ class KVCache(ABC):
     def keep(self, rows: list[int], starts: list[int], slots: list[list[int]]) -> None:
         """Keep some of the positions that a pass over trees wrote, and drop the others.
 
-        Row `rows[i]` had `starts[i]` positions before the pass. `slots[i]` lists the new positions to keep, ascending,
-        as offsets from `starts[i]`; they form a path from the tree's root. Their keys and values are moved to the
-        positions from `starts[i]` on, without gaps.
+        Row `rows[i]` had `starts[i]` positions before the pass. `slots[i]` lists the positions to keep, ascending, as
+        offsets from `starts[i]`; they form a path from the tree's root. Their keys and values move to `starts[i]` and
+        the positions after it.
         """
         for row, start, own_slots in zip(rows, starts, slots, strict=True):
             assert own_slots == sorted(set(own_slots)) and all(
@@ -110,10 +108,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
 
 
 class LayeredKVCache(KVCache):
-    """KV cache of a model whose layers differ in the number and size of their heads. `keys` and `values` are lists with
-    one tensor [rows, kv_heads, max_len + slack, head_dim] per layer. A layer that reads the keys and values of another
-    layer has the same two tensors as this other layer. `slack`: scratch positions after each row, to which passes of
-    fixed shape write their padding tokens."""
+    """KV cache of a model whose layers differ in the number and size of their heads.
+
+    `keys` and `values` have one tensor [rows, kv_heads, max_len + slack, head_dim] per layer; a layer that reads
+    another's keys and values shares its tensors. `slack`: scratch positions after each row, for padding tokens of
+    passes of fixed shape.
+    """
 
     def __init__(
         self,
@@ -160,9 +160,8 @@ _TOGETHER = 16
 
 
 class StaticKVCache(KVCache):
-    """KV cache of fixed size. `keys` holds the keys of all layers, `values` the values: each is one tensor [layers,
-    rows, kv_heads, max_len + slack, head_dim]. `slack`: scratch positions after each row, to which passes of fixed
-    shape write their padding tokens."""
+    """KV cache of fixed size. `keys` and `values` are tensors [layers, rows, kv_heads, max_len + slack, head_dim].
+    `slack`: scratch positions after each row, for padding tokens of passes of fixed shape."""
 
     def __init__(
         self,
@@ -175,7 +174,6 @@ class StaticKVCache(KVCache):
         device: torch.device | str = "cpu",
         slack: int = 0,
     ) -> None:
-        """`slack`: extra positions after each row's max_len, as scratch space for passes of fixed shape."""
         super().__init__(num_rows, max_len)
         shape = (num_layers, num_rows, num_kv_heads, max_len + slack, head_dim)
         failure = f"no memory for a KV cache of {num_rows} rows of {max_len} tokens"

@@ -82,8 +82,8 @@ def _input_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def input_table_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors that compute per-layer embeddings (Gemma 4) and do not belong to a single
-    layer; {} for a model without per-layer embeddings."""
+    """Return name -> shape of the tensors outside layers that compute per-layer embeddings (Gemma 4); {} without
+    per-layer embeddings."""
     if config.layer_sizes is None or not config.layer_sizes.input_size:
         return {}
     size = config.layer_sizes.input_size
@@ -135,12 +135,9 @@ def as_ours(
     """Convert the tensors of a checkpoint to the decoder's names; yields (name, tensor). `expected`: the decoder's
     names -> shapes.
 
-    - Tensors with other names in this model family are renamed.
-    - Tensors that the decoder does not use are dropped.
-    - Fused tensors, and stacks of all experts, are split into their parts.
-    - Tensors with unknown names are yielded unchanged.
-
-    Raises ModelFileError, naming `source`, if the number of rows of a fused tensor is not the sum of its parts' rows.
+    Tensors are renamed as in this model family, unused ones are dropped, fused tensors and stacks of all experts are
+    split. Tensors with unknown names are yielded unchanged. Raises ModelFileError, naming `source`, if a fused tensor
+    has not as many rows as its parts together.
     """
     for name, tensor in taken_apart(config, _renamed(config, tensors), source):
         if name in expected:
@@ -193,9 +190,8 @@ def _rows_of(name: str) -> list[str]:
 
 
 def gate_apart(config: DecoderConfig, parts: dict[str, AnyWeight]) -> None:
-    """Split a fused projection into the query projection and the output gate of the attention. The fused matrix has,
-    for each head, the head's query rows and then its gate rows. Replaces `self_attn.q_proj` in `parts`, one layer's
-    tensors by name, and adds `self_attn.gate`."""
+    """Split a fused projection of queries and output gate. For each head it has the head's query rows, then its gate
+    rows. Replaces `self_attn.q_proj` in `parts`, one layer's tensors by name, and adds `self_attn.gate`."""
     numbers = torch.arange(2 * config.num_heads * config.head_dim).view(config.num_heads, 2, config.head_dim)
     for kind in [kind for kind in ("weight", "bias") if f"self_attn.q_proj.{kind}" in parts]:
         rows = parts[f"self_attn.q_proj.{kind}"]
@@ -204,8 +200,8 @@ def gate_apart(config: DecoderConfig, parts: dict[str, AnyWeight]) -> None:
 
 
 def delta_apart(shape: DeltaShape, parts: dict[str, AnyWeight]) -> None:
-    """Convert a gated delta net's input projections from Qwen3-Next's layout (two matrices with rows grouped by key
-    head) to Qwen3.5's (four matrices). Replaces them in `parts`, one layer's tensors by name."""
+    """Convert a gated delta net's input projections from Qwen3-Next's two matrices, with rows grouped by key head, to
+    Qwen3.5's four. Replaces them in `parts`, one layer's tensors by name."""
     groups, share = shape.num_key_heads, shape.num_value_heads // shape.num_key_heads
 
     def rows(*sizes: int) -> list[Tensor]:

@@ -13,28 +13,26 @@ from paceline.model.target import ForwardBatch, Target
 from paceline.plan.costs import PassCosts
 
 Timer = Callable[[Callable[[], object]], float]
-"""A function that runs its argument, a function without parameters, and returns the seconds that this took."""
+"""Runs its argument and returns the seconds that this took."""
 _MEASURE_S, _MOST_TURNS = 0.3, 8
 _ALIKE, _MOST_S = 1.2, 3.0
-"""A time counts as undisturbed if another run of the same size took at most 1.2 times as long; the most seconds spent
-to find such times."""
+"""A time counts as undisturbed if another run of the same size took at most 1.2 times as long; most seconds spent to
+find such times."""
 
 
 def measure_passes(target: Target, most: int, width: int | None = None) -> PassCosts:
-    """Measure the time of target passes of several sizes, up to `most` tokens. The result interpolates the seconds of
-    other sizes. All rows of the cache must be free.
+    """Measure the time of target passes of several sizes, up to `most` tokens; the result interpolates other sizes. All
+    rows of the cache must be free.
 
     - On CUDA the sizes are 1, 8, 16, 64, 128, 256, ... and `most`, with at most `width` tokens per row (None: as many
       as a row holds).
     - On other devices the sizes are powers of two, in as few rows as can hold them.
 
-    Each size runs up to 8 times, and its fastest run counts, which reduces noise from the machine. All runs together
-    take about 0.3 seconds, in addition to one untimed warm-up pass of each size. Sizes that would exceed this time are
-    left out.
+    Each size runs once untimed and then up to 8 times; its fastest run counts. Sizes that would exceed 0.3 seconds for
+    all runs are left out.
 
-    Two sizes are always measured, because plans depend on the ratio of their times: one token, and the largest size up
-    to `width` (None: up to `most`). Each of the two runs until two of its runs differ by at most 20%, or until all runs
-    together have taken 3 seconds.
+    One token and the largest size up to `width` (None: up to `most`) are always measured, because plans depend on the
+    ratio of their times. Each runs until two of its runs differ by at most 20%, or until all runs have taken 3 seconds.
     """
     on_cuda = target.device.type == "cuda"
     sizes = _cuda_sizes(most) if on_cuda else [1 << power for power in range(max(most.bit_length(), 2))]

@@ -1,7 +1,6 @@
-"""Loads only the embedding and LM head of a target that runs on a server. Training needs them, as drafters use both.
+"""Loads only the embedding and LM head of a target that runs on a server, for training, as drafters use both.
 
-Reads the checkpoint's safetensors: a folder needs only the files with the two matrices; from a hub id only those are
-downloaded.
+Only the checkpoint's safetensors files with these two matrices are read or downloaded.
 """
 
 from __future__ import annotations
@@ -29,14 +28,12 @@ from paceline.model.torch.decoder import end_scales
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 SCALED = ("embedding_multiplier", "scale_emb", "logits_scaling", "logit_scale", "final_logit_softcapping")
-"""Keys of config.json that change how a model scales its embedding or head. They are rejected for model families that
-paceline's decoder does not implement."""
+"""Keys of config.json that scale a model's embedding or head; rejected for families that the decoder does not know."""
 LIGHT = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
 class Ends(Target):
-    """A `Target` without forward passes: only the embedding and LM head of a target that runs on a remote server.
-    Training a drafter needs no other part of it."""
+    """A `Target` without forward passes: only the embedding and LM head of a target that runs on a remote server."""
 
     def __init__(self, raw: dict[str, Any], embedding_VD: Tensor, head_VD: Tensor, max_position: int) -> None:
         self.embedding, self._head = embedding_VD, head_VD
@@ -46,7 +43,7 @@ class Ends(Target):
         self.weight_bytes = embedding_VD.nbytes + (0 if head_VD is embedding_VD else head_VD.nbytes)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
-        """No-op: passes cannot run, so no cache is needed."""
+        """No-op: passes cannot run."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Always raises UnsupportedModelError."""
@@ -61,23 +58,22 @@ class Ends(Target):
 
 def light_folder(model: str) -> Path:
     """Return the folder with a model's config and tokenizer; for a hub id these are downloaded, but not the weights.
-    Raises ModelNotFoundError (no such model), ModelFileError (not a model), DownloadError (no network or no access) or
-    CacheError (the cache cannot be written)."""
+    Raises ModelNotFoundError, ModelFileError (not a model), DownloadError or CacheError (the cache cannot be
+    written)."""
     if Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
         return resolve(model)
     return hub_folder(model, LIGHT)
 
 
 def load_ends(settings: EngineConfig) -> Target:
-    """Load only the embedding and LM head of a target, as `Ends`. `settings` must contain no "auto" for device and
-    dtype. For a GGUF file or an adapter the whole target is loaded.
+    """Load only the embedding and LM head of a target, as `Ends`; for a GGUF file or an adapter, the whole target.
+    Device and dtype in `settings` must not be "auto".
 
-    If the config ties the head to the embedding, the embedding is used as the head. If paceline does not know the model
-    family and its config does not state whether they are tied, the embedding is used only if the checkpoint has no
-    head.
+    The embedding is the head if the config ties them. If paceline does not know the model family and its config does
+    not state it, the embedding is the head if the checkpoint has no head.
 
-    Raises ModelFileError if the embedding, or a head that is not tied, is missing, UnsupportedModelError if a model of
-    an unknown family scales its embedding or head.
+    Raises ModelFileError if the embedding or an untied head is missing, UnsupportedModelError if a model of an unknown
+    family scales its embedding or head.
     """
     folder = light_folder(settings.model)
     if is_gguf(folder) or is_adapter(folder):

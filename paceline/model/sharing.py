@@ -1,13 +1,12 @@
-"""Memory that the drafters of one target hold once: equal weight matrices, and cache rows.
+"""Memory that the drafters of one target hold once: equal weight matrices, and caches of equal shape.
 
     with sharing(target) as held:
         drafter.bind(target)      # matrices and caches made here are shared with those of earlier drafters
     drafter.held = held
 
-Two matrices are equal if shape, dtype and bytes are (compared by hash). A cache is shared by drafters whose caches have
-one shape: a row of the target belongs to one sequence, a sequence to one drafter, so no two drafters use the same row
-at the same time, and each keeps lengths of its own. Only a pool may share, because it knows whose keys and values a row
-holds (`draft/pool.py`). Nothing is kept alive here: memory is free when its last drafter is.
+Matrices are equal if shape, dtype and bytes are (compared by hash). Drafters can share a cache because a row of the
+target belongs to one sequence, and a sequence to one drafter; each drafter keeps its own lengths. Only a pool may
+share, because it knows whose keys and values a row holds (`draft/pool.py`). Memory is freed with its last drafter.
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ _present: ContextVar[_Sharing | None] = ContextVar("sharing", default=None)
 @contextlib.contextmanager
 def sharing(target: Owner, *, has_weights: bool = True) -> Iterator[Held]:
     """Context manager in which a new drafter of `target` shares memory with the target's earlier drafters. Inside it,
-    in this thread, the functions `matrix`, `copied`, `once` and `cache_tensor` of this module return an equal matrix or
-    tensor of an earlier drafter if there is one.
+    in this thread, `matrix`, `copied`, `once` and `cache_tensor` return an equal item of an earlier drafter if there is
+    one.
 
-    Yields a dict (`Held`) of the shared matrices that the new drafter uses; entries are added as the matrices are made.
-    If `has_weights` is False, only cache tensors are shared; this is for training, which changes weights in place.
+    Yields a dict (`Held`) of the shared matrices that the new drafter uses, filled as they are made. `has_weights`
+    False: share only cache tensors, because training changes weights in place.
     """
     token = _present.set(now := _Sharing(target, has_weights=has_weights))
     try:
@@ -68,11 +67,11 @@ def sharing(target: Owner, *, has_weights: bool = True) -> Iterator[Held]:
 
 
 def matrix(make: Callable[[], T], sources: list[Tensor], *form: Hashable, num_bytes: Callable[[T], int]) -> T:
-    """Return a matrix made from the tensors `sources`: within `sharing`, the shared matrix with equal `sources` and
-    `form`, if there is one; otherwise the result of `make()`, which is shared from then on.
+    """Return a matrix made from the tensors `sources`. Within `sharing`, an existing one with equal `sources` and
+    `form` is returned; otherwise the result of `make()`, which is shared from then on.
 
-    `form`: everything else that the matrix depends on, such as its format. `num_bytes`: function that returns a
-    matrix's size. Outside `sharing`, or if `sharing` has `has_weights` False, the matrix is always new and not shared.
+    `form`: everything else that the matrix depends on, such as its format. `num_bytes` returns a matrix's size. Outside
+    `sharing`, or if `has_weights` is False there, the matrix is new and not shared.
     """
     now = _present.get()
     if now is None or not now.has_weights:
@@ -86,27 +85,25 @@ def matrix(make: Callable[[], T], sources: list[Tensor], *form: Hashable, num_by
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor. Within `sharing`, if another drafter has an equal copy, that one is returned."""
+    """Return a copy of a tensor; within `sharing`, an equal copy of another drafter if there is one."""
     return matrix(tensor.clone, [tensor], _COPY, num_bytes=lambda copy: copy.nbytes)
 
 
 def once(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, without a copy. Within `sharing`, if another drafter has an equal tensor, that one is
-    returned."""
+    """Return the tensor itself; within `sharing`, an equal tensor of another drafter if there is one."""
     return matrix(lambda: tensor, [tensor], _READ, num_bytes=lambda same: same.nbytes)
 
 
 def is_as_read(key: Hashable) -> bool:
-    """Return True if `key`, a key of `Held`, belongs to a tensor from `copied` or `once`. Such a tensor is a weight as
-    it was read from a file. It was not packed for a target, so it is still valid when its drafter is bound to a target
-    again."""
+    """Return True if `key`, of `Held`, belongs to a tensor from `copied` or `once`: a weight as it was read from a
+    file. It is not packed for a target, so it stays valid when its drafter is bound again."""
     return isinstance(key, tuple) and key[0] in (_COPY, _READ)
 
 
 def cache_tensor(make: Callable[[], Tensor], shape: tuple[int, ...], *form: Hashable) -> Tensor:
-    """Return a tensor for a KV cache, made by `make`. Within `sharing`, if the cache of another drafter has a tensor
-    with equal `shape` and `form`, that one is returned. `form`: everything else that must be equal, such as the dtype
-    and whether the tensor holds keys or values."""
+    """Return a tensor for a KV cache, made by `make`; within `sharing`, that of another drafter's cache with equal
+    `shape` and `form`. `form`: everything else that must be equal, such as the dtype and whether it holds keys or
+    values."""
     now = _present.get()
     if now is None:
         return make()

@@ -1,5 +1,4 @@
-"""Splits checkpoint tensors that hold all experts of a layer into one matrix or bias per expert; expands MXFP4
-weights."""
+"""Splits tensors that stack all experts of a layer into one tensor per expert; expands MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -23,11 +22,9 @@ SCALE_BIAS = 127
 def taken_apart(
     config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]], source: object
 ) -> Iterator[tuple[str, AnyWeight]]:
-    """Yield (name, tensor) of a checkpoint. A tensor that stacks all experts of a layer is split into one tensor per
-    expert, under names such as `mlp.experts.N.gate_proj.weight`; MXFP4 weights are expanded to bfloat16.
-
-    Raises ModelFileError, naming `source`, for a stack of experts with an invalid shape.
-    """
+    """Yield (name, tensor) of a checkpoint, with stacks of all experts split into one tensor per expert, under names
+    such as `mlp.experts.N.gate_proj.weight`. MXFP4 weights are expanded to bfloat16. Raises ModelFileError, naming
+    `source`, for a stack with an invalid shape."""
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
         match = TOGETHER.fullmatch(name) if config.num_experts else None
@@ -53,8 +50,7 @@ def taken_apart(
 
 
 def _each(config: DecoderConfig, owner: str, which: str, kind: str, tensor: Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield one expert's tensors after another; gate and up are interleaved in gpt-oss, concatenated in other
-    families."""
+    """Yield each expert's tensors; gate and up are interleaved in gpt-oss, concatenated in other families."""
     for expert, rows in enumerate(tensor):
         if which == "down":
             yield f"{owner}{expert}.down_proj.{kind}", rows
@@ -67,8 +63,8 @@ def _each(config: DecoderConfig, owner: str, which: str, kind: str, tensor: Tens
 def expanded(blocks: Tensor, scales: Tensor, name: str) -> Tensor:
     """Expand MXFP4 weights (OCP Microscaling Formats 1.0), G groups of 32 values, exactly to bfloat16 [..., 32 * G].
 
-    blocks: uint8 [..., G, 16], two values per byte, the low four bits first; scales: uint8 [..., G], biased exponents
-    of two; name: of the tensor, for the ModelFileError raised if they are not MXFP4.
+    blocks: uint8 [..., G, 16], two values per byte, the low four bits first. scales: uint8 [..., G], biased exponents
+    of two. Raises ModelFileError, with the tensor's `name`, if they are not MXFP4.
     """
     if (
         blocks.dtype != torch.uint8

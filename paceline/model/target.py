@@ -1,7 +1,6 @@
 """The interface of target models: `Target`, with the forward pass that runs in every round of decoding.
 
-Implementations: the PyTorch decoder, Transformers models and the native library. `forward(ForwardBatch) ->
-ForwardOutput` appends the given tokens to the cache; `cache.rollback` removes rejected ones.
+`forward(ForwardBatch) -> ForwardOutput` appends the given tokens to the cache; `cache.rollback` removes rejected ones.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ DEFAULT_MAX_LEN = 2048
 
 
 class Sizes(Protocol):
-    """Protocol of objects that state a model's sizes: a loaded target or a config. A drafter is checked against these
-    sizes."""
+    """Sizes of a model, against which a drafter is checked. A loaded target and a config have them."""
 
     @property
     def num_layers(self) -> int: ...
@@ -38,23 +36,22 @@ class Sizes(Protocol):
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """Input of a target pass: new tokens of several cache rows, packed one row after another; T = sum(counts) tokens in
-    all."""
+    """Input of a target pass: T = sum(counts) new tokens of several cache rows, packed one row after another."""
 
     rows: list[int]
     starts: list[int]
-    """Position of each row's first new token; equals the number of tokens that the row has cached."""
+    """Position of each row's first new token: the number of tokens that the row has cached."""
     counts: list[int]
     tokens: list[int]
     logits: Literal["all", "last", "none"] = "all"
-    """Compute logits of every token, of each row's last one, or of none (for a chunk of the prompt before its last)."""
+    """Compute logits of every token, of each row's last one, or of none (for all chunks of a prompt but its last)."""
     only_argmax: bool = False
-    """True if the caller reads only the argmax of each row of logits; the implementation may then omit the logits."""
+    """The caller reads only the argmax of each row of logits; the implementation may omit the logits."""
     parents: list[int] | None = None
     """Parent of each token, if each row's tokens form a tree; None: every token follows the previous one.
 
-    The parent is given as an index among the row's tokens in this pass, -1 if the token follows the cache; parents
-    precede their children.
+    It is an index among the row's tokens in this pass, -1 if the token follows the cache. Parents precede their
+    children.
     """
 
     @property
@@ -63,8 +60,7 @@ class ForwardBatch:
 
     @property
     def positions(self) -> list[int]:
-        """Position of each token in its text, for RoPE: one after its parent's position. A token without a parent in
-        this pass has its row's start as position.
+        """Position of each token in its text, for RoPE: its row's start, or one after its parent's position.
 
         In a tree, tokens of equal depth have equal positions, although they have different indices in the cache.
         """
@@ -83,27 +79,28 @@ class ForwardBatch:
         return list(range(self.num_tokens)) if self.logits == "all" else []
 
     def require_chains(self) -> None:
-        """Raises UnsupportedModelError if the batch contains trees; for implementations that do not support them."""
+        """Raise UnsupportedModelError if the batch contains trees."""
         if self.parents is not None:
             raise UnsupportedModelError("this target cannot check trees of drafts: use a plan that drafts chains")
 
 
 @dataclass(slots=True)
 class ForwardOutput:
-    """Logits of a target pass and outputs of its tapped layers: views of buffers that the next pass may overwrite."""
+    """Logits of a target pass and outputs of its tapped layers. They may be views of buffers that the next pass
+    overwrites."""
 
     logits_TV: Tensor | None
-    """Logits [T, V] for "all", [B, V] for "last"; float32 or the model's dtype. None for "none", or if `only_argmax`
-    omitted them."""
+    """Logits [T, V] for "all", [B, V] for "last"; float32 or the model's dtype. None for "none", or if omitted for
+    `only_argmax`."""
     taps_TF: Tensor | None
-    """Outputs of the layers chosen by `Target.set_taps`, concatenated: [T, len(tap_layers) * hidden_size]; None if no
-    layer is chosen."""
+    """Outputs of the tapped layers (`Target.set_taps`), concatenated: [T, layers * hidden_size]; None if there are
+    none."""
     argmax_T: list[int] | None = None
     """Result of `best_T`, if the pass already computed it."""
 
     def best_T(self) -> list[int]:
-        """Return the argmax of each row of logits: the id of the token with the largest logit, the lowest id if several
-        are equal. It is -1 if the largest logit is not finite or any logit is NaN."""
+        """Return the argmax of each row of logits, the lowest id if several are equal; -1 if the largest logit is not
+        finite or any logit is NaN."""
         if self.argmax_T is not None:
             return self.argmax_T
         assert self.logits_TV is not None
@@ -115,7 +112,7 @@ class ForwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class EndScales:
-    """A model's scale factors for embedding and LM head. The embedding and head matrices do not contain them."""
+    """A model's scale factors for embedding and LM head, which the matrices do not contain."""
 
     embedding: float = 1.0
     """Factor on rows of the embedding."""
@@ -125,8 +122,7 @@ class EndScales:
     """Soft cap of logits, cap * tanh(logit / cap), applied after the factor `logits`; 0 is off."""
 
     def of_logits(self, product_TV: Tensor) -> Tensor:
-        """Compute logits [T, V] from the product [T, V] of hidden states and head matrix: multiply it by the model's
-        logit scale, then apply the soft cap if there is one."""
+        """Apply scale and soft cap to the product [T, V] of hidden states and head matrix; returns logits [T, V]."""
         if self.logits != 1.0:
             product_TV = product_TV * self.logits
         return torch.tanh(product_TV / self.cap) * self.cap if self.cap else product_TV
@@ -147,7 +143,7 @@ class Target(ABC):
     max_position: int
     """Maximum context length in tokens."""
     weight_bytes: int
-    """Bytes of weights that one pass reads; they limit the decoding speed (see Machine.ceiling_tokens_per_s)."""
+    """Bytes of weights that one pass reads; they limit the decoding speed."""
     tap_layers: tuple[int, ...] = ()
     is_width_invariant: bool = False
     """True if a token's result has the same bits in any batch, however its row is split into passes."""
@@ -159,31 +155,29 @@ class Target(ABC):
     """True if the target computes on its own threads. PyTorch's idle threads spin and would slow these down."""
 
     overwrites_taps: bool = True
-    """True if the next pass may overwrite the memory of `taps_TF`; callers must then copy taps that they keep."""
+    """True if the next pass may overwrite `taps_TF`; callers must then copy taps that they keep."""
 
     _experts_read: float | Tensor | None = None
     _shared: WeakValueDictionary[Hashable, Any] | None = None
 
     @property
     def shared(self) -> WeakValueDictionary[Hashable, Any]:
-        """Matrices and cache tensors that drafters of this target share (`model/sharing.py`); an entry is dropped when
-        no drafter uses it any more."""
+        """Matrices and cache tensors that drafters of this target share (`model/sharing.py`), while any drafter uses
+        them."""
         if self._shared is None:
             self._shared = WeakValueDictionary()
         return self._shared
 
     recorder: Recorder | None = None
-    """Captures passes of fixed shape as CUDA graphs and replays them, for this target and for drafters; None if this
-    target does not support CUDA graphs."""
+    """Captures passes of fixed shape, also those of drafters, as CUDA graphs and replays them; None if unsupported."""
 
     ends: EndScales = PLAIN_ENDS
-    """Scale factors for embedding and head, applied by `embed` and `head`. Drafters read the matrices without them and
-    have factors of their own."""
+    """Scale factors of `embed` and `head`. Drafters read the matrices without them and have factors of their own."""
 
     @property
     def experts_read(self) -> float | None:
-        """Mean number of distinct experts per layer that the last pass read; layers without experts are not counted.
-        None for a model without experts."""
+        """Mean number of distinct experts that the last pass read per layer with experts; None for a model without
+        experts."""
         if isinstance(self._experts_read, Tensor):
             self._experts_read = _num_read(self._experts_read)
         return self._experts_read
@@ -203,23 +197,22 @@ class Target(ABC):
 
     @property
     def recording_s(self) -> float:
-        """Seconds spent so far on capturing passes as CUDA graphs. The measured time of decoding rounds does not
-        include them."""
+        """Seconds spent so far on capturing CUDA graphs, which measured times of decoding rounds exclude."""
         return 0.0 if self.recorder is None else self.recorder.seconds
 
     def record(self, most_count: int) -> None:
-        """Capture decode passes as CUDA graphs, which later passes replay: for any number of rows, with up to
-        `most_count` tokens per row. The graphs return the outputs of the layers that are tapped when this is called.
+        """Capture decode passes as CUDA graphs for any number of rows, with up to `most_count` tokens per row.
 
-        Takes seconds on CUDA. Does nothing if `recorder` is None. `allocate_cache` discards the graphs.
+        Later passes replay the graphs, which return the outputs of the layers tapped now. Capturing takes seconds on
+        CUDA, and does nothing if `recorder` is None. `allocate_cache` discards the graphs.
         """
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights by `tensors`: (Hugging Face name, tensor), with the shapes of the old ones. `cache` is
-        replaced by an empty one.
+        """Replace the weights by `tensors`, (Hugging Face name, tensor) with the shapes of the old ones, and empty the
+        cache.
 
-        Tensors are copied; memory must suffice for both sets of weights meanwhile. Raises ModelFileError, which names a
-        tensor that is unknown, missing, not finite or wrongly shaped; the target then stays unchanged. Raises
+        Tensors are copied; memory must suffice for both sets of weights meanwhile. Raises ModelFileError for a tensor
+        that is unknown, missing, not finite or wrongly shaped; the target then stays unchanged. Raises
         UnsupportedModelError if the implementation cannot replace weights.
         """
         raise UnsupportedModelError(
@@ -229,11 +222,11 @@ class Target(ABC):
 
     @abstractmethod
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
-        """Replace `cache` by an empty one with this number of rows and tokens per row. Raises MemoryBudgetError if
-        there is not enough memory, ContextLengthError if `max_len` is beyond the model's context."""
+        """Replace `cache` by an empty one of this size. Raises MemoryBudgetError if there is not enough memory,
+        ContextLengthError if `max_len` is beyond the model's context."""
 
     def check_len(self, max_len: int) -> None:
-        """Raises ContextLengthError if the model's context is shorter than `max_len`."""
+        """Raise ContextLengthError if the model's context is shorter than `max_len`."""
         if max_len > self.max_position:
             raise ContextLengthError(
                 f"max_len {max_len} is beyond the model's {self.max_position} tokens: lower max_len"
@@ -241,17 +234,16 @@ class Target(ABC):
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Run the batch's tokens, append their keys and values to the cache, and return logits and outputs of the
-        tapped layers. Raises UnsupportedModelError for trees, unless `takes_trees` is True."""
+        """Run the batch's tokens and append their keys and values to the cache; returns logits and outputs of tapped
+        layers. Raises UnsupportedModelError for trees, unless `takes_trees` is True."""
 
     @abstractmethod
     def matrix_embed(self, tokens_T: Tensor) -> Tensor:
-        """Return the embedding matrix's rows [T, D] of token ids [T], without the scale factor that `embed` applies."""
+        """Return the embedding matrix's rows [T, D] of token ids [T], without the scale factor of `embed`."""
 
     @abstractmethod
     def matrix_head(self, hidden_TD: Tensor) -> Tensor:
-        """Multiply normed final hidden states [T, D] by the head matrix; returns [T, V], without the scale factor and
-        soft cap that `head` applies."""
+        """Multiply normed final hidden states [T, D] by the head matrix; returns [T, V], without scale and soft cap."""
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """Return the input embeddings [T, D] of token ids [T], scaled as the first layer receives them."""
@@ -264,10 +256,8 @@ class Target(ABC):
 
 
 def head_weight(target: Target) -> Tensor:
-    """Return the matrix of the target's LM head [V, D], without the model's scale factors (`Target.ends`).
-
-    Computed by applying the head to unit vectors. Raises UnsupportedModelError if the head has a bias.
-    """
+    """Return the matrix of the target's LM head [V, D], without the model's scale factors (`Target.ends`). Raises
+    UnsupportedModelError if the head has a bias."""
     with torch.no_grad():  # not inference mode: losses need this matrix in their backward pass
         eye = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)
         weight_VD = target.matrix_head(eye).T.to(target.dtype, copy=True)  # exact: each logit is one weight
