@@ -136,7 +136,8 @@ def _is_same(stored: Any, values: np.ndarray[Any, Any]) -> bool:
 
 
 def gguf_name(name: str) -> str:
-    """Convert a Hugging Face tensor name to llama.cpp's. Raises UnsupportedModelError if there is none."""
+    """Convert a Hugging Face tensor name to llama.cpp's. Raises UnsupportedModelError for a tensor without a name
+    there."""
     base, _, kind = name.rpartition(".")
     if base in _TOP:
         return f"{_TOP[base]}.{kind}"

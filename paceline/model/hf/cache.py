@@ -165,7 +165,7 @@ def is_unused(layer: Any) -> bool:
 
 
 def poison_recurrent_state(cache: Any) -> bool:
-    """Fill recurrent states with NaN, to test whether a pass reads them; returns False if the cache has none."""
+    """Fill recurrent states with NaN, to test whether a pass reads them; returns False for a cache without them."""
     states = [
         state
         for layer in cache.layers

@@ -66,7 +66,7 @@ def library_name() -> str:
 
 def find_compiler() -> list[str]:
     """Return the C++ compiler's command: `$CXX`, else the first of g++, clang++ and c++ on the path. Raises
-    NativeBuildError if there is none."""
+    NativeBuildError without a compiler."""
     configured = shlex.split(os.environ.get("CXX", ""))
     for command in [configured] if configured else [[name] for name in COMPILERS]:
         if shutil.which(command[0]):

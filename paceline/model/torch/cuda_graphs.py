@@ -158,8 +158,8 @@ class Recordings(Generic[AnyRegion]):
         """Return the captured region of the grid's smallest shape with at least the size `needed` in every dimension.
         It is captured first, if it was not yet and `Recorder.records_late` is True.
 
-        Returns None if there is none, and counts this in `Recorder.eager`; the caller then computes the work without a
-        graph.
+        Returns None without such a region, and counts this in `Recorder.eager`; the caller then computes the work
+        without a graph.
         """
         shape = self.grid.cover(*needed)
         if shape is not None and shape not in self._regions and self._recorder.records_late:
