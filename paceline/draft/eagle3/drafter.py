@@ -203,11 +203,8 @@ class Eagle3Drafter(ChainedDrafter):
     def bind(self, target: Target) -> None:
         """Check that the drafter fits the target (else raises DrafterMismatchError), and prepare weights and cache for
         it. Binding again to the same cache keeps the prepared weights and resets all rows."""
-        taps, has_embedding = (
-            self.config.tap_layers or default_taps(target.num_layers),
-            hasattr(self.network, "embed_tokens"),
-        )
-        check_eagle3_fit(self.config, target, taps, has_embedding)
+        taps = self.config.tap_layers or default_taps(target.num_layers)
+        check_eagle3_fit(self.config, target, taps, hasattr(self.network, "embed_tokens"))
         make_path: Any = Eagle3NativePath if isinstance(target, NativeDecoder) else Eagle3Path
         self._bind_path(target, lambda: make_path(self.config, self.network.state_dict(), target, slack=self._slack))
         self.tap_layers = taps

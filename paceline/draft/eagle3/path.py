@@ -83,7 +83,11 @@ class Eagle3Path(EagleNorms):
         self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
     ) -> Tensor:
         features_TD = self._fc(self.normed_features(taps_TF[: len(tokens)])).to(self.residual_dtype)
-        state_BD = self._run(rows, starts, counts, tokens, features_TD)
+        lasts = [end - 1 for end in accumulate(counts)]
+        last_T = torch.tensor(lasts, device=self._device) if len(lasts) < len(tokens) else None
+        plans = self._plans(rows, starts, counts, last_T is not None)
+        writer = CacheWriter(rows, starts, counts, self._device)
+        state_BD = self._layers_of(plans, writer, positions_of(starts, counts), tokens, features_TD, last_T)
         self.cache.append(rows, counts)
         return state_BD
 
@@ -98,17 +102,6 @@ class Eagle3Path(EagleNorms):
     def logits(self, state_TD: Tensor) -> Tensor:
         return self._head(self.head_input(state_TD))
 
-    def _run(
-        self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], hidden_TD: Tensor
-    ) -> Tensor:
-        """Run all layers; after the last layer only each row's last entry is kept, so its queries are computed for
-        these alone."""
-        lasts = [end - 1 for end in accumulate(counts)]
-        last_T = torch.tensor(lasts, device=self._device) if len(lasts) < len(tokens) else None
-        plans = self._plans(rows, starts, counts, last_T is not None)
-        writer = CacheWriter(rows, starts, counts, self._device)
-        return self._layers_of(plans, writer, positions_of(starts, counts), tokens, hidden_TD, last_T)
-
     def _layers_of(
         self,
         plans: list[AttentionPlan],
@@ -118,6 +111,7 @@ class Eagle3Path(EagleNorms):
         hidden_TD: Tensor,
         last_T: Tensor | None,
     ) -> Tensor:
+        """Run all layers. With `last_T`, the last layer computes only these entries."""
         tables = self._rope.tables([position + 1 for position in positions])
         for index, layer in enumerate(self._layers):
             if index == 0:
@@ -126,10 +120,13 @@ class Eagle3Path(EagleNorms):
                 hidden_TD = normed_TD.to(self.residual_dtype) if self.config.norm_before_residual else hidden_TD
             else:
                 inputs_TX = layer.input_norm(hidden_TD)
-            query_THD = self._write(index, inputs_TX, writer, tables)
+            keys, values = self.cache.keys[index], self.cache.values[index]
+            query_THD = split_heads(
+                layer.qkv(inputs_TX), self._shape.num_heads, keys, values, writer, layer.qk_norm, self._rope, tables
+            )
             if index == len(self._layers) - 1 and last_T is not None:
                 query_THD, hidden_TD = query_THD[last_T], hidden_TD[last_T]
-            attended_TX = plans[index].attend(query_THD, self.cache.keys[index], self.cache.values[index])
+            attended_TX = plans[index].attend(query_THD, keys, values)
             hidden_TD = hidden_TD + layer.output(attended_TX)
             hidden_TD = hidden_TD + layer.mlp(layer.mlp_norm(hidden_TD))
         return self.next_state(hidden_TD)
@@ -147,12 +144,6 @@ class Eagle3Path(EagleNorms):
                 plan_by_kind[kind] = AttentionPlan(*queries, window=layer.window, **options)
             plans.append(plan_by_kind[kind])
         return plans
-
-    def _write(self, index: int, inputs_TX: Tensor, writer: CacheWriter, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """Write keys and values into the cache; returns queries [T, heads, head_dim]."""
-        layer, keys, values = self._layers[index], self.cache.keys[index], self.cache.values[index]
-        fused_TX = layer.qkv(inputs_TX)
-        return split_heads(fused_TX, self._shape.num_heads, keys, values, writer, layer.qk_norm, self._rope, tables)
 
     def _embed(self, tokens: list[int]) -> Tensor:
         tokens_T = torch.tensor(tokens, device=self._device)
