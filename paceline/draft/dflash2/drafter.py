@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from paceline.draft.dflash.config import DFlashConfig, as_dflash2
 from paceline.draft.dflash.drafter import Attend, DFlashDrafter, DFlashNetwork, DraftLayer, shapes_of, with_tensors
 from paceline.draft.dflash2.codebooks import BOOKS
-from paceline.draft.dflash2.paths import SELECTOR, DFlash2NativePath, DFlash2Path, can_mix, convolve
+from paceline.draft.dflash2.paths import SELECTOR, DFlash2NativePath, DFlash2Path, convolve
 from paceline.draft.dflash2.selector import Selector, WalkedReading
+from paceline.model.native.library import GROUP
 from paceline.types import Sequence
 
 DEVIATION = 0.02
@@ -190,7 +191,8 @@ class DFlash2Drafter(WalkingDrafter):
 
     @property
     def has_native_path(self) -> bool:
-        return can_mix(self.config)
+        """True if native (C++) calls can compute the drafter's convolutions, which need groups of sixteen channels."""
+        return self.config.second is not None and self.config.second.conv_group_size == GROUP
 
     @staticmethod
     def _random_network(raw: dict[str, Any], *options: Any) -> DFlashNetwork:

@@ -18,7 +18,7 @@ from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.draft.dflash2.selector import Picks, Selector, score
 from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
 from paceline.model.native.decoder import NativeDecoder
-from paceline.model.native.library import FORMATS, GROUP, Picker
+from paceline.model.native.library import FORMATS, Picker
 from paceline.model.native.packing import pack
 from paceline.model.target import Target
 from paceline.model.torch.decoder import LayerAttention
@@ -140,13 +140,6 @@ class DFlash2NativePath(NativePath):
         """
         hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
         return Picks(*self._picker.pick(anchors, logits_BKV, hidden_BKD))
-
-
-def can_mix(config: DFlashConfig) -> bool:
-    """True if native (C++) calls can compute the drafter's convolutions, which need groups of sixteen channels."""
-    return (
-        config.second is not None and config.second.conv_group_size == GROUP and config.shape.hidden_size % GROUP == 0
-    )
 
 
 def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

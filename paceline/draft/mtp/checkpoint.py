@@ -90,7 +90,8 @@ def read_mtp(path: Path) -> MtpLayer:
     paceline's decoder does not implement."""
     layer = find_mtp(path)
     if layer is None:
-        raise ModelFileError(f"{path} holds no multi-token-prediction layer (no tensors {_looked_for(path)}): {CHOOSE}")
+        names = f"mtp.* nor model.layers.{decoder_config(config_json(path), path).num_layers}.*"
+        raise ModelFileError(f"{path} holds no multi-token-prediction layer (no tensors {names}): {CHOOSE}")
     return layer
 
 
@@ -116,18 +117,15 @@ def find_mtp(path: Path) -> MtpLayer | None:
     return MtpLayer(layer, checked(layer, tensors, path), is_qwen, _checked_mark(raw, is_qwen, path))
 
 
-def _looked_for(path: Path) -> str:
-    return f"mtp.* nor model.layers.{decoder_config(config_json(path), path).num_layers}.*"
-
-
 def _checked_mark(raw: dict[str, Any], is_qwen: bool, path: Path) -> dict[str, Any]:
     """Return config.json after checking that its mark agrees with the tensor names. Raises ModelFileError."""
-    mark = raw.get(MARK, {"layout": "qwen" if is_qwen else "deepseek", "steps": 1})
-    layout, steps = (mark.get("layout"), mark.get("steps")) if isinstance(mark, dict) else (None, None)
-    if layout != ("qwen" if is_qwen else "deepseek") or not isinstance(steps, int) or steps < 1:
+    layout = "qwen" if is_qwen else "deepseek"
+    mark = raw.get(MARK, {"layout": layout, "steps": 1})
+    steps = mark.get("steps") if isinstance(mark, dict) and mark.get("layout") == layout else None
+    if not isinstance(steps, int) or steps < 1:
         raise ModelFileError(
-            f"{path}: {MARK} in config.json is {short(mark)}, where the tensors have the names of "
-            f"{'qwen' if is_qwen else 'deepseek'}: fetch the drafter again"
+            f"{path}: {MARK} in config.json is {short(mark)}, where the tensors have the names of {layout}: fetch the "
+            "drafter again"
         )
     return raw
 
@@ -173,11 +171,9 @@ def _shapes(layer: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _renamed(tensors: dict[str, Tensor], last: str, is_qwen: bool, path: Path) -> Iterator[tuple[str, Tensor]]:
-    names = (
-        QWEN
-        if is_qwen
-        else {f"{last}{file_name}": own_name for file_name, own_name in DEEPSEEK.items()} | {last: LAYER}
-    )
+    names = QWEN
+    if not is_qwen:
+        names = {f"{last}{file_name}": own_name for file_name, own_name in DEEPSEEK.items()} | {last: LAYER}
     for name, tensor in tensors.items():
         if name.startswith(tuple(f"{last}{copy}" for copy in COPIES)):
             continue

@@ -43,7 +43,7 @@ class MtpDrafter(ChainedDrafter):
     def __init__(self, layer: MtpLayer, *, num_drafted: int | None = None) -> None:
         """`num_drafted`: maximum drafts per round [default: the number that the layer was trained for, or 3]. Raises
         ConfigError if it is negative."""
-        self._stored = layer
+        self.layer = layer
         self.num_drafted = (layer.steps or DEFAULT_DRAFTED) if num_drafted is None else num_drafted
         refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
 
@@ -64,21 +64,17 @@ class MtpDrafter(ChainedDrafter):
         the config, UnsupportedModelError for a layer that paceline's decoder does not implement."""
         return cls(read_mtp(Path(folder)), num_drafted=num_drafted)
 
-    @property
-    def layer(self) -> MtpLayer:
-        return self._stored
-
     def save(self, folder: Path | str) -> None:
         """Writes a folder that holds only the MTP layer and its config.json; `from_folder` reads it. Raises CacheError
         if writing fails."""
-        layer = self._stored
+        layer = self.layer
         write_mtp(folder, layer if is_mtp(layer.raw) else replace(layer, raw=layer.marked(self.num_drafted or 1)))
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
         """Check that the layer fits the target (else raises DrafterMismatchError), and prepare weights and cache for
         it. Binding again to the same cache keeps the prepared weights and resets all rows."""
-        own = self._stored.config
+        own = self.layer.config
         for what, mine, theirs in (
             ("hidden size", own.hidden_size, target.hidden_size),
             ("vocabulary", own.vocab_size, target.vocab_size),
@@ -89,16 +85,16 @@ class MtpDrafter(ChainedDrafter):
                     "in alone"
                 )
         make_path: Any = MtpNativePath if isinstance(target, NativeDecoder) else MtpPath
-        self._bind_path(target, lambda: make_path(self._stored, target, slack=self._slack))
+        self._bind_path(target, lambda: make_path(self.layer, target, slack=self._slack))
         self.has_own_threads = isinstance(self._path, MtpNativePath)
         self.tap_layers = (target.num_layers - 1,)
         self._begin(target, own.hidden_size)
 
     def _use_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        self._stored = replace(self._stored, tensors=dict(tensors))
+        self.layer = replace(self.layer, tensors=dict(tensors))
 
     def _own_tensors(self) -> Mapping[str, Tensor]:
-        return self._stored.tensors
+        return self.layer.tensors
 
     def cache_shape(self, target: Target) -> tuple[int, ...]:
-        return cache_shape_of(self._stored.config, target, self._slack, is_native=isinstance(target, NativeDecoder))
+        return cache_shape_of(self.layer.config, target, self._slack, is_native=isinstance(target, NativeDecoder))
