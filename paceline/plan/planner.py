@@ -197,9 +197,8 @@ class AdaptivePlanner:
         depend on chunk sizes, and `grows_trees` only for one that accepts trees."""
         self.reports_target_ranks, self._trees = False, TreeWorth() if grows_trees else None
         self._histories = {name: RoundHistory(RoundCosts(passes)) for name in ("greedy", "drawn")}
-        self._history = self._histories[
-            "greedy"
-        ]  # of the rows planned last: prices drafting, whatever a row's own kind
+        self._history = self._histories["greedy"]
+        """History for the rows planned last; it prices drafting, whatever a row's own sampling mode."""
         self._chances: dict[tuple[str, str], Chances] = {}
         """By source and kind of row."""
         self._lifts: dict[tuple[str, str], float] = {}

@@ -111,9 +111,8 @@ class Arm:
     def fade(self) -> None:
         """Multiply the weight of all requests so far by 0.98 (KEEP), so that later requests count more."""
         self.weight *= KEEP
-        self.reward.add(0.0, 0.0, KEEP)
-        self.squares.add(0.0, 0.0, KEEP)
-        self.own.add(0.0, 0.0, KEEP)
+        for ratio in (self.reward, self.squares, self.own):
+            ratio.add(0.0, 0.0, KEEP)
 
 
 @dataclass(slots=True)

@@ -241,9 +241,6 @@ def follow(
         accepted.append(node)
 
 
-Step = Callable[[Rule, list[int], int, Callable[[], Tensor], Callable[[], float], Ledger], int | None]
-
-
 def _greedy_step(
     rule: Rule, children: list[int], token: int, probs: Callable[[], Tensor], coin: Callable[[], float], ledger: Ledger
 ) -> int | None:

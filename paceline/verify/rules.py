@@ -164,7 +164,7 @@ def block(row: CheckedRow) -> RowVerdict:
         weights_V = residual_after(row, num_accepted, target_probs_JV, prefix_prob)
         if row.uniforms.accept(num_accepted - 1) < stop_prob(prefix_prob, float(weights_V.sum())):
             return RowVerdict(num_accepted, _draw_residual(row, num_accepted, weights_V, target_probs_JV))
-    return RowVerdict(0, _draw_residual(row, 0, residual_after(row, 0, target_probs_JV), target_probs_JV))
+    return RowVerdict(0, draw_residual(row, 0, target_probs_JV))
 
 
 def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[float]:
