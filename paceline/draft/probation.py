@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from paceline.draft.base import Drafter, Observed
+from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.errors import DrafterMismatchError, PacelineError
-from paceline.types import CANDIDATE, Batch, DraftBlock, Sequence, Take
+from paceline.types import CANDIDATE, Batch, Sequence, Take
 
 
-class Probation(Drafter):
+class Probation(NoDrafter):
     """Wraps a new drafter to try it on one request. The new drafter reads the request's prompt and drafts once. These
     drafts are not verified; the request itself is decoded without drafts.
 
@@ -31,9 +31,6 @@ class Probation(Drafter):
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
         """Returns 0: the new drafter reads the whole prompt and takes over no cached tokens."""
         return 0
-
-    def propose(self, batch: Batch) -> DraftBlock:
-        return DraftBlock.certain([[] for _ in batch.sequences])
 
     def start(self, seq: Sequence) -> None:
         self._try(lambda: self.drafter.start(seq))

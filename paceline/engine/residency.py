@@ -27,12 +27,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from weakref import WeakSet
 
-from paceline.draft.base import Drafter, Stamp
+from paceline.draft.base import Drafter, NoDrafter, Stamp
 from paceline.draft.pool import Member, Pool, bind, memory_of
 from paceline.draft.registry import origin_of
 from paceline.errors import MemoryBudgetError, ModelFileError
 from paceline.model.target import Target
-from paceline.types import LOOKUP, NONE, Batch, DraftBlock
+from paceline.types import LOOKUP, NONE
 
 RETRY_S = 60.0
 """Seconds after which a drafter that could not be loaded is tried again, at its next request."""
@@ -42,7 +42,7 @@ less than 1 / MORE_OFTEN times as often."""
 log = logging.getLogger("paceline.draft")
 
 
-class ReleasedDrafter(Drafter):
+class ReleasedDrafter(NoDrafter):
     """Placeholder in a pool for a drafter whose weights are on disk only. It drafts nothing."""
 
     is_released = True
@@ -58,9 +58,6 @@ class ReleasedDrafter(Drafter):
     @property
     def is_failed(self) -> bool:
         return time.monotonic() < self.retry_at
-
-    def propose(self, batch: Batch) -> DraftBlock:
-        return DraftBlock.certain([[] for _ in batch.sequences])
 
 
 class Residency:
