@@ -27,16 +27,7 @@ from paceline.plan.chances import PRIORS, Calibration, Chances
 from paceline.plan.chunks import ChunkSizes
 from paceline.plan.costs import PassCosts, RoundCosts, drafting_by
 from paceline.plan.history import RECENT, RoundHistory
-from paceline.plan.shares import (
-    TREE_S,
-    Drafted,
-    TreeWorth,
-    Want,
-    gains_of,
-    grown,
-    share_out,
-    surplus_of,
-)
+from paceline.plan.shares import TREE_S, Drafted, TreeWorth, Want, gains_of, grown, share_out, surplus_of
 from paceline.plan.trees import Candidates, Growing, Tree, Weigh, drafter_probs, grow
 from paceline.types import Offer, RoundStats, Row, RowKind, Take
 
@@ -186,12 +177,7 @@ class AdaptivePlanner:
     slower than plain decoding are verified only in short trials."""
 
     def __init__(
-        self,
-        passes: PassCosts,
-        *,
-        most_chunk: int = 256,
-        adapts_chunks: bool = True,
-        grows_trees: bool = False,
+        self, passes: PassCosts, *, most_chunk: int = 256, adapts_chunks: bool = True, grows_trees: bool = False
     ) -> None:
         """`passes`: measured seconds of target passes. Set `adapts_chunks` only for a target whose outputs do not
         depend on chunk sizes, and `grows_trees` only for one that accepts trees."""

@@ -152,11 +152,7 @@ class DFlashNetwork(nn.Module):
 
     @classmethod
     def random(
-        cls,
-        config: DFlashConfig,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        cls, config: DFlashConfig, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> Self:
         """Creates a network with random weights: normal with standard deviation 0.02; norm weights are 1."""
         with torch.device("meta"):

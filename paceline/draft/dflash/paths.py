@@ -46,11 +46,7 @@ class TorchPath:
     """
 
     def __init__(
-        self,
-        config: DFlashConfig,
-        network: Mapping[str, Tensor],
-        target: Target,
-        own: Vocabulary = ALL_TOKENS,
+        self, config: DFlashConfig, network: Mapping[str, Tensor], target: Target, own: Vocabulary = ALL_TOKENS
     ) -> None:
         """`network`: tensors of the network. `own`: the drafter's draft vocabulary and LM head."""
         self.config, shape, (draft_ids, head_VD) = config, config.shape, own

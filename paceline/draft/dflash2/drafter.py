@@ -114,11 +114,7 @@ class ExtendedNetwork(DFlashNetwork):
 
     @classmethod
     def random(
-        cls,
-        config: DFlashConfig,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        cls, config: DFlashConfig, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> Self:
         """Creates a network whose DFlash v1 part has random weights. The modules added to that part are initialised so
         that they do not change its drafts."""

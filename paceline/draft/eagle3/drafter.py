@@ -116,11 +116,7 @@ class Eagle3Network(nn.Module):
 
     @classmethod
     def random(
-        cls,
-        config: Eagle3Config,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        cls, config: Eagle3Config, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> Self:
         """Creates a network with random weights: normal with standard deviation 0.02; norm weights are 1."""
         with torch.device("meta"):

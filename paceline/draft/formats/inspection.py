@@ -45,11 +45,7 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
         Fact("taps", taps, f"outputs of these target layers, counted from 0; hidden_states[{one_more}]"),
         Fact("block", config.block_size, f"drafts {config.num_slots} tokens a round; {aligned}"),
         Fact("mask token", config.mask_token_id, "stands in the slots to be drafted"),
-        Fact(
-            "draft vocabulary",
-            "all tokens" if ids is None else f"{len(ids)} tokens",
-            head,
-        ),
+        Fact("draft vocabulary", "all tokens" if ids is None else f"{len(ids)} tokens", head),
         Fact("rotary", f"theta {shape.rope_theta:g}", _rotary(stored)),
         Fact("window", _windows(stored), _causality(stored)),
         Fact("norms", f"mean weight {_norm_mean(stored):.2f}", _norms(stored)),
