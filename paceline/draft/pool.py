@@ -196,9 +196,8 @@ class Pool:
         self._let_go()
 
     def _join(self, name: str, drafter: Drafter, *, is_alone: bool = False) -> None:
-        if (
-            name in (NONE, LOOKUP, PREDICTION) and drafter.num_drafted and not drafter.is_instant
-        ):  # its drafts would be counted as copies of a text, or as plain decoding
+        # Under these names its drafts would be counted as copies of a text, or as plain decoding.
+        if name in (NONE, LOOKUP, PREDICTION) and drafter.num_drafted and not drafter.is_instant:
             meanings = "lookups, a request's prediction or no drafter"
             raise ConfigError(f"a drafter cannot be the member {name!r}, which means {meanings}: rename it")
         if drafter not in self.drafters:

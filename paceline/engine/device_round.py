@@ -181,10 +181,6 @@ class StaticRound(Region):
             outcomes.append(Outcome(accepted, bonus, drafts, table[row][3 + num_drafted : 3 + num_drafted + width]))
         return outcomes
 
-    @property
-    def drafter(self) -> DFlashDrafter | None:
-        return self._form.drafter
-
     def logits_JV(self, row: int, count: int) -> Tensor:
         """Returns the target's logits [count, vocabulary size] at the first `count` verified positions of a cache row,
         from the latest round."""
@@ -291,7 +287,7 @@ class DeviceRounds:
         self._target.experts_read = region.target_pass.chosen_LTK
         outcomes = region.outcomes(batch.rows)
         whole_s = time.perf_counter() - started - (self._target.recording_s - recording_s)
-        draft_s, verify_s = self._seconds(region, whole_s)
+        draft_s, verify_s = self._seconds(region, drafter, whole_s)
         self.counts[ROUNDS] += 1
         return self._conclude(batch, region, drafter, outcomes, (draft_s, verify_s, whole_s))
 
@@ -324,11 +320,11 @@ class DeviceRounds:
             return None, "unobserved rows"
         return drafter, "" if size <= self._target.counts[-1] else "width"
 
-    def _seconds(self, region: StaticRound, whole_s: float) -> tuple[float, float]:
+    def _seconds(self, region: StaticRound, drafter: DFlashDrafter | None, whole_s: float) -> tuple[float, float]:
         """Returns the device seconds of drafting, and of the rest of the round."""
         if spans := region.marks.seconds():
             return spans[0], spans[1]
-        own = region.drafter.weight_bytes if region.drafter else 0
+        own = drafter.weight_bytes if drafter else 0
         draft_s = whole_s * own / (own + self._target.weight_bytes)
         return draft_s, whole_s - draft_s
 

@@ -321,13 +321,9 @@ class LLM:
                 seq = chunk.sequence
                 texts[place] += chunk.text
                 if chunk.finish_reason is not None:
-                    prompt_ids, scores, stats = (
-                        seq.tokens[: seq.prompt_len],
-                        seq.prompt_logprobs,
-                        GenerationStats.of(seq),
-                    )
-                    ids, reason = seq.output_ids, chunk.finish_reason
-                    done[place] = Completion(texts[place], ids, reason, stats, seq.logprobs, prompt_ids, scores)
+                    prompt_ids, stats = seq.tokens[: seq.prompt_len], GenerationStats.of(seq)
+                    answer = texts[place], seq.output_ids, chunk.finish_reason
+                    done[place] = Completion(*answer, stats, seq.logprobs, prompt_ids, seq.prompt_logprobs)
                 if on_chunk:
                     on_chunk(chunk)
         return [done[place] for place in range(len(prompts))]

@@ -126,19 +126,15 @@ class Pauses:
         drafts. Returns True if this round starts a pause."""
         drafting = ("+".join(sorted(sources)), num_rows)
         if len(sources) == 1 or (sources and not sources & COPYING):  # several drafters of a pool count as one
-            self._latest = [
-                *(self._latest[1 - COMPARED :] if drafting == self._drafting else []),
-                (num_tokens, seconds),
-            ]
-            self._drafting = drafting
+            before = self._latest[1 - COMPARED :] if drafting == self._drafting else []
+            self._latest, self._drafting = [*before, (num_tokens, seconds)], drafting
             return False
         joined, rows = self._drafting
         compared, self._latest = self._latest, []
         if sources or not compared or rows != num_rows:
             return False
-        gain = math.log(
-            sum(tokens for tokens, _ in compared) * seconds / (sum(spent for _, spent in compared) * num_tokens)
-        )
+        drafted_tokens, drafted_s = map(sum, zip(*compared, strict=True))
+        gain = math.log(drafted_tokens * seconds / (drafted_s * num_tokens))
         known, count = self._gains.get((joined, rows), (0.0, 0))
         known += max(_GAIN_WEIGHT, 1.0 / (1 + count)) * (min(max(gain, -_CLIP), _CLIP) - known)
         self._gains[joined, rows] = known, count + 1

@@ -159,13 +159,12 @@ class FixedPlanner(Planner):
     def narrow(
         self, plan: Plan, confidence_B: Confidences, candidates_B: Sequence[Candidates | None] | None = None
     ) -> list[int | Tree]:
+        rows = zip(plan.rows, plan.drafts, candidates_B or [None] * len(plan.rows), strict=True)
         return [
             grow(candidates, self.weigh(row, candidates), self.num_nodes)
             if candidates and self.num_nodes
             else take.count
-            for row, take, candidates in zip(
-                plan.rows, plan.drafts, candidates_B or [None] * len(plan.rows), strict=True
-            )
+            for row, take, candidates in rows
         ]
 
     def weigh(self, row: Row, candidates: Candidates) -> Weigh:
@@ -359,9 +358,8 @@ class AdaptivePlanner:
                     known.record_tree(outcome, confidence)
             elif num_drafted:
                 expected = sum(offer.chances[: min(num_accepted + 1, num_drafted)])
-                self._calibrations.setdefault((take.source, row.kind), Calibration()).add(
-                    num_accepted, expected, RECENT
-                )
+                calibration = self._calibrations.setdefault((take.source, row.kind), Calibration())
+                calibration.add(num_accepted, expected, RECENT)
         costs.record(num_rows + sum(stats.num_checked_B), stats.verify_s + stats.host_s)
         for source, drafting_s in drafting_by(stats, computing).items():
             drafting_s = max(drafting_s - plan.num_trees[source] * TREE_S, 0.5 * drafting_s)  # trees: see TreeWorth

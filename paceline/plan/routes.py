@@ -252,9 +252,8 @@ class Router:
         """Add a finished round to the totals (tokens, rounds, time) of the running requests `sequences`, except those
         with a lossy rule. A request's totals enter the statistics when it ends (`ended`). `price`: function that
         returns the round's estimated time for a row, in units of a round without drafts (see `Planner.price`)."""
-        alike = Counter(
-            seq.cluster for seq in sequences
-        )  # these would draft together if the drafter were the cluster's best
+        # Rows of a cluster would draft together if the drafter were the cluster's best.
+        alike = Counter(seq.cluster for seq in sequences)
         for index, seq in enumerate(sequences):
             session = self._sessions.get(seq.request_id)
             paid = price(index, stats.num_checked_B[index], alike[seq.cluster]) if session else None

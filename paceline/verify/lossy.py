@@ -229,12 +229,10 @@ def follow(
     step = _greedy_step if is_greedy else _drawn_step
     while True:
         here, token = children.get(node, []), own(accepted)
+        if token < 0:
+            return Followed(accepted, token)
         drafts = [tokens[each] for each in here]
-        choice = (
-            step(lossy.rule, drafts, token, lambda: probs(accepted), lambda: coin(len(accepted)), ledger)
-            if token >= 0
-            else None
-        )
+        choice = step(lossy.rule, drafts, token, lambda: probs(accepted), lambda: coin(len(accepted)), ledger)
         if choice is None:
             return Followed(accepted, token)
         node = here[choice]

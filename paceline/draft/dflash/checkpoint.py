@@ -102,10 +102,8 @@ def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:
     nested = raw.get(inner)
     known = {*KNOWN_KEYS["z-lab"], *harmless}
     unknown = [name for name in raw if name not in harmless | {*KNOWN_KEYS[form]}]
-    return (
-        *unknown,
-        *(f"{inner}.{name}" for name in (nested if isinstance(nested, dict) else ()) if name not in known),
-    )
+    inside = [f"{inner}.{name}" for name in nested if name not in known] if isinstance(nested, dict) else []
+    return (*unknown, *inside)
 
 
 def weights_file(folder: Path) -> Path:

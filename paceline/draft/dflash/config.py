@@ -223,18 +223,13 @@ def check_fit(
     own LM head, one row per draft token; None: it uses the target's."""
     last_id = -1 if draft_ids is None else int(draft_ids.max())
     wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
-    num_layers, vocab_size = target.num_layers, target.vocab_size
+    hidden_size, num_layers, vocab_size = target.hidden_size, target.num_layers, target.vocab_size
     rows = vocab_size if draft_ids is None else len(draft_ids)
     wide = config.shape.hidden_size
     head = [rows, wide] if head_VD is None else list(head_VD.shape)
-    checks = (
-        (config.target_hidden_size != target.hidden_size, "hidden size", config.target_hidden_size, target.hidden_size),
-        (
-            config.has_own_width and head_VD is None,
-            "width (the drafter has no head of its own)",
-            wide,
-            target.hidden_size,
-        ),
+    refuse_mismatch(
+        (config.target_hidden_size != hidden_size, "hidden size", config.target_hidden_size, hidden_size),
+        (config.has_own_width and head_VD is None, "width (the drafter has no head of its own)", wide, hidden_size),
         (config.vocab_size not in (None, vocab_size), "vocabulary", config.vocab_size, vocab_size),
         (config.num_target_layers not in (None, num_layers), "target layers", config.num_target_layers, num_layers),
         (config.mask_token_id >= vocab_size, "mask token", config.mask_token_id, f"{vocab_size} tokens"),
@@ -242,7 +237,6 @@ def check_fit(
         (head != [rows, wide], "head", f"{head[0]} x {head[-1]}", f"{rows} tokens x {wide}"),
         (bool(wrong_layers), "tapped layers", wrong_layers, f"{num_layers} layers"),
     )
-    refuse_mismatch(*checks)
     if config.has_own_width and draft_ids is not None and config.mask_token_id not in draft_ids:
         raise DrafterMismatchError(
             f"the drafter's head has no row for its mask token {config.mask_token_id}, which it needs: fetch the "

@@ -116,13 +116,8 @@ class Eagle3NativePath(EagleNorms, NativeChain):
         self._fc, self._head = pack([weights["fc.weight"]], dtype), pack([weights["lm_head.weight"]], dtype)
         own = [pack([weights[name]], dtype) for name in ("embed_tokens.weight",) if name in weights]
         layers = [layer_parts(shape, at, within(weights, f"layers.{at}."), dtype) for at in range(shape.num_layers)]
-        matrices = [
-            self._fc,
-            self._head,
-            *own,
-            *(part for layer in layers for part in layer.values() if isinstance(part, Matrix)),
-        ]
-        self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
+        inner = [part for layer in layers for part in layer.values() if isinstance(part, Matrix)]
+        self.weight_bytes = sum(matrix.num_bytes for matrix in (self._fc, self._head, *own, *inner))
         """Bytes of the drafter's packed matrices, without the target's."""
         max_len = target.cache.max_len
         self._model = native_model(

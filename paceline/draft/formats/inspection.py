@@ -191,11 +191,8 @@ def _causality(stored: StoredDrafter) -> str:
     causal = stored.config.is_causal
     if not any(causal):
         return "slots see their whole block"
-    layers = (
-        "all layers"
-        if all(causal)
-        else "layers " + ", ".join(str(layer) for layer, is_so in enumerate(causal) if is_so)
-    )
+    numbers = ", ".join(str(layer) for layer, is_so in enumerate(causal) if is_so)
+    layers = "all layers" if all(causal) else f"layers {numbers}"
     return f"in {layers} a slot sees only those before it"
 
 
@@ -205,9 +202,6 @@ def _norm_mean(stored: StoredDrafter) -> float:
 
 
 def _norms(stored: StoredDrafter) -> str:
-    around_zero = abs(_norm_mean(stored)) < 0.3
-    return (
-        "around zero, as where 1 is added to them: they are used as they are here"
-        if around_zero
-        else "used as they are"
-    )
+    if abs(_norm_mean(stored)) < 0.3:
+        return "around zero, as where 1 is added to them: they are used as they are here"
+    return "used as they are"
