@@ -33,14 +33,13 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Stamp:
-        """Returns the present state of the files at `path`, a folder or one file. Raises OSError if `path` is
-        missing."""
+        """Returns the state of the files at `path`, a folder or one file. Raises OSError if `path` is missing."""
         stats = [(file.name, file.stat()) for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
         return cls(path, tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats))
 
     def is_current(self) -> bool:
-        """True if the files have not changed since the stamp was made; always True for a drafter without files. False
-        if they are missing. Reads the local disk only."""
+        """True if the files have not changed since the stamp was made, or if there are no files. False if they are
+        missing."""
         try:
             return self.path is None or self == Stamp.of(self.path)
         except OSError:
@@ -69,8 +68,7 @@ class Observed:
 
 
 class Drafter(ABC):
-    """Base class of all drafters: a drafter proposes tokens that the target then verifies, for all sequences of an
-    engine."""
+    """Base class of drafters, which propose tokens that the target then verifies."""
 
     name: str = ""
     source: str = ""
@@ -83,8 +81,7 @@ class Drafter(ABC):
     """True if drafting takes almost no time, as in prompt lookup, and `chance` can predict acceptance before
     drafting."""
     is_stepwise: bool = False
-    """True if every drafted token needs a forward pass of its own, so that drafting time grows with the number of
-    drafts."""
+    """True if every drafted token takes a forward pass of its own."""
     has_own_threads: bool = True
     """True if drafting does not benefit from PyTorch's thread pool."""
     tap_layers: tuple[int, ...] = ()
@@ -131,11 +128,11 @@ class Drafter(ABC):
         """Reset the state of row `seq.row` for a new sequence."""
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Take over cached state from row `source` for the first tokens of `seq`, and return the number of positions
-        taken over, at most `length`. The first `length` tokens of both rows are equal. Call after `start(seq)`.
+        """Take over cached state from row `source` for the first tokens of `seq`; returns the number of positions taken
+        over, at most `length`. The drafter will observe only the positions after these. Call after `start(seq)`.
 
-        The drafter will observe only the positions after the returned number. `source` may be the row of a running
-        sequence, a dropped sequence's row that has not been reallocated, or `seq.row` itself.
+        The first `length` tokens of both rows are equal. `source` may be the row of a running sequence, `seq.row`
+        itself, or the row of a dropped sequence that has not been reallocated.
         """
         return 0 if self.tap_layers else length
 
@@ -144,29 +141,27 @@ class Drafter(ABC):
         return True
 
     def chance(self, seq: Sequence) -> float:
-        """Returns the estimated probability, in [0, 1], that a draft of the next round is accepted, given that all
-        drafts before it are accepted. One value holds for all drafts of the round; 0.0 if nothing would be drafted.
-        Only for drafters that take almost no time (`is_instant`)."""
+        """Returns the estimated probability that a draft of the next round is accepted, if all drafts before it are;
+        the same for all drafts. 0.0 if nothing would be drafted. Only for `is_instant` drafters."""
         return 0.0
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """Returns for each draft of the next round, at most `most`, the estimated probability in [0, 1] that it is
-        accepted, given that all drafts before it are accepted; () if nothing would be drafted. Only for drafters that
-        take almost no time (`is_instant`)."""
+        """Returns for each draft of the next round, at most `most`, the estimated probability that it is accepted, if
+        all drafts before it are; () if nothing would be drafted. Only for `is_instant` drafters."""
         chance = self.chance(seq)
         return (chance,) * most if chance else ()
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft the tokens that follow each sequence's last token; returns the drafts of all rows. The maximum number
-        of drafts of each row is given by `batch.draft_limits_B(self.num_drafted)`.
+        """Draft the tokens that follow each sequence's last token; returns the drafts of all rows. Each row gets at
+        most its entry of `batch.draft_limits_B(self.num_drafted)`.
 
-        Drafts for greedy and seeded requests are deterministic. A seeded request therefore gets the same output as with
-        plain decoding.
+        Drafts for greedy and seeded requests are deterministic, so that seeded requests get the output of plain
+        decoding.
         """
 
     def observe(self, observed: list[Observed]) -> None:
-        """Process newly verified positions. Each round makes one call with all sequences, in batch order."""
+        """Process newly verified positions. Called once per round with all sequences, in batch order."""
 
     def drop(self, seq: Sequence) -> None:
         """Release the state of a sequence that has finished; its row may be reallocated."""

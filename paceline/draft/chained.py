@@ -1,12 +1,11 @@
 """Base class of autoregressive drafters (EAGLE-3, MTP): one small network drafts token by token.
 
 Verified positions are read together with the target's hidden states (features), in one pass over all new positions of a
-row (`TappedDrafter`); their keys and values stay in the cache. Entries of drafts follow them, and the next pass
-overwrites these. A cache entry belongs to one target position and the token after it.
+row. Their keys and values stay in the cache. Entries of drafts follow them; the next pass overwrites these. A cache
+entry belongs to one target position and the token after it.
 
 For trees, a step reads several drafts of a row, each attending to its ancestors: the most probable ones that the
-previous step proposed (EAGLE-2, arXiv 2406.16858, section 4.1), including the chain's next draft. A tree takes as many
-passes as a chain, of more tokens each.
+previous step proposed (EAGLE-2, arXiv 2406.16858, section 4.1), including the chain's next draft.
 """
 
 from __future__ import annotations
@@ -48,20 +47,18 @@ class ChainPath(Protocol):
     def extend(
         self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
     ) -> Tensor:
-        """Append cache entries for newly verified positions, and return the drafting state [B, D] after the last new
-        entry of each of B rows.
+        """Append cache entries for newly verified positions. Returns the drafting state [B, D] after each row's last
+        new entry.
 
-        Row `rows[i]` gets `counts[i]` entries, from cache index `starts[i]` on. `tokens`: for each new position, the
-        token that follows it; first those of `rows[0]`, then those of `rows[1]`, ... `taps_TF`: the target's hidden
-        states at the new positions, in the same order, F = tapped layers * hidden size. Rows of `taps_TF` after the
-        first `len(tokens)` are ignored.
+        Row `rows[i]` gets `counts[i]` entries, from cache index `starts[i]` on. `tokens`: the token after each new
+        position, row after row. `taps_TF`: the target's hidden states at the new positions, in the same order, F =
+        tapped layers * hidden size; rows after the first `len(tokens)` are ignored.
         """
         ...
 
     def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
-        """Run the network on T drafts and return their drafting states [T, D]. The drafts' cache entries follow the
-        verified entries of their rows. `level`: the drafts' rows, and the ancestors of each draft in the draft tree.
-        `tokens`: the drafts. `state_TD`: drafting state of each draft's parent."""
+        """Run the network on T drafts and return their drafting states [T, D]. `level`: the drafts' rows, and their
+        ancestors in the draft tree. `tokens`: the drafts. `state_TD`: drafting state of each draft's parent."""
         ...
 
     def logits(self, state_TD: Tensor) -> Tensor:
@@ -92,12 +89,11 @@ class _Row:
     grows: bool
     """True if candidates for a tree are collected."""
     guesses: bool
-    """True if drafts predict the target's sampled tokens by its sampling noise (common random numbers)."""
+    """True if drafts predict the target's samples from its sampling noise (common random numbers)."""
     tokens: list[int] = field(default_factory=list)
     """The chain: at every draft position the most probable token, or the sampled one."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probabilities along the chain. Empty for sampled drafts: the number of checked drafts must not depend on
-    sampled tokens (`DraftBlock.confidence_B`)."""
+    """Log-probabilities along the chain. Empty for sampled drafts (see `DraftBlock.confidence_B`)."""
     probs: list[Tensor] = field(default_factory=list)
     """For each sampled draft, the distribution it was sampled from."""
     branches: dict[tuple[int, ...], Likely] = field(default_factory=dict)
@@ -117,8 +113,8 @@ class _Row:
         return not (self.grows or self.guesses or self.is_drawn)
 
     def next_nodes(self) -> list[tuple[int, _Node]]:
-        """Nodes for the next step, each with its parent's index in `nodes`: the chain's next draft and, for trees, the
-        most probable others. Empty once the row has enough drafts."""
+        """Nodes for the next step, each with its parent's index in `nodes`. The first is the chain's next draft; in
+        trees the most probable others follow. Empty once the row has enough drafts."""
         if len(self.tokens) >= self.limit or len(self.tokens) == len(self.nodes[0].path):
             return []
         nodes: list[tuple[float, int, tuple[int, ...]]] = []
@@ -143,12 +139,7 @@ class _Row:
 class ChainedDrafter(TappedDrafter):
     """Base class of drafters whose network (a `ChainPath`) drafts token by token: EAGLE-3, MTP.
 
-    Greedy and seeded requests get deterministic drafts. Sampled requests get sampled drafts, with the distributions
-    that they were sampled from, except in two cases:
-
-    - Rows with candidates for a draft tree (see `propose`) get the most probable tokens as drafts.
-    - With `batch.noise_aware`, drafts of a request that is not greedy predict the tokens that the target will sample,
-      from the random numbers that it will use. Requests with a lossy acceptance rule are exempt.
+    Which requests get deterministic and which get sampled drafts is described in `DFlashDrafter`.
 
     A subclass's `bind` calls `_bind_path`, which makes the decode path, and then `_begin`, which allocates drafting
     states.
@@ -180,12 +171,9 @@ class ChainedDrafter(TappedDrafter):
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft token by token for each sequence, at most `self.num_drafted` tokens; returns the drafts of all rows. A
-        row's drafts end before the first position with non-finite logits.
-
-        If `batch.num_candidates` is above 0, rows without a grammar also get that number of candidate tokens at each
-        draft position; draft trees are built from them.
-        """
+        """Draft token by token for each sequence, at most `self.num_drafted` tokens; a row's drafts end before the
+        first position with non-finite logits. If `batch.num_candidates` is set, rows without a grammar also get that
+        number of candidates at each position, for draft trees."""
         limits = batch.draft_limits_B(self.num_drafted)
         rows = [self._row(index, limit, batch) for index, limit in enumerate(limits) if limit > 0]
         block = DraftBlock.certain([[] for _ in limits])

@@ -5,12 +5,10 @@ The target samples by an exponential race whose noise is keyed by seed, position
 so the noise is known before the target's pass. If a drafter's probabilities equalled the target's, its race would have
 the same winner. They differ, so every candidate gets a winning probability: with log-probabilities l and noise e, the
 target's score of a token is scale * l - log e + error. If the errors are independent and Gumbel-distributed with scale
-parameter `spread`, the probability that candidate x wins is the softmax over the candidates of (scale * l - log e) /
-spread. Both `scale` and `spread` are fitted beforehand and stored in the drafter's config.json.
+parameter `spread`, candidate x wins with the softmax over the candidates of (scale * l - log e) / spread.
 
-A drafter trained on greedy answers is overconfident at temperature 1, so its scale is below 1. Such drafts are
-deterministic, and are only used where the target's own samples decide acceptance (`Rule.draws`), so the output equals
-plain decoding.
+Such drafts are deterministic. They are only used where the target's own samples decide acceptance (`Rule.draws`), so
+the output equals plain decoding.
 """
 
 from __future__ import annotations
@@ -26,10 +24,8 @@ from paceline.errors import ModelFileError
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """Noise-aware drafting: predicts the token that the target will sample, from the drafter's log-probabilities and
-    the random numbers that the target will use. The drafter's log-probabilities differ from the target's: `scale`
-    corrects their overconfidence, and `spread` is the size of their errors. Both are read from the key
-    `paceline.foresight` of config.json."""
+    """Parameters of noise-aware drafting: how the drafter's log-probabilities differ from the target's. Fitted
+    beforehand, and read from the key `paceline.foresight` of config.json."""
 
     scale: float = 0.8
     """Factor on the drafter's log-probabilities; below 1 for a drafter that is more confident than its target."""
@@ -38,10 +34,8 @@ class Foresight:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], path: Path) -> Foresight:
-        """Reads the object `paceline.foresight` of a config.json (`raw`). Its key `scale` is a factor on the drafter's
-        log-probabilities [default: 0.8], and `spread` the size of their errors [default: 1.4]. The larger `spread` is,
-        the less weight the random numbers have. Raises ModelFileError for other keys, or for a value that is not a
-        number above 0."""
+        """Reads `paceline.foresight` of a config.json (`raw`), an object with the keys `scale` [default: 0.8] and
+        `spread` [default: 1.4]. Raises ModelFileError for other keys, or for a value that is not a number above 0."""
         own = raw.get("paceline") or {}
         values = own.get("foresight") or {} if isinstance(own, Mapping) else None
         if not isinstance(values, Mapping) or not values.keys() <= {"scale", "spread"}:
@@ -54,8 +48,8 @@ class Foresight:
 
     def chances(self, logprobs_M: list[float], times_M: list[float]) -> list[float]:
         """Returns for each of M candidates the log-probability that the target samples it. `logprobs_M`: the drafter's
-        log-probabilities; at least one is finite. `times_M`: each candidate's exponential random number. The target
-        samples by an exponential race: it takes the token with the smallest ratio of random number to probability."""
+        log-probabilities; at least one is finite. `times_M`: the candidates' exponential random numbers
+        (`rng.Noise`)."""
         pairs = zip(logprobs_M, times_M, strict=True)
         scores = [(self.scale * logprob - math.log(time)) / self.spread for logprob, time in pairs]
         most = max(scores)
@@ -64,7 +58,7 @@ class Foresight:
 
 
 def ranked(tokens: list[int], logprobs: list[float], count: int) -> tuple[list[int], list[float]]:
-    """Returns the `count` most probable tokens and their log-probabilities, most probable first; equal ones keep their
+    """Returns the `count` most probable tokens and their log-probabilities, most probable first; ties keep their
     order."""
     order = sorted(range(len(tokens)), key=logprobs.__getitem__, reverse=True)[:count]
     return [tokens[each] for each in order], [logprobs[each] for each in order]

@@ -15,7 +15,7 @@ from paceline.model.torch.attention import AttentionPlan, CacheWriter
 @dataclass(slots=True)
 class Level:
     """Cache entries that one drafting step writes: the draft-tree nodes of one depth, in several rows. In each row they
-    follow the verified entries and the entries of earlier drafting steps."""
+    follow the verified entries and those of earlier drafting steps."""
 
     rows: list[int] = field(default_factory=list)
     bases: list[int] = field(default_factory=list)
@@ -43,16 +43,15 @@ class Level:
 
     @property
     def positions(self) -> list[int]:
-        """Position in the text of each new entry: the number of the row's verified entries plus the number of the
-        entry's ancestors in the draft tree."""
+        """Position in the text of each new entry: verified entries of its row plus its ancestors in the draft tree."""
         return [base + len(own) - 1 for base, seen in zip(self.bases, self.seen, strict=True) for own in seen]
 
     def writer(self, device: torch.device) -> CacheWriter:
         return CacheWriter(self.rows, self.starts, self.counts, device)
 
     def plan(self, group: int, dtype: torch.dtype, device: torch.device, window: int | None) -> AttentionPlan:
-        """Returns the attention plan of these entries: the cache positions that each of them attends to. `window`: the
-        layer's sliding window; None: full attention. `group`: query heads per key head."""
+        """Returns the attention plan of these entries. `window`: the layer's sliding window; None: full attention.
+        `group`: query heads per key head."""
         kind: dict[str, Any] = {"group": group, "dtype": dtype, "device": device}
         chains = [[list(range(before + 1))] for before in self.before]
         if [[list(own) for own in seen] for seen in self.seen] == chains:

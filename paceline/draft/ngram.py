@@ -7,10 +7,8 @@ match and this sequence's history:
     chance = distrusted + (trusted - distrusted) * trust      MATCH_CLASSES, by the length of the match
     trust: share of drafts accepted, decayed by 0.85 per round, initially 0.8
 
-The planner decides how many drafts are verified (`paceline/plan/planner.py`). All state is per row: outputs are
-batch-invariant.
-
-`PredictionDrafter` drafts from another text: the answer that a request predicts (`SamplingParams.prediction`).
+All state is per row: outputs are batch-invariant. `PredictionDrafter` drafts from another text: the answer that a
+request predicts (`SamplingParams.prediction`).
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class _TextDrafter(Drafter):
         self._pending.pop(seq.row, None)
 
     def observe(self, observed: list[Observed]) -> None:
-        """Update each row's share of accepted drafts, by which the acceptance of its next drafts is estimated."""
+        """Update each row's share of accepted drafts."""
         for one in observed if self._pending else ():
             if num_pending := self._pending.pop(one.sequence.row, 0):
                 row = self._rows[one.sequence.row]
@@ -73,15 +71,15 @@ class _TextDrafter(Drafter):
 
 
 class NgramDrafter(_TextDrafter):
-    """Prompt lookup: finds the longest earlier match, in prompt or answer, of the text's last tokens, and drafts the
-    tokens that follow the match. Drafts nothing if fewer than `min_match` tokens match."""
+    """Prompt lookup: finds the longest earlier match of the text's last tokens, at least `min_match`, in prompt or
+    answer, and drafts the tokens that follow it."""
 
     name = LOOKUP
     _rows: dict[int, _Row]
 
     def __init__(self, *, num_drafted: int | None = None, min_match: int = 1) -> None:
-        """`num_drafted`: maximum tokens drafted per round. Raises ConfigError if it is negative, or if `min_match` is
-        below 1."""
+        """`num_drafted`: maximum tokens drafted per round; None: 16. Raises ConfigError if it is negative, or if
+        `min_match` is below 1."""
         super().__init__(MOST_DRAFTED if num_drafted is None else num_drafted)
         refuse(
             ConfigError,
@@ -207,8 +205,8 @@ class _Place:
 class PredictionDrafter(_TextDrafter):
     """Drafts from the text that a request predicts as its answer (`Sequence.prediction`), from its first token on.
 
-    When the answer differs from the prediction, drafting continues at another place in the prediction, by the first of
-    these rules that applies:
+    When the answer differs from the prediction, drafting continues at another place in it, by the first rule that
+    applies:
 
     - after the longest match, of at least two tokens, with the end of the answer
     - after the next occurrence of the answer's last token, at most 64 tokens after the latest match
@@ -230,9 +228,8 @@ class PredictionDrafter(_TextDrafter):
             self._rows[seq.row] = _Place(seq.prediction, seq.prompt_len)
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """Returns for each of at most `most` drafts the estimated probability, in [0, 1], that it is accepted, given
-        that all drafts before it are accepted; () if nothing would be drafted. It never falls from draft to draft,
-        because each accepted draft makes the match longer."""
+        """Returns the acceptance probability of each of at most `most` drafts, if all drafts before it are accepted; ()
+        if nothing would be drafted. It never falls, because each accepted draft makes the match longer."""
         if seq.row not in self._rows:
             return ()
         place = self._rows[seq.row]
@@ -253,8 +250,8 @@ class PredictionDrafter(_TextDrafter):
 
 
 def predicted_ids(tokenizer: Tokenizer, params: SamplingParams, vocab_size: int) -> list[int]:
-    """Returns the token ids of the answer that the request predicts; [] if it predicts none. Raises SamplingError for a
-    token outside the vocabulary, and PromptError for invalid text."""
+    """Returns the token ids of the answer that the request predicts; [] without a prediction. Raises SamplingError for
+    a token outside the vocabulary, and PromptError for invalid text."""
     prediction = params.prediction
     ids = tokenizer.encode(prediction, add_special_tokens=False) if isinstance(prediction, str) else list(prediction)
     if wrong := next((token for token in ids if not 0 <= token < vocab_size), None):

@@ -27,16 +27,14 @@ from paceline.types import LOOKUP, NONE, PREDICTION, Batch, DraftBlock, Sequence
 
 
 class Residency(Protocol):
-    """Interface of the object that limits how many of a pool's drafters are in memory (`engine/residency.py`)."""
+    """Interface of `engine.residency.Residency`, which limits how many of a pool's drafters are in memory."""
 
     def turn(self, pool: Pool) -> None:
-        """Put drafters whose loading has finished into the pool, begin to load one that was requested, and release
-        drafters from memory until the limit holds. Called before each sequence is assigned a drafter."""
+        """Load and release drafters. Called before each sequence is assigned a drafter."""
 
     def started(self, pool: Pool, name: str, drafter: str) -> None:
-        """Count one use of the drafter that a sequence was just assigned (`drafter`, its name). `name`: the drafter
-        that the sequence requested, or "". If that one is not in memory, the sequence was assigned another, and the
-        requested one may be loaded next."""
+        """Count one use of `drafter`, which a sequence was just assigned. `name`: the drafter that it requested, or
+        ""."""
 
 
 class Memory(NamedTuple):
@@ -47,12 +45,12 @@ class Memory(NamedTuple):
 
 
 def memory_alone(drafter: Drafter, target: Target) -> Memory:
-    """Returns the bytes that the drafter would hold if it shared no weights and no cache with other drafters."""
+    """Returns the bytes that the drafter would hold if it shared nothing with other drafters."""
     return Memory(drafter.weight_bytes, drafter.cache_bytes(target))
 
 
 def memory_of(drafters: Iterable[Drafter], target: Target) -> Memory:
-    """Returns the bytes that these drafters hold in total; shared weights and caches are counted once."""
+    """Returns the bytes that these drafters hold together."""
     each = list(drafters)
     used = sum(size * times for drafter in each for size, times in drafter.held.values())
     held = {key: size for drafter in each for key, (size, _) in drafter.held.items()}
@@ -61,10 +59,10 @@ def memory_of(drafters: Iterable[Drafter], target: Target) -> Memory:
 
 
 def bind(drafter: Drafter, target: Target, *, keeps: bool = False, is_alone: bool = False) -> None:
-    """Bind a drafter of a pool to the target. The drafter shares equal weights, and a cache of equal shape, with other
-    drafters bound to this target. `keeps`: load memory-mapped weights into memory first. `is_alone`: it is the pool's
-    only drafter, so no time is spent on looking for equal weights. Raises DrafterMismatchError if the drafter does not
-    fit the target, ContextLengthError if it is a language model with a shorter context than the target's."""
+    """Bind a drafter of a pool to the target, sharing equal weights, and a cache of equal shape, with other drafters
+    bound to it. `keeps`: load memory-mapped weights into memory first. `is_alone`: it is the pool's only drafter, so
+    equal weights are not looked for. Raises DrafterMismatchError if the drafter does not fit the target,
+    ContextLengthError if it is a language model with a shorter context."""
     with sharing(target, has_weights=bool(drafter.source) and not is_alone) as held:
         if keeps:
             drafter.keep_weights()
@@ -75,8 +73,8 @@ def bind(drafter: Drafter, target: Target, *, keeps: bool = False, is_alone: boo
 
 
 LOOKUP_MATCH = 2
-"""Minimum matching tokens for prompt lookup if the sequence also has another drafter: shorter matches predict less than
-any drafter."""
+"""Minimum matching tokens for prompt lookup in addition to another drafter, which predicts more than shorter
+matches."""
 
 
 @dataclass(slots=True)
@@ -90,14 +88,12 @@ class Member:
 
     @property
     def is_ready(self) -> bool:
-        """True if this drafter can be assigned to new sequences now: it is open to them (`is_open`), and its weights
-        are in memory."""
+        """True if new sequences may be assigned to this drafter (`is_open`) and its weights are in memory."""
         return self.is_open and not self.drafter.is_released
 
 
 class Pool:
-    """The drafters of an engine, by name. `propose` and `observe` pass each row of a batch to the drafter of its
-    sequence."""
+    """The drafters of an engine, by name. Passes each row of a batch to the drafter of its sequence."""
 
     def __init__(
         self,
@@ -106,9 +102,8 @@ class Pool:
         lookups: NgramDrafter | None = None,
         predictions: PredictionDrafter | None = None,
     ) -> None:
-        """`drafters`: drafters by name, or one drafter under its own name. The first is the default. `lookups`: prompt
-        lookup, which drafts in addition to drafters that run a network. `predictions` drafts from the predictions of
-        requests that have one, in addition to any drafter but "none"."""
+        """`drafters`: drafters by name, or one under its own name. The first is the default. `lookups` (prompt lookup)
+        drafts in addition to drafters that run a network, `predictions` in addition to any drafter but "none"."""
         self.target, self.lookups, self.predictions = target, lookups, predictions
         self.residency: Residency | None = None
         self.members: dict[str, Member] = {}
@@ -134,9 +129,8 @@ class Pool:
 
     @property
     def default(self) -> Member:
-        """The pool entry for sequences that name no drafter, or one that they cannot get. It is the first entry that
-        new sequences can be assigned to now (`Member.is_ready`); if there is no such entry, it is "none" (no
-        drafts)."""
+        """The first pool entry that is ready (`Member.is_ready`), for sequences that name no drafter, or one that they
+        cannot get. Without such an entry it is "none"."""
         return next((member for member in self.members.values() if member.is_ready), self._plain)
 
     @property
@@ -145,8 +139,8 @@ class Pool:
 
     @property
     def open(self) -> list[str]:
-        """Names of the drafters that new sequences may get, now or once they are loaded, in the pool's order. A drafter
-        that could not be loaded is left out until it is time to try again. "none" (no drafts) is always included."""
+        """Names of the drafters that new sequences may get, now or once they are loaded, in the pool's order. "none" is
+        always included. A drafter whose loading failed is left out until it may be tried again."""
         names = [name for name, each in self.members.items() if each.is_open and not each.drafter.is_failed]
         return list(dict.fromkeys([*names, NONE]))
 
@@ -173,9 +167,8 @@ class Pool:
         return self.members[name]
 
     def swap(self, drafter: Drafter) -> None:
-        """Make `drafter` the default, under its own name. It replaces the old default, and an entry that has the same
-        name. Running sequences keep their drafters. Raises DrafterMismatchError and changes nothing if `drafter` does
-        not fit the target."""
+        """Make `drafter` the default under its own name, in place of the old default. Running sequences keep their
+        drafters. Raises DrafterMismatchError and changes nothing if it does not fit the target."""
         old = self.default
         if drafter is old.drafter:
             return
@@ -190,8 +183,8 @@ class Pool:
         self._let_go()
 
     def put(self, name: str, drafter: Drafter) -> None:
-        """Add `drafter` to the pool under `name`, in place of an entry that has this name. Raises DrafterMismatchError
-        if `drafter` does not fit the target, ConfigError if `name` is reserved; the pool is then unchanged."""
+        """Add `drafter` to the pool under `name`, in place of an entry with this name. Raises DrafterMismatchError if
+        it does not fit the target, ConfigError if `name` is reserved; the pool is then unchanged."""
         self._join(name, drafter)
         self._let_go()
 
@@ -207,8 +200,7 @@ class Pool:
         self.members[name] = Member(name, drafter)
 
     def exchange(self, name: str, drafter: Drafter) -> None:
-        """Replace an entry's drafter object: by one without weights when the drafter is released from memory, by one
-        with weights when it is loaded again. Whether new sequences may get the drafter does not change. Raises
+        """Replace an entry's drafter object, because the drafter was released from memory or loaded again. Raises
         ConfigError for an unknown name."""
         is_open = self.member(name).is_open
         self._join(name, drafter)
@@ -221,14 +213,12 @@ class Pool:
         self._let_go()
 
     def remove(self, name: str) -> None:
-        """Remove the drafter with this name from the pool; running sequences keep it. Raises ConfigError for an unknown
-        name."""
+        """Remove a drafter; running sequences keep it. Raises ConfigError for an unknown name."""
         del self.members[self.member(name).name]
         self._let_go()
 
     def start(self, seq: Sequence, trial_drafter: Drafter | None = None) -> None:
-        """Assign a drafter to `seq`, store its name in `seq.drafter`, and reset the drafter's state for the sequence's
-        row. The drafter is:
+        """Assign a drafter to `seq`, store its name in `seq.drafter`, and reset the drafter's state for the row. It is:
 
         - `trial_drafter`, if given: a drafter outside the pool, already bound, which is released when the sequence ends
         - else the drafter that `seq.drafter` names, if new sequences may get it now
@@ -253,8 +243,8 @@ class Pool:
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
         """Let the sequence's drafter take over cached state from row `source`, whose first `length` tokens equal those
-        of `seq`. Returns the number of positions taken over. A drafter that reads the target's hidden states takes over
-        only from a row that it has observed itself."""
+        of `seq`. Returns the number of positions taken over. A drafter that reads hidden states takes over only from a
+        row that it observed itself."""
         drafter = self._leases[seq.row].drafter
         if drafter.tap_layers and self._held.get(source) is not drafter:
             return 0
@@ -271,13 +261,10 @@ class Pool:
                 self._let_go()
 
     def offers(self, seq: Sequence, planner: Planner, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Returns the possible drafts of the sequence's next round, with predicted acceptance and cost. Nothing is
-        drafted yet. There is at most one `Offer` from each source: the request's prediction, the sequence's own
-        drafter, and prompt lookup.
-
-        Acceptance and cost are predicted by `planner`. A drafter that takes almost no time (`is_instant`) predicts its
-        own acceptance, and its cost is 0. `unwanted`: names of drafters that are left out.
-        """
+        """Returns at most one `Offer` from each source that could draft in the sequence's next round: the request's
+        prediction, its drafter, and prompt lookup. Nothing is drafted yet. `planner` predicts acceptance and cost,
+        except for `is_instant` drafters, which predict their own acceptance at cost 0. `unwanted`: names of drafters to
+        leave out."""
         offers = []
         for source in self._sources(self._leases[seq.row].drafter):
             if source.name in unwanted:
@@ -292,8 +279,8 @@ class Pool:
         return offers
 
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft for each sequence; returns the drafts of all rows. `batch.takes_B` names for each sequence what drafts:
-        its own drafter, prompt lookup or the request's prediction. If it is None, the sequences' own drafters draft."""
+        """Draft for each sequence; returns the drafts of all rows. `batch.takes_B` names what drafts for each; None:
+        the sequences' own drafters."""
         takes_B = batch.takes_B or [Take(self._leases[row].drafter.name, 1 << 30) for row in batch.rows]
         block = DraftBlock.certain([[] for _ in takes_B])
         confidence_B: list[list[float] | None] = [None] * len(takes_B)
@@ -336,10 +323,9 @@ class Pool:
         return self._leases[seq.row].drafter
 
     def advance(self, drafter: TappedDrafter, observed: list[Observed]) -> None:
-        """Update the drafters after a decode round that ran as one captured CUDA graph. The round already wrote keys
-        and values of the newly verified positions (`observed`) into the cache of `drafter`, which drafts for all these
-        sequences. This call sets the lengths of that cache, and passes the new tokens to prompt lookup and to drafting
-        from predictions."""
+        """Update the drafters after a decode round that ran as one CUDA graph, which already wrote keys and values of
+        the new positions (`observed`) into the cache of `drafter`. All these sequences have this drafter. Sets the
+        cache's lengths, and passes the new tokens to prompt lookup and predictions."""
         drafter.advance([one.sequence.row for one in observed], [one.start + one.count for one in observed])
         self._held |= {one.sequence.row: drafter for one in observed}
         for each in self._sources(drafter):
@@ -347,8 +333,7 @@ class Pool:
                 each.observe(observed)
 
     def _sources(self, drafter: Drafter) -> list[Drafter]:
-        """Returns the drafters that may draft for a sequence with this drafter: predictions, the drafter itself and
-        prompt lookup; for "none" only itself."""
+        """Returns the drafters that may draft for a sequence with this drafter; for "none" only itself."""
         if not drafter.num_drafted:
             return [drafter]
         lookups = None if drafter.is_instant else self.lookups

@@ -1,4 +1,4 @@
-"""Trial of a new drafter on one request. Errors of the drafter do not affect that request or others."""
+"""Trial of a new drafter on one request. Its errors do not affect that request or others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paceline.types import CANDIDATE, Batch, Sequence, Take
 
 
 class Probation(NoDrafter):
-    """Wraps a new drafter to try it on one request. The new drafter reads the request's prompt and drafts once. These
-    drafts are not verified; the request itself is decoded without drafts.
+    """Wraps a new drafter to try it on one request. The new drafter reads the prompt and drafts once; these drafts are
+    not verified. The request itself is decoded without drafts.
 
     When the request ends, the future `done` gets the list of drafted tokens as its result, or the error.
     """
@@ -29,7 +29,7 @@ class Probation(NoDrafter):
         self._error: Exception | None = None
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Returns 0: the new drafter reads the whole prompt and takes over no cached tokens."""
+        """Returns 0, so that the new drafter reads the whole prompt."""
         return 0
 
     def start(self, seq: Sequence) -> None:

@@ -62,12 +62,12 @@ def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str
     - "ngram": prompt lookup
     - "mtp": the target's own MTP layer
     - "random-dflash" and other names that begin with "random-": random weights
-    - a checkpoint (a folder, a GGUF file, a hub id or a built-in model): the drafter in it; if it is a language model,
-      that model drafts
+    - a checkpoint (a folder, a GGUF file, a hub id or a built-in model): the drafter in it; if it is a language
+      model, that model drafts
     - a Drafter object: the object itself
 
-    `target_name`: name of the target, for "default" and "mtp". `options` go to the drafter's constructor, except those
-    equal to None. Raises ModelNotFoundError for an unknown name, ConfigError if a Drafter object is given with options,
+    `target_name`: name of the target, for "default" and "mtp". `options` other than None go to the drafter's
+    constructor. Raises ModelNotFoundError for an unknown name, ConfigError for a Drafter object with options,
     UnsupportedModelError or ModelFileError if a checkpoint cannot be read.
     """
     options = {name: value for name, value in options.items() if value is not None}
@@ -83,9 +83,9 @@ def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str
 
 
 def origin_of(name: str) -> tuple[str, Stamp]:
-    """Returns (source, stamp) of the drafter with this name. Source: the absolute path of a local drafter, else the
-    name. Stamp: the present state of the drafter's files, which are downloaded first if necessary; an empty stamp for a
-    method without files, such as "ngram". Raises ModelNotFoundError for an unknown name."""
+    """Returns (source, stamp) of the drafter with this name; downloads its files if necessary. Source: the absolute
+    path of a local drafter, else the name. Stamp: the state of the files, empty for a method without files, such as
+    "ngram". Raises ModelNotFoundError for an unknown name."""
     if name in DRAFTERS:
         return name, Stamp()
     stamp, local = Stamp.of(checkpoint_of(name).absolute()), Path(name).expanduser()
@@ -93,9 +93,9 @@ def origin_of(name: str) -> tuple[str, Stamp]:
 
 
 def read_trained(path: Path, **options: Any) -> Trained:
-    """Reads a DFlash drafter, an EAGLE-3 drafter or an MTP layer from a folder or GGUF file. `options` go to the
-    drafter's constructor. Raises ModelFileError if the path holds none of these or a file is damaged,
-    UnsupportedModelError if the format or architecture is not supported."""
+    """Reads a DFlash or EAGLE-3 drafter or an MTP layer from a folder or GGUF file. `options` go to the drafter's
+    constructor. Raises ModelFileError if the path holds no such drafter or a file is damaged, UnsupportedModelError if
+    the format or architecture is not supported."""
     return READERS[_trained_kind(path)](path, **options)
 
 
@@ -109,12 +109,11 @@ def _read(path: Path, target: Target, options: dict[str, Any]) -> Drafter:
 
 
 def folder_of(name: str, target_name: str | None = None) -> Path:
-    """Returns the path of a drafter's checkpoint, which is downloaded first if necessary. `name`: a folder, a GGUF
-    file, a hub id, a built-in model that has a drafter, or "default" for the drafter that ships for `target_name`.
+    """Returns the path of a drafter's checkpoint; downloads it if necessary. `name`: as in `shipped_or_checkpoint`, or
+    "default" for the drafter that ships for `target_name`.
 
-    Raises ModelNotFoundError for an unknown name, DownloadError if a shipped drafter cannot be downloaded,
-    ModelFileError if the checkpoint is neither a DFlash or EAGLE-3 drafter nor an MTP layer, ConfigError for "default"
-    if no drafter ships for the target.
+    Raises the errors of `shipped_or_checkpoint`, ModelFileError if the checkpoint is neither a DFlash or EAGLE-3
+    drafter nor an MTP layer, ConfigError for "default" if no drafter ships for the target.
     """
     if name == "default":
         if target_name not in shipped.SHIPPED:
@@ -130,7 +129,7 @@ def folder_of(name: str, target_name: str | None = None) -> Path:
 
 def kind_of(path: Path) -> Kind:
     """Returns the type of the drafter in a folder or GGUF file: "dflash" (DFlash, DFlash 2 or DSpark), "mtp" (a folder
-    that holds only an MTP layer) or "eagle3" (in the format of SpecForge or of `speculators`); "" for anything else."""
+    that holds only an MTP layer) or "eagle3"; "" for anything else."""
     if not path.is_dir():
         return "dflash" if is_gguf_drafter(path) else ""
     raw = read_json(path / "config.json")
@@ -146,16 +145,14 @@ def _trained_kind(path: Path) -> Kind:
 
 
 def shipped_or_checkpoint(name: str) -> Path:
-    """Returns the path of the drafter that ships for the built-in model `name`. If none ships, returns the path of the
-    checkpoint `name`: a folder, a GGUF file, a hub id or a built-in model. Raises ModelNotFoundError for an unknown
-    name, DownloadError or CacheError if a download fails."""
+    """Returns the path of the drafter that ships for the built-in model `name`, else of the checkpoint `name` (see
+    `checkpoint_of`). Raises ModelNotFoundError for an unknown name, DownloadError or CacheError if a download fails."""
     return shipped.find(name) if name in shipped.SHIPPED else checkpoint_of(name)
 
 
 def checkpoint_of(name: str) -> Path:
-    """Returns the path of a checkpoint, which is downloaded first if necessary. `name`: a folder, a GGUF file, a hub id
-    or a built-in model. Raises ModelNotFoundError for an unknown name, DownloadError or CacheError if a download
-    fails."""
+    """Returns the path of a checkpoint: a folder, a GGUF file, a hub id or a built-in model. Downloads it if necessary.
+    Raises ModelNotFoundError for an unknown name, DownloadError or CacheError if a download fails."""
     try:
         return hub.resolve(name)
     except ModelNotFoundError as error:

@@ -34,7 +34,7 @@ SHIPPED: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE.read_text(encod
 
 
 def local(name: str) -> Path | None:
-    """Returns the folder of the drafter that ships for the built-in model `name`, or None if none ships or it is not on
+    """Returns the folder of the drafter that ships for the built-in model `name`; None if none ships or it is not on
     this machine. Uses no network."""
     if name not in SHIPPED:
         return None
@@ -44,11 +44,8 @@ def local(name: str) -> Path | None:
 
 
 def find(name: str) -> Path:
-    """Returns the folder of the drafter that ships for the built-in model `name`, which must be a key of SHIPPED.
-    Downloads the drafter from the hub if necessary.
-
-    Raises DownloadError or CacheError if the download fails; the message has the command that installs the drafter.
-    """
+    """Returns the folder of the drafter that ships for the built-in model `name`, a key of SHIPPED; downloads it if
+    necessary. Raises DownloadError or CacheError, with the command that installs the drafter, if that fails."""
     if (folder := local(name)) is not None:
         return folder
     try:
@@ -61,8 +58,8 @@ def find(name: str) -> Path:
 
 @functools.cache
 def find_or_report(name: str) -> Path | None:
-    """Returns the folder of the drafter that ships for the built-in model `name`; downloads it if necessary. If that
-    fails, prints the error and returns None. Later calls with the same name return the first call's result."""
+    """Returns the result of `find`. If that fails, prints the error and returns None, also in later calls with this
+    name."""
     try:
         return find(name)
     except (DownloadError, CacheError) as error:

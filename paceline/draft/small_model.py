@@ -20,9 +20,8 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 
 class SmallModelDrafter(Drafter):
-    """Drafts with a smaller language model. Greedy and seeded requests get deterministic drafts. For sampled requests,
-    drafts are sampled with the request's parameters, and returned with the distribution that they were sampled
-    from."""
+    """Drafts with a smaller language model. Greedy and seeded requests get deterministic drafts; sampled requests get
+    drafts sampled with the request's parameters, with their distributions."""
 
     name, is_stepwise = "small_model", True
 
@@ -50,8 +49,8 @@ class SmallModelDrafter(Drafter):
             pass
 
     def record(self) -> None:
-        """Capture the model's passes of one and of two tokens per row as CUDA graphs, if the device uses them. After a
-        round whose drafts were all accepted, the model has two tokens to read: the last draft and the bonus token."""
+        """Capture the model's passes of one and of two tokens per row as CUDA graphs, if the device uses them. Two
+        tokens are read after a round whose drafts were all accepted: the last draft and the bonus token."""
         self.model.record(2)
 
     @property
@@ -69,14 +68,12 @@ class SmallModelDrafter(Drafter):
         assert row == seq.row
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Returns `length`. Nothing is copied, because `observe` computes the whole prompt with the model, including
-        prefixes that the target reuses."""
+        """Returns `length`. Nothing is copied: `observe` runs the whole prompt through the model."""
         return length
 
     def observe(self, observed: list[Observed]) -> None:
-        """Remove from the model's cache all drafts that are not part of the text: rejected ones, and those that a
-        grammar replaced by another token. After that, run new prompt tokens through the model. New tokens of the answer
-        are run later, by `propose`."""
+        """Remove drafts that are not part of the text from the model's cache: rejected ones, and those that a grammar
+        replaced. Then run new prompt tokens through the model; `propose` does so with tokens of the answer."""
         cache = self.model.cache
         rows, ends = [one.sequence.row for one in observed], [one.start + one.count for one in observed]
         kept = [min(cache.lengths[one.sequence.row], self._sound(one)) for one in observed]
@@ -90,7 +87,7 @@ class SmallModelDrafter(Drafter):
             )
 
     def _sound(self, one: Observed) -> int:
-        """Returns the number of positions at which the model's cache may hold the sequence's own tokens: a grammar may
+        """Returns the number of positions at which the model's cache may hold the sequence's own tokens. A grammar may
         have replaced a draft, and then the replacement was accepted."""
         end = one.start + one.count
         first, drafts = self._drafted.pop(one.sequence.row, (end, []))

@@ -1,8 +1,7 @@
 """Base class of drafters that read the target's hidden states. These features wait for each row until the row drafts.
 
 A row that never drafts never computes keys and values of its features. When it drafts, all its pending features go in
-one pass; a long queue is shortened early, so that it does not delay a round of other rows. Prefixes are copied from
-other rows.
+one pass; a long queue is shortened early, so that it does not delay a round of other rows.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ MOST_UNSORTED = 16
 
 
 class TappedDrafter(Drafter):
-    """Base class of drafters that read the target's hidden states (features). It stores each row's features until the
-    drafter computes keys and values from them. A subclass's `bind` calls `_bind_path`, which makes the decode path."""
+    """Base class of drafters that read the target's hidden states (features). It stores each row's features until keys
+    and values are computed from them. A subclass's `bind` calls `_bind_path`, which makes the decode path."""
 
     network: Any
     """The network as an nn.Module, with the weights as they were read."""
     looks_ahead = 0
-    """Number of following tokens that a position's keys and values depend on. As many last positions of a shared prefix
-    are recomputed."""
+    """Number of following tokens that a position's keys and values depend on. The same number of positions at the end
+    of a shared prefix is recomputed."""
     _kept: Mapping[str, Tensor] | None = None
     """The weights as they were read; drafters share equal ones as long as these objects exist."""
     _overwrites_taps: bool
@@ -51,8 +50,7 @@ class TappedDrafter(Drafter):
     _bound: tuple[Target, KVCache] | None = None
 
     def _bind_path(self, target: Target, make_path: Callable[[], Any]) -> None:
-        """Make the decode path for a target; if the drafter is bound to its current cache, keep the path and reset all
-        rows."""
+        """Make the decode path for a target. If the drafter is bound to its current cache, only reset all rows."""
         if self._bound is not None and self._bound[0] is target and self._bound[1] is target.cache:
             self._cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
         else:
@@ -104,8 +102,8 @@ class TappedDrafter(Drafter):
         self._kept = tensors
 
     def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the network's weights by `tensors`, for example trained ones. Drafting continues with the old weights
-        until the drafter is bound to a new cache of the target."""
+        """Replace the network's weights, for example by trained ones. Drafting continues with the old weights until the
+        drafter is bound to a new cache of the target."""
         self._use_tensors(tensors)
         self._kept, self.held = None, {}
 
@@ -144,9 +142,8 @@ class TappedDrafter(Drafter):
         self._sort()
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Copy keys and values of the first `length` tokens of `seq`, which equal those of row `source`, from that row.
-        Returns the number of positions copied, which may be less than `length`. The sequence of row `source` may have
-        ended."""
+        """Copy keys and values of the first `length` tokens of `seq` from row `source`, which has the same tokens.
+        Returns the number of positions copied, which may be less than `length`."""
         self._sort()
         self._inject([source])
         length = max(min(length - self.looks_ahead, self._cache.lengths[source]), 0)
@@ -178,8 +175,8 @@ class TappedDrafter(Drafter):
         self._inject(rows)
 
     def advance(self, rows: list[int], lengths: list[int]) -> None:
-        """Set the cache lengths of `rows` to `lengths`, after a round captured as a CUDA graph wrote keys and values of
-        new positions. These rows must have no pending features."""
+        """Set the cache lengths of `rows`, after a round captured as a CUDA graph wrote keys and values of new
+        positions. These rows must have no pending features."""
         self._cache.append(rows, [length - self._cache.lengths[row] for row, length in zip(rows, lengths, strict=True)])
 
     def can_draft(self, seq: Sequence) -> bool:
@@ -193,7 +190,7 @@ class TappedDrafter(Drafter):
 
 def cache_shape_of(config: DecoderConfig, target: Target, slack: int, *, is_native: bool) -> tuple[int, ...]:
     """Returns the shape [layers, rows, kv_heads, positions, head_dim] of the keys in a drafter's KV cache. `slack`:
-    positions of a row in addition to those of the longest text."""
+    positions of a row beyond the longest text."""
     max_len, head_dim = target.cache.max_len, config.head_dim
     if is_native:
         head_dim, slack = padded(config, max_len, slack)
@@ -234,8 +231,7 @@ class PendingFeatures:
 
 def features_of(observed: list[Observed]) -> Tensor:
     """Returns the features (target's hidden states) of all T observed positions, in order, F = tapped layers * hidden
-    size. To avoid a copy, the result may be a whole pass of the target, with more than T rows; callers must ignore the
-    rows after the first T."""
+    size. To avoid a copy, the result may be a whole pass of the target: callers must ignore rows after the first T."""
     if len(observed) == 1 and observed[0].begin == 0 and observed[0].taps_TF is not None:
         return observed[0].taps_TF
     return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])

@@ -29,8 +29,7 @@ TARGETS_OWN = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.
 
 
 class Vocabulary(NamedTuple):
-    """A drafter's draft vocabulary (the tokens that it can draft) and LM head. The default is all tokens, with the
-    target's head."""
+    """A drafter's draft vocabulary and LM head; by default all tokens, with the target's head."""
 
     ids: Tensor | None = None
     """Token ids that may be drafted, int64 [Vd], ascending; None: all tokens."""
@@ -42,8 +41,8 @@ ALL_TOKENS = Vocabulary()
 
 
 def split(tensors: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
-    """Splits the tensors of a drafter's file into (network tensors, draft vocabulary with LM head, tensors that are not
-    used). Raises ModelFileError, which names `path`, if `d2t`, `t2d` and LM head contradict each other."""
+    """Splits the tensors of a drafter's file into (network tensors, draft vocabulary with LM head, unused tensors).
+    Raises ModelFileError, which names `path`, if `d2t`, `t2d` and LM head contradict each other."""
     special = (HEAD, OFFSETS, IS_DRAFTED, *TARGETS_OWN)
     network = {name: tensor for name, tensor in tensors.items() if name not in special}
     others = {name: tensors[name] for name in TARGETS_OWN if name in tensors}
@@ -71,9 +70,8 @@ def _ids(offsets: Tensor | None, is_drafted: Tensor | None, path: Path) -> Tenso
 
 
 def as_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """Returns a draft vocabulary, the ascending token ids `ids`, as the tensors `d2t` and `t2d` of a drafter's file.
-    Row i of the drafter's head is token i + d2t[i]; t2d[token] is True if the token can be drafted. `vocab_size`: size
-    of the target's vocabulary."""
+    """Returns a draft vocabulary (ascending token ids) as the tensors `d2t` and `t2d` of a drafter's file: row i of the
+    drafter's head is token i + d2t[i]; t2d[token] is True if the token can be drafted."""
     is_drafted = torch.zeros(vocab_size, dtype=torch.bool)
     is_drafted[ids] = True
     return {OFFSETS: ids - torch.arange(len(ids)), IS_DRAFTED: is_drafted}
@@ -96,18 +94,17 @@ def read_draft_ids(folder: Path) -> Vocabulary | None:
 def with_head(
     own: Vocabulary, head_VD: Tensor | None, file: Path, remedy: str = "fetch the drafter again"
 ) -> Vocabulary:
-    """Returns the draft vocabulary `own` with `head_VD` as its LM head; None: the target's head. `file`: where the head
-    was read from. Raises ModelFileError unless the head has one row per token of the draft vocabulary. `remedy`: end of
-    the error message."""
+    """Returns the draft vocabulary `own` with `head_VD` as its LM head; None: the target's head. Raises ModelFileError
+    unless the head has one row per token. `file`, `remedy`: beginning and end of the error message."""
     if head_VD is not None and own.ids is not None and len(head_VD) != len(own.ids):
         raise ModelFileError(f"{file}: the head has {len(head_VD)} rows for {len(own.ids)} tokens: {remedy}")
     return own._replace(head_VD=head_VD)
 
 
 def rows_of_tokens(ids: Tensor | None, mask_token_id: int, vocab_size: int) -> Tensor:
-    """Returns [V]: for each token of the target's vocabulary, the index of its row in the drafter's own LM head, which
-    is also its embedding. A token without a row gets the mask token's row. `ids`: token ids of the head's rows, which
-    include `mask_token_id`; None: all tokens have a row. `vocab_size`: size V of the target's vocabulary."""
+    """Returns [V]: for each token of the target's vocabulary, its row in the drafter's own LM head, which is also its
+    embedding; the mask token's row for a token without one. `ids`: token ids of the head's rows, which include
+    `mask_token_id`; None: all tokens have a row."""
     if ids is None:
         return torch.arange(vocab_size)
     rows_V = torch.full((vocab_size,), int(torch.searchsorted(ids.cpu(), mask_token_id)))
@@ -116,8 +113,8 @@ def rows_of_tokens(ids: Tensor | None, mask_token_id: int, vocab_size: int) -> T
 
 
 def check_ids(ids: Tensor, what: str, remedy: str) -> Tensor:
-    """Returns `ids` if they are a 1-D tensor of at least one token id, ascending and not negative; else raises
-    ModelFileError. `what`, `remedy`: beginning and end of the error message."""
+    """Returns `ids` if they are a non-empty 1-D tensor of ascending token ids; else raises ModelFileError. `what`,
+    `remedy`: beginning and end of the error message."""
     if ids.ndim != 1 or not len(ids) or int(ids[0]) < 0 or not bool((ids[1:] > ids[:-1]).all()):
         raise ModelFileError(f"{what}: token ids must ascend: {remedy}")
     return ids
