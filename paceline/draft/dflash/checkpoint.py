@@ -1,8 +1,7 @@
 """Reads and writes DFlash checkpoints: config.json and model.safetensors in z-lab's format, unchanged. vLLM's
 `speculators` format is read too, converted to z-lab's keys (`draft/formats/speculators.py`).
 
-`DFlashConfig.from_json` parses the config (defaults as in the authors' `dflash` package, 0.1.0). The JSON object itself
-is kept, unknown keys included, and `write_checkpoint` writes it back. Unknown keys are logged as a warning.
+The config's JSON object is kept, unknown keys included, and `write_checkpoint` writes it back.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ log = logging.getLogger("paceline.draft")
 
 @dataclass(frozen=True, slots=True)
 class StoredDrafter:
-    """Contents of a drafter's folder or GGUF file: config, network tensors, and draft vocabulary with LM head. Config
-    keys and tensor names are z-lab's; those of other formats were converted."""
+    """Contents of a drafter's folder or GGUF file. Config keys and tensor names are z-lab's; those of other formats
+    were converted."""
 
     config: DFlashConfig
     """The parsed config; its field `raw` has z-lab's keys."""
@@ -59,10 +58,10 @@ class StoredDrafter:
 
 def read_stored(folder: Path | str) -> StoredDrafter:
     """Reads a DFlash, DFlash 2 or DSpark drafter from its folder or GGUF file. A folder's weights may be in several
-    files, or in one file packed in 8 bits (`draft/formats/packed.py`).
+    files, or in one file packed in 8 bits (`draft/formats/packed.py`). Logs unknown keys and tensors as a warning.
 
-    Logs unknown keys and tensors as a warning. Raises UnsupportedModelError if the format or architecture is not
-    supported, ModelFileError if a file is missing or damaged.
+    Raises UnsupportedModelError if the format or architecture is not supported, ModelFileError if a file is missing or
+    damaged.
     """
     folder = Path(folder).expanduser()
     if is_gguf(folder):
@@ -95,8 +94,7 @@ def read_stored(folder: Path | str) -> StoredDrafter:
 
 
 def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:
-    """Returns the keys of a config.json that paceline does not know. `form`: the config's format, "z-lab" or
-    "speculators"."""
+    """Returns the keys of a config.json that paceline does not know. `form`: "z-lab" or "speculators"."""
     harmless = {*KNOWN_KEYS["without effect"]}
     inner = "dflash_config" if form == "z-lab" else "transformer_layer_config"
     nested = raw.get(inner)
@@ -107,18 +105,18 @@ def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:
 
 
 def weights_file(folder: Path) -> Path:
-    """Returns the path of the drafter's weights file in this folder: model-q8_0.safetensors if it exists and
-    model.safetensors does not, else model.safetensors, which may be missing."""
+    """Returns the drafter's weights file in this folder: model-q8_0.safetensors if it exists and model.safetensors does
+    not, else model.safetensors, which may be missing."""
     dense, small = folder / DENSE, folder / PACKED
     return small if small.is_file() and not dense.exists() else dense
 
 
 def read_draft_ids(folder: Path | str) -> Tensor | None:
     """Returns the token ids of a drafter's reduced draft vocabulary, int64, ascending; None if it drafts over all
-    tokens. `folder`: the drafter's folder or GGUF file. Raises ModelFileError for a damaged file.
+    tokens. `folder`: its folder or GGUF file. Raises ModelFileError for a damaged file.
 
-    z-lab's format has no field for a draft vocabulary, so paceline stores it in a file of its own. Other programs
-    ignore that file and draft over all tokens.
+    z-lab's format has no field for a draft vocabulary, so paceline stores it in a file that other programs ignore: they
+    draft over all tokens.
     """
     folder = Path(folder).expanduser()
     if is_gguf(folder):
@@ -137,14 +135,13 @@ def write_checkpoint(
     head_VD: Tensor | None = None,
     in_8_bits: bool = False,
 ) -> None:
-    """Writes a drafter's config.json (the JSON object `raw`) and weights (model.safetensors) into a folder.
-    `draft_ids`: token ids of its draft vocabulary, ascending; None: all tokens. `head_VD`: its own LM head, one row per
-    draft token; None: it uses the target's. `in_8_bits`: write the weights as model-q8_0.safetensors, with matrices
-    rounded to 8 bits, which only paceline reads.
+    """Writes a drafter's config.json (the JSON object `raw`) and weights into a folder. `draft_ids`: token ids of its
+    draft vocabulary, ascending; None: all tokens. `head_VD`: its own LM head, one row per draft token; None: the
+    target's. `in_8_bits`: round matrices to 8 bits, in the file model-q8_0.safetensors, which only paceline reads.
 
     A new folder appears only when all its files are written. In an existing folder, files are replaced one at a time,
-    weights first. With model.safetensors, an index is written that names only this file: without it, vLLM and SGLang
-    would read every *.safetensors file of the folder. Raises CacheError if writing fails.
+    weights first. An index names model.safetensors alone: without it, vLLM and SGLang would read every *.safetensors
+    file of the folder. Raises CacheError if writing fails.
     """
     folder = Path(folder).expanduser()
     remedy = "free space or choose another folder"

@@ -107,8 +107,8 @@ class DFlashConfig:
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> DFlashConfig:
         """Parses a config.json in z-lab's or DeepSpec's format; `raw` is its JSON object. `path`: its name in error
-        messages. Raises UnsupportedModelError if the format or architecture is not supported, ModelFileError for a
-        missing or invalid key."""
+        messages. Raises UnsupportedModelError for an unsupported format or architecture, ModelFileError for a missing
+        or invalid key."""
         path = Path(path)
         raw = unpacked(raw, DSPARK, dict.fromkeys(MARKOV_KEYS[2:], False))
         nested = raw.get("dflash_config") or {}
@@ -149,9 +149,9 @@ class DFlashConfig:
 
 
 def default_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
-    """Returns the target layers, counted from 0, whose hidden states a drafter of `num_layers` layers reads by default:
-    one for each draft layer, evenly spaced from layer 1 to the third last. A drafter of one layer reads the target's
-    middle layer."""
+    """Returns the target layers, counted from 0, that a drafter of `num_layers` layers reads by default: one for each
+    draft layer, evenly spaced from layer 1 to the third last. A drafter of one layer reads the target's middle
+    layer."""
     if num_layers == 1:
         return [num_target_layers // 2]
     span = num_target_layers - 4
@@ -170,9 +170,8 @@ def new_config(
     mask_token_id: int | None = None,
     **keys: Any,
 ) -> dict[str, Any]:
-    """Returns the config.json (a dict) of a new DFlash v1 drafter for a target with these sizes. `num_layers`,
-    `head_dim` and `intermediate_size` are the drafter's own. `keys`: further entries of config.json, which replace
-    entries of the same name.
+    """Returns the config.json of a new DFlash v1 drafter for a target with these sizes. `num_layers`, `head_dim` and
+    `intermediate_size` are the drafter's own. `keys` adds or replaces entries.
 
     The mask token defaults to the vocabulary's last id. Up to four query heads share one key head.
     """
@@ -199,17 +198,17 @@ def new_config(
 
 
 def as_dflash2(raw: Mapping[str, Any], *, rank: int = 256, top_k: int = 16) -> dict[str, Any]:
-    """Returns the config.json of a DFlash 2 drafter that extends the DFlash v1 drafter with config `raw`. The candidate
-    selector stores one vector per token in each of two tables (codebooks). `rank`: length of these vectors; `top_k`:
-    candidate tokens per draft position."""
+    """Returns the config.json of a DFlash 2 drafter that extends the DFlash v1 drafter with config `raw`. `rank`:
+    length of the vectors in the selector's two codebooks, one per token; `top_k`: candidate tokens per draft
+    position."""
     own = raw.get("dflash_config") or {}
     added = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": rank, "selector_top_k": top_k}
     return {**raw, "architectures": [ARCHITECTURE_2], "dflash_config": {**own, **added}}
 
 
 def as_dspark(raw: Mapping[str, Any], *, rank: int = 256) -> dict[str, Any]:
-    """Returns the config.json of a DSpark drafter that extends the DFlash v1 drafter with config `raw`. The Markov head
-    stores one vector per token in each of two tables (codebooks). `rank`: length of these vectors."""
+    """Returns the config.json of a DSpark drafter that extends the DFlash v1 drafter with config `raw`. `rank`: length
+    of the vectors in the Markov head's two codebooks, one per token."""
     own = raw.get("dflash_config") or {}
     added = dict(zip(MARKOV_KEYS, (rank, "vanilla", True, True), strict=True))
     return {**raw, "architectures": [DSPARK], "dflash_config": {**own, **added}}
@@ -219,8 +218,7 @@ def check_fit(
     config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = None, head_VD: Tensor | None = None
 ) -> None:
     """Raises DrafterMismatchError, with both values, if a drafter does not fit the target in hidden size, vocabulary or
-    layers. `draft_ids`: token ids of the drafter's reduced draft vocabulary; None: all tokens. `head_VD`: the drafter's
-    own LM head, one row per draft token; None: it uses the target's."""
+    layers. `draft_ids`, `head_VD`: its draft vocabulary and own LM head, as in `Vocabulary`."""
     last_id = -1 if draft_ids is None else int(draft_ids.max())
     wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
     hidden_size, num_layers, vocab_size = target.hidden_size, target.num_layers, target.vocab_size
@@ -245,8 +243,8 @@ def check_fit(
 
 
 def refuse_mismatch(*checks: tuple[bool, str, object, object]) -> None:
-    """Raises DrafterMismatchError for the first failed check. Each check is (True if it failed, name of the property,
-    drafter's value, target's value)."""
+    """Raises DrafterMismatchError for the first failed check: (True if it failed, property, drafter's value, target's
+    value)."""
     for is_wrong, what, drafter_value, target_value in checks:
         if is_wrong:
             raise DrafterMismatchError(
@@ -256,8 +254,7 @@ def refuse_mismatch(*checks: tuple[bool, str, object, object]) -> None:
 
 
 def head_sizes(hidden_size: int, head_dim: int) -> tuple[int, int]:
-    """Returns (number of query heads, number of key heads) for a new draft layer; up to four query heads share a key
-    head."""
+    """Returns (query heads, key heads) of a new draft layer; up to four query heads share a key head."""
     num_heads = max(1, hidden_size // head_dim)
     return num_heads, num_heads // next(group for group in (4, 3, 2, 1) if num_heads % group == 0)
 

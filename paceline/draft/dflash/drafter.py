@@ -45,8 +45,8 @@ class Attend(Protocol):
     masks. Blocks of several sequences are packed one after another.
 
     `layer`: index of the draft layer. `query_THD`: queries of the blocks' T positions. `own`: (keys, values) of the
-    blocks, [T, kv_heads, head_dim]. `context`: (keys, values) of N context positions, [N, kv_heads, head_dim]. Queries
-    and keys are normed, without RoPE. Returns [T, heads * head_dim].
+    blocks, [T, kv_heads, head_dim]. `context`: (keys, values) of N context positions. Queries and keys are normed,
+    without RoPE. Returns [T, heads * head_dim].
     """
 
     def __call__(
@@ -122,8 +122,8 @@ class DraftLayer(nn.Module):
 
 class DFlashNetwork(nn.Module):
     """The trainable DFlash network, with parameter names and dtypes of the checkpoint. It contains no embedding and no
-    LM head. By default, the drafter uses the target's. It may have its own LM head; if its hidden size differs from the
-    target's, this head is also its embedding."""
+    LM head: the drafter uses the target's, or its own LM head. If its hidden size differs from the target's, its own
+    head is also its embedding."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -140,8 +140,7 @@ class DFlashNetwork(nn.Module):
 
     @classmethod
     def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
-        """Creates a network whose parameters are `tensors`, without a copy. `source`: their origin, for error messages.
-        Raises ModelFileError, which names the tensor, if one is missing, unknown or of the wrong shape."""
+        """Creates a network whose parameters are `tensors`, without a copy. `source`, errors: as in `with_tensors`."""
         with torch.device("meta"):
             network = cls(config)
         return with_tensors(network, tensors, source)
@@ -160,11 +159,11 @@ class DFlashNetwork(nn.Module):
         return cls.of(config, dict(random_weights(shapes, seed, device, dtype)))
 
     def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend) -> Tensor:
-        """Returns the final normed hidden states [T, D] of T block positions. `block_TD`: input embeddings of these
-        positions. `taps_NF`: hidden states of the target at N context positions, F = tapped layers * hidden size.
+        """Returns the final normed hidden states [T, D] of T block positions. `block_TD`: input embeddings. `taps_NF`:
+        the target's hidden states at N context positions, F = tapped layers * hidden size.
 
         Blocks and contexts of several sequences are packed one after another; `attend` knows which belong together.
-        Differentiable, for training. The decode paths used for drafting (`paths.py`) must compute the same values.
+        Differentiable, for training. The decode paths (`paths.py`) must compute the same values.
         """
         context_ND = self.hidden_norm(self.fc(taps_NF))
         for index, layer in enumerate(self.layers):
@@ -198,8 +197,7 @@ def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool)
     position `key_S`).
 
     `window`: a query attends only to keys less than this many positions before or after it; None: no limit.
-    `is_causal`: a query does not attend to later positions. Since the context precedes the block, a causal mask hides
-    block positions only.
+    `is_causal`: a query does not attend to later positions, which are all in the block.
     """
     distance = query_T[:, None] - key_S
     seen = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
@@ -230,9 +228,9 @@ class DFlashDrafter(TappedDrafter):
         draft_ids: Tensor | None = None,
         head_VD: Tensor | None = None,
     ) -> None:
-        """`num_drafted`: maximum drafts per round; a small value uses fewer positions of the block; a value above the
-        block's drafts raises ConfigError. `draft_ids`: draft vocabulary. `head_VD`: the drafter's own LM head, one row
-        per drafted id."""
+        """`num_drafted`: maximum drafts per round; a small value uses fewer positions of the block, and a value above
+        the block's drafts raises ConfigError. `draft_ids`: draft vocabulary. `head_VD`: the drafter's own LM head, one
+        row per drafted id."""
         self.network, self.config = network, network.config
         self.block_size = self.config.block_size
         most = self.config.num_slots
@@ -245,28 +243,26 @@ class DFlashDrafter(TappedDrafter):
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> Self:
         """Creates a drafter with random weights, for benchmarks: drafting takes real time, but the drafts are useless.
-        `num_drafted`: maximum drafts per round; None: those of a full block. `keys`: keyword arguments of
-        `config.new_config`."""
+        `num_drafted`: maximum drafts per round; None: a full block. `keys`: arguments of `config.new_config`."""
         raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
         return cls(cls._random_network(raw, seed, target.device, target.dtype), num_drafted=num_drafted)
 
     @staticmethod
     def _random_network(raw: dict[str, Any], *options: Any) -> DFlashNetwork:
-        """Creates a network of this drafter's method, in which a DFlash v1 network with config.json `raw` is extended.
+        """Creates a network of this drafter's method, which extends a DFlash v1 network with config.json `raw`.
         `options` go to its `random`."""
         return DFlashNetwork.random(DFlashConfig.from_json(raw), *options)
 
     def save(self, folder: Path | str, *, in_8_bits: bool = False) -> None:
-        """Writes the drafter's config.json and weights into a folder, in z-lab's format. `in_8_bits`: True to round the
-        matrices to 8 bits, in a file that only paceline reads; False to write all values unchanged. Raises CacheError
-        if writing fails."""
+        """Writes the drafter into a folder, in z-lab's format. `in_8_bits`: round the matrices to 8 bits, in a file
+        that only paceline reads. Raises CacheError if writing fails."""
         tensors = self.network.of_file()
         write_checkpoint(folder, self.config.raw, tensors, self.draft_ids, head_VD=self.head_VD, in_8_bits=in_8_bits)
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
-        """Check that the drafter fits the target (else raises DrafterMismatchError), and prepare weights and cache for
-        it. Binding again to the same cache keeps the prepared weights and resets all rows."""
+        """Check that the drafter fits the target (else raises DrafterMismatchError), and prepare weights and cache.
+        Binding again to the same cache only resets all rows."""
         check_fit(self.config, target, self.draft_ids, self.head_VD)
         self._bind_path(target, lambda: self._make_path(target))
         self._vocab_size, self.has_own_threads = target.vocab_size, isinstance(self._path, NativePath)
@@ -278,14 +274,12 @@ class DFlashDrafter(TappedDrafter):
         return self.torch_path(self.config, tensors, target, own)
 
     def record(self) -> None:
-        """Capture the drafter's passes as CUDA graphs, if the device uses them."""
         self._path.record()
 
     @property
     def round_path(self) -> TorchPath | None:
-        """The decode path, if it can be part of a whole round that is captured as one CUDA graph
-        (`engine/device_round.py`); else None. Only the PyTorch path of DFlash v1 can, because there each draft depends
-        only on its own block position."""
+        """The decode path if it can be part of a round captured as one CUDA graph (`engine/device_round.py`), else
+        None. Only the PyTorch path of DFlash v1 can: its drafts depend only on their own block positions."""
         return self._path if type(self._path) is TorchPath else None
 
     def cache_shape(self, target: Target) -> tuple[int, ...]:
@@ -349,9 +343,8 @@ class DFlashDrafter(TappedDrafter):
         """Returns for each token of a known text the probability that this drafter would sample it as a draft; used to
         estimate how many sampled drafts would be accepted.
 
-        `tokens`: the text, one token for each of the first draft positions. `probs_KV`: for each of at least
-        `len(tokens)` draft positions, the distribution over the vocabulary from which the latest round's draft was
-        sampled.
+        `tokens`: the text, one token for each of the first draft positions. `probs_KV`: the distributions from which
+        the latest round's drafts were sampled, at least `len(tokens)`.
         """
         return probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.int64)].tolist()
 

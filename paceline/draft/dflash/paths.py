@@ -27,8 +27,7 @@ from paceline.model.torch.parts import PackedLinear, Residual, RMSNorm, fuse
 
 
 class Drafts(NamedTuple):
-    """Most probable tokens at K draft positions of B rows, from one drafting pass, optionally with logits and
-    log-probabilities."""
+    """Most probable tokens at K draft positions of B rows, from one drafting pass."""
 
     best_BK: list[list[int]]
     """Most probable row of the LM head at each position; -1 if the logits are not finite."""
@@ -41,8 +40,8 @@ class Drafts(NamedTuple):
 class TorchPath:
     """DFlash in PyTorch operations on any device, with weights prepared for one target.
 
-    Its KV cache has one layer, in which the heads of all draft layers are concatenated, so that one write stores the
-    context for all of them. Each row has space for a block after its context; the block is discarded after the round.
+    Its KV cache has one layer, with the heads of all draft layers concatenated, so that one write stores the context
+    for all. Each row has space for a block after its context; the block is discarded after the round.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class TorchPath:
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
         """Append keys and values of newly verified positions in all draft layers: `counts[i]` positions to row
         `rows[i]`, from its cache position `starts[i]` on. `taps_TF`: the target's hidden states at these positions, row
-        after row, F = tapped layers * hidden size; only the first sum(counts) of them are used."""
+        after row, F = tapped layers * hidden size; rows after these are ignored."""
         forms = self._forms()
         if forms is None or not forms.inject(rows, starts, counts, taps_TF):
             writer = CacheWriter(rows, starts, counts, self.device)
@@ -122,9 +121,8 @@ class TorchPath:
         self.cache.append(rows, counts)
 
     def write_context(self, taps_TF: Tensor, writer: CacheWriter, tables: tuple[Tensor, Tensor]) -> None:
-        """Compute keys and values of all draft layers from the target's hidden states (`taps_TF`, F = tapped layers *
-        hidden size) in one matrix product, and write them to the cache at the positions of `writer`. `tables`: RoPE's
-        cosines and sines for these positions."""
+        """Compute keys and values of all draft layers from the target's hidden states in one matrix product, and write
+        them to the cache at the positions of `writer`. `tables`: RoPE's cosines and sines for these positions."""
         fused_TX = self._context_kv(self._hidden_norm(self._fc(taps_TF)))
         split_heads(
             fused_TX, 0, self.cache.keys[0], self.cache.values[0], writer, self._context_norm, self.rope, tables
@@ -133,10 +131,9 @@ class TorchPath:
     @torch.inference_mode()
     def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
         """Drafts one block for each of `rows`. Returns the most probable token at the first `width` draft positions,
-        and logits [B, width, V] if `with_logits`. The next pass may overwrite the logits.
+        and logits [B, width, V] if `with_logits`, which the next pass may overwrite.
 
-        `anchors`: the last committed token of each row. `size`: number of block positions. The block follows the row's
-        context in the cache, and is discarded afterwards.
+        `anchors`: last committed token of each row. `size`: number of block positions.
         """
         if outputs := self._replayed(rows, anchors, size):
             best_and_logprob = outputs[0].tolist()  # the round's only device-to-host copy
@@ -156,9 +153,8 @@ class TorchPath:
         """Computes drafts at the first `width` draft positions of B = `num_rows` blocks, from the hidden states [T, D]
         of all block positions before the final norm. Returns (drafts [B, width, 2], logits [B, width, V]).
 
-        A draft is two float64 numbers: the most probable token, as an index in the LM head, and its log-probability.
-        One tensor holds both, so that one copy brings them to the host. `anchors_B`: last committed tokens; not used
-        here, but by subclasses.
+        A draft is two float64 numbers, so that one copy brings both to the host: the most probable token, as an index
+        in the LM head, and its log-probability. `anchors_B`: last committed tokens, for subclasses.
         """
         logits_BKV = self._head(self._drafting_slots(hidden_TD, num_rows, width)).unflatten(0, (num_rows, width))
         sure_BK = top_logprob(scale_logits(logits_BKV, self.config))
@@ -180,8 +176,8 @@ class TorchPath:
     @torch.inference_mode()
     def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
         """Runs a block of `size` positions for each row, beginning with its last committed token (`anchors`). Returns
-        final normed hidden states [B, width, D] and logits [B, width, V] (see `scale_logits`) of each block's first
-        `width` draft positions."""
+        final normed hidden states [B, width, D] and scaled logits [B, width, V] of each block's first `width` draft
+        positions."""
         return self._logits_of(self.slots(rows, anchors, width, size), len(rows))
 
     def _logits_of(self, slots_TD: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -207,12 +203,11 @@ class TorchPath:
         writer: CacheWriter,
         tables: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Runs all draft layers on packed blocks of `size` positions. Takes embeddings [T, D] and returns hidden states
-        [T, D] before the final norm.
+        """Runs all draft layers on packed blocks of `size` positions, from embeddings [T, D] to hidden states [T, D]
+        before the final norm.
 
-        `plans`: the attention plan of each type of layer; the key is the layer's (sliding window or None, True if
-        causal). `writer`: cache writer for the positions of the blocks. `tables`: RoPE's cosines and sines at these
-        positions.
+        `plans`: attention plan of each type of layer. `writer`, `tables`: cache writer, and RoPE's cosines and sines,
+        for the positions of the blocks.
         """
         residual = Residual(hidden_TD.to(self._residual_dtype))
         for index, (kind, keys, values) in enumerate(zip(self.kinds, self._keys, self._values, strict=True)):
@@ -220,9 +215,7 @@ class TorchPath:
         return residual.hidden_TD
 
     def run_layer(self, index: int, residual: Residual, size: int, attention: LayerAttention) -> None:
-        """Run draft layer number `index` on packed blocks of `size` positions. `residual` holds the hidden states of
-        these positions; the layer's outputs are added to it. `attention`: the layer's keys and values, attention plan
-        and cache positions."""
+        """Run one draft layer on packed blocks of `size` positions, and add its outputs to `residual`."""
         self._layers[index].run(residual, attention)
 
 
@@ -240,9 +233,8 @@ def _best(logits_BKV: Tensor) -> Tensor:
 
 
 def rows_of_head(target: NativeDecoder, draft_ids: Tensor) -> Matrix:
-    """Returns the rows `draft_ids` of the target's LM head, as one matrix. Drafters with the same draft vocabulary
-    share this matrix. It is made anew when the target has a new cache, because the target's weights may have
-    changed."""
+    """Returns the rows `draft_ids` of the target's LM head as one matrix, which drafters with the same draft vocabulary
+    share. It is made anew when the target has a new cache, because the target's weights may have changed."""
     ids, form = draft_ids.tolist(), ("head", id(target.cache))
     return sharing.matrix(
         lambda: target.head_matrix.select(ids), [draft_ids], *form, num_bytes=lambda head: head.num_bytes
@@ -250,15 +242,11 @@ def rows_of_head(target: NativeDecoder, draft_ids: Tensor) -> Matrix:
 
 
 class NativePath:
-    """DFlash in native (C++) calls for a native target. One call computes keys and values of the context in all layers,
-    from the target's hidden states; another call runs the block. Logits are float32.
-
-    By default, the drafter uses the target's embedding and LM head; with a draft vocabulary, it copies the rows of the
-    head for these tokens. A drafter may have its own LM head. If its hidden size differs from the target's, this head
-    is also its embedding.
+    """DFlash in native (C++) calls for a native target: one computes keys and values of the context in all layers,
+    another runs the block. Logits are float32.
 
     With a target in block-quantised format, the drafter's matrices are rounded to Q8_0, which halves their bytes.
-    Rounding can make drafts worse, but not the output, because the target verifies the drafts.
+    Rounding can make drafts worse, but not the output.
     """
 
     def __init__(
@@ -326,10 +314,8 @@ class NativePath:
         with_logits: bool,
         taps_TD: Tensor | None = None,
     ) -> Drafts:
-        """Drafts one block of `size` positions for each of `rows`, beginning with its last committed token (`anchors`).
-        Returns the most probable token at the first `width` draft positions, and logits [B, width, V] if `with_logits`.
-        `taps_TD`: if given, a buffer [B * size, D] in the target's dtype, filled with the final normed hidden states of
-        all positions."""
+        """Drafts one block of `size` positions for each of `rows`, as `TorchPath.draft` does. `taps_TD`: buffer [B *
+        size, D] in the target's dtype, to be filled with the final normed hidden states of all positions."""
         num_rows, masks = len(rows), [self.config.mask_token_id] * (size - 1)
         first = 0 if self.config.from_anchor else 1
         logit_rows = [row * size + slot for row in range(num_rows) for slot in range(first, first + width)]
@@ -349,9 +335,6 @@ class NativePath:
         return Drafts(best_BK, None if logits_TV is None else logits_TV.view(num_rows, width, -1))
 
     def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
-        """Runs a block of `size` positions for each row, beginning with its last committed token (`anchors`). Returns
-        final normed hidden states [B, width, D] and logits [B, width, V] (see `scale_logits`) of each block's first
-        `width` draft positions."""
         taps_TD = torch.empty(len(rows) * size, self.config.shape.hidden_size, dtype=self.cache.keys.dtype)
         logits_BKV = self.draft(rows, anchors, width, size, True, taps_TD)[1]
         assert logits_BKV is not None

@@ -27,8 +27,8 @@ def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
 
 
 class Reading:
-    """The logits of one drafting pass for some rows, and the drafts made from them. Each block position is drafted
-    independently of the others. A row's drafts end before the first position with non-finite logits."""
+    """The logits of one drafting pass, and the drafts made from them. Each block position is drafted independently of
+    the others. A row's drafts end before the first position with non-finite logits."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Reading:
         sure_BK: list[list[float]] | None = None,
     ) -> None:
         """`best_BK`: most probable row of the LM head at each position, -1 for non-finite logits. `logits_BKV`: the
-        head's logits, over the draft vocabulary if there is one; None if only greedy drafts without confidence are
-        needed. `sure_BK`: log-probability of the most probable token, if the pass computed it."""
+        head's logits; None if only greedy drafts without confidence are needed. `sure_BK`: log-probability of the most
+        probable token, if the pass computed it."""
         self._best_BK = best_BK
         self._logits_BKV = None if logits_BKV is None else scale_logits(logits_BKV, config)
         self._draft_ids, self._ids = draft_ids, None if draft_ids is None else draft_ids.tolist()
@@ -49,8 +49,8 @@ class Reading:
         self._sure_BK = sure_BK
 
     def certain(self, row: int, limit: int, with_confidence: bool) -> tuple[list[int], list[float] | None]:
-        """Returns (greedy drafts at the first `limit` positions of a row, their log-probabilities). The second value is
-        None without `with_confidence`."""
+        """Returns (greedy drafts at a row's first `limit` positions, their log-probabilities); without
+        `with_confidence` the second is None."""
         best_K = list(takewhile(lambda token: token >= 0, self._best_BK[row][:limit]))
         if with_confidence and self._sure_BK is None and self._logits_BKV is not None:
             self._sure_BK = top_logprob(self._logits_BKV).tolist()
@@ -58,9 +58,9 @@ class Reading:
         return best_K if self._ids is None else [self._ids[best] for best in best_K], sure
 
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """Samples drafts at the first `limit` positions of a row, with the request's sampling parameters. Returns (K
-        drafts, the distributions [K, V] that they were sampled from, log-probability of the most probable token at each
-        position). The distributions are None if nothing is drafted."""
+        """Samples drafts at a row's first `limit` positions, with the request's sampling parameters. Returns (K drafts,
+        their distributions [K, V] or None without drafts, log-probability of the most probable token at each
+        position)."""
         assert self._logits_BKV is not None
         logits_KV = self._logits_BKV[row, :limit]
         if self._draft_ids is not None:
@@ -76,11 +76,10 @@ class Reading:
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
         """Returns the `count` most probable tokens at each of the row's first `limit` positions, with log-probabilities
-        at the request's temperature. `most`: maximum nodes of the draft tree that will be built from them; it is stored
-        in the result.
+        at the request's temperature. `most`: maximum nodes of the draft tree built from them, stored in the result.
 
-        With `foresight`, the result has for each token the log-probability that the target samples it, given the random
-        numbers that the target will use (known from the request's seed). Tokens are then ranked by this value.
+        With `foresight`, tokens are ranked by the estimated log-probability that the target samples them, given the
+        random numbers that it will use; the result has these log-probabilities.
         """
         assert self._logits_BKV is not None
         num_candidates = max(count, FIELD) if foresight else count
@@ -97,20 +96,19 @@ class Reading:
 
 
 def over_vocabulary(logits_KV: Tensor, draft_ids: Tensor, vocab_size: int) -> Tensor:
-    """Expands logits over a draft vocabulary to the target's whole vocabulary: [K, V] with -inf for all other tokens.
-    `draft_ids`: the token id of each column of `logits_KV`."""
+    """Expands logits over a draft vocabulary to the target's whole vocabulary: [K, V] with -inf for all other
+    tokens."""
     full_KV = logits_KV.new_full((len(logits_KV), vocab_size), float("-inf"))
     return full_KV.index_copy_(1, draft_ids.to(logits_KV.device), logits_KV)
 
 
 def inverse_temperature(seq: Sequence) -> float:
-    """Returns 1 / temperature of a request, the factor on its logits; 1 for a greedy request."""
+    """Returns 1 / temperature of a request; 1 for a greedy request."""
     return 1.0 if seq.params.is_greedy else 1.0 / max(seq.params.temperature, MIN_TEMPERATURE)
 
 
 def top_logprob(logits_BKV: Tensor) -> Tensor:
-    """Returns the log-probability [B, K] of the most probable token at each position; NaN or infinite for non-finite
-    logits."""
+    """Returns the log-probability [B, K] of the most probable token; NaN or infinite for non-finite logits."""
     logits_BKV = logits_BKV.float()
     return logits_BKV.amax(-1) - logits_BKV.logsumexp(-1)
 

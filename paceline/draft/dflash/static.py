@@ -27,7 +27,7 @@ Kind = tuple[int | None, bool]
 
 
 class FixedPath(Protocol):
-    """Interface of a DFlash decode path (such as `paths.TorchPath`) whose passes are captured as CUDA graphs."""
+    """Interface of `paths.TorchPath`, whose passes are captured as CUDA graphs."""
 
     config: DFlashConfig
     cache: StaticKVCache
@@ -50,8 +50,7 @@ class FixedPath(Protocol):
 
 
 class StaticBlock(Region):
-    """Pass of fixed shape, captured as a CUDA graph, that drafts a block of `block_size` positions after the context of
-    each of B rows. Its outputs are drafts and logits, or for DFlash 2 and DSpark scored candidates."""
+    """Pass of fixed shape, captured as a CUDA graph, that drafts a block after the context of each of B rows."""
 
     kind = "block"
 
@@ -69,15 +68,14 @@ class StaticBlock(Region):
         return [self._inputs_3B]
 
     def compute(self) -> None:
-        """Compute the blocks and fill `outputs`. The input buffers hold three numbers for each row: its last committed
-        token, its context length, and its block size, which is 0 for an idle row."""
+        """Compute the blocks and fill `outputs`. The inputs of each row are its last committed token, its context
+        length, and its block size, which is 0 for an idle row."""
         for output, results in zip(self.outputs, self.conclude(*self._inputs_3B.unbind()), strict=True):
             output.copy_(results)
 
     def conclude(self, anchors_B: Tensor, starts_B: Tensor, counts_B: Tensor) -> tuple[Tensor, ...]:
-        """Runs the draft layers on one block for each row. Returns (drafts with log-probabilities, logits); for DFlash
-        2 and DSpark, the tensors of `Picks` (scored candidates) instead. `anchors_B`: last committed tokens.
-        `starts_B`: context lengths. `counts_B`: the block size, or 0 for idle rows."""
+        """Runs the draft layers on one block for each row, and returns the path's results (`conclude`). `anchors_B`:
+        last committed tokens. `starts_B`: context lengths. `counts_B`: the block size, or 0 for idle rows."""
         path, size = self._path, self._size
         self._tokens_BJ[:, 0] = anchors_B
         slots_BJ = self._writer.point(starts_B, counts_B)
@@ -91,8 +89,7 @@ class StaticBlock(Region):
         return path.conclude(hidden_TD, self._num_rows, path.config.num_slots, anchors_B)
 
     def fill(self, rows: list[int], anchors: list[int]) -> None:
-        """Write the inputs of these rows to the buffers, in one copy to the device. `anchors`: last committed
-        tokens."""
+        """Write the inputs of these rows to the buffers, in one copy. `anchors`: last committed tokens."""
         lengths, inputs = self._path.cache.lengths, [[0] * self._num_rows for _ in range(3)]
         for row, anchor in zip(rows, anchors, strict=True):
             inputs[0][row], inputs[1][row], inputs[2][row] = anchor, lengths[row], self._size
@@ -100,8 +97,8 @@ class StaticBlock(Region):
 
 
 class StaticInject(Region):
-    """Pass of fixed shape, captured as a CUDA graph, for up to J new positions of each of B rows. It computes their
-    keys and values in all draft layers from the target's hidden states."""
+    """Pass of fixed shape, captured as a CUDA graph, that computes keys and values of up to J new positions of each of
+    B rows in all draft layers, from the target's hidden states."""
 
     kind = "inject"
 
@@ -127,8 +124,8 @@ class StaticInject(Region):
         write_behind(self._path, self._writer, starts_B, counts_B, self._taps_BJF.flatten(0, 1))
 
     def fill(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
-        """Write the inputs of these rows to the buffers. `taps_TF`: the target's hidden states of their new positions,
-        row after row, F = tapped layers * hidden size. `starts`: context lengths; `counts`: new positions."""
+        """Write the inputs of these rows to the buffers. `starts`: context lengths. `counts`: new positions. `taps_TF`:
+        the target's hidden states there, row after row, F = tapped layers * hidden size."""
         inputs, begin = [[0] * self._num_rows for _ in range(2)], 0
         for row, start, count in zip(rows, starts, counts, strict=True):
             inputs[0][row], inputs[1][row] = start, count
@@ -139,16 +136,15 @@ class StaticInject(Region):
 
 def write_behind(path: FixedPath, writer: StaticWriter, starts_B: Tensor, counts_B: Tensor, taps_TF: Tensor) -> None:
     """Write keys and values of up to J new positions of each of B rows into the path's cache, after the rows' contexts.
-    `writer`: a cache writer for B rows of J positions; it is first set to write after the contexts. `starts_B`: context
-    lengths. `counts_B`: new positions of each row. `taps_TF` [B * J, F]: the target's hidden states, F = tapped layers
-    * hidden size."""
+    `writer`: cache writer for B rows of J positions. `starts_B`: context lengths. `counts_B`: new positions of each
+    row. `taps_TF` [B * J, F]: the target's hidden states, F = tapped layers * hidden size."""
     slots_BJ = writer.point(starts_B, counts_B)
     path.write_context(taps_TF, writer, path.rope.tables_at(slots_BJ.flatten()))
 
 
 class StaticForms:
     """The passes of one decode path that are captured as CUDA graphs, for several numbers of rows: drafting blocks, and
-    injecting context (writing its keys and values to the drafter's cache)."""
+    writing the context's keys and values to the drafter's cache (injecting)."""
 
     def __init__(self, path: FixedPath, recorder: Recorder) -> None:
         rows, size = row_sizes(path.cache.num_rows), path.config.block_size
@@ -169,16 +165,13 @@ class StaticForms:
         self.injects = Recordings(recorder, StaticInject.kind, Grid(rows, [size]), inject)
 
     def record(self) -> None:
-        """Capture all passes as CUDA graphs, except passes that inject more positions per row than a block has. These
-        run operation by operation."""
+        """Capture all passes. Those that inject more positions per row than a block has run operation by operation."""
         self.blocks.record()
         self.injects.record()
 
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> bool:
-        """Write keys and values of these rows' new positions to the drafter's cache, with a pass of fixed shape that is
-        captured as a CUDA graph. `starts`: context lengths; `counts`: new positions; `taps_TF`: the target's hidden
-        states at the new positions, row after row. Returns False, and does nothing, if no captured pass has enough rows
-        and positions."""
+        """Write keys and values of these rows' new positions to the drafter's cache by a captured pass. Arguments: see
+        `StaticInject.fill`. Returns False, and does nothing, if no captured pass has enough rows and positions."""
         if max(counts) > self._path.config.block_size or not (region := self.injects.find(max(rows) + 1, max(counts))):
             return False
         region.fill(rows, starts, counts, taps_TF)
@@ -186,12 +179,9 @@ class StaticForms:
         return True
 
     def block(self, rows: list[int], anchors: list[int]) -> list[Tensor] | None:
-        """Drafts a block for each of these rows with a pass captured as a CUDA graph; returns None if no captured pass
-        has enough rows. `anchors`: last committed tokens.
-
-        Returns [drafts with log-probabilities, logits]; for DFlash 2 and DSpark, the tensors of `Picks` (scored
-        candidates) instead. The first index of each tensor is the cache row. The next block overwrites them.
-        """
+        """Drafts a block for each of these rows by a captured pass; returns None if no captured pass has enough rows.
+        `anchors`: last committed tokens. The tensors of the result are those of the path's `conclude`, indexed by cache
+        row; the next block overwrites them."""
         region = self.blocks.find(max(rows) + 1)
         if region is None:
             return None
