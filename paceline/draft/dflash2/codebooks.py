@@ -1,8 +1,4 @@
-"""Two codebooks, tables with one row of numbers per token, which score pairs of tokens: token b after token a by the
-dot product of a's row in the first one and b's row in the second.
-
-DFlash 2's candidate selector (`draft/dflash2/selector.py`) and DSpark's Markov head (`draft/dspark/heads.py`) use them.
-"""
+"""Two codebooks that score pairs of tokens, for DFlash 2's candidate selector and DSpark's Markov head."""
 
 from __future__ import annotations
 
@@ -18,8 +14,8 @@ class Codebooks(nn.Module):
     """Two tables that score pairs of tokens, codebook A (previous token) and codebook B (next token), both [V, rank].
     The score of a pair is the dot product of the two tokens' rows.
 
-    In training, each codebook may be factored as E F^T. E is the target's embedding, which is not trained; F [rank, D]
-    is a trained factor, which has fewer parameters than the codebook. `materialised` computes codebooks from factors.
+    In training, a codebook may be factored as E F^T: E is the target's embedding, F [rank, D] a trained factor with
+    fewer parameters than the codebook. `materialised` computes codebooks from factors.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, rank: int, factored: bool = False) -> None:
@@ -30,8 +26,8 @@ class Codebooks(nn.Module):
             self.register_parameter(name.replace("codebook", "factor") if factored else name, nn.Parameter(empty(rows)))
 
     def rows(self, book: str, tokens: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Returns a codebook's rows for these tokens, [*tokens.shape, rank]. `book`: "predecessor_codebook" or
-        "successor_codebook". `embedding_VD`: the target's embedding, needed by factored codebooks only."""
+        """Returns a codebook's rows for these tokens, [*tokens.shape, rank]. `book`: an entry of BOOKS. `embedding_VD`:
+        the target's embedding, for factored codebooks."""
         if not self.is_factored:
             return F.embedding(tokens, self.get_parameter(book))
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
@@ -39,12 +35,10 @@ class Codebooks(nn.Module):
         return F.linear(F.embedding(tokens, embedding_VD).to(factor.dtype), factor)
 
     def linked(self, before_BKPR: Tensor, tokens_BKM: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Scores M candidate tokens at each of K draft positions after each of P possible previous tokens. Returns the
-        scores [B, K, P, M], dot products of a previous token's vector and the candidate's row in codebook B.
-
-        `before_BKPR`: the previous tokens' vectors, float32, made from their rows in codebook A. `tokens_BKM`: the
-        candidates. `embedding_VD`: the target's embedding, needed by factored codebooks only.
-        """
+        """Scores M candidates at each of K draft positions after each of P possible previous tokens: returns [B, K, P,
+        M], dot products of a previous token's vector and the candidate's row in codebook B. `before_BKPR`: the previous
+        tokens' vectors, float32, made from their rows in codebook A. `embedding_VD`: the target's embedding, for
+        factored codebooks."""
         if not self.is_factored:
             return before_BKPR @ self.rows(BOOKS[1], tokens_BKM).float().transpose(-1, -2)
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
@@ -53,8 +47,8 @@ class Codebooks(nn.Module):
 
 
 def materialised(tensors: Mapping[str, Tensor], embedding_VD: Tensor) -> dict[str, Tensor]:
-    """Returns a network's tensors as a checkpoint stores them: each factor [rank, D] becomes
-    a codebook [V, rank], the product of the target's embedding [V, D] and the transposed factor."""
+    """Returns a network's tensors as a checkpoint stores them: each factor [rank, D] becomes a codebook [V, rank], the
+    product of the target's embedding [V, D] and the transposed factor."""
     converted: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("_factor"):

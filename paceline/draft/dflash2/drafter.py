@@ -4,12 +4,11 @@ another.
 It adds two things to `draft/dflash/drafter.py`, and shares its context, cache and round:
 
 - Grouped dynamic causal convolution: inputs and outputs of attention and MLP are mixed with the previous block
-  position; taps (the convolution's weights) have a learned part (`base_kernel`) and an input-dependent part
-  (`kernel_projection`).
-- Candidate selector: the `top_k` most probable tokens b of each position are scored given the previously chosen
-  token a, S(a, b) = logit(b) + <A[a] * W h, B[b]>, and a walk from the last verified token picks one per position.
-  Greedy and seeded requests take the largest; sampled ones use softmax(S / T) over the candidates as the exact
-  proposal distribution. In a tree, each branch is scored after its own parent.
+  position; the weights have a learned part (`base_kernel`) and an input-dependent part (`kernel_projection`).
+- Candidate selector: the `top_k` most probable tokens b of each position are scored given the previously chosen token
+  a, S(a, b) = logit(b) + <A[a] * W h, B[b]>, and a walk from the last verified token picks one per position. Greedy and
+  seeded requests take the largest; sampled ones use softmax(S / T) over the candidates as the exact proposal
+  distribution. In a tree, each branch is scored after its own parent.
 
 Formulas and names are those of the PyPI package `dflash` 0.1.0 (MIT); `tests/draft/test_dflash2_reference.py` compares
 with it.
@@ -38,8 +37,8 @@ DEVIATION = 0.02
 
 
 class Convolution(nn.Module):
-    """The two convolutions of one sublayer (attention or MLP): over its inputs (`prepare`) and over its outputs
-    (`finish`). A projection of the inputs gives the input-dependent part of both kernels."""
+    """The two convolutions of one sublayer (attention or MLP), over its inputs (`prepare`) and outputs (`finish`). A
+    projection of the inputs gives the input-dependent part of both kernels."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -51,13 +50,13 @@ class Convolution(nn.Module):
 
     def prepare(self, inputs_TD: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Returns (the sublayer's inputs [T, D] after the first convolution, input-dependent kernel [T, K, G] for
-        `finish`). K: positions that the convolution combines; G: groups of channels; `size`: block size."""
+        `finish`). K: positions combined; G: groups of channels; `size`: block size."""
         added = self.kernel_projection(inputs_TD).view(-1, 2, self.num_taps, self.groups)
         return convolve(inputs_TD, added[:, 0], self.base_kernel[0], size), added[:, 1]
 
     def finish(self, outputs_TD: Tensor, added_TKG: Tensor, size: int) -> Tensor:
-        """Returns the sublayer's outputs after the second convolution, before the residual addition. `added_TKG`: the
-        kernel that `prepare` returned. `size`: block size."""
+        """Returns the sublayer's outputs after the second convolution, before the residual addition. `added_TKG`:
+        kernel that `prepare` returned."""
         return convolve(outputs_TD, added_TKG, self.base_kernel[1], size)
 
 
@@ -81,8 +80,7 @@ class ConvolvedLayer(DraftLayer):
 
 class ExtendedNetwork(DFlashNetwork):
     """Base class of the DFlash 2 and DSpark networks: a DFlash v1 network with further modules, among them codebooks.
-    `factored`: train factors [rank, D] in place of the codebooks [V, rank]. A codebook is the product of the target's
-    embedding and a transposed factor."""
+    `factored`: train factors in place of the codebooks (see `Codebooks`)."""
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
         super().__init__(config)
@@ -91,12 +89,8 @@ class ExtendedNetwork(DFlashNetwork):
     @classmethod
     def extending(cls, body: DFlashNetwork, config: DFlashConfig, seed: int = 0, *, factored: bool = False) -> Self:
         """Creates a network that extends the DFlash v1 network `body` and shares its tensors. The new modules are
-        initialised so that it drafts the same tokens as `body`: convolutions change nothing, selector and Markov head
-        add zero to the logits, and a confidence head always predicts one half.
-
-        `seed`: for the new weights that are random, the codebook of previous tokens and the selector's projection.
-        `factored`: train factors in place of the codebooks.
-        """
+        initialised so that it drafts the same tokens: convolutions change nothing, selector and Markov head add zero to
+        the logits, a confidence head always predicts one half. `seed`: for the new weights that are random."""
         with torch.device("meta"):
             network = cls(config, factored)
         generator, tensors = torch.Generator().manual_seed(seed), body.state_dict()
@@ -116,8 +110,7 @@ class ExtendedNetwork(DFlashNetwork):
     def random(
         cls, config: DFlashConfig, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> Self:
-        """Creates a network whose DFlash v1 part has random weights. The modules added to that part are initialised so
-        that they do not change its drafts."""
+        """Creates a network whose DFlash v1 part has random weights; the other modules do not change its drafts."""
         body = DFlashNetwork.random(replace(config, second=None, markov=None), seed, device, dtype)
         return cls.extending(body, config, seed)
 
@@ -139,8 +132,7 @@ class DFlash2Network(ExtendedNetwork):
     @classmethod
     def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
         """Creates a network whose parameters are `tensors`, without a copy; codebook names may have the suffix
-        `.weight`. `source`: their origin, for error messages. Raises ModelFileError, which names the tensor, if one is
-        missing, unknown or of the wrong shape."""
+        `.weight`. `source`, errors: as in `dflash.drafter.with_tensors`."""
         suffixed = {f"{SELECTOR}{book}.weight": f"{SELECTOR}{book}" for book in BOOKS}
         network = super().of(config, {suffixed.get(name, name): tensor for name, tensor in tensors.items()}, source)
         network.codebook_suffix = ".weight" if suffixed.keys() & tensors.keys() else ""
@@ -152,8 +144,7 @@ class DFlash2Network(ExtendedNetwork):
 
     def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend, size: int | None = None) -> Tensor:
         """Returns the final normed hidden states [T, D] of blocks of `size` positions [default: the config's block
-        size]. `block_TD`: embeddings of the blocks. `taps_NF`: the target's hidden states at N context positions.
-        `attend`: attention function, with RoPE and masks."""
+        size]. Other arguments: see `DFlashNetwork.forward`."""
         for layer in self.layers:
             assert isinstance(layer, ConvolvedLayer)
             layer.size = size or self.config.block_size
@@ -165,11 +156,8 @@ class WalkingDrafter(DFlashDrafter):
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
         """Returns for each token of a known text the probability that this drafter would sample it as a draft, given
-        the text before it; used to estimate how many sampled drafts would be accepted. Runs one more drafting pass.
-
-        `tokens`: the text, one token for each of the first draft positions. `probs_KV` is not used: its distributions
-        follow the drafts of the latest round, not the text.
-        """
+        the text before it; see `DFlashDrafter.chances_of`. Runs one more drafting pass. `probs_KV` is not used: its
+        distributions follow the drafts of the latest round, not the text."""
         reading = self._read([seq.row], [seq.tokens[-1]], len(tokens), self.block_size, True) if tokens else None
         return reading.along(0, tokens, seq) if reading else []
 

@@ -1,5 +1,4 @@
-"""DFlash 2's decode paths (the network prepared for drafting with one target): those of DFlash with convolutions and
-the candidate selector's scores."""
+"""DFlash 2's decode paths: those of DFlash with convolutions and the candidate selector's scores."""
 
 from __future__ import annotations
 
@@ -52,37 +51,31 @@ def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -
 
 
 class CandidatePath(TorchPath):
-    """Base class of DFlash decode paths in PyTorch operations that return scored candidate tokens for each draft
-    position, in place of drafts."""
+    """Base class of DFlash decode paths in PyTorch operations that return scored candidates in place of drafts."""
 
     @abstractmethod
     def scored(self, hidden_BKD: Tensor, logits_BKV: Tensor, anchors_B: Tensor) -> Picks:
-        """Returns the scored candidates of blocks, given the blocks' final normed hidden states and logits.
-        `anchors_B`: the last committed tokens, one before each block."""
+        """Returns the scored candidates of blocks, given their final normed hidden states and logits. `anchors_B`: the
+        last committed token before each block."""
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
         """Drafts a block of `size` positions for each cache row of `rows`. Returns the scored candidates of each
-        block's first `width` draft positions. `anchors`: the rows' last committed tokens. The next call may overwrite
-        the result."""
+        block's first `width` draft positions; the next call may overwrite them. `anchors`: the rows' last committed
+        tokens."""
         if outputs := self._replayed(rows, anchors, size):
             return Picks(*(rows_of(tensor, rows)[:, :width] for tensor in outputs))
         return self.scored(*self.read(rows, anchors, width, size), torch.tensor(anchors, device=self.device))
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
-        """Computes the drafter's M most probable tokens (candidates) at each of the first `width` draft positions of
-        B = `num_rows` blocks, with their scores. `hidden_TD`: hidden states of all T positions of these blocks, not yet
-        normalised by the final norm. `anchors_B`: the last committed token before each block.
-
-        Returns the fields of a `Picks`: candidates, their token ids and scores, and the log-probability of acceptance
-        if the drafter predicts it.
-        """
+        """Computes the fields of a `Picks` at the first `width` draft positions of B = `num_rows` blocks. `hidden_TD`:
+        hidden states of all T positions of these blocks, before the final norm. `anchors_B`: the last committed token
+        before each block."""
         blocks = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
         return tuple(tensor for tensor in self.scored(*blocks, anchors_B) if tensor is not None)
 
 
 class DFlash2Path(CandidatePath):
-    """DFlash 2 in PyTorch operations on any device, with weights prepared for one target. Adds convolutions and the
-    candidate selector to the layers of DFlash v1 (`TorchPath`)."""
+    """DFlash 2 in PyTorch operations on any device, with weights prepared for one target."""
 
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, own: Vocabulary = ALL_TOKENS
@@ -115,8 +108,7 @@ class DFlash2Path(CandidatePath):
 
 
 class DFlash2NativePath(NativePath):
-    """DFlash 2 in native (C++) calls, with weights prepared for one native target. Adds convolutions to the layers of
-    DFlash v1 (`NativePath`), and one more native call that scores the candidates."""
+    """DFlash 2 in native (C++) calls: convolutions in the layers, and one more call that scores the candidates."""
 
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, own: Vocabulary = ALL_TOKENS
@@ -132,12 +124,9 @@ class DFlash2NativePath(NativePath):
         self._picker = Picker(self.selector.top_k, books, gate, target.dtype, ids_V)
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """Drafts a block of `size` positions for each row, beginning with its last committed token (`anchors`). Returns
-        the scored candidates of each block's first `width` draft positions.
-
-        All scores of a position differ from those of `DFlash2Path` by the same number, because log-probabilities
-        replace logits. The drafts and their probabilities do not depend on it.
-        """
+        """Drafts scored candidates as `CandidatePath.pick` does. All scores of a position differ from those of
+        `DFlash2Path` by the same number, because log-probabilities replace logits; drafts and probabilities do not
+        depend on it."""
         hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
         return Picks(*self._picker.pick(anchors, logits_BKV, hidden_BKD))
 
@@ -152,8 +141,7 @@ def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def selector_of(config: DFlashConfig, tensors: Mapping[str, Tensor], device: torch.device) -> Selector:
-    """Creates the candidate selector on `device` from a network's tensors. Tensors that are already on that device are
-    shared, not copied."""
+    """Creates the candidate selector on `device` from a network's tensors; those already on that device are shared."""
     with torch.device("meta"):
         selector = Selector(config)
     weights = {

@@ -25,9 +25,8 @@ from paceline.types import Sequence
 
 
 class Selector(Codebooks):
-    """Candidate selector: scores the most probable tokens of a draft position, given the token drafted before it. It
-    has codebooks A (previous token) and B (next token), and a projection W [rank, D]. W turns the position's hidden
-    state into factors for the previous token's row of A."""
+    """Candidate selector: scores the most probable tokens of a draft position, given the token drafted before it. Its
+    projection W [rank, D] turns the position's hidden state into factors for the previous token's row of codebook A."""
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
         assert config.second is not None and config.vocab_size is not None
@@ -47,7 +46,7 @@ class Picks(NamedTuple):
     scores_BKPM: Tensor
     """Score of each of M candidates after each of P possible previous tokens, float32."""
     sure_BK: Tensor | None = None
-    """Log-probability that the greedy drafts are accepted, if the drafter predicts it; None: that of the scores."""
+    """Log-probability that the greedy drafts are accepted, if the drafter predicts it."""
 
 
 def score(
@@ -59,15 +58,14 @@ def score(
     before_BK: Tensor | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Picks:
-    """Returns the `top_k` most probable tokens at each position, called candidates, with the selector's scores. A score
-    of a candidate depends on the token before it:
+    """Returns the `top_k` most probable tokens at each position, called candidates, with the selector's scores:
 
     - By default, a candidate has M scores, one after each of the M candidates of the previous position. At the first
-      position, all its scores are equal: the score after the last verified token (`anchors_B`).
+      position, all are equal: the score after the last verified token (`anchors_B`).
     - With `before_BK`, the known previous token of each position, a candidate has one score, after that token.
 
     `hidden_BKD`: final normed hidden states. `logits_BKV`: scaled and capped. `ids` [V]: token ids of the head's rows;
-    None: all tokens. `embedding_VD`: the target's embedding, needed by factored codebooks only.
+    None: all tokens. `embedding_VD`: the target's embedding, for factored codebooks.
     """
     unary_BKM, chosen_BKM = logits_BKV.float().topk(min(selector.top_k, logits_BKV.shape[-1]), dim=-1)
     tokens_BKM = chosen_BKM if ids is None else ids[chosen_BKM]
@@ -87,8 +85,8 @@ def score(
 class WalkedReading(Reading):
     """Drafts made from scored candidates, where each draft depends on the previous one (a walk).
 
-    Walks run in the native library or else in plain Python, not in PyTorch: a row has only a few hundred scores, for
-    which PyTorch's operations cost more than they save.
+    Walks run in the native library or in plain Python: for a few hundred scores, PyTorch's operations cost more than
+    they save.
     """
 
     def __init__(self, picks: Picks, vocab_size: int) -> None:
@@ -104,14 +102,12 @@ class WalkedReading(Reading):
         return tokens, self._confidence(row, logprobs) if with_confidence else None
 
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """Samples drafts at the first `limit` positions of a row, one after another. Each is sampled from its
-        position's candidates by softmax(score / temperature); the scores depend on the previous draft. Returns (K
-        drafts, the distributions [K, V] that they were sampled from, confidences). The distributions are None if
-        nothing is drafted.
+        """Samples drafts at a row's first `limit` positions, one after another, each from softmax(score / temperature)
+        over its position's candidates. Returns (K drafts, their distributions [K, V] or None without drafts,
+        confidences).
 
-        The confidences are log-probabilities of other drafts, those that a greedy walk would choose at these positions.
-        They therefore do not depend on the sampled tokens. If the drafter predicts acceptance, its predictions replace
-        them.
+        The confidences are log-probabilities of the drafts of a greedy walk, or the drafter's predictions of
+        acceptance. They do not depend on the sampled tokens.
         """
         inverse, scores_KPM = inverse_temperature(seq), self._scores_of(row)
         probs_KPM = torch.softmax(self._scores_BKPM[row, :limit] * inverse, dim=-1)
@@ -130,9 +126,8 @@ class WalkedReading(Reading):
         return tokens, probs_KV.scatter_(1, ids_KM, torch.stack(rows)), logprobs
 
     def along(self, row: int, tokens: list[int], seq: Sequence) -> list[float]:
-        """Returns for each of `tokens` the probability that `drawn` samples it at its position, given the tokens before
-        it. A token that is not a candidate gets 0, and so do all tokens after it. `row`: the sequence's row in this
-        reading. `seq`: the sequence, for its temperature."""
+        """Returns for each of `tokens` the probability that `drawn` samples it, given the tokens before it; 0 from the
+        first token on that is not a candidate. `row`: the sequence's row in this reading."""
         inverse, chances, before = inverse_temperature(seq), [0.0] * len(tokens), 0
         for place, token in enumerate(tokens):
             candidates = self._tokens_BKM[row][place]
@@ -146,17 +141,8 @@ class WalkedReading(Reading):
     def candidates(
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """Returns the `count` most probable tokens at each of the row's first `limit` positions, with log-probabilities
-        at the request's temperature. `most`: maximum nodes of the draft tree that will be built from them; it is stored
-        in the result.
-
-        Log-probabilities at a position depend on the previous token. In the result, this is the most probable token of
-        the previous position. The result's function `behind` returns the tokens and log-probabilities after any other
-        candidate.
-
-        With `foresight`, the result has for each token the log-probability that the target samples it, given the random
-        numbers that the target will use (known from the request's seed). Tokens are ranked by this value.
-        """
+        """Returns candidates as `Reading.candidates` does. Log-probabilities at a position depend on the previous
+        token, here the most probable one. The result's function `behind` returns those after any other candidate."""
         inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(row), self._tokens_BKM[row]
         first, known = len(seq.tokens), dict[int, list[float]]()
 
@@ -190,8 +176,7 @@ class WalkedReading(Reading):
         return self._scores[row]
 
     def _walk(self, row: int, limit: int, inverse: float) -> tuple[list[int], list[float]]:
-        """Candidate indices of the drafts with the largest scores, and their log-probabilities; a non-finite score ends
-        the walk."""
+        """Candidate indices of the greedy drafts, and their log-probabilities; a non-finite score ends the walk."""
         scores_KPM = self._host_BKPM[row, :limit]
         if scores_KPM.is_contiguous() and native_lib.load() is not None:
             return native_lib.walk(scores_KPM, inverse)
@@ -199,10 +184,9 @@ class WalkedReading(Reading):
 
 
 def walk(scores_KPM: list[list[list[float]]], inverse: float) -> tuple[list[int], list[float]]:
-    """Chooses one candidate after another, at each of K positions the one with the largest score given the previous
-    choice. Returns (indices of the chosen candidates, their log-probabilities). The walk ends before a position whose
-    best score is not finite. `scores_KPM`: scores of M candidates after each of P previous ones. `inverse`: 1 /
-    temperature."""
+    """Chooses at each of K positions the candidate with the largest score given the previous choice. Returns (indices
+    of the chosen candidates, their log-probabilities). Ends before a position whose best score is not finite.
+    `scores_KPM`: scores of M candidates after each of P previous ones. `inverse`: 1 / temperature."""
     places, logprobs, before = list[int](), list[float](), 0
     for scores_PM in scores_KPM:
         scores_M = scores_PM[before]
@@ -214,8 +198,7 @@ def walk(scores_KPM: list[list[list[float]]], inverse: float) -> tuple[list[int]
 
 
 def best_of(scores_M: list[float]) -> int:
-    """Returns the index of the largest score, the first of equal ones; -1 if the largest score is not finite or any
-    score is NaN."""
+    """Returns the index of the first largest score; -1 if it is not finite or any score is NaN."""
     best = max(scores_M)
     return scores_M.index(best) if math.isfinite(best) and not any(map(math.isnan, scores_M)) else -1
 

@@ -26,8 +26,7 @@ from paceline.model.target import Target
 
 
 class DSparkNetwork(ExtendedNetwork):
-    """The trainable DSpark network: DFlash with a Markov head and, unless the config leaves it out, a confidence
-    head."""
+    """The trainable DSpark network: DFlash with a Markov head and, unless the config omits it, a confidence head."""
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
         super().__init__(config, factored)
@@ -41,8 +40,7 @@ def _is_head(name: str) -> bool:
 
 
 class Heads(nn.Module):
-    """The heads of one DSpark drafter, prepared for drafting with one target: the Markov head, and the confidence head
-    if the drafter has one."""
+    """The heads of one DSpark drafter, prepared for drafting with one target."""
 
     def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, ids: Tensor | None) -> None:
         super().__init__()
@@ -59,8 +57,8 @@ class Heads(nn.Module):
 
     @torch.inference_mode()
     def pick(self, hidden_BKD: Tensor, logits_BKV: Tensor, anchors_B: Tensor) -> Picks:
-        """Returns the scored candidates of blocks, given the blocks' final normed hidden states and logits.
-        `anchors_B`: the last committed tokens, one before each block."""
+        """Returns the scored candidates of blocks (see `heads.pick`), given their final normed hidden states and
+        logits. `anchors_B`: the last committed token before each block."""
         heads = self.markov_head, self.confidence_head
         return pick(*heads, hidden_BKD, logits_BKV, anchors_B, self.ids, self.columns_VR)
 
@@ -94,8 +92,6 @@ class DSparkNativePath(NativePath):
         self.weight_bytes += self._heads.weight_bytes
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """Drafts a block of `size` positions for each cache row of `rows`. Returns the scored candidates of each
-        block's first `width` draft positions. `anchors`: the rows' last committed tokens."""
         return self._heads.pick(*self.read(rows, anchors, width, size), torch.tensor(anchors))
 
 

@@ -25,8 +25,8 @@ TOP_K = 16
 
 
 class MarkovHead(Codebooks):
-    """Computes a correction of a position's logits from the token a before it: the vector W2 W1[a], one number for each
-    token of the vocabulary. W1 is the parameter `predecessor_codebook`, W2 is `successor_codebook`."""
+    """Computes a correction of a position's logits from the token a before it: the vector W2 W1[a] [V]. W1 is the
+    parameter `predecessor_codebook`, W2 is `successor_codebook`."""
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
         assert config.markov is not None and config.vocab_size is not None
@@ -34,8 +34,7 @@ class MarkovHead(Codebooks):
 
     def added(self, before: Tensor, ids: Tensor | None = None, embedding_VD: Tensor | None = None) -> Tensor:
         """Returns the correction [*before.shape, V] of the logits after each token of `before`. `ids` [V]: token ids of
-        the logits' columns; None: all tokens. `embedding_VD`: the target's embedding, needed by factored codebooks
-        only."""
+        the logits' columns; None: all tokens. `embedding_VD`: the target's embedding, for factored codebooks."""
         rows = self.rows(BOOKS[0], before, embedding_VD)
         if not self.is_factored:
             return F.linear(rows, self.columns(ids))
@@ -44,8 +43,8 @@ class MarkovHead(Codebooks):
         return F.linear(wide.to(embedding_VD.dtype), embedding_VD if ids is None else embedding_VD[ids])
 
     def columns(self, ids: Tensor | None) -> Tensor:
-        """Returns rows [V, rank] of codebook W2 (`successor_codebook`), one for each column of the logits. `ids`: token
-        ids of the columns; None: all tokens."""
+        """Returns the row of codebook W2 for each column of the logits, [V, rank]. `ids`: token ids of the columns;
+        None: all tokens."""
         book_VR = self.get_parameter(BOOKS[1])
         return book_VR if ids is None else book_VR[ids]
 
@@ -60,9 +59,9 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.shape.hidden_size + self.sees_token * config.markov.rank, 1)
 
     def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Returns the confidence [...], a logit: its sigmoid is the chance that a draft is accepted if all drafts
-        before it are. `hidden` [..., D]: hidden states of the drafts' positions. `rows` [..., rank]: for each draft,
-        the previous token's row in the Markov head's first codebook."""
+        """Returns logits [...], whose sigmoid is the chance that a draft is accepted if all drafts before it are.
+        `hidden` [..., D]: hidden states of the drafts' positions. `rows` [..., rank]: the previous tokens' rows in the
+        Markov head's first codebook."""
         features = torch.cat([hidden, rows.to(hidden)], dim=-1) if self.sees_token else hidden
         return self.proj(features.to(self.proj.weight.dtype))[..., 0]
 
@@ -77,14 +76,13 @@ def pick(
     columns_VR: Tensor | None = None,
 ) -> Picks:
     """Drafts K positions of B blocks greedily, one after another. Returns M candidates at each position: the most
-    probable tokens after the greedy draft of the previous position, most probable first. The candidates have scores:
+    probable tokens after the greedy draft of the previous position, most probable first, with scores:
 
     - A candidate has one score for each candidate of the previous position: its logit after that token.
     - At the first position, all scores of a candidate are equal: its logit after the last committed token
       (`anchors_B`).
 
-    The result's `sure_BK` is the confidence head's log-probability that each greedy draft is accepted; None without
-    `confidence`.
+    The result's `sure_BK` comes from the confidence head; None without it.
 
     `hidden_BKD`: final normed hidden states. `logits_BKV`: scaled and capped. `ids` [V]: token ids of the logits'
     columns; None: all tokens. `columns_VR`: result of `markov.columns(ids)`; None: it is computed here.
