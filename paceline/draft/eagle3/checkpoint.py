@@ -45,9 +45,9 @@ DEFAULT_DRAFTED = 5
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """Config of an EAGLE-3 or 3.1 drafter: decoder layers and an LM head. The first layer reads the embedding of a
-    token and a hidden state for the position before it. In the first drafting step this hidden state is computed from
-    the target's hidden states; in later steps it is an output of the previous step."""
+    """Config of an EAGLE-3 or 3.1 drafter: decoder layers and an LM head. The first layer reads a token's embedding and
+    a hidden state for the position before it: computed from the target's hidden states in the first drafting step,
+    later an output of the previous step."""
 
     shape: DecoderConfig
     """Sizes, RoPE and windows of the draft layers; its `vocab_size` is the target's."""
@@ -73,9 +73,9 @@ class Eagle3Config:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> Eagle3Config:
-        """Parses a config.json in SpecForge's format or in that of `speculators`; `raw` is its JSON object. `path`: its
-        name in error messages. Raises UnsupportedModelError if it is not an EAGLE-3 drafter's or has a setting that is
-        not supported, ModelFileError for a missing or invalid key."""
+        """Parses the JSON object `raw` of a config.json in SpecForge's format or in that of `speculators`. `path`: its
+        name in error messages. Raises UnsupportedModelError for another drafter or an unsupported setting,
+        ModelFileError for a missing or invalid key."""
         path = Path(path)
         layer = raw.get("transformer_layer_config", raw)
         if not isinstance(layer, dict) or not is_eagle3(raw):
@@ -119,8 +119,8 @@ def is_eagle3(raw: Mapping[str, Any]) -> bool:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Returns the target layers, counted from 0, whose outputs are tapped by default, as in SGLang and vLLM: layers 1,
-    n/2 - 1 and n - 4 of n. For a target with fewer than seven layers, returns an early, a middle and a late one."""
+    """Returns the target layers, counted from 0, that are read by default, as in SGLang and vLLM: 1, n/2 - 1 and n - 4
+    of n; for n < 7 an early, a middle and a late one."""
     ids = (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else (1, num_layers // 2, num_layers - 1)
     return tuple(sorted({max(layer, 1) - 1 for layer in ids}))
 
@@ -136,11 +136,11 @@ def new_config(
     version: str = "3.1",
     **keys: Any,
 ) -> dict[str, Any]:
-    """Returns the config.json (a dict, in SpecForge's format) of a new one-layer drafter for a target with these sizes.
-    `keys` overrides or adds keys.
+    """Returns the config.json, in SpecForge's format, of a new one-layer drafter for a target with these sizes. `keys`
+    overrides or adds keys.
 
-    `version`: EAGLE-3 version. With "3.1", the drafter norms each tapped layer's features, and the state passed to the
-    next step. With "3", it norms neither.
+    `version`: EAGLE-3 version. "3.1" norms each tapped layer's features, and the state passed to the next step; "3"
+    norms neither.
     """
     num_heads, num_kv_heads = head_sizes(hidden_size, head_dim)
     taps = list(keys.pop("tap_layers", None) or default_taps(num_target_layers))
@@ -171,8 +171,8 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
     """Reads an EAGLE-3 drafter from its folder, in SpecForge's format or in that of `speculators`. Logs unknown keys
     and tensors as a warning.
 
-    Raises UnsupportedModelError if it is not an EAGLE-3 drafter or has a setting that is not supported, ModelFileError
-    for a missing or damaged file, or for a tensor that is missing or does not fit.
+    Raises UnsupportedModelError for another drafter or an unsupported setting, ModelFileError for a missing or damaged
+    file, or a tensor that is missing or does not fit.
     """
     folder = Path(folder).expanduser()
     config = Eagle3Config.from_json(read_json(folder / "config.json"), folder)
@@ -199,9 +199,9 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
 
 
 def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Mapping[str, Any] | None = None) -> None:
-    """Writes the drafter into a folder: in the format of `speculators` if `verifier` (the target's name_or_path and
-    architectures) is given, else in SpecForge's format. If the drafter is both read and written in SpecForge's format,
-    its config.json does not change. Raises CacheError if writing fails."""
+    """Writes the drafter into a folder, in the format of `speculators` if `verifier` (the target's name_or_path and
+    architectures) is given, else in SpecForge's. A config.json that was read in SpecForge's format is written there
+    unchanged. Raises CacheError if writing fails."""
     config, ids, tensors = checkpoint.config, checkpoint.ids.cpu(), checkpoint.tensors
     if verifier is None:
         tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
@@ -212,9 +212,9 @@ def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Map
 
 
 def speculators_json(config: Eagle3Config, verifier: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Returns the config.json of this drafter in the format of `speculators` 0.9, which vLLM reads. `verifier`: the
-    target's name_or_path and architectures; values that are not known may be missing. `dtype`: data type of the
-    weights, such as "bfloat16"."""
+    """Returns the drafter's config.json in the format of `speculators` 0.9, which vLLM reads. `verifier`: the target's
+    name_or_path and architectures; unknown values may be missing. `dtype`: data type of the weights, such as
+    "bfloat16"."""
     raw = dict(config.raw)
     layer = raw.pop("transformer_layer_config", None)
     if layer is None:
@@ -248,9 +248,8 @@ def specforge_json(config: Eagle3Config) -> dict[str, Any]:
 
 
 def check_eagle3_fit(config: Eagle3Config, target: Sizes, taps: Iterable[int], has_embedding: bool) -> None:
-    """Raises DrafterMismatchError if the drafter does not fit the target; the message has both values. `taps`: target
-    layers that the drafter reads. `has_embedding`: the drafter has a token embedding of its own, so that its hidden
-    size may differ from the target's."""
+    """Raises DrafterMismatchError, with both values, if the drafter does not fit the target. `taps`: target layers that
+    it reads. `has_embedding`: it has a token embedding of its own, so its hidden size may differ from the target's."""
     wrong = [layer for layer in taps if not 0 <= layer < target.num_layers]
     size, hidden_size = config.shape.hidden_size, target.hidden_size
     refuse_mismatch(
@@ -310,7 +309,7 @@ def _taps(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
 
 
 def _check_flags(config: Eagle3Config, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Raises ModelFileError if a norm's flag and its weights do not match: the network would draft badly without an
+    """Raises ModelFileError if a norm's flag and weights do not match: the network would draft badly without an
     error."""
     for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
         is_there = any(name.startswith(prefix) for name in tensors)

@@ -45,7 +45,7 @@ from paceline.model.target import Target
 
 class Attend(Protocol):
     """Interface of the attention function in training, which applies RoPE and masks. `layer`: index of the draft layer.
-    Queries are [T, heads, head_dim], keys and values [T, kv_heads, head_dim], all before RoPE. Returns [T, heads *
+    Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim] are without RoPE. Returns [T, heads *
     head_dim]."""
 
     def __call__(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor: ...
@@ -62,7 +62,7 @@ class _Attention(Projections):
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer of EAGLE-3. In the first layer attention reads the token's embedding and the hidden state,
+    """A decoder layer of EAGLE-3. The first layer's attention reads the token's embedding and the hidden state,
     concatenated."""
 
     def __init__(self, config: Eagle3Config, is_first: bool) -> None:
@@ -108,8 +108,8 @@ class Eagle3Network(nn.Module):
 
     @classmethod
     def of(cls, config: Eagle3Config, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
-        """Creates a network whose parameters are `tensors`, without a copy. `source`: their origin, for error messages.
-        Raises ModelFileError, which names the tensor, if one is missing, unknown or of the wrong shape."""
+        """Creates a network whose parameters are `tensors`, without a copy. `source`, errors: as in
+        `dflash.drafter.with_tensors`."""
         with torch.device("meta"):
             network = cls(config, has_embedding="embed_tokens.weight" in tensors)
         return with_tensors(network, tensors, source)
@@ -128,8 +128,8 @@ class Eagle3Network(nn.Module):
         return cls.of(config, tensors)
 
     def features(self, taps_NF: Tensor) -> Tensor:
-        """Returns the hidden states [N, D] that the first drafting step reads, from the target's concatenated hidden
-        states [N, F], F = tapped layers * hidden size."""
+        """Returns the hidden states [N, D] that the first drafting step reads. `taps_NF`: the target's hidden states, F
+        = tapped layers * hidden size."""
         if self.config.norm_before_fc:
             taps_NF = self.input_norm(taps_NF)
         if self.config.fc_norm:
@@ -139,10 +139,10 @@ class Eagle3Network(nn.Module):
 
     def forward(self, embedded_TD: Tensor, hidden_TD: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """Returns (state for the next drafting step, input of the LM head), [T, D] each. `embedded_TD`: embeddings of T
-        tokens. `hidden_TD`: hidden states of the positions before these tokens. In the first drafting step they come
-        from `features`, in later steps they are the state that the previous step returned.
+        tokens. `hidden_TD`: hidden states of the positions before these tokens: from `features` in the first drafting
+        step, later the state that the previous step returned.
 
-        Differentiable, for training. The decode paths used for drafting must compute the same values.
+        Differentiable, for training. The decode paths must compute the same values.
         """
         for index, layer in enumerate(self.layers):
             hidden_TD = layer(index, embedded_TD, hidden_TD, attend)
@@ -175,10 +175,8 @@ class Eagle3Drafter(ChainedDrafter):
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> Eagle3Drafter:
-        """Reads an EAGLE-3 drafter from its folder, in SpecForge's format or in that of `speculators`. `num_drafted`:
-        maximum drafts per round; None: 5. Raises UnsupportedModelError if the drafter is not supported, ModelFileError
-        for a missing or damaged file, or for a tensor that is missing or does not fit, ConfigError if `num_drafted` is
-        negative."""
+        """Reads an EAGLE-3 drafter from its folder. `num_drafted`: maximum drafts per round; None: 5. Raises the errors
+        of `read_eagle3` and `Eagle3Network.of`, ConfigError if `num_drafted` is negative."""
         stored = read_eagle3(folder)
         network = Eagle3Network.of(stored.config, stored.tensors, folder)
         return cls(network, ids=stored.ids, num_drafted=num_drafted, others=stored.others)
@@ -186,7 +184,7 @@ class Eagle3Drafter(ChainedDrafter):
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> Eagle3Drafter:
         """Creates a drafter with random weights, for benchmarks: drafting takes real time, but the drafts are useless.
-        `num_drafted`: maximum drafts per round; None: 5. `keys`: keyword arguments of `checkpoint.new_config`."""
+        `num_drafted`: maximum drafts per round; None: 5. `keys`: arguments of `checkpoint.new_config`."""
         raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
         network = Eagle3Network.random(Eagle3Config.from_json(raw), seed, target.device, target.dtype)
         return cls(network, num_drafted=num_drafted)
@@ -197,8 +195,8 @@ class Eagle3Drafter(ChainedDrafter):
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
-        """Check that the drafter fits the target (else raises DrafterMismatchError), and prepare weights and cache for
-        it. Binding again to the same cache keeps the prepared weights and resets all rows."""
+        """Check that the drafter fits the target (else raises DrafterMismatchError), and prepare weights and cache.
+        Binding again to the same cache only resets all rows."""
         taps = self.config.tap_layers or default_taps(target.num_layers)
         check_eagle3_fit(self.config, target, taps, hasattr(self.network, "embed_tokens"))
         make_path: Any = Eagle3NativePath if isinstance(target, NativeDecoder) else Eagle3Path

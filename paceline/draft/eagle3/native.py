@@ -1,5 +1,4 @@
-"""EAGLE-3's decode path (the network prepared for drafting) in native (C++) calls, for a native target; and its base
-class, which MTP's has too."""
+"""EAGLE-3's decode path in native (C++) calls, for a native target, and its base class, which MTP's path shares."""
 
 from __future__ import annotations
 
@@ -20,11 +19,10 @@ from paceline.model.native.packing import pack
 
 
 class NativeChain:
-    """Base class of native (C++) decode paths for drafters that draft token by token. Each drafting step is one native
-    pass.
+    """Base class of native (C++) decode paths for drafters that draft token by token, in one native pass per step.
 
-    When a tree is drafted, each step computes the round's earlier drafts again, because a token's parent must be in the
-    same native pass. The few additional tokens cost little.
+    In a tree, each step computes the round's earlier drafts again, because a token's parent must be in the same pass.
+    The few additional tokens cost little.
     """
 
     reads_tokens = True
@@ -88,7 +86,7 @@ class NativeChain:
         hidden_TD: Tensor,
         parents: list[int] | None,
     ) -> Tensor:
-        """Hidden states [T, D] after the last layer, from features or states [T, D] of the positions before the
+        """Hidden states [T, D] after the last layer. `hidden_TD`: features or states of the positions before the
         tokens."""
         hidden_TD = self._inputs(tokens, hidden_TD).float().contiguous()
         out_TD = torch.empty_like(hidden_TD)
@@ -101,11 +99,8 @@ class NativeChain:
 
 
 class Eagle3NativePath(EagleNorms, NativeChain):
-    """EAGLE-3 in native (C++) calls: one pass for each drafting step, one matrix product each for the features and the
-    LM head.
-
-    With a target in block-quantised format the drafter's matrices are rounded to Q8_0.
-    """
+    """EAGLE-3 in native (C++) calls: one pass per drafting step, one product each for features and LM head. With a
+    target in block-quantised format the drafter's matrices are rounded to Q8_0."""
 
     def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: NativeDecoder, slack: int) -> None:
         """`slack`: number of cache positions per row beyond the maximum text length, for drafts."""

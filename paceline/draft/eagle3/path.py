@@ -33,7 +33,7 @@ class EagleNorms:
         self._fc_norms = [norms[f"fc_norm.{index}.weight"] for index in range(config.num_taps if config.fc_norm else 0)]
 
     def normed_features(self, taps_TF: Tensor) -> Tensor:
-        """Returns the input of the layer `fc`: the target's hidden states [T, F], normed if the config says so."""
+        """Returns the input of `fc`: the target's hidden states [T, F], normed if the config has such norms."""
         taps_TF = taps_TF.to(self._dtype)
         if self._input_norm:
             taps_TF = self._input_norm(taps_TF)
@@ -43,7 +43,7 @@ class EagleNorms:
         return taps_TF
 
     def next_state(self, hidden_TD: Tensor) -> Tensor:
-        """Returns the states [T, D] that the next drafting step reads, from the hidden states after the last layer."""
+        """Returns the states [T, D] for the next drafting step, from the hidden states after the last layer."""
         return self._final_norm(hidden_TD).to(self.residual_dtype) if self.config.norm_output else hidden_TD
 
     def head_input(self, state_TD: Tensor) -> Tensor:
@@ -51,11 +51,8 @@ class EagleNorms:
 
 
 class Eagle3Path(EagleNorms):
-    """EAGLE-3 in PyTorch operations on any device, with weights prepared for one target.
-
-    Cache entry e combines the target's hidden states of position e with the token after it, and has that token's RoPE
-    position, e + 1.
-    """
+    """EAGLE-3 in PyTorch operations on any device, with weights prepared for one target. Cache entry e combines the
+    target's hidden states of position e with the token after it, and has that token's RoPE position, e + 1."""
 
     def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: Target, slack: int) -> None:
         """`slack`: number of cache positions per row beyond the maximum text length, for drafts."""
@@ -111,7 +108,7 @@ class Eagle3Path(EagleNorms):
         hidden_TD: Tensor,
         last_T: Tensor | None,
     ) -> Tensor:
-        """Run all layers. With `last_T`, the last layer computes only these entries."""
+        """Run all layers. `last_T`: the entries whose outputs are needed after the last layer; None: all."""
         tables = self._rope.tables([position + 1 for position in positions])
         for index, layer in enumerate(self._layers):
             if index == 0:
@@ -157,6 +154,5 @@ def _is_outer_norm(name: str) -> bool:
 
 
 def within(weights: dict[str, AnyWeight], prefix: str) -> dict[str, AnyWeight]:
-    """Removes from `weights` those whose names begin with `prefix`, and returns them under their names without the
-    prefix."""
+    """Removes from `weights` those whose names begin with `prefix`; returns them under their names without it."""
     return {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}

@@ -57,8 +57,7 @@ class MtpLayer:
     config: DecoderConfig
     """Config of the layer: the target's, reduced to one layer with full attention."""
     tensors: dict[str, Tensor]
-    """The tensors fc, embedding_norm, hidden_norm and final_norm, and those of the decoder layer under their names in a
-    layer."""
+    """The tensors fc, embedding_norm, hidden_norm and final_norm, and those of the decoder layer."""
     tells_normed: bool
     """True if the next drafting step receives the hidden state after the final norm (Qwen); False: before it
     (DeepSeek)."""
@@ -71,9 +70,8 @@ class MtpLayer:
         return self.raw[MARK]["steps"] if MARK in self.raw else None
 
     def marked(self, steps: int) -> dict[str, Any]:
-        """Returns the config.json for a folder that holds only this layer. It is the target's config.json with the key
-        `paceline_mtp`, an object with the layer's tensor layout and `steps`, the number of consecutive drafts that the
-        layer was trained for."""
+        """Returns the config.json for a folder that holds only this layer: the target's, with the key `paceline_mtp`
+        (MARK). `steps`: number of consecutive drafts that the layer was trained for."""
         kept = {name: value for name, value in self.raw.items() if name != "quantization_config"}
         more = {} if self.tells_normed else {"num_nextn_predict_layers": 1}
         return {**kept, **more, MARK: {"layout": "qwen" if self.tells_normed else "deepseek", "steps": steps}}
@@ -86,8 +84,7 @@ def is_mtp(raw: dict[str, Any]) -> bool:
 
 def read_mtp(path: Path) -> MtpLayer:
     """Reads the MTP layer from a target's folder, or from a folder of its own. Raises ModelFileError if there is no
-    layer, if a tensor does not fit the config, or for a GGUF file, UnsupportedModelError for a target or layer that
-    paceline's decoder does not implement."""
+    layer, and the errors of `find_mtp`."""
     layer = find_mtp(path)
     if layer is None:
         names = f"mtp.* nor model.layers.{decoder_config(config_json(path), path).num_layers}.*"
@@ -136,16 +133,15 @@ def one_layer(config: DecoderConfig) -> DecoderConfig:
 
 
 def layer_of(raw: dict[str, Any], tensors: dict[str, Tensor]) -> MtpLayer:
-    """Creates an MTP layer from `raw`, the config.json of a folder that holds only the layer (with the key
-    `paceline_mtp`), and its tensors. These are fc, embedding_norm, hidden_norm, final_norm, and those of the decoder
-    layer, whose names lack the prefix `model.layers.0.`."""
+    """Creates an MTP layer from `raw`, the config.json of a folder that holds only the layer, and the tensors as in
+    `MtpLayer.tensors`."""
     config = decoder_config(raw, Path("config.json"))
     return MtpLayer(one_layer(config), tensors, raw[MARK]["layout"] == "qwen", raw)
 
 
 def write_mtp(folder: Path | str, layer: MtpLayer) -> None:
-    """Writes a folder that holds only this MTP layer. Its tensors have the names of the target's file, and each expert
-    is a tensor of its own. Raises CacheError if writing fails."""
+    """Writes a folder that holds only this MTP layer, under the tensor names of the target's file, with separate
+    experts. Raises CacheError if writing fails."""
     write_checkpoint(folder, layer.marked(layer.steps or 1), target_names(layer))
 
 
@@ -188,9 +184,9 @@ def _renamed(tensors: dict[str, Tensor], last: str, is_qwen: bool, path: Path) -
 
 
 def checked(layer: DecoderConfig, tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Returns an MTP layer's tensors with the prefix `model.layers.0.` removed from their names. `path`: their origin,
-    for error messages. Raises ModelFileError if a tensor is missing, unknown, not finite, or of a shape that does not
-    fit the config `layer`."""
+    """Returns an MTP layer's tensors, without the prefix `model.layers.0.` of their names. `path`: their origin, for
+    error messages. Raises ModelFileError if a tensor is missing, unknown, not finite, or does not fit the config
+    `layer`."""
     expected = _shapes(layer)
     for name in [*expected, *tensors]:
         shape, given = expected.get(name), tuple(tensors[name].shape) if name in tensors else None

@@ -41,7 +41,7 @@ class MtpDrafter(ChainedDrafter):
     name = "mtp"
 
     def __init__(self, layer: MtpLayer, *, num_drafted: int | None = None) -> None:
-        """`num_drafted`: maximum drafts per round [default: the number that the layer was trained for, or 3]. Raises
+        """`num_drafted`: maximum drafts per round [default: as many as the layer was trained for, or 3]. Raises
         ConfigError if it is negative."""
         self.layer = layer
         self.num_drafted = (layer.steps or DEFAULT_DRAFTED) if num_drafted is None else num_drafted
@@ -50,8 +50,8 @@ class MtpDrafter(ChainedDrafter):
     @classmethod
     def of_target(cls, target_name: str, *, num_drafted: int | None = None) -> MtpDrafter:
         """Creates a drafter with the layer in the target's own folder. `num_drafted`: maximum drafts per round; None:
-        3. Raises ConfigError if `target_name` is empty, ModelNotFoundError if there is no such model, ModelFileError if
-        it has no MTP layer, UnsupportedModelError for a target or layer that paceline's decoder does not implement."""
+        3. Raises ConfigError if `target_name` is empty, ModelNotFoundError if there is no such model, and the errors of
+        `checkpoint.read_mtp`."""
         refuse(
             ConfigError, (not target_name, "mtp reads the target's own files: say with target_name which model it is")
         )
@@ -59,21 +59,19 @@ class MtpDrafter(ChainedDrafter):
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> MtpDrafter:
-        """Creates a drafter from a folder that `save` wrote. `num_drafted`: maximum drafts per round; None: the number
-        that the layer was trained for. Raises ModelFileError if the folder has no MTP layer or a tensor does not fit
-        the config, UnsupportedModelError for a layer that paceline's decoder does not implement."""
+        """Creates a drafter from a folder that `save` wrote. `num_drafted`: maximum drafts per round; None: as many as
+        the layer was trained for. Raises the errors of `checkpoint.read_mtp`."""
         return cls(read_mtp(Path(folder)), num_drafted=num_drafted)
 
     def save(self, folder: Path | str) -> None:
-        """Writes a folder that holds only the MTP layer and its config.json; `from_folder` reads it. Raises CacheError
-        if writing fails."""
+        """Writes a folder that holds only the MTP layer and its config.json. Raises CacheError if writing fails."""
         layer = self.layer
         write_mtp(folder, layer if is_mtp(layer.raw) else replace(layer, raw=layer.marked(self.num_drafted or 1)))
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
-        """Check that the layer fits the target (else raises DrafterMismatchError), and prepare weights and cache for
-        it. Binding again to the same cache keeps the prepared weights and resets all rows."""
+        """Check that the layer fits the target (else raises DrafterMismatchError), and prepare weights and cache.
+        Binding again to the same cache only resets all rows."""
         own = self.layer.config
         for what, mine, theirs in (
             ("hidden size", own.hidden_size, target.hidden_size),

@@ -24,8 +24,8 @@ from paceline.model.torch.parts import PackedLinear, Residual, RMSNorm
 
 
 class MtpNorms:
-    """Base class of the MTP layer's decode paths (PyTorch and native): the norms before and after the layer, and the
-    target's embedding and head."""
+    """Base class of the MTP layer's decode paths: norms before and after the layer, and the target's embedding and
+    head."""
 
     def __init__(
         self, layer: MtpLayer, parts: Mapping[str, Tensor], target: Target, residual_dtype: torch.dtype
@@ -47,8 +47,8 @@ class MtpNorms:
         return self._final_norm(hidden_TD).to(self.residual_dtype) if self._tells_normed else hidden_TD
 
     def both(self, tokens: list[int], hidden_TD: Tensor) -> Tensor:
-        """Returns the input of the layer `fc`, [T, 2 D]: for each of T tokens its normed embedding, concatenated with
-        its normed hidden state from `hidden_TD`."""
+        """Returns the input of `fc`, [T, 2 D]: for each of T tokens its normed embedding and its normed hidden
+        state."""
         embedded_TD = self._target.embed(torch.tensor(tokens, device=self._device))
         return torch.cat([self._embedding_norm(embedded_TD), self._hidden_norm(hidden_TD)], dim=-1)
 
@@ -101,8 +101,8 @@ class MtpNativePath(MtpNorms, NativeChain):
     """The MTP layer in native (C++) calls: for each drafting step a product with `fc`, a pass through the layer, and a
     product with the target's own head, which is not copied.
 
-    Supports every type of layer that a native target can have, including experts and output gates. Targets that do not
-    run in native calls use `MtpPath`. With a target in block-quantised format the layer's matrices are rounded to Q8_0.
+    Supports every type of layer that a native target can have. With a target in block-quantised format the layer's
+    matrices are rounded to Q8_0.
     """
 
     reads_tokens = False
