@@ -17,9 +17,9 @@ from paceline.errors import DrafterMismatchError
 
 
 def blended(before: Path, trained: Path, share: float, out: Path) -> None:
-    """Writes a drafter into the folder `out`. Its weights are (1 - share) * before + share * trained, where `before`
-    and `trained` are the folders of two drafters. Data type, config and draft vocabulary are those of `trained`. The
-    two draft vocabularies may differ, because they are not weights.
+    """Writes a drafter with the weights (1 - share) * before + share * trained into the folder `out`. `before`,
+    `trained`: folders of two drafters. Data type, config and draft vocabulary are those of `trained`; the two draft
+    vocabularies may differ.
 
     Raises DrafterMismatchError if the drafters differ in config or tensor shapes, CacheError if `out` cannot be
     written, UnsupportedModelError or ModelFileError if a drafter cannot be read.

@@ -39,12 +39,12 @@ def export(
     with_vocabulary: bool = True,
     target: Path | None = None,
 ) -> list[str]:
-    """Writes the drafter into a new folder or GGUF file `out`. `form`: "z-lab", "speculators" or "gguf". Returns a list
-    of texts, one for each part that was left out, or stored under a key that only paceline reads.
+    """Writes the drafter into a new folder or GGUF file `out`. `form`: "z-lab", "speculators" or "gguf". Returns a text
+    for each part that was left out, or stored under a key that only paceline reads.
 
     `head_rows`: function that gives rows of the target's LM head. It is needed if the drafter has a draft vocabulary
-    but no head of its own. Without the function, "z-lab" omits the draft vocabulary, "gguf" stores it for paceline
-    only, and "speculators" raises ConfigError. For a DFlash 2 drafter, "z-lab" and "speculators" always omit the draft
+    but no head of its own. Without it, "z-lab" omits the draft vocabulary, "gguf" stores it for paceline only, and
+    "speculators" raises ConfigError. For a DFlash 2 drafter, "z-lab" and "speculators" always omit the draft
     vocabulary.
 
     Options for one format:
@@ -76,8 +76,8 @@ def export(
 
 
 def _as_z_lab(stored: StoredDrafter, out: Path, head_rows: HeadRows | None, with_vocabulary: bool) -> list[str]:
-    """Write z-lab's format, with draft vocabulary and head as vLLM reads them: `draft_vocab_size`, and tensors among
-    the weights, which SGLang and the authors' package ignore."""
+    """Write z-lab's format, with draft vocabulary and head as vLLM reads them (SGLang and the authors' package ignore
+    both): the key `draft_vocab_size`, and tensors among the weights."""
     config, left_out = stored.config, list[str]()
     ids, head_VD = stored.vocabulary
     can_say = with_vocabulary and config.second is None and bool(config.vocab_size)
@@ -143,8 +143,8 @@ def _as_speculators(
 
 
 def _is_non_causal(config: DFlashConfig) -> bool:
-    """True if no layer with a window is causal, also without windows: vLLM applies the key to all layers, including
-    full ones, and would draft with untrained causal attention (vllm 56692)."""
+    """True if no layer with a window is causal, also without windows: vLLM applies the key to full layers too, and
+    would draft with untrained causal attention (vllm 56692)."""
     return not any(causal for layer, causal in enumerate(config.is_causal) if config.shape.window(layer))
 
 

@@ -75,14 +75,13 @@ LAYER_NAMES = {
 
 
 def is_gguf_drafter(path: Path) -> bool:
-    """True if the file is a GGUF file with a DFlash drafter; False for a GGUF file with a language model, and for a
-    file of another format. Raises ModelFileError for a damaged GGUF file."""
+    """True if the file is a GGUF file with a DFlash drafter. Raises ModelFileError for a damaged GGUF file."""
     return is_gguf(path) and open_gguf(path).metadata.get("general.architecture") == ARCH
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
-    """Reads a DFlash drafter from a GGUF file. Returns (config with z-lab's keys, network tensors with z-lab's names,
-    draft vocabulary, tensors that paceline does not use). Quantised tensors are dequantised.
+    """Reads a DFlash drafter from a GGUF file; dequantises its tensors. Returns (config with z-lab's keys, network
+    tensors with z-lab's names, draft vocabulary, unused tensors).
 
     Raises UnsupportedModelError if the file is not a DFlash drafter, ModelFileError if it is damaged or inconsistent.
     """

@@ -23,8 +23,8 @@ class Fact(NamedTuple):
 
 
 def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
-    """Returns a table of those properties of a DFlash, DFlash 2 or DSpark drafter that determine its drafts; each row
-    (`Fact`) has a name, a value and an explanation. `folder`: where the drafter was read from."""
+    """Returns the properties of a DFlash, DFlash 2 or DSpark drafter that determine its drafts, with explanations.
+    `folder`: where the drafter was read from."""
     config, shape = stored.config, stored.config.shape
     ids, head_VD = stored.vocabulary
     packed = ", read from blocks of 8 bits" if weights_file(folder).name == PACKED else ""
@@ -62,13 +62,12 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
 
 
 def kind_of(config: DFlashConfig) -> str:
-    """Returns the name of a drafter's type: "DFlash v1", "DFlash 2" or "DSpark"."""
+    """Returns "DFlash v1", "DFlash 2" or "DSpark"."""
     return "DFlash 2" if config.second else "DSpark" if config.markov else "DFlash v1"
 
 
 def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
-    """Returns a table of the properties of a folder that holds only an MTP layer; each row (`Fact`) has a name, a value
-    and an explanation."""
+    """Returns the properties of a folder that holds only an MTP layer, with explanations."""
     shape = layer.config
     layout = "Qwen3-Next's and Qwen3.5's" if layer.tells_normed else "DeepSeek-V3's"
     mlp = (
@@ -90,8 +89,7 @@ def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
 
 
 def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
-    """Returns a table of the properties of an EAGLE-3 drafter; each row (`Fact`) has a name, a value and an
-    explanation."""
+    """Returns the properties of an EAGLE-3 drafter, with explanations."""
     config, shape, raw = stored.config, stored.config.shape, stored.config.raw
     style = "speculators' names" if "transformer_layer_config" in raw else "SpecForge's names"
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}

@@ -38,11 +38,9 @@ AGAIN = "fetch the drafter again"
 
 
 def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> dict[str, Tensor]:
-    """Converts a network's tensors to those of the packed file `model-q8_0.safetensors`: matrices become Q8_0 blocks of
-    32 columns. A matrix whose number of columns is no multiple of 32 is not changed.
-
-    `draft_ids`: token ids whose rows of the DFlash 2 selector's codebooks are kept, int64, ascending; None: all rows.
-    """
+    """Converts a network's tensors to those of `model-q8_0.safetensors`: matrices become Q8_0 blocks of 32 columns,
+    unless their number of columns is no multiple of 32. `draft_ids`: token ids whose rows of the DFlash 2 selector's
+    codebooks are kept, int64, ascending; None: all rows."""
     trimmed = tensors if draft_ids is None else without_rows(tensors, draft_ids)
     rounded = {name: quantise(tensor, "Q8_0") for name, tensor in trimmed.items()}
     return {name: each.data if isinstance(each, Blocks) else each for name, each in rounded.items()}
@@ -50,8 +48,7 @@ def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> di
 
 def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, Tensor]:
     """Returns a drafter's tensors without the rows of the DFlash 2 selector's codebooks for tokens outside `draft_ids`.
-    Returns the same tensors if there are no codebooks, or if rows were removed before. Matrices may be packed
-    (Q8_0)."""
+    Does nothing if there are no codebooks, or if rows were removed before. Matrices may be packed (Q8_0)."""
     if BOOK_IDS in tensors or not any(map(_is_book, tensors)):
         return dict(tensors)
     ids = draft_ids.cpu()
@@ -60,11 +57,9 @@ def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, 
 
 
 def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:
-    """Copies the packed file `file` of a drafter (Q8_0 weights) to `out`, without the rows of the DFlash 2 selector's
-    codebooks for tokens outside `draft_ids`. All other values stay the same bit for bit.
-
-    Raises ModelFileError if the file is damaged.
-    """
+    """Copies the packed file `file` of a drafter to `out`, without the rows of the DFlash 2 selector's codebooks for
+    tokens outside `draft_ids`. All other values stay the same bit for bit. Raises ModelFileError if the file is
+    damaged."""
     with reraised(ModelFileError, f"{file} is damaged", AGAIN, SafetensorError, OSError):
         stored = read_tensors(file)
     save_file(without_rows(stored, draft_ids), out, {"format": "pt"})
@@ -74,7 +69,7 @@ def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:
 def read_packed(file: Path, vocab_size: int | None = None) -> dict[str, Tensor]:
     """Reads all tensors of a drafter's packed file. Q8_0 matrices are converted to bfloat16, which rounds them again.
 
-    If the file has codebook rows for some tokens only, all other tokens get rows of zeros; this needs the size of the
+    If the file has codebook rows for some tokens only, other tokens get rows of zeros; this needs the size of the
     target's vocabulary, `vocab_size`. Raises ModelFileError if the file is damaged, or if a needed `vocab_size` is
     missing or too small.
     """

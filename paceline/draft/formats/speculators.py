@@ -66,8 +66,8 @@ DEFAULTS: dict[str, Any] = {
 
 def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Converts a config.json (`raw`) from the format of `speculators` to z-lab's. `path`: its name in error messages.
-    Raises UnsupportedModelError if the drafter is not a DFlash, DFlash 2 or DSpark drafter or a setting is not
-    supported, ModelFileError for a missing or invalid key."""
+    Raises UnsupportedModelError for another drafting method or an unsupported setting, ModelFileError for a missing or
+    invalid key."""
     kind = str(raw.get("speculators_model_type"))
     if kind not in KINDS:
         raise UnsupportedModelError(
@@ -124,10 +124,9 @@ def from_z_lab(
     raw: Mapping[str, Any], kind: str, settings: Mapping[str, Any], verifier: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
     """Converts a config.json (`raw`) from z-lab's format to that of `speculators`. `kind`: "dflash", "dflash2" or
-    "dspark". `settings`: the drafter's values of block_size, mask_token_id, target_layer_ids, num_slots (drafts of a
-    full block), sample_from_anchor, sliding_window_non_causal and draft_vocab_size, since `raw` may omit defaults.
-    `verifier`: the target's name_or_path and architectures; values that are not known may be missing. `dtype`: data
-    type of the weights, such as "bfloat16"."""
+    "dspark". `settings`: values of block_size, mask_token_id, target_layer_ids, num_slots (drafts of a full block),
+    sample_from_anchor, sliding_window_non_causal and draft_vocab_size, since `raw` may omit defaults. `verifier`: as in
+    `proposal_config`. `dtype`: data type of the weights, such as "bfloat16"."""
     own_keys = dict(raw.get("speculators") or {})
     layer = {name: value for name, value in raw.items() if name not in OUTSIDE}
     layer["model_type"] = own_keys.pop("model_type", "qwen3")
@@ -156,9 +155,9 @@ def from_z_lab(
 
 
 def with_our_names(tensors: Mapping[str, Tensor], ids: Tensor | None, vocab_size: int | None) -> dict[str, Tensor]:
-    """Returns a DSpark drafter's tensors with the codebooks renamed, from the names of `speculators` to paceline's. If
-    the second codebook has rows only for the token ids `ids` of the draft vocabulary, it is expanded to `vocab_size`
-    rows, with zeros for all other tokens."""
+    """Returns a DSpark drafter's tensors with the codebooks under paceline's names instead of those of `speculators`.
+    If the second codebook has rows only for the draft vocabulary `ids`, it is expanded to `vocab_size` rows, with zeros
+    for all other tokens."""
     ours = {name: own for own, name in MARKOV_NAMES.items()}
     renamed, second = {ours.get(name, name): tensor for name, tensor in tensors.items()}, f"markov_head.{BOOKS[1]}"
     if second in renamed and ids is not None and vocab_size and len(renamed[second]) == len(ids):
@@ -168,8 +167,8 @@ def with_our_names(tensors: Mapping[str, Tensor], ids: Tensor | None, vocab_size
 
 
 def with_their_names(tensors: Mapping[str, Tensor], ids: Tensor | None) -> dict[str, Tensor]:
-    """Returns a DSpark drafter's tensors with the codebooks renamed, from paceline's names to those of `speculators`.
-    The second codebook keeps only the rows for the token ids `ids` of the draft vocabulary; None: all rows."""
+    """Returns a DSpark drafter's tensors with the codebooks under the names of `speculators`. The second codebook keeps
+    only the rows for the draft vocabulary `ids`; None: all rows."""
     second = f"markov_head.{BOOKS[1]}"
     narrowed = {second: tensors[second][ids]} if second in tensors and ids is not None else {}
     return {MARKOV_NAMES.get(name, name): tensor for name, tensor in {**tensors, **narrowed}.items()}
@@ -179,9 +178,9 @@ def proposal_config(
     config: Mapping[str, Any] | None, algorithm: str, num_drafted: int, verifier: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the entry speculators_config of a config.json: the drafting method, its number of drafts and the target.
-    `config`: an existing entry, in which only the target is updated; None: a new entry is made, for `num_drafted`
-    greedy drafts of the method `algorithm` (such as "eagle3"). `verifier`: the target's name_or_path and architectures;
-    values that are not known may be missing or empty."""
+    `config`: an existing entry, in which only the target is updated; None: a new entry for `num_drafted` greedy drafts
+    of the method `algorithm`, such as "eagle3". `verifier`: the target's name_or_path and architectures; unknown values
+    may be missing or empty."""
     method = {
         "accept_tolerance": 0.0,
         "proposal_type": "greedy",
