@@ -43,8 +43,7 @@ class Ratio:
         self.over, self.under = keep * self.over + over, keep * self.under + under
 
     def near(self, prior: float, weight: float) -> float:
-        """Returns the quotient, shrunk towards the value `prior`: adds prior * weight to its numerator, and `weight` to
-        its denominator."""
+        """Returns the quotient after adding prior * weight to its numerator and `weight` to its denominator."""
         return (weight * prior + self.over) / (weight + self.under)
 
 
@@ -67,14 +66,14 @@ class Chances:
         """Accepted drafts of recent rounds beyond the expected number, and the variance of that."""
 
     def extend(self, num_slots: int) -> None:
-        """Add slots until there are `num_slots`; each new slot starts with the chance of the last existing one."""
+        """Add slots until there are `num_slots`; new ones start with the chance of the last existing one."""
         more = num_slots - len(self.average)
         self._tallies += [Ratio() for _ in range(more)]
         self.average += self.average[-1:] * more
 
     def of(self, confidence: Sequence[float]) -> list[float]:
-        """Returns the acceptance chance at each slot. `confidence`: the drafter's log-probability of its top token at
-        each slot."""
+        """Returns the acceptance chance at each slot. `confidence`: log-probability of the drafter's top token
+        there."""
         return [self._chance(slot, _bucket_of(logprob)) for slot, logprob in enumerate(confidence)]
 
     def _chance(self, slot: int, bucket: int) -> float:
@@ -84,8 +83,8 @@ class Chances:
         return cell.near(chance, _CELL_WEIGHT) if cell else chance
 
     def of_candidates(self, slot: int, logprobs: Sequence[float]) -> list[float]:
-        """Returns the acceptance chance of each candidate token of a slot, in non-increasing order. `logprobs`: the
-        drafter's log-probabilities of these candidates, the largest first."""
+        """Returns the acceptance chance of each candidate of a slot, non-increasing. `logprobs`: the drafter's
+        log-probabilities of them, the largest first."""
         chances = [self._chance(slot, _bucket_of(logprobs[0]))]
         left = 1.0 - chances[0]
         for logprob in logprobs[1:]:
@@ -94,9 +93,8 @@ class Chances:
         return chances
 
     def record_tree(self, outcome: Outcome, confidence: Sequence[float] | None) -> None:
-        """Update the estimates with one row's verified tree (`outcome`: the tree and its accepted nodes). Its path of
-        top tokens counts like a chain of drafts; other nodes update the chances of candidates of lower rank.
-        `confidence`: the drafter's log-probability of its top token at each slot, None if unknown."""
+        """Update the estimates with one row's verified tree. Its path of top tokens counts like a chain; other nodes
+        update the chances of candidates of lower rank. `confidence`: as in `record`."""
         self.record(len(outcome.tree.spine), outcome.spine_accepted, confidence)
         siblings = outcome.siblings()
         expected = sum(math.exp(logprob) for logprob, _ in siblings)
@@ -105,11 +103,11 @@ class Chances:
 
     def record(self, num_checked: int, num_accepted: int, confidence: Sequence[float] | None = None) -> None:
         """Update the estimates with one row's drafts: the first `num_checked` were verified, the first `num_accepted`
-        accepted. `confidence`: the drafter's log-probability of its top token at each slot, also of drafts that were
-        not verified; None if unknown.
+        accepted. `confidence`: log-probability of the drafter's top token at each slot, verified or not; None if
+        unknown.
 
-        If all verified drafts were accepted, each draft that was not verified is counted with its estimated chance.
-        Without this the estimates would be biased upwards, because only promising drafts are verified.
+        If all verified drafts were accepted, each other draft is counted with its estimated chance. Without this the
+        estimates would be biased upwards, because only promising drafts are verified.
         """
         chances = self.of(confidence[: len(self.average)]) if confidence is not None else []
         self._detect_shift((chances or self.average)[:num_checked], num_accepted)
@@ -131,8 +129,7 @@ class Chances:
             chance = self.average[slot] = tally.near(chance, _PRIOR_WEIGHT)
 
     def _detect_shift(self, chances: Sequence[float], num_accepted: int) -> None:
-        """Discount all counts if recent outcomes are statistically implausible: the text or the drafter's weights
-        changed."""
+        """Discount all counts if recent outcomes are statistically implausible: text or drafter changed."""
         gain, expected, squares = 1.0, 0.0, 0.0
         for slot, chance in enumerate(chances):
             gain *= chance
@@ -147,14 +144,13 @@ class Chances:
 
 
 def _bucket_of(logprob: float) -> int:
-    """Returns the confidence bucket of a log-probability."""
     return bisect_left(_CONFIDENCE_EDGES, logprob)
 
 
 @dataclass(slots=True)
 class Calibration(Ratio):
-    """Correction factor for sources that predict their own acceptance chances, such as prompt lookup: drafts accepted
-    divided by drafts expected to be accepted."""
+    """Correction factor for sources that predict their own acceptance, such as prompt lookup: drafts accepted divided
+    by drafts expected to be accepted."""
 
     over: float = 4.0
     under: float = 4.0

@@ -15,8 +15,8 @@ takes."""
 
 class ChunkSizes:
     """Chooses prefill chunk sizes, at most `most` prompt tokens. With `adapts`, while other rows decode, a chunk takes
-    about as long as one decode round, so that a running answer waits about two rounds for its next token. In all other
-    cases chunks have the maximum size."""
+    about as long as one decode round: a running answer then waits about two rounds for its next token. Otherwise chunks
+    have the maximum size."""
 
     def __init__(self, most: int, adapts: bool) -> None:
         self._most, self._adapts = most, adapts
@@ -25,8 +25,8 @@ class ChunkSizes:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Within this context manager chunks have the maximum size: higher throughput, but a running answer waits
-        longer for its next token. For work that is not streamed."""
+        """Context manager within which chunks have the maximum size, for work that is not streamed: higher throughput,
+        but a running answer waits longer for its next token."""
         adapts, self._adapts = self._adapts, False
         try:
             yield
@@ -40,9 +40,9 @@ class ChunkSizes:
 
     @property
     def most_round_s(self) -> float:
-        """Time limit of the next decode round if a prefill chunk runs in the same step: the planner plans no more
-        drafts than fit into these seconds. Infinity: no limit. The limit is a running average of the seconds of rounds
-        that had no limit. A longer round raises it at once, by at most a quarter; shorter rounds lower it slowly."""
+        """Time limit in seconds of the next decode round if a prefill chunk runs in the same step; infinity: no limit.
+        It is a running average of the seconds of rounds without a limit. A longer round raises it at once, by at most a
+        quarter; shorter rounds lower it slowly."""
         is_free = not self._adapts or self._num_limited >= FREE_EVERY - 1
         return math.inf if is_free or not self._free_s else self._free_s
 
@@ -51,7 +51,7 @@ class ChunkSizes:
 
     def decoded(self, seconds: float, *, beside_chunk: bool) -> None:
         """Update the estimates with the seconds of one decode round. `beside_chunk`: a prefill chunk ran in the same
-        step; such a round counts less, because it found cold caches. An unusually long round also counts less."""
+        step; such a round counts less, because it found cold caches."""
         self._round_s = _average(self._round_s, seconds, 1.25, 0.05 if beside_chunk else 0.2)
         if beside_chunk and self.most_round_s < math.inf:
             self._num_limited += 1
@@ -61,6 +61,5 @@ class ChunkSizes:
 
 
 def _average(known: float, value: float, most: float, weight: float = 0.2) -> float:
-    """Updates a running average; `value` is clipped to `most` times the average, so that one disturbance has little
-    effect."""
+    """Updates a running average; clips `value` to `most` times it, so that one disturbance has little effect."""
     return known + weight * (min(value, most * known) - known) if known else value

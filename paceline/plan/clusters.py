@@ -1,9 +1,9 @@
 """Request clusters: groups of similar requests, for which a router chooses drafters. Imports no PyTorch.
 
-A request's classes are strings made from its properties. Each joins the language or script of the request's text with
-digests of the template (the system prompt, or the beginning of a raw text), of the tools and of the answer's schema. A
-tag that the client gives replaces all of these. A class that occurs often becomes a cluster. No name of a cluster
-reveals the request's text.
+A request's classes are strings made from its properties: the language or script of its text, with digests of the
+template (the system prompt, or the beginning of a raw text), of the tools and of the answer's schema. A tag that the
+client gives replaces all of these. A class that occurs often becomes a cluster. No name of a cluster reveals the
+request's text.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ MOST_SEEN = 1024
 IDLE = 4096
 """A full table replaces a cluster by a new one only if none of the latest 4096 requests belonged to it."""
 TEMPLATE, BEGINNING, LOOKED_AT = 256, 64, 1000
-"""Numbers of characters used: the first of a system prompt, the first of a raw text, and the last of the text whose
-language is detected."""
+"""Numbers of characters used: the first of a system prompt, the first of a raw text, the last for the language."""
 
 _WORDS = {
     "en": "the of and to is in that it for you with are",
@@ -43,9 +42,8 @@ _LANGUAGES = {name: frozenset(words.split()) for name, words in _WORDS.items()}
 def clusters_of(
     texts: Sequence[tuple[str, str]], *, tag: str | None = None, schema: str = "", tools: str = ""
 ) -> tuple[str, ...]:
-    """Returns a request's classes, the most specific first: strings that similar requests share. If the client
-    chose a `tag`, that is the only class. `texts`: the request's messages as (role, text), or one raw text with the
-    role RAW ("raw"). `schema`, `tools`: the answer's schema and the tools, as texts that are equal for similar
+    """Returns a request's classes, the most specific first; with a `tag` of the client, only that. `texts`: the
+    messages as (role, text), or one raw text with the role RAW. `schema`, `tools`: texts that are equal for similar
     requests; they are only hashed."""
     if tag:
         return (f"tag:{tag}",)
@@ -64,18 +62,18 @@ def digest(text: str) -> str:
 
 
 def label(cluster: str) -> str:
-    """Returns a cluster's name for metrics and traces: a tag, which a client chose, is replaced by a hash of it."""
+    """Returns a cluster's name for metrics and traces: a client's tag is replaced by a hash of it."""
     return f"tag-{digest(cluster[4:])}" if cluster.startswith("tag:") else cluster
 
 
 def is_tag(name: str) -> bool:
-    """Returns True if a cluster's name, as `label` gives it, is that of a tag."""
+    """True if `label` made this name from a tag."""
     return re.fullmatch("tag-[0-9a-f]{6}", name) is not None
 
 
 def language(text: str) -> str:
-    """Returns the language of a text, such as "en", by its common words. If there are too few of them, returns the
-    script of most letters, such as "latin"; "symbols" for a text without letters."""
+    """Returns the language of a text, such as "en", by its common words; with too few of them the script of most
+    letters, such as "latin"; "symbols" for a text without letters."""
     words = Counter(re.findall(r"[^\W\d_]+", text.lower()))
     hits = {name: sum(words[word] for word in common) for name, common in _LANGUAGES.items()}
     best = max(hits, key=hits.__getitem__)
@@ -87,9 +85,9 @@ def language(text: str) -> str:
 
 
 class Clusters:
-    """Assigns requests to at most 32 clusters (MOST_CLUSTERS) by their classes (see `clusters_of`). A class becomes a
-    cluster at its third request, if the table has room or a long unused cluster to evict. Until then its requests
-    belong to a less specific cluster, or to "other" (OTHER)."""
+    """Assigns requests to at most 32 clusters (MOST_CLUSTERS) by their classes. A class becomes a cluster at its third
+    request (SEEN), if the table has room or a long unused cluster to evict. Until then its requests belong to a less
+    specific cluster, or to "other"."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
@@ -98,11 +96,10 @@ class Clusters:
         """Class that is not a cluster -> number of its requests so far."""
         self._num_requests = 0
         self.evicted: str | None = None
-        """Name of the cluster that the latest call of `of` removed from the full table; None if it removed none."""
+        """Name of the cluster that the latest call of `of` removed from the full table, if any."""
 
     def of(self, classes: Sequence[str]) -> str:
-        """Returns the name of a request's cluster, given its classes: the first class that is a cluster or becomes one
-        now, else "other" (OTHER)."""
+        """Returns a request's cluster: the first of its classes that is a cluster or becomes one now, else "other"."""
         self._num_requests, self.evicted = self._num_requests + 1, None
         for name in classes:
             if name in self._known or self._joins(name):

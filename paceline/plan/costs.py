@@ -11,25 +11,22 @@ from itertools import accumulate, pairwise
 from paceline.types import RoundStats
 
 FIRST_DRAFTS = 3
-"""The shortest of this many drafting passes, after the very first one, is a drafter's first estimate. One pass is not
-enough: if the system runs another program meanwhile, the drafter seems many times too slow, is not tried again, and the
-estimate stays."""
+"""The shortest of this many drafting passes, after the very first one, is a drafter's first estimate. If one pass was
+enough and another program disturbed it, the drafter would seem too slow and not be tried again."""
 
 DRAFT_WEIGHT = 0.1
-"""Weight of the latest drafting pass in the average of their seconds, after the first ten: those count alike, so that a
-wrong first estimate is soon corrected."""
+"""Weight of the latest drafting pass in the average of their seconds; the first ten count alike, so that a wrong first
+estimate is soon corrected."""
 
 
 class PassCosts:
-    """Seconds of one forward pass of the target, by its number of token positions in all rows. Values between the
-    measured points are interpolated linearly, values outside extrapolated."""
+    """Seconds of one forward pass of the target, by its number of token positions in all rows. Interpolates linearly
+    between measured points, and extrapolates."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        """`points`: measured pairs (token positions, seconds), at least one, with ascending positions.
-
-        Two kinds of points were disturbed by other programs, and are lowered: a smaller pass never takes longer, and a
-        pass never takes longer than several smaller ones that process as many positions.
-        """
+        """`points`: measured pairs (token positions, seconds), at least one, with ascending positions. Points that
+        other programs disturbed are lowered: a smaller pass never takes longer, nor does one pass than several smaller
+        ones for as many positions."""
         assert points
         sizes, times = zip(*reversed(points), strict=True)
         rising = list(zip(sizes, accumulate(times, min), strict=True))[::-1]
@@ -52,13 +49,12 @@ class PassCosts:
 
 @dataclass(slots=True)
 class RoundCosts:
-    """Estimated durations of rounds of one type: all rows greedy, or some sampled. They are in seconds at the speed
-    that the machine had when `passes` was measured.
+    """Estimated durations of rounds of one type: all rows greedy, or some sampled. In seconds at the speed that the
+    machine had when `passes` was measured.
 
-    `slowness` is the present duration of a round divided by its duration in `passes`; it follows the machine's speed,
-    which changes within seconds. A correction factor for each size of pass corrects errors of `passes`. It is estimated
-    from pairs of consecutive rounds with passes of different sizes, because the machine's speed hardly changes between
-    them.
+    `slowness` follows the machine's speed, which changes within seconds. A correction factor for each size of pass
+    corrects errors of `passes`; it is estimated from consecutive rounds of different sizes, between which the speed
+    hardly changes.
     """
 
     passes: PassCosts
@@ -97,7 +93,7 @@ class RoundCosts:
         return low * (high / low) ** ((size - below) / (above - below))
 
     def drafting_s(self, source: str, num_rows: int) -> float:
-        """Returns the estimated seconds of one drafting pass of a drafter (`source`) for `num_rows` rows, scaled from
+        """Returns the estimated seconds of one drafting pass of `source` (a drafter) for `num_rows` rows, scaled from
         the nearest measured number of rows; 0 if nothing was measured."""
         if num_rows == 0:
             return 0.0
@@ -111,8 +107,8 @@ class RoundCosts:
         return self._draft_s[source, nearest][0] * max(1.0 + 0.5 * (num_rows - nearest) / nearest, 0.5)
 
     def record(self, num_positions: int, pass_s: float) -> None:
-        """Add the measured time of a round that verified `num_positions` token positions in all rows. `pass_s`: seconds
-        of its target pass and host work, without drafting."""
+        """Add a measured round that verified `num_positions` token positions in all rows. `pass_s`: seconds of its
+        target pass and host work, without drafting."""
         size, measured = size_class(num_positions), pass_s / self.passes.seconds(num_positions)
         ratio = measured / (self._factor(size) * self.slowness)
         if self._num_rounds == 0:
@@ -124,8 +120,7 @@ class RoundCosts:
         self._num_rounds += 1
 
     def drafted(self, source: str, num_rows: int, draft_s: float) -> None:
-        """Add the seconds of one drafting pass of a drafter (`source`) for `num_rows` rows. Call it after `record` of
-        the same round."""
+        """Add the seconds of one drafting pass of `source` (a drafter). Call it after `record` of the same round."""
         seconds, first = draft_s / self.slowness, self._first_s.setdefault(source, [])
         if len(first) <= FIRST_DRAFTS:
             first.append((seconds, num_rows))
@@ -138,13 +133,13 @@ class RoundCosts:
         self._draft_s[source, num_rows] = known + max(DRAFT_WEIGHT, 1 / (1 + count)) * step, count + 1
 
     def forget(self, source: str) -> None:
-        """Discard the drafting seconds of a source (drafter's name), because its drafter was replaced or removed."""
+        """Discard the drafting seconds of a drafter that was replaced or removed."""
         self._first_s.pop(source, None)
         self._draft_s = {key: known for key, known in self._draft_s.items() if key[0] != source}
 
     def _compare(self, size: int, measured: float) -> None:
-        """Correct the factors of two sizes by comparing consecutive rounds. The first comparisons have full weight,
-        later ones little; outliers are clipped."""
+        """Correct the factors of two sizes by comparing consecutive rounds. Later comparisons have less weight;
+        outliers are clipped."""
         before, measured_before = self._latest
         if before is None:
             return
@@ -158,11 +153,8 @@ class RoundCosts:
 
 
 def drafting_by(stats: RoundStats, rows_by: Mapping[str, int]) -> dict[str, float]:
-    """Returns the seconds that each source (drafter) spent on drafting in a round.
-
-    `rows_by`: for each source, the number of rows that it drafted for. Seconds that belong to no source, such as
-    choosing how many drafts to verify, are divided in proportion to these rows.
-    """
+    """Returns the seconds that each source (drafter) spent on drafting in a round. `rows_by`: source -> rows that it
+    drafted for; seconds that belong to no source are divided in proportion to these."""
     shared_s = max(stats.draft_s - sum(stats.source_s.values()), 0.0)
     num_rows = sum(rows_by.values())
     return {source: stats.source_s.get(source, 0.0) + shared_s * rows / num_rows for source, rows in rows_by.items()}
@@ -170,6 +162,5 @@ def drafting_by(stats: RoundStats, rows_by: Mapping[str, int]) -> dict[str, floa
 
 @lru_cache(maxsize=4096)
 def size_class(count: int) -> int:
-    """Returns the index of a number's size class, for positions or rows: round(2 * log2(count)), two classes per
-    doubling."""
+    """Returns round(2 * log2(count)): two classes of positions or rows per doubling."""
     return round(2 * math.log2(max(count, 1)))

@@ -14,38 +14,36 @@ from paceline.plan.costs import RoundCosts, size_class
 from paceline.types import COPYING
 
 TRIAL_SHARE = 0.005
-"""Share of each round's time that is added to the budget of trials (drafts that seem not to pay, verified to update
-estimates), while the budget is too small for the next trial."""
+"""Share of each round's time that is added to the budget of trials (drafts that seem not to pay), while it is too small
+for the next one."""
 NEW_SHARE = 0.007
-"""Share of each round's time that is saved for a trial of drafts on the next new request, whose text may suit the
-drafter better."""
+"""Share of each round's time that is saved for a trial on the next new request, whose text may suit the drafter
+better."""
 FIRST_TRIALS = 2.0
 """Initial time budget of trials (drafts that seem not to pay), in units of the time of a round without drafts; later
 also the budget's limit, unless the next trial needs more."""
 PLAIN_EVERY = 64
-"""Maximum rounds with drafts between two rounds without drafts, which measure the present time of such a round. At the
-beginning they are more frequent."""
+"""Maximum rounds with drafts between two rounds without drafts, which measure the present time of such a round."""
 REST = 8
-"""Maximum rounds in which no drafter with a network drafts, after such drafts did not pay; also at most three per row.
+"""Maximum rounds in which no drafter with a network drafts, after its drafts did not pay; also at most three per row.
 Even considering drafts takes time."""
 PAUSE = 64
-"""Length of a source's first pause, in rounds, after its drafts brought fewer tokens per second than rounds without
-drafts."""
+"""Length of a source's first pause, in rounds."""
 LEAST_LOSS = 0.02
 """Minimum relative loss of tokens per second for which a source is paused."""
 COMPARED, _CLIP, _GAIN_WEIGHT = 8, 0.3, 0.3
 """Number of latest rounds with drafts that are compared with a round without drafts; limit of the logarithm of their
 relative speed; weight of the latest comparison."""
 COLD = 3
-"""Number of rounds that are not compared after all requests of a batch were replaced by new ones, the first such round
-included: memory and processor are often cold, and these rounds are rarely without drafts."""
+"""Rounds that are not compared after all requests of a batch were replaced, the first included: memory and processor
+are often cold, and these rounds are rarely without drafts."""
 RECENT = 0.97
 """Factor on older rounds at each new round, in running averages."""
 
 
 class Trials:
-    """Time budget of trials: rounds with drafts that are expected to cost more time than they save, run only to update
-    the estimates. A small share of the time of rounds is added to the budget."""
+    """Time budget of trials: rounds whose drafts are expected to cost more time than they save, run to update the
+    estimates. A small share of the time of rounds is added to it."""
 
     def __init__(self, budget_s: float) -> None:
         self.budget_s = budget_s
@@ -53,7 +51,7 @@ class Trials:
         self.wanted_s = 0.0
         """Budget, in seconds, that the next trial needs."""
         self.count = 0
-        """Number of trials so far. It also selects the row for the next trial, one row after the other."""
+        """Number of trials so far; it also selects the row for the next trial."""
         self._new_s = 0.0
         """Seconds that the next new request adds to the budget."""
 
@@ -63,14 +61,13 @@ class Trials:
         return self.wanted_s <= self.budget_s
 
     def begin_request(self) -> None:
-        """Increase the budget because a new request starts, whose text may suit the drafter better. Adds a small share
-        of the seconds of all rounds since the latest call, at most what the next trial needs (`wanted_s`)."""
+        """Increase the budget because a new request starts, whose text may suit the drafter better: by a small share of
+        the time since the latest call, at most `wanted_s`."""
         self.budget_s, self._new_s = self.budget_s + self._new_s, 0.0
 
     def record(self, num_rows: int, num_tokens: int, seconds: float, plain_s: float, is_trial: bool) -> None:
-        """Update the budget with a round: its numbers of rows and new tokens, and its seconds. `plain_s`: estimated
-        seconds of the same round without drafts. `is_trial`: the round was a trial; the time that it lost compared with
-        plain decoding is subtracted from the budget."""
+        """Update the budget with a round. `plain_s`: estimated seconds of the same round without drafts. `is_trial`:
+        the round was a trial; the time that it lost compared with plain decoding is subtracted."""
         self.budget_s = min(self.budget_s, max(FIRST_TRIALS * plain_s, self.wanted_s))
         if not self.is_affordable:
             self.budget_s += TRIAL_SHARE * seconds
@@ -106,9 +103,8 @@ class PlainRounds:
 
 
 class Pauses:
-    """Pauses sources (drafters or prompt lookup) that lose time. Compares the tokens per second of rounds with drafts
-    and of the round without drafts that follows them. This needs no estimates, and does not depend on the machine's
-    speed."""
+    """Pauses sources (drafters or prompt lookup) that lose time, by comparing tokens per second of rounds with drafts
+    and of the round without drafts after them. This needs no estimates."""
 
     def __init__(self) -> None:
         self._latest: list[tuple[int, float]] = []
@@ -118,12 +114,11 @@ class Pauses:
         self._gains: dict[tuple[str, int], tuple[float, int]] = {}
         """(sources, rows) -> (log of tokens per second with drafts over those without, number of comparisons)."""
         self._pauses: dict[str, tuple[int, int]] = {}
-        """Source -> (rounds left in its pause, length of the next one, which doubles with each loss right after a
-        pause)."""
+        """Source -> (rounds left in its pause, length of the next, doubled by each loss right after a pause)."""
 
     def record(self, num_rows: int, num_tokens: int, seconds: float, sources: set[str]) -> bool:
-        """Add a round to the history: its numbers of rows and new tokens, its wall-clock seconds and the sources of its
-        drafts. Returns True if this round starts a pause."""
+        """Add a round: its numbers of rows and new tokens, its wall-clock seconds and the sources of its drafts.
+        Returns True if it starts a pause."""
         drafting = ("+".join(sorted(sources)), num_rows)
         if len(sources) == 1 or (sources and not sources & COPYING):  # several drafters of a pool count as one
             before = self._latest[1 - COMPARED :] if drafting == self._drafting else []
@@ -151,20 +146,20 @@ class Pauses:
         return loses
 
     def next(self) -> set[str]:
-        """Shortens all pauses by one round, and returns the sources that are still paused in the next round."""
+        """Shortens all pauses by one round; returns the sources that are paused in the next round."""
         self._pauses = {source: (max(left - 1, 0), length) for source, (left, length) in self._pauses.items()}
         return {source for source, (left, _) in self._pauses.items() if left}
 
     def forget(self, source: str) -> None:
-        """Discard the statistics of a source (drafter's name), because its drafter was replaced or removed."""
+        """Discard the statistics of a drafter that was replaced or removed."""
         self._gains = {key: gain for key, gain in self._gains.items() if source not in key[0].split("+")}
         self._pauses.pop(source, None)
 
 
 @dataclass(slots=True)
 class RoundHistory:
-    """Statistics of past rounds, by which a planner decides whether the next one drafts: speed, trials, plain rounds
-    and pauses. For one type of round: all rows greedy, or some sampled (sampling takes additional time)."""
+    """Statistics of past rounds, by which a planner decides whether the next one drafts. For one type of round: all
+    rows greedy, or some sampled (sampling takes additional time)."""
 
     costs: RoundCosts
     trials: Trials = field(init=False)
@@ -183,8 +178,8 @@ class RoundHistory:
         self.trials = Trials(FIRST_TRIALS * self.costs.pass_s(1))
 
     def begin(self, keys: set[int]) -> None:
-        """Start a round of the rows with these keys (`Row.key`, one for each request). A key that was not in the
-        previous round belongs to a new request: the budget for trials is then increased (`Trials.begin_request`)."""
+        """Start a round of the rows with these keys (`Row.key`). A new key belongs to a new request, which increases
+        the budget for trials."""
         if keys - self._keys:
             self.trials.begin_request()
         self._num_warm = self._num_warm + 1 if keys & self._keys else 0
@@ -199,9 +194,8 @@ class RoundHistory:
     def record(
         self, num_rows: int, num_tokens: int, round_s: float, sources: set[str], is_trial: bool, has_chunk: bool
     ) -> None:
-        """Add a round to the history: its numbers of rows and new tokens, its wall-clock seconds and the sources of its
-        drafts. `is_trial`: its drafts only served to update estimates. `has_chunk`: a prefill chunk ran in the same
-        step."""
+        """Add a round: its numbers of rows and new tokens, its wall-clock seconds and the sources of its drafts.
+        `is_trial`: its drafts only served to update estimates. `has_chunk`: a prefill chunk ran in the same step."""
         seconds = round_s / self.costs.slowness
         self._rates.setdefault(num_rows, Ratio()).add(num_tokens, seconds, RECENT)
         self.trials.record(num_rows, num_tokens, seconds, self.costs.pass_s(num_rows), is_trial)
@@ -211,14 +205,13 @@ class RoundHistory:
             self.plain.restart(num_rows)
 
     def rest(self, num_rows: int) -> None:
-        """Stop drafters that run a network from drafting in the next min(8, 3 * `num_rows`) rounds, because their
-        drafts would cost more time than they save. Applies only to rounds of `num_rows` rows. Prompt lookup goes on."""
+        """Stop drafters that run a network in the next min(8, 3 * `num_rows`) rounds of `num_rows` rows, because their
+        drafts would not pay."""
         self._rest = (min(REST, 3 * num_rows), num_rows)
 
     def rests(self, num_rows: int) -> bool:
-        """Counts one of the rounds for which `rest` stopped drafters, so call it once per round. Returns True if
-        drafters that run a network must not draft in this round: `rest` was called shortly before, for the same
-        `num_rows`."""
+        """True if drafters that run a network must not draft in this round of `num_rows` rows (see `rest`). Counts the
+        round, so call it once per round."""
         left, resting_rows = self._rest
         self._rest = max(left - 1, 0), resting_rows
         return left > 0 and resting_rows == num_rows

@@ -7,11 +7,11 @@ candidates. Imports no PyTorch.
 
 A marginal is the chance of the candidate with a given rank at a given slot (draft position). It is counted over the
 rounds in which the top candidate was right at every earlier slot: in those the target's token at the slot is known,
-whatever was verified, a chain or a tree. A drafter's confidence at a slot varies from round to round, and so do its
-trees; much of their acceptance comes from that. Here the drafter's probability of a slot's top token is Beta
-distributed around the marginal, as in `simulate/server/drafts.py`, and the other ranks share the rest in proportion.
-Candidates after a sibling are assumed to be accepted as often as those after the top token;
-`tests/simulate/test_tree_prediction.py` compares the predictions with measured trees.
+whatever was verified. A drafter's confidence varies from round to round, and much of a tree's acceptance comes from
+that. Here the drafter's probability of a slot's top token is Beta distributed around the marginal, as in
+`simulate/server/drafts.py`, and the other ranks share the rest in proportion. Candidates after a sibling are assumed to
+be accepted as often as those after the top token; `tests/simulate/test_tree_prediction.py` compares the predictions
+with measured trees.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ CONCENTRATION = 1.5
 """Sum of both parameters of the Beta distribution of a drafter's probabilities; small if its confidence varies much.
 The shipped drafter on 12 GSM8K questions: slots with a mean of 0.80 had a variance of 0.06."""
 DRAWS, _FINER = 1000, 4
-"""Number of random rounds over which trees are averaged; how many random numbers are drawn for each, to select evenly
-spread ones."""
+"""Number of random rounds over which trees are averaged; random numbers drawn for each, to select evenly spread
+ones."""
 _PRIOR = 20.0
-"""Weight, in tries of a slot, of its prior: the chance of the slot before it, and the average shares of the other
-ranks."""
+"""Weight, in tries of a slot, of its prior: the chance of the slot before it, and average shares of other ranks."""
 _LEAST = 1e-4
 Chances = tuple[tuple[float, ...], ...]
 """For each slot and rank: the chance that this candidate is the target's token, if the top candidate was right at every
@@ -71,15 +70,8 @@ class Tally:
 
     @classmethod
     def of(cls, counts: Any) -> Tally:
-        """Reads counts from a dict {"tried": [...], "stood": [[...], ...]}. Both lists have one entry per slot (draft
-        position). A round counts at a slot if the target's token there is known, and at all earlier slots the target's
-        token was the drafter's top candidate.
-
-        - "tried": number of rounds that count at the slot.
-        - "stood": for each rank, in how many of these rounds the target's token was the candidate of this rank.
-
-        Raises ConfigError on invalid counts.
-        """
+        """Reads counts from a dict {"tried": [...], "stood": [[...], ...]} with one entry per slot (see the fields).
+        Raises ConfigError on invalid counts."""
         tried, stood = (counts.get("tried"), counts.get("stood")) if isinstance(counts, dict) else (None, None)
         if (
             not (isinstance(tried, list) and isinstance(stood, list) and tried and len(stood) == len(tried))
@@ -102,7 +94,7 @@ def _are_counts(values: Any) -> bool:
 
 
 class Expected(NamedTuple):
-    """Acceptance length and depth of draft trees with a given number of drafts, averaged over many rounds."""
+    """Acceptance length and depth of draft trees of one size, averaged over many rounds."""
 
     tokens: float
     """Acceptance length: tokens per round, including the bonus token."""
@@ -156,9 +148,8 @@ class Marginals:
         return tuple(itertools.accumulate(self.firsts, operator.mul))
 
     def with_firsts(self, firsts: Sequence[float]) -> Marginals:
-        """Returns marginals with other chances of the top tokens: `firsts`, one for each slot. Each other rank gets a
-        fraction of its slot's remaining chance (1 - the top token's): the same fraction at every slot, averaged over
-        the slots of these marginals."""
+        """Returns marginals with the chances `firsts` of the top tokens, one per slot. Each other rank gets a fraction
+        of its slot's remaining chance: the same at every slot, averaged over these marginals."""
         left = sum(1 - first for first in self.firsts)
         ranks = itertools.zip_longest(*(own[1:] for own in self.chances_KM), fillvalue=0.0)
         shares = [sum(each) / left if left else 0.0 for each in ranks]
@@ -168,9 +159,8 @@ class Marginals:
         return Marginals(self.chances_KM[:count], self.num_rounds)
 
     def drawn(self, luck: random.Random) -> Weigh:
-        """Draws the acceptance chances of one simulated round at random around the averages, like a drafter whose
-        confidence varies. Returns them as a function: (slot, log-probabilities of its candidates) -> chance of each
-        candidate. `luck`: the random number generator."""
+        """Draws the acceptance chances of one simulated round around the averages, like a drafter whose confidence
+        varies. Returns a function (slot, log-probabilities of its candidates) -> their chances."""
         return self._weigh([_confidence(luck, own[0]) for own in self.chances_KM])
 
     def _weigh(self, confidence_K: Sequence[float]) -> Weigh:
@@ -179,9 +169,8 @@ class Marginals:
         return lambda slot, logprobs: chances[slot][: len(logprobs)] if slot < len(chances) else [0.0]
 
     def expected(self, most: int, seed: int = 0) -> list[Expected]:
-        """Predicts acceptance length and depth of the best draft tree with n nodes (the one with the largest expected
-        number of accepted drafts), for n = 0 .. `most`. Entry n of the returned list is the mean over 1000 simulated
-        rounds (DRAWS), whose random numbers depend on `seed`."""
+        """Predicts acceptance length and depth of the best draft tree of n nodes, for n = 0 .. `most`: entry n is the
+        mean over 1000 simulated rounds (DRAWS)."""
         luck, sums, depths = random.Random(seed), [0.0] * (most + 1), [0] * (most + 1)
         confidence_KD = [_spread_evenly(luck, own[0]) for own in self.chances_KM]
         named = [list(range(len(own))) for own in self.chances_KM]
@@ -217,8 +206,8 @@ def _spread_evenly(luck: random.Random, chance: float) -> list[float]:
 
 @dataclass(slots=True)
 class MockedPlanner(FixedPlanner):
-    """Plans trees of `num_nodes` drafts for benchmarks in which acceptance is random, with given chances, instead of
-    decided by the target. The trees follow these chances, not the drafter's probabilities."""
+    """Plans trees of `num_nodes` drafts for benchmarks in which acceptance is random, with given chances. The trees
+    follow these chances, not the drafter's probabilities."""
 
     marginals: Marginals | None = None
     num_rounds: int = 0
@@ -228,19 +217,18 @@ class MockedPlanner(FixedPlanner):
         self.num_rounds += 1
 
     def weigh(self, row: Row, candidates: Candidates) -> Weigh:
-        """Draws random acceptance chances for this row and round; returns them as a function, see `Marginals.drawn`.
-        The seed consists of the row's key and the number of rounds planned so far."""
+        """Draws random acceptance chances for this row and round, see `Marginals.drawn`. The seed consists of the row's
+        key and the number of rounds planned so far."""
         assert self.marginals is not None
         return self.marginals.drawn(random.Random(f"{row.key} {self.num_rounds}"))
 
 
 def path_that_stands(parents: Sequence[int], gains: Sequence[float], lucks: Sequence[float]) -> list[int]:
-    """Draws the accepted path of a draft tree by random numbers; returns the indices of its nodes, root to leaf. Each
-    child of an accepted node has its own chance; at most one of them is accepted.
+    """Draws the accepted path of a draft tree by random numbers; returns its nodes' indices, root to leaf. At most one
+    child of an accepted node is accepted, each with its own chance.
 
-    `parents`: index of each node's parent, -1 for none; `gains`: chance that a node and all nodes above it are
-    accepted; `lucks`: a random number in [0, 1) for each slot (depth). The expected number of accepted nodes is
-    sum(gains).
+    `parents`: index of each node's parent, or -1; `gains`: chance that a node and all nodes above it are accepted;
+    `lucks`: a random number in [0, 1) for each slot (depth). The expected number of accepted nodes is sum(gains).
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

@@ -42,8 +42,7 @@ even if 95% of them were accepted."""
 FEW_CANDIDATES, MOST_CANDIDATES = 8, 32
 """Candidate tokens per slot (draft position) for a tree: the adaptive planner's number, and the maximum."""
 SPARE = 2
-"""Slots drafted beyond the number that pays on average, by a drafter that drafts a whole block at once: its confidence
-there may be high."""
+"""Slots drafted beyond the number that pays on average, by a block drafter: its confidence there may be high."""
 NO_DRAFTS = Take()
 Confidences = Sequence[Sequence[float] | None]
 """For each row, the log-probability of the drafter's top token at each slot (draft position); None if unknown."""
@@ -51,8 +50,8 @@ Confidences = Sequence[Sequence[float] | None]
 
 @dataclass(slots=True)
 class Plan:
-    """The plan of one engine step: `chunk` prompt tokens to prefill, and for each of `rows` the drafts to make and
-    verify."""
+    """The plan of one engine step: prompt tokens to prefill (`chunk`), and the drafts that each row makes and
+    verifies."""
 
     chunk: int
     rows: list[Row]
@@ -79,12 +78,12 @@ class Planner(Protocol):
 
     def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
         """Returns expected acceptance chances and seconds of up to `most` drafts from `source` (a drafter's name) for a
-        row. `kind`: how the row samples, such as "greedy". `is_stepwise`: each draft takes its own forward pass."""
+        row. `kind`: how the row samples. `is_stepwise`: each draft takes its own forward pass."""
         ...
 
     def next(self, rows: list[Row], prompt_left: int = 0) -> Plan:
-        """Plans the next step. `prompt_left`: prompt tokens that the request now in prefill still needs. If the step's
-        chunk finishes that prompt, its row decodes in the same step."""
+        """Plans the next step. `prompt_left`: prompt tokens that the request in prefill still needs. If the step's
+        chunk finishes the prompt, that row decodes in the same step."""
         ...
 
     def join(self, plan: Plan, index: int, row: Row) -> None:
@@ -101,22 +100,21 @@ class Planner(Protocol):
         """Update the estimates with a finished round and its plan."""
 
     def price(self, plan: Plan, index: int, num_checked: int, num_alike: int) -> float | None:
-        """Returns the price of a round for row `index` of the plan: the time of a round in which all rows draft like
-        this row, divided by that of a round without drafts; None if unknown. `num_checked`: verified drafts of the row.
-        `num_alike`: number of rows, including this one, among which the time of one drafting pass is divided."""
+        """Returns the duration of a round in which all rows draft like row `index`, divided by that of a round without
+        drafts; None if unknown. `num_checked`: verified drafts of the row. `num_alike`: rows, including this one, among
+        which the time of one drafting pass is divided."""
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """Update the estimates with a prefill chunk of `num_tokens` tokens that took `seconds`."""
 
     def forget(self, source: str) -> None:
-        """Discard the statistics of a source (drafter's name), because its drafter was replaced or removed."""
+        """Discard the statistics of a drafter that was replaced or removed."""
 
 
 @dataclass(slots=True)
 class FixedPlanner(Planner):
-    """Plans the same number of drafts for a row in every round. They come from the first source that has drafts: the
-    answer that the client predicted, the request's drafter, prompt lookup. Prefill chunks have one size. Ignores all
-    timings."""
+    """Plans the same number of drafts for a row in every round, from the first source that has drafts: the request's
+    prediction, its drafter, prompt lookup. Prefill chunks have one size. Ignores all timings."""
 
     num_drafted: int | None = None
     """Drafts per row; None: all that are offered."""
@@ -125,8 +123,7 @@ class FixedPlanner(Planner):
     num_nodes: int = 0
     """Nodes of the tree that each row verifies instead of a chain, if its drafter returns candidates; 0: chains."""
     num_named: int = 0
-    """Candidates per slot to request at least, also for chains, so that `RoundStats.target_ranks_B` can give the ranks
-    of the target's tokens."""
+    """Candidates per slot to request at least, also for chains, for `RoundStats.target_ranks_B`."""
     reports_target_ranks: bool = True
 
     @property

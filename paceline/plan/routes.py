@@ -39,28 +39,27 @@ if TYPE_CHECKING:
 FIRST = 2
 """Requests of a cluster that each drafter gets before the router prefers one."""
 UNPROVEN, PROVEN = 6, 1.02
-"""If a drafter got UNPROVEN requests and its speed, relative to plain decoding, exceeds PROVEN in no cluster, further
-clusters try it only once."""
+"""A drafter that got UNPROVEN requests, and is in no cluster more than PROVEN times as fast as plain decoding, is tried
+only once in further clusters."""
 CREDIT = 6.0
-"""Exploration budget of a cluster, in requests for each drafter: they may go to a drafter that is not the best by
+"""Exploration budget of a cluster, in requests for each drafter. They may go to a drafter that is not the best by
 estimate."""
 EXPLORED = 0.02
-"""Share of a cluster's later requests that may go to drafters without the best estimate: what each adds to the
-budget."""
+"""Share of a cluster's later requests that may go to drafters without the best estimate."""
 KEEP = 0.98
 """Factor on the weight of older requests at each new one: about the latest 50 requests count."""
 SPREAD, SPREAD_WEIGHT = 0.25, 2.0
 """Initial estimate of the relative standard deviation of one request's reward, and its weight in requests."""
 PRIOR_ROUNDS = 8.0
-"""Weight, in rounds, of the initial estimates of a drafter: as fast as plain decoding, and with as many accepted drafts
-per round as the best drafter."""
+"""Weight, in rounds, of a drafter's initial estimates: as fast as plain decoding, and with as many accepted drafts per
+round as the best drafter."""
 FAR_FEWER = 0.5
 """A drafter with less than this share of another's accepted drafts per round is chosen only if it is clearly faster."""
 WHOLE = 32
 """Answer length, in tokens, from which a request has full weight in the statistics; a shorter answer counts less."""
 Price = Callable[[int, int, int], float | None]
-"""Function `Planner.price` for one plan: (row's index, its verified drafts, rows that share its drafting) -> the price
-of the round for this row, in units of a round without drafts; None if unknown."""
+"""Function `Planner.price` for one plan: (row's index, its verified drafts, rows that share its drafting) -> the
+round's time for this row, in units of a round without drafts; None if unknown."""
 
 
 @dataclass(slots=True)
@@ -72,7 +71,7 @@ class Arm:
     squares: Ratio = field(default_factory=Ratio)
     """Mean squared relative deviation of a single request's reward from the average."""
     own: Ratio = field(default_factory=Ratio)
-    """Accepted drafts of the drafter itself, without those of prompt lookup, per round."""
+    """Accepted drafts per round of the drafter itself, without those of prompt lookup."""
     weight: float = 0.0
     """Number of finished requests, where older and short ones count less."""
     num_given: int = 0
@@ -98,9 +97,8 @@ class Arm:
         return math.sqrt(self.squares.near(SPREAD**2, SPREAD_WEIGHT) / max(weight, 1e-3))
 
     def add(self, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
-        """Add a finished request to the statistics. `num_tokens`: generated tokens. `price`: time of its rounds, in
-        units of a round without drafts. `num_own`: accepted drafts that this drafter made, without those copied from
-        the prompt or from a predicted answer. `num_rounds`: verify passes."""
+        """Add a finished request. `price`: time of its rounds, in units of a round without drafts. `num_own`: accepted
+        drafts that this drafter made, without copied ones. `num_rounds`: verify passes."""
         self.own.add(num_own, num_rounds, 1.0)
         weight = min(num_tokens / WHOLE, 1.0)
         self.weight += weight
@@ -109,7 +107,7 @@ class Arm:
             self.squares.add(weight * (num_tokens / price / self.gain - 1.0) ** 2, weight, 1.0)
 
     def fade(self) -> None:
-        """Multiply the weight of all requests so far by 0.98 (KEEP), so that later requests count more."""
+        """Multiply the weight of all requests so far by 0.98 (KEEP)."""
         self.weight *= KEEP
         for ratio in (self.reward, self.squares, self.own):
             ratio.add(0.0, 0.0, KEEP)
@@ -117,13 +115,12 @@ class Arm:
 
 @dataclass(slots=True)
 class Cluster:
-    """Statistics of each drafter in one cluster (group of similar requests). Chooses the drafter of each new
+    """Statistics of each drafter in one cluster (group of similar requests); chooses the drafter of each new
     request."""
 
     arms: dict[str, Arm] = field(default_factory=dict)
     pinned: str | None = None
-    """Name of the drafter for all requests, unless it is clearly slower than plain decoding. None: the router
-    chooses."""
+    """Drafter for all requests, unless it is clearly slower than plain decoding. None: the router chooses."""
     credit: float = 0.0
     """Number of requests that may still try drafters without the best estimate."""
     num_requests: int = 0
@@ -132,12 +129,10 @@ class Cluster:
         """Chooses the drafter of a new request among `drafters`, listed in initial order of preference. The first rule
         that applies decides:
 
-        - The drafter that was set for the cluster (`pinned`) is chosen, unless it is clearly slower than plain
-          decoding.
-        - A drafter that has had fewer than `first(name)` requests of this cluster is chosen as a trial; at most 2
-          (FIRST).
-        - The drafter with the best estimates is chosen, or sometimes another one that may be faster. The latter costs
-          1.0 of the exploration credit, to which every request adds a little.
+        - The pinned drafter, unless it is clearly slower than plain decoding.
+        - A drafter that has had fewer than `first(name)` requests of this cluster, as a trial; at most 2 (FIRST).
+        - The drafter with the best estimates, or sometimes another one that may be faster. The latter costs 1.0 of the
+          exploration credit, to which every request adds a little.
 
         Returns (drafter, credit that was spent: 1.0 or 0.0).
         """
@@ -172,9 +167,7 @@ class Cluster:
         return best, [name for name in arms if name != best and own[name] >= FAR_FEWER * own[best]]
 
     def add(self, drafter: str, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
-        """Add a finished request of this cluster that used `drafter` to the statistics: its generated tokens and its
-        number of rounds. `price`: estimated time of these rounds, in units of a round without drafts. `num_own`:
-        accepted drafts that the drafter made, without those copied from the prompt or from a predicted answer."""
+        """Add a finished request of this cluster that used `drafter`; other arguments: see `Arm.add`."""
         for arm in self.arms.values():
             arm.fade()
         if arm := self.arms.get(drafter):
@@ -213,10 +206,9 @@ class Router:
                 arm.num_running = 0
 
     def choose(self, key: int, clusters: Sequence[str], drafters: list[str]) -> tuple[str, str]:
-        """Returns (drafter, cluster) for a new request. `key`: its request id. `clusters`: its classes, as returned by
-        `clusters_of`; the request's cluster is found from them. `drafters`: names to choose from, the default first. If
-        the default is the only drafter apart from "none", it is always chosen, unless `pin` has set a drafter for the
-        cluster."""
+        """Returns (drafter, cluster) for a new request. `key`: its request id. `clusters`: its classes, from
+        `clusters_of`. `drafters`: names to choose from, the default first. If the default is the only one apart from
+        "none", it is chosen, unless the cluster is pinned."""
         name = self._classes.of(clusters)
         if self._classes.evicted:
             self.clusters.pop(self._classes.evicted, None)
@@ -231,11 +223,8 @@ class Router:
         return drafter, name
 
     def pin(self, cluster: str, drafter: str | None) -> None:
-        """Give all new requests of a cluster this drafter, unless it is clearly slower than plain decoding. `drafter`
-        None: let the router choose again. `cluster`: the cluster's name or label.
-
-        Raises ConfigError for an unknown cluster.
-        """
+        """Give all new requests of a cluster this drafter, unless it is clearly slower than plain decoding; None: let
+        the router choose again. `cluster`: its name or label. Raises ConfigError for an unknown cluster."""
         match = next((each for name, each in self.clusters.items() if cluster in (name, label(name))), None)
         if match is None:
             known = ", ".join(map(label, self.clusters)) or "none"
@@ -249,9 +238,8 @@ class Router:
         return FIRST if is_proven or sum(arm.num_given for arm in arms) < UNPROVEN else 1
 
     def learn(self, sequences: Sequence[Request], stats: RoundStats, price: Price) -> None:
-        """Add a finished round to the totals (tokens, rounds, time) of the running requests `sequences`, except those
-        with a lossy rule. A request's totals enter the statistics when it ends (`ended`). `price`: function that
-        returns the round's estimated time for a row, in units of a round without drafts (see `Planner.price`)."""
+        """Add a finished round to the totals of the running requests `sequences`, except those with a lossy rule. The
+        totals enter the statistics when a request ends."""
         # Rows of a cluster would draft together if the drafter were the cluster's best.
         alike = Counter(seq.cluster for seq in sequences)
         for index, seq in enumerate(sequences):
@@ -265,8 +253,8 @@ class Router:
                     session.num_own += stats.num_accepted_B[index]
 
     def cancel(self, key: int) -> None:
-        """Undo `choose` for a request that another drafter serves instead: its rounds then do not count for the chosen
-        drafter, and spent exploration credit is returned. `key`: its request id."""
+        """Undo `choose` for a request (`key`: its id) that another drafter serves instead. Spent exploration credit is
+        returned."""
         if session := self._sessions.pop(key, None):
             cluster = self.clusters.get(session.cluster)
             if cluster and (arm := cluster.arms.get(session.drafter)):
@@ -274,8 +262,8 @@ class Router:
                 cluster.credit += session.credit
 
     def ended(self, key: int) -> None:
-        """Add an ended request's tokens, rounds and time to the statistics of its cluster. Call it when a request ends,
-        for any reason. `key`: its request id."""
+        """Add an ended request's totals to the statistics of its cluster. Call it when a request ends, for any
+        reason."""
         session = self._sessions.pop(key, None)
         cluster = self.clusters.get(session.cluster) if session else None
         if session and cluster:
@@ -284,7 +272,7 @@ class Router:
             cluster.add(session.drafter, session.num_tokens, session.price, session.num_own, session.num_rounds)
 
     def forget(self, drafter: str) -> None:
-        """Discard the statistics of a drafter, because the drafter with this name was replaced or removed."""
+        """Discard the statistics of a drafter that was replaced or removed."""
         for cluster in self.clusters.values():
             cluster.arms.pop(drafter, None)
         for session in self._sessions.values():

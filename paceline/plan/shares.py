@@ -1,5 +1,4 @@
-"""Decides how many drafts of each row one round verifies: those that add the most tokens for their time. Imports no
-PyTorch."""
+"""Decides how many drafts of each row one round verifies: those that add the most tokens for their time."""
 
 from __future__ import annotations
 
@@ -16,30 +15,26 @@ TREE_S, TREE_EVERY, TREE_WEIGHT = 2e-4, 16, 0.05
 """Host seconds for one row's candidates and tree; number of rounds without trees after which trees are tried again;
 weight of the latest tree in the running average of their worth."""
 LEAST_GAIN = 0.01
-"""Minimum chance of a draft to be accepted. Drafts below it are not considered, because considering them takes longer
-than they save."""
+"""Minimum chance of a draft to be accepted; considering less probable ones takes longer than they save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Drafts of one row (a running sequence) from one source, a drafter or prompt lookup. `share_out` decides how many
-    of them are verified."""
+    """Drafts of one row from one source, a drafter or prompt lookup, of which `share_out` decides how many are
+    verified."""
 
     index: int
     """Index of the row in the plan."""
     offer: Offer
     lift: float = 0.0
-    """Additional tokens expected because drafts of low confidence are not verified; beyond the offer's average
-    chances."""
+    """Additional tokens expected because drafts of low confidence are not verified."""
     gains: list[float] | None = None
-    """For a tree: chance of each node to be accepted, non-increasing. None for a chain, which uses the offer's
-    chances."""
+    """Chance of each tree node to be accepted, non-increasing. None for a chain, which uses the offer's chances."""
 
 
 def gains_of(chances: Sequence[float]) -> list[float]:
-    """Returns each draft's gain in expected tokens: the chance that it and all earlier drafts are accepted. The list
-    ends before the first gain below 0.01 (LEAST_GAIN). `chances`: acceptance chance of each draft if all earlier ones
-    are accepted."""
+    """Returns each draft's gain in expected tokens: the chance that it and all earlier drafts are accepted. Ends before
+    the first gain below 0.01 (LEAST_GAIN). `chances`: acceptance chance of each draft if all earlier ones are."""
     gain, gains = 1.0, []
     for chance in chances:
         gain *= chance
@@ -53,9 +48,9 @@ def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[fl
     """Returns the largest surplus, in tokens, that drafts of one row can have; at least 0. The surplus of its first n
     drafts is their expected tokens minus the tokens that the longer round costs: its additional seconds times `rate`.
 
-    `rate`: the present speed in tokens per second, all rows together (see `RoundHistory.rate`). `num_rows`: rows in the
-    round, of which only this one drafts. `gains`: expected tokens of each draft of the row (see `gains_of`). `each_s`:
-    seconds to make one draft.
+    `rate`: present speed in tokens per second of all rows (see `RoundHistory.rate`). `num_rows`: rows in the round, of
+    which only this one drafts. `gains`: expected tokens of each draft (see `gains_of`). `each_s`: seconds to make one
+    draft.
     """
     best, expected, plain_s = 0.0, 0.0, costs.pass_s(num_rows)
     for count, gain in enumerate(gains, start=1):
@@ -78,22 +73,20 @@ class Drafted:
 
     @property
     def gains(self) -> list[float]:
-        """Expected tokens that each draft or tree node adds: the chance that it and all drafts before it are accepted.
-        Non-increasing; empty for a tree without nodes yet."""
+        """Expected tokens that each draft or tree node adds. Non-increasing; empty for a tree without nodes yet."""
         return self.growing.tree.gains if self.growing else gains_of(self.offer.chances)
 
     def want(self, most: int) -> Want:
-        """First grows the row's tree, if it has one, to at most `most` nodes. Then returns the row's drafts as a
-        `Want`, for `share_out` to decide how many are verified. For a chain `most` has no effect."""
+        """Returns the row's drafts for `share_out`. First grows the row's tree, if any, to at most `most` nodes."""
         if self.growing:
             self.growing.to(most)
         return Want(self.index, self.offer, gains=self.gains)
 
 
 def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) -> list[int]:
-    """Grows the rows' draft trees, and returns the number of drafts that each row verifies. `share`: function that
-    decides these numbers, given the drafts of all rows. Trees have at most 24 nodes (FIRST_NODES) at first. As long as
-    more than half of the nodes of any tree would be verified, this limit is doubled, and `share` decides again."""
+    """Grows the rows' draft trees, and returns the number of drafts that each row verifies, which `share` decides.
+    Trees have at most 24 nodes (FIRST_NODES) at first. As long as more than half of the nodes of any tree would be
+    verified, this limit is doubled, and `share` decides again."""
     limit = FIRST_NODES
     while True:
         counts = share([each.want(limit) for each in drafted])
@@ -107,9 +100,9 @@ def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) 
 
 
 class TreeWorth:
-    """Decides whether the next round uses draft trees. Building a tree takes time on the CPU, even if a chain is
-    verified in the end. If the trees so far gained less than this time is worth, trees are used only once after every
-    16 rounds without them (TREE_EVERY)."""
+    """Decides whether the next round uses draft trees, which take time on the CPU even if a chain is verified in the
+    end. If the trees so far gained less than this time is worth, they are tried only once after every 16 rounds
+    (TREE_EVERY)."""
 
     def __init__(self) -> None:
         self._worth = 0.0
@@ -123,9 +116,8 @@ class TreeWorth:
 
     def record(self, gains: Sequence[float], rate: float) -> None:
         """Update the average gain of a tree after a round was planned. `gains`: for each tree of the round, its surplus
-        in tokens minus the surplus of the best chain (see `surplus_of`); empty for a round without trees. `rate`: the
-        present speed in tokens per second, all rows together (see `RoundHistory.rate`). By `rate`, the time for
-        building a tree is converted to tokens and subtracted from its gain."""
+        minus that of the best chain (see `surplus_of`). `rate`: present speed in tokens per second, which converts the
+        time for building a tree to tokens."""
         self._num_without = 0 if gains else self._num_without + 1
         for gain in gains:
             self._worth += TREE_WEIGHT * (gain - rate * TREE_S - self._worth)
@@ -176,13 +168,12 @@ def share_out(
 ) -> list[int]:
     """Decides how many drafts a round verifies; returns the number for each of `wants` (a row with its drafts).
 
-    The drafts of all rows are sorted by their expected tokens, the largest first. The round verifies the first n of
-    them. n is chosen for the largest surplus: the expected tokens of these drafts minus `rate` * the round's extra
-    seconds. The round takes at most `most_s` seconds. If no surplus exceeds `margin` * `num_rows` tokens, no drafts are
-    verified.
+    The drafts of all rows are sorted by their expected tokens, the largest first, and the first n are verified. n is
+    chosen for the largest surplus: the expected tokens of these drafts minus `rate` * the round's extra seconds. The
+    round takes at most `most_s` seconds. If no surplus exceeds `margin` * `num_rows` tokens, no drafts are verified.
 
-    `rate`: the present speed in tokens per second, all rows together (see `RoundHistory.rate`). `num_rows`: all rows
-    that decode. `num_fixed`: drafts of rows outside `wants`, which are verified in any case.
+    `rate`: present speed in tokens per second of all rows (see `RoundHistory.rate`). `num_rows`: all rows that decode.
+    `num_fixed`: drafts of rows outside `wants`, which are verified in any case.
     """
     steps, drafting, base = _steps(wants), _Drafting(costs, wants), num_rows + num_fixed
     base_s, total = costs.pass_s(base), 0.0

@@ -21,18 +21,17 @@ KNOWN = f"auto, full, off, N (drafts in every round) or tree:N (a tree of N draf
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Parsed value of the setting `speculate`: how many tokens each round drafts, or that the planner adapts the
-    number."""
+    """Parsed value of the setting `speculate`."""
 
     is_auto: bool = False
     num_drafted: int | None = None
-    """Drafts of every round; 0 for none; None if the setting gives no number ("auto", "full" and "tree:N")."""
+    """Drafts of every round; 0 for none; None for "auto", "full" and "tree:N"."""
     num_nodes: int = 0
     """Nodes of the tree of drafts that every round verifies; 0: chains."""
 
     @classmethod
     def of(cls, text: str) -> Speculation:
-        """Parses "auto", "full", "off", "N" or "tree:N" with a whole number N, for a tree 1 to 128 (MOST_NODES). Raises
+        """Parses "auto", "full", "off", "N" or "tree:N", with N from 1 to 128 (MOST_NODES) for a tree. Raises
         ConfigError for another text."""
         if text in ("auto", "full", "off"):
             return cls(is_auto=text == "auto", num_drafted=0 if text == "off" else None)
@@ -51,11 +50,11 @@ class Speculation:
 
     @property
     def adapts(self) -> bool:
-        """True for "auto" and "off": measured times and acceptance decide the number of drafts. With "off" no drafter
-        is loaded; but if one is added later, its drafts are planned in this way."""
+        """True for "auto" and "off": measured times and acceptance decide the number of drafts. With "off" this
+        concerns a drafter that is added later."""
         return self.is_auto or self.is_off
 
     def planner(self, most_chunk: int = 256) -> FixedPlanner:
         """Returns a planner that ignores measured times, with prefill chunks of `most_chunk` tokens. It treats "auto"
-        as "full" (all drafts of the drafter). For the setting "N" it verifies at most the first N drafts."""
+        as "full"."""
         return FixedPlanner(self.num_drafted, most_chunk, num_nodes=self.num_nodes)

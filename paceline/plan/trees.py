@@ -28,25 +28,21 @@ Likely = tuple[list[int], list[float]]
 
 @dataclass(slots=True)
 class Candidates:
-    """A drafter's top M tokens at each of K slots (draft positions), most probable first, and their
-    log-probabilities."""
+    """A drafter's top M tokens at each of K slots (draft positions), most probable first."""
 
     tokens_KM: list[list[int]]
-    """Token ids. If candidates depend on earlier drafts, these are the ones after the top tokens of all earlier
-    slots."""
+    """Token ids. If candidates depend on earlier drafts: those after the top tokens of all earlier slots."""
     logprobs_KM: list[list[float]]
     most: int = MOST_NODES
     """Maximum nodes of the tree: the free positions in the row's cache, and the request's `max_drafted`."""
     behind: Callable[[int, int], Likely] | None = None
-    """Function (slot, token drafted at the previous slot) -> candidates of the slot. Set if candidates depend on that
-    token."""
+    """Function (slot, token drafted at the previous slot) -> candidates, if they depend on that token."""
     branches: dict[tuple[int, ...], Likely] | None = None
-    """Drafted tokens so far -> candidates of the next slot. Set for a drafter that reads all its drafts; other paths
-    have no candidates."""
+    """Drafted tokens so far -> candidates of the next slot, for a drafter that reads its drafts; other paths have no
+    candidates."""
 
     def at(self, path: Sequence[int]) -> Likely:
-        """Returns (token ids, log-probabilities) of the candidates of the next slot. `path`: the tokens drafted at all
-        earlier slots."""
+        """Returns (token ids, log-probabilities) of the candidates after the drafted tokens `path`."""
         if self.branches is not None:
             return self.branches.get(tuple(path), ([], []))
         slot = len(path)
@@ -76,7 +72,7 @@ class Tree:
 
     @property
     def depths(self) -> list[int]:
-        """Depth of each node; nodes that follow the anchor (the last committed token) have depth 1."""
+        """Depth of each node; nodes that follow the last committed token have depth 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -98,8 +94,7 @@ class Tree:
 
     @property
     def spine(self) -> list[int]:
-        """Indices of the nodes on the path of top tokens, from the first slot on, as far as that path is in the
-        tree."""
+        """Indices of the nodes on the path of top tokens, from the first slot on, as far as it is in the tree."""
         spine = [-1]
         for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True)):
             if rank == 0 and parent == spine[-1]:
@@ -119,14 +114,13 @@ non-increasing."""
 
 
 def drafter_probs(slot: int, logprobs: list[float]) -> list[float]:
-    """Returns exp(logprobs): the drafter's own probabilities of a slot's candidates, used as their acceptance chances.
-    One of the functions that `grow` accepts as `weigh`; `slot` (draft position) has no effect."""
+    """Returns exp(logprobs): the drafter's own probabilities as acceptance chances, for `grow`. `slot` has no
+    effect."""
     return [math.exp(logprob) for logprob in logprobs]
 
 
 class Growing:
-    """A draft tree that grows node by node, each time by the candidate most likely to be accepted; nodes with a chance
-    below 0.005 (LEAST_GAIN) are not added."""
+    """A draft tree that grows node by node, each time by the candidate most likely to be accepted."""
 
     def __init__(self, candidates: Candidates, weigh: Weigh) -> None:
         self.tree = Tree([], [], [], [], [])
@@ -138,8 +132,8 @@ class Growing:
 
     @property
     def is_whole(self) -> bool:
-        """True if the tree cannot grow further: it has as many nodes as the row may verify (`Candidates.most`), or
-        every further node has a chance below 0.005 (LEAST_GAIN) to be accepted."""
+        """True if the tree cannot grow: it has `Candidates.most` nodes, or every further node has a chance below 0.005
+        (LEAST_GAIN) to be accepted."""
         return (
             len(self.tree.tokens) >= self._candidates.most or not self._frontier or -self._frontier[0][0] < LEAST_GAIN
         )
@@ -178,16 +172,15 @@ class Growing:
 
 
 def grow(candidates: Candidates, weigh: Weigh, most: int) -> Tree:
-    """Returns the tree of those nodes, at most `most`, that are most likely to be accepted; leaves out nodes with a
-    chance below 0.005 (LEAST_GAIN). `weigh`: function (draft position, log-probabilities of its candidates) ->
-    acceptance chance of each candidate, such as `drafter_probs`."""
+    """Returns the tree of the nodes, at most `most`, that are most likely to be accepted; leaves out nodes with a
+    chance below 0.005 (LEAST_GAIN). `weigh`: such as `drafter_probs`."""
     return Growing(candidates, weigh).to(most)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """A draft tree after verification, and the indices of its accepted nodes: a path that starts at the first draft
-    position; empty if no node was accepted."""
+    """A draft tree after verification, and the indices of its accepted nodes: a path from the first draft position on,
+    which may be empty."""
 
     tree: Tree
     accepted: list[int]
@@ -204,7 +197,7 @@ class Outcome:
 
     def siblings(self) -> list[tuple[float, bool]]:
         """Returns (log-probability in the drafter, True if accepted) of each node that is not its slot's top token, and
-        whose parent was accepted or is the anchor (the last committed token)."""
+        whose parent was accepted or is the last committed token."""
         accepted, tree = {-1, *self.accepted}, self.tree
         return [
             (tree.logprobs[node], node in accepted)
@@ -214,8 +207,7 @@ class Outcome:
 
 
 class Said(NamedTuple):
-    """Agreement of the target's tokens in one round with a drafter's candidates: how many leading tokens were the top
-    candidates of their slots (draft positions), and the next token's rank among its slot's candidates."""
+    """Agreement of the target's tokens in one round with a drafter's candidates."""
 
     num_first: int
     """Number of leading slots at which the target's token was the top candidate."""
@@ -225,9 +217,8 @@ class Said(NamedTuple):
 
 
 def target_ranks(candidates: Candidates, tokens: Sequence[int]) -> Said:
-    """Compares `tokens`, which the target generated after the anchor (the last committed token), with the candidates:
-    returns how many leading ones are their slots' top candidates, and the next one's rank among its slot's candidates
-    (see `Said`)."""
+    """Compares `tokens`, which the target generated after the last committed token, with the candidates (see
+    `Said`)."""
     for slot, token in enumerate(tokens[: len(candidates.tokens_KM)]):
         likely = candidates.at(tokens[:slot])[0]
         if likely[0] != token:
