@@ -63,8 +63,8 @@ from paceline.verify.rules import CheckedRow, RowVerdict
 
 def allowed(rule: Rule, target_V: Tensor) -> Tensor | None:
     """Returns bool [V]: True for each token that the lossy rule accepts whenever it is drafted. `target_V`: the
-    target's distribution at the draft's position (at temperature 1 for a greedy request). Returns None for the rules
-    lenience and mixture, which have no such set."""
+    target's distribution there (at temperature 1 for a greedy request). None for lenience and mixture, which have no
+    such set."""
     if isinstance(rule, Typical):
         entropy = float(torch.special.entr(target_V).sum(dtype=torch.float64))
         return target_V > min(rule.eps, rule.delta * math.exp(-entropy))
@@ -89,11 +89,8 @@ def _likeliest(target_V: Tensor, count: int) -> Tensor:
 
 def chances(rule: Rule, target_X: Tensor, draft_X: Tensor, allowed_X: Tensor | None) -> Tensor:
     """Returns the probability a(x) that the lossy rule accepts a draft x, for each of X tokens. `target_X`, `draft_X`:
-    probabilities of these tokens in target and drafter. `allowed_X`: True for each token that the rule accepts whenever
-    it is drafted (from `allowed`); None if the rule has no such set.
-
-    If draft(x) is 0 the token cannot be drafted, and its value has no meaning.
-    """
+    their probabilities in target and drafter. `allowed_X`: from `allowed`. Values where draft(x) is 0 have no
+    meaning."""
     scale = rule.l if isinstance(rule, Lenience) else rule.acc if isinstance(rule, Threshold) else 1.0
     chance_X = target_X / (draft_X.clamp(min=torch.finfo(draft_X.dtype).tiny) * scale)
     if isinstance(rule, Mixture):
@@ -112,14 +109,13 @@ class Tilt(NamedTuple):
 
     tv: float
     kl: Callable[[], float]
-    """Function that returns the Kullback-Leibler divergence of the output from the target, in nats. Called only if the
-    lossy decision is made."""
+    """Function that returns the Kullback-Leibler divergence of the output from the target, in nats."""
 
 
 def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
-    """Returns the total variation and the Kullback-Leibler divergence between the distributions of output and target at
-    the position of a sampled draft. `target_V`, `draft_V`: distributions of target and drafter there; `chance_V`: each
-    token's acceptance probability, from `chances`."""
+    """Returns the distance between the distributions of output and target at the position of a sampled draft.
+    `target_V`, `draft_V`: distributions of target and drafter there; `chance_V`: acceptance probabilities, from
+    `chances`."""
     extra_V = (draft_V * (chance_V - chances(_LOSSLESS, target_V, draft_V, None))).clamp_(min=0.0)
     tv = float(extra_V.sum(dtype=torch.float64))
 
@@ -136,11 +132,9 @@ def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
 
 
 def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
-    """Judges one row's chain of sampled drafts by the request's lossy settings `lossy`; returns the number of accepted
-    drafts and the token after them. Records in `ledger` how far each decision deviates from the target's distribution.
-
-    With lossless settings the result equals that of `rules.rejection`, bit for bit.
-    """
+    """Judges one row's chain of sampled drafts by the request's lossy settings. Records in `ledger` how far each
+    decision deviates from the target's distribution. With lossless settings the result equals that of
+    `rules.rejection`, bit for bit."""
     assert row.draft_probs_KV is not None
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     for slot, lossless in enumerate(rules.accept_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)):
@@ -157,10 +151,9 @@ def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
 
 
 def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
-    """Returns for each child of a tree node the probability that the lossy rule accepts it, given that the token
-    sampled from the target is not among the children, and that no earlier child was accepted (b_i in the module's
-    docstring). `target_V`: the target's distribution after the node. `children`: the children's token ids, in the
-    drafter's order."""
+    """Returns for each child of a tree node the probability that the lossy rule accepts it (b_i in the module's
+    docstring): given that the target's own token is not a child, and no earlier child was accepted. `children`: their
+    token ids, in the drafter's order."""
     if not children:
         return []
     ids_N = torch.tensor(children, device=target_V.device)
@@ -174,9 +167,8 @@ def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[flo
 
 
 def tilt_children(target_V: Tensor, children: list[int], chance_N: list[float]) -> Tilt:
-    """Returns the total variation and the Kullback-Leibler divergence between the distributions of output and target
-    after a tree node with certain (deterministic) drafts, the token ids `children`. `target_V`: the target's
-    distribution there; `chance_N`: the children's acceptance chances, from `child_chances`."""
+    """Returns the distance between the distributions of output and target after a tree node with the certain
+    (deterministic) drafts `children`. `target_V`: the target's distribution there; `chance_N`: from `child_chances`."""
     known = target_V[torch.tensor(children, device=target_V.device)].tolist()
     outside = max(1.0 - sum(known), 0.0)
     left = math.prod(1.0 - chance for chance in chance_N)
@@ -213,14 +205,13 @@ def follow(
     `ledger` each decision's distance from the target's distribution. With lossless settings the result equals that of
     `rules.match` along the tree, bit for bit.
 
-    - `tokens`: the nodes' token ids. `parents`: index of each node's parent, -1 for nodes after the anchor (last
-      committed token).
-    - `own`: function (indices of the accepted nodes, from the root) -> the target's own token after them. If it returns
-      a negative token, judging ends with that token as the next token.
+    - `tokens`: the nodes' token ids. `parents`: index of each node's parent, -1 for nodes after the last committed
+      token.
+    - `own`: function (indices of the accepted nodes, from the root) -> the target's own token after them. A negative
+      token ends judging, as the next token.
     - `probs`: function (indices of the accepted nodes) -> the target's distribution after them, [V]; for a greedy
       request at temperature 1.
     - `coin`: function (draft position) -> the random number that decides there. Unused if `is_greedy`.
-    - `is_greedy`: True for a greedy request.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

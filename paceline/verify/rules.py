@@ -42,8 +42,7 @@ from paceline.types import Sequence as Request
 
 
 class RowVerdict(NamedTuple):
-    """Result of judging one row: the number of accepted drafts, and the token after them (not included in the
-    number)."""
+    """Result of judging one row: the number of accepted drafts, and the token after them."""
 
     num_accepted: int
     next_token: int
@@ -51,20 +50,20 @@ class RowVerdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Uniforms:
-    """Random numbers in [0, 1) that decide the verification of one row in one round. They depend only on the request's
-    seed, the token position, the draft position and the decision (see `paceline.rng`)."""
+    """Random numbers in [0, 1) that decide the verification of one row in one round. They depend only on seed, token
+    position, draft position and decision (see `paceline.rng`)."""
 
     seed: int
     anchor_position: int
-    """Index of the last committed token (the anchor) in prompt + answer: `len(seq.tokens) - 1`."""
+    """Index of the last committed token in prompt + answer: `len(seq.tokens) - 1`."""
 
     @classmethod
     def of(cls, seq: Request) -> Uniforms:
         return cls(seq.seed, len(seq.tokens) - 1)
 
     def noise(self, slot: int) -> Noise:
-        """Returns the noise with which the target samples its own token at this slot (draft position); plain decoding
-        uses the same noise there."""
+        """Returns the noise with which the target samples its own token at this slot (draft position), as in plain
+        decoding."""
         return Noise(self.seed, self.anchor_position + slot + 1)
 
     def accept(self, slot: int) -> float:
@@ -82,45 +81,40 @@ class CheckedRow:
 
     draft_tokens: list[int]
     draft_probs_KV: Tensor | None
-    """The distribution that each draft was sampled from, [K, V]. None: the drafts are certain (deterministic, so each
-    has probability 1)."""
+    """The distribution that each draft was sampled from, [K, V]. None: the drafts are certain (deterministic)."""
     uniforms: Uniforms
     draw: Callable[[int], int]
-    """Function from a slot (draft position) to the target's own token there: the one of plain decoding with this
-    seed."""
+    """Function from a slot (draft position) to the target's own token there, as in plain decoding with this seed."""
     target_probs: Callable[[], Tensor]
     """Function that returns the target's distributions, [J, V]: row i before draft i, row K after all drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A verification rule: a function `verify` (one row's drafts and target distributions -> number of accepted drafts
-    and next token), with its name and properties."""
+    """A verification rule: the function `verify`, with its name and properties."""
 
     name: str
     verify: Callable[[CheckedRow], RowVerdict]
     lossless: bool
-    """True if answers have plain decoding's distribution, with any drafter. The statistics of an answer include it."""
+    """True if answers have plain decoding's distribution, with any drafter."""
     needs_probs: bool
-    """True if the rule uses the drafts' distributions. Otherwise it treats all drafts as certain (probability 1).
-    The engine judges certain drafts of sampled rows by `match`, if the rule is lossless and uses distributions."""
+    """True if the rule uses the drafts' distributions; otherwise it treats all drafts as certain (probability 1).
+    Certain drafts of sampled rows are judged by `match` instead, if the rule is lossless and uses distributions."""
     draws: bool = False
-    """True if certain drafts are compared with the target's own samples. Drafters may then predict these samples from
-    the same noise."""
+    """True if certain drafts are compared with the target's own samples, which drafters may then predict from the
+    noise."""
     takes_trees: bool = False
     """True if the rule can judge draft trees, by the target's own samples or by `walk`."""
     walk: Callable[[Tree, Uniforms], list[int]] | None = None
-    """Function that returns the accepted nodes of a tree, root to leaf. Set for a rule that ignores the target's
-    tokens."""
+    """Function that returns the accepted nodes of a tree, root to leaf, for a rule that ignores the target's tokens."""
     survives: Callable[[Uniforms], int] | None = None
-    """Function that returns the number of accepted drafts, not limited by the number of drafts. Set for a rule that
-    ignores the target's tokens."""
+    """Function that returns the number of accepted drafts, not limited by the number of drafts, for a rule that ignores
+    the target's tokens."""
 
 
 def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:
     """Accepts the leading drafts that equal the target's own tokens. `draw(slot)` returns the target's token at a draft
-    position; it is called for one position after the other: up to the first mismatch, or up to the position after the
-    last draft."""
+    position; it is called in order, up to the first mismatch or the position after the last draft."""
     for slot, drafted in enumerate(draft_tokens):
         token = draw(slot)
         if token != drafted:
@@ -129,20 +123,18 @@ def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerd
 
 
 def match(row: CheckedRow) -> RowVerdict:
-    """Accepts drafts that equal the target's own sampled tokens. A certain (deterministic) draft x is accepted with
-    probability target(x), the same as by `rejection`."""
+    """Accepts drafts that equal the target's own sampled tokens."""
     return match_prefix(row.draft_tokens, row.draw)
 
 
 def auto(row: CheckedRow) -> RowVerdict:
-    """Judges certain (deterministic) drafts by `match`: the text is the same as without a drafter. Judges sampled
+    """Judges certain (deterministic) drafts by `match`, so that the text is the same as without a drafter, and sampled
     drafts by `block`, which on average accepts at least as many as `rejection`."""
     return match(row) if row.draft_probs_KV is None else block(row)
 
 
 def rejection(row: CheckedRow) -> RowVerdict:
-    """Judges drafts by rejection sampling, one after the other. Reads a whole distribution only to sample the next
-    token."""
+    """Judges drafts by rejection sampling, one after the other."""
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     for slot, chance in enumerate(accept_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)):
         if not row.uniforms.accept(slot) < chance:  # so put, a chance that is NaN rejects
@@ -151,8 +143,8 @@ def rejection(row: CheckedRow) -> RowVerdict:
 
 
 def block(row: CheckedRow) -> RowVerdict:
-    """Judges all drafts of a row together, by block verification. Tests the longest prefix of the drafts first, then
-    shorter ones, and accepts the first that passes. Usually this reads few whole distributions."""
+    """Judges all drafts of a row together, by block verification: tests the longest prefix first, then shorter ones,
+    and accepts the first that passes. Usually this reads few whole distributions."""
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     probs_J = prefix_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)
     if num_drafted == 0 or row.uniforms.accept(num_drafted - 1) < probs_J[num_drafted]:
@@ -168,8 +160,7 @@ def block(row: CheckedRow) -> RowVerdict:
 
 
 def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[float]:
-    """Returns the probability of each drafted token in its row of `probs_KV`: K numbers. Without `probs_KV` (certain
-    drafts) each is 1.0."""
+    """Returns the probability of each drafted token in its row of `probs_KV`; 1.0 without it (certain drafts)."""
     if probs_KV is None:
         return [1.0] * len(draft_tokens)
     ids_K1 = torch.tensor(draft_tokens, dtype=torch.int64, device=probs_KV.device).unsqueeze(-1)
@@ -178,16 +169,15 @@ def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[floa
 
 def accept_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
     """Returns for each of the K drafts the chance that it is accepted if all earlier drafts are: min(1, its probability
-    in the target / its probability in the drafter). `draft_probs_KV` None: certain drafts, whose probability in the
-    drafter is 1."""
+    in the target / that in the drafter). `draft_probs_KV` None: certain drafts, of probability 1."""
     pairs = zip(drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV), strict=True)
     return [_at_most_one(target, draft) for target, draft in pairs]
 
 
 def prefix_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
     """Returns [pi_0, ..., pi_K]: pi_i is the probability that block verification accepts at least i of a row's K
-    drafts. `draft_probs_KV`: the distributions that the drafts were sampled from; None for certain (deterministic)
-    drafts. `target_probs_JV`: the target's distributions at the J = K + 1 verified positions."""
+    drafts. `draft_probs_KV`: as in `CheckedRow`. `target_probs_JV`: the target's distributions at the J = K + 1
+    verified positions."""
     probs_J = [1.0]
     targets, drafts = drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV)
     for target, draft in zip(targets, drafts, strict=True):
@@ -203,18 +193,18 @@ def _at_most_one(target: float, draft: float) -> float:
 
 
 def stop_prob(prefix_prob: float, residual_mass: float) -> float:
-    """Returns the probability that block verification accepts exactly i drafts, given that it accepts at most i, for i
-    < K (h_i in the module's docstring). `prefix_prob`: probability that it accepts at least i (pi_i, from
-    `prefix_probs`). `residual_mass`: sum of the weights that `residual_after` returns for i accepted drafts."""
+    """Returns h_i of the module's docstring, for i < K: the probability that block verification accepts exactly i
+    drafts, given that it accepts at most i. `prefix_prob`: pi_i, from `prefix_probs`. `residual_mass`: sum of the
+    weights that `residual_after` returns for i accepted drafts."""
     if prefix_prob == 1.0:
         return 1.0  # also if R_i is 0: then every longer prefix is accepted too, and h_i is not needed
     return residual_mass / (residual_mass + 1.0 - prefix_prob)
 
 
 def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, prefix_prob: float = 1.0) -> Tensor:
-    """Returns the weights [V], not normalised, for sampling the token after the first `num_accepted` drafts if the next
-    draft is rejected: max(prefix_prob * target - draft, 0). `prefix_prob`: 1 for rejection sampling; for block
-    verification the entry of `prefix_probs` for `num_accepted`."""
+    """Returns the weights [V], not normalised, for sampling the token after `num_accepted` drafts if the next one is
+    rejected: max(prefix_prob * target - draft, 0). `prefix_prob`: 1 for rejection sampling, else from
+    `prefix_probs`."""
     weights_V = target_probs_JV[num_accepted] * prefix_prob
     if row.draft_probs_KV is not None:
         return weights_V.sub_(row.draft_probs_KV[num_accepted]).clamp_(min=0.0)
@@ -223,8 +213,8 @@ def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, 
 
 
 def draw_residual(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor) -> int:
-    """Samples the token that replaces the first draft after the `num_accepted` accepted ones, from the residual
-    max(target - draft, 0)."""
+    """Samples the token that replaces the draft after `num_accepted` accepted ones, from the residual max(target -
+    draft, 0)."""
     return _draw_residual(row, num_accepted, residual_after(row, num_accepted, target_probs_JV), target_probs_JV)
 
 
@@ -249,12 +239,10 @@ MOCKED = "mocked"
 
 
 def mocked(acceptance: float | Sequence[float] | Marginals) -> Rule:
-    """Returns a rule that accepts as many drafts as `acceptance` prescribes, whatever the target's tokens are; never
-    more than were drafted. Raises ConfigError for a number below 1, and for an invalid curve. `acceptance` is one of
-    three:
+    """Returns a rule that accepts as many drafts as `acceptance` prescribes, whatever the target's tokens are. Raises
+    ConfigError for a number below 1, and for an invalid curve. `acceptance` is one of three:
 
-    - A number: the average tokens per round, including the bonus token. The accepted drafts are spread as evenly as
-      possible over the rounds.
+    - A number: the average tokens per round, including the bonus token, spread as evenly as possible over the rounds.
     - A survival curve: acceptance[i - 1] is the share of rounds in which at least i drafts are accepted. A random
       number for each row and round decides.
     - Marginals (chances of candidates by slot and rank): chains follow the survival curve of the top candidates. In a
