@@ -26,7 +26,7 @@ class GenerationStats(Rounds):
 
     @property
     def total_s(self) -> float:
-        """Seconds from admission (the request gets a row of the KV cache) to the last token, including prefill."""
+        """Seconds from admission (a row of the KV cache) to the last token, including prefill."""
         last = self.timings.token_s[-1] if self.timings.token_s else self.timings.arrival_s
         return last - self.timings.arrival_s - self.timings.queue_s
 
@@ -65,10 +65,10 @@ class Completion:
     text: str
     """Text of the answer, without the stop string or token that ended it."""
     token_ids: list[int]
-    """Token ids of the answer; the token that ended it, if any, is the last."""
+    """Token ids of the answer; a token that ended it is the last."""
     finish_reason: FinishReason | None
     """Why the answer ended: "stop" (an end token, or a stop string) or "length" (the token limit, or a limit of the
-    grammar library llguidance). For a request that fails, `LLM` raises the error instead."""
+    grammar library llguidance). If a request fails, `LLM` raises the error instead."""
     stats: GenerationStats
     """Token counts, acceptance and times."""
     logprobs: list[TokenLogprob]

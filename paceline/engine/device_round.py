@@ -46,14 +46,12 @@ ROUNDS = "device"
 
 
 class Form(NamedTuple):
-    """Properties by which the CUDA graphs of rounds differ: whether some rows are sampled, whether acceptance is mocked
-    (a benchmark prescribes the number of accepted drafts), and the drafter."""
+    """Properties by which the CUDA graphs of rounds differ."""
 
     is_drawn: bool
-    """True if some rows are sampled, by an exponential race (see `race`); the other rows take the most probable
-    tokens."""
+    """True if some rows are sampled, by an exponential race; the other rows take the most probable tokens."""
     is_mocked: bool
-    """True if a table gives the number of accepted drafts, whatever the tokens are (`verify.rules.mocked`)."""
+    """True if a table prescribes the number of accepted drafts (`verify.rules.mocked`)."""
     drafter: DFlashDrafter | None = None
 
     @property
@@ -62,7 +60,7 @@ class Form(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of one row in a device round: its verified drafts, how many were accepted, and the bonus token."""
+    """Result of one row in a device round."""
 
     num_accepted: int
     bonus: int
@@ -108,7 +106,7 @@ class StaticRound(Region):
 
     def compute(self) -> None:
         """Compute one round of all rows that are not idle: draft, verify, update the rows' state and the KV caches of
-        target and drafter. Copies the results to host memory, where `outcomes` reads them."""
+        target and drafter, and copy the results to host memory."""
         state, slot_K = self._rows.first(self._num_rows), self._slot_J[1:] - 1
         self.marks.set(0)
         tokens_BJ, confidence_BK, width_B = self._draft(state.is_live_B)
@@ -182,30 +180,28 @@ class StaticRound(Region):
         return outcomes
 
     def logits_JV(self, row: int, count: int) -> Tensor:
-        """Returns the target's logits [count, vocabulary size] at the first `count` verified positions of a cache row,
-        from the latest round."""
+        """Returns the target's logits [count, V] at the first `count` verified positions of a row in the latest
+        round."""
         return self.target_pass.logits_TV.unflatten(0, (self._num_rows, -1))[row, :count]
 
 
 class DeviceRounds:
-    """Runs one engine's device rounds: whole decode rounds (draft, verify, commit), each captured as one CUDA graph. A
-    batch qualifies if it has at most one drafter (DFlash v1), no prompt lookup drafts, no trees, no log-probabilities,
-    and no request for which `round.is_shaped` is True, such as one with a grammar or penalties."""
+    """Runs one engine's device rounds: whole decode rounds, each captured as one CUDA graph. A batch qualifies if it
+    has at most one drafter (DFlash v1), no prompt lookup drafts, no trees, no log-probabilities, and no request for
+    which `round.is_shaped` is True."""
 
     def __init__(self, target: GraphDecoder, pool: Pool, judge: RuleJudge) -> None:
         assert target.recorder is not None
         self._target, self._pool, self._judge, self._recorder = target, pool, judge, target.recorder
         self.counts = Counter[str]()
-        """Numbers of rounds. The key ROUNDS counts device rounds; each reason counts the rounds that did not qualify
-        because of it. "whole distribution" counts rows of device rounds that the host sampled."""
+        """Numbers of rounds: device rounds (ROUNDS), and for each reason the rounds that did not qualify. "whole
+        distribution" counts rows of device rounds that the host sampled."""
 
     @classmethod
     def of(cls, target: Target, pool: Pool, judge: RuleJudge, wanted: bool | None) -> DeviceRounds | None:
-        """Creates an engine's device rounds, or returns None if the engine does not use them. `wanted`: True or False;
-        None decides by the target: yes if its passes are captured as CUDA graphs.
-
-        Raises ConfigError if `wanted` is True and the target cannot compute device rounds.
-        """
+        """Creates an engine's device rounds; None if it does not use them. `wanted` None: use them if the target's
+        passes are captured as CUDA graphs. Raises ConfigError if `wanted` is True and the target cannot compute
+        them."""
         can = isinstance(target, GraphDecoder) and can_record(target.config)
         if wanted and not can:
             raise ConfigError(
@@ -217,8 +213,8 @@ class DeviceRounds:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Capture the CUDA graphs of rounds, greedy and sampled: graphs without drafts, and graphs with drafts if the
-        pool's only drafter is a DFlash v1 drafter. Does nothing if graphs are captured at their first use."""
+        """Capture the CUDA graphs of rounds, greedy and sampled, without drafts, and with drafts if the pool's only
+        drafter is a DFlash v1 drafter. Does nothing if graphs are captured at their first use."""
         if self._recorder.records_late:
             return
         paths = [each for each in self._pool.drafters if isinstance(each, DFlashDrafter) and each.round_path]
@@ -239,8 +235,8 @@ class DeviceRounds:
         return target.rounds["rows"]
 
     def _recordings(self, form: Form) -> Recordings[StaticRound]:
-        """Returns the CUDA graphs of this form and the present tap layers; the drafter's path, or else the target,
-        stores them."""
+        """Returns the CUDA graphs of this form and the present tap layers, stored by the drafter's path, or else the
+        target."""
         target, rows = self._target, self._rows
         recordings = form.path.rounds if form.path else target.rounds
         key = form.is_drawn, form.is_mocked, target.tap_layers
@@ -260,11 +256,11 @@ class DeviceRounds:
         return recordings[key]
 
     def __call__(self, batch: Batch) -> RoundStats | None:
-        """Computes one round like `decode_round`, but verifies the planned drafts whatever their confidence.
+        """Computes one round like `decode_round`, but verifies the planned drafts whatever their confidence. Returns
+        None if the batch does not qualify or its shape is not captured.
 
-        Returns None, and changes nothing but the count of the reason, if the batch does not qualify or its shape is not
-        captured. Seconds of drafting and verifying are measured within the round (`Marks`), or else estimated by the
-        bytes of weights that drafter and target read.
+        Seconds of drafting and verifying are measured within the round, or estimated by the bytes of weights that
+        drafter and target read.
         """
         drafter, reason = self._qualified(batch)
         if reason:

@@ -18,8 +18,8 @@ from paceline.verify.rules import Rule, Uniforms
 
 
 class RowValues(NamedTuple):
-    """Decoding state and sampling parameters of one cache row. On the device, the fields from `length` to `top_k` are
-    integers, the later ones float64. A row with only zeros is idle (no request)."""
+    """Decoding state and sampling parameters of one cache row. On the device, the fields up to `top_k` are integers,
+    the later ones float64. A row with only zeros is idle (no request)."""
 
     length: int = 0
     anchor: int = 0
@@ -48,8 +48,7 @@ class RowValues(NamedTuple):
 
     @property
     def decisive(self) -> tuple[float, ...]:
-        """The values on which the row's next round depends, for comparing two states of the row; empty for an idle
-        row."""
+        """The values on which the row's next round depends; empty for an idle row."""
         return (*self._replace(most=self.width),) if self.left > 0 else ()
 
 
@@ -58,8 +57,7 @@ _NUM_INTS = 6
 
 @dataclass(slots=True)
 class RowState:
-    """State of the first B cache rows as device tensors [B]: cached length, last committed token, tokens left to
-    generate, maximum drafts, and sampling parameters. Writing to them changes the rows."""
+    """State of the first B cache rows as device tensors [B]; writing to them changes the rows."""
 
     length_B: Tensor
     anchor_B: Tensor
@@ -76,8 +74,8 @@ class RowState:
         return torch.minimum(self.most_B, self.left_B - 1).clamp(min=0)
 
     def move(self, accepted_B: Tensor, bonus_B: Tensor) -> None:
-        """Commit the accepted drafts and the bonus token of each row that is not idle. A row with a negative bonus
-        token becomes idle."""
+        """Commit the accepted drafts and the bonus token of each row. A row with a negative bonus token becomes
+        idle."""
         is_sound_B = bonus_B >= 0
         gained_B = (accepted_B + 1) * (self.is_live_B & is_sound_B)
         self.anchor_B.copy_(torch.where(gained_B > 0, bonus_B, self.anchor_B))
@@ -87,8 +85,8 @@ class RowState:
 
 class DeviceRows:
     """Decoding state and sampling parameters of all cache rows, on the device, where each round updates them. The host
-    overwrites them with its own values only if the two differ: a row joined or left, its number of drafts changed, or
-    its answer was cut short."""
+    overwrites them only if they differ from its own values: a row joined or left, its number of drafts changed, or its
+    answer was cut short."""
 
     def __init__(self, num_rows: int, max_len: int, device: torch.device) -> None:
         self._max_len, is_cuda = max_len, device.type == "cuda"
@@ -101,7 +99,7 @@ class DeviceRows:
         self._mocked: dict[int, tuple[Rule, Sequence]] = {}
 
     def first(self, num_rows: int) -> RowState:
-        """Returns state and sampling parameters of the first `num_rows` rows, as views of the device tensor."""
+        """Returns the state of the first `num_rows` rows, as views of the device tensor."""
         ints, floats = self.values[:_NUM_INTS, :num_rows], self.values[_NUM_INTS:, :num_rows].view(torch.float64)
         length_B, anchor_B, left_B, most_B, seed_B, top_k_B = ints.unbind()
         return RowState(length_B, anchor_B, left_B, most_B, Draws(seed_B, top_k_B, *floats.unbind()))
@@ -112,9 +110,9 @@ class DeviceRows:
         self._known = [RowValues()] * len(self._known)
 
     def set(self, sequences: list[Sequence], most_B: list[int]) -> None:
-        """Prepare the next round: the row of `sequences[i]` drafts at most `most_B[i]` tokens, and all rows without one
-        of these sequences are idle. Makes at most one copy to the device and does not wait for it. Call it again only
-        after the round has ended, because the next call overwrites the copied buffer."""
+        """Prepare the next round: the row of `sequences[i]` drafts at most `most_B[i]` tokens, and all other rows are
+        idle. Makes at most one copy to the device and does not wait for it: call it again only after the round has
+        ended, because the next call overwrites the copied buffer."""
         wanted = [RowValues()] * len(self._known)
         for seq, most in zip(sequences, most_B, strict=True):
             wanted[seq.row] = RowValues.of(seq, most)
@@ -128,8 +126,7 @@ class DeviceRows:
         self._known = wanted
 
     def moved(self, row: int, num_accepted: int, bonus: int) -> None:
-        """Update the host's copy of a row with the result that the device computed: the number of accepted drafts and
-        the bonus token. A negative bonus token makes the row idle."""
+        """Update the host's copy of a row with the device's result. A negative bonus token makes the row idle."""
         known = self._known[row]
         if bonus < 0:
             self._known[row] = known._replace(left=0)
@@ -138,9 +135,8 @@ class DeviceRows:
         self._known[row] = known._replace(length=known.length + gained, anchor=bonus, left=known.left - gained)
 
     def mock(self, rule: Rule, sequences: list[Sequence]) -> None:
-        """Store how many drafts the verification rule `rule` accepts in each of these requests, for every number of
-        cached tokens from the present one on. `survivors` returns these numbers. `rule` must be a mocked rule: it
-        prescribes how many drafts are accepted, whatever the tokens are."""
+        """Store how many drafts the mocked `rule` accepts in each of these requests, for every number of cached tokens
+        from the present one on."""
         assert rule.survives is not None
         if self._survivors_RS is None:
             self._survivors_RS = torch.zeros(
@@ -154,15 +150,15 @@ class DeviceRows:
             self._mocked[seq.row] = rule, seq
 
     def survivors(self, length_B: Tensor) -> Tensor:
-        """Returns how many drafts each of the first B rows accepts at its present number of cached tokens (`length_B`),
-        as stored by `mock`: [B]. A number may exceed the row's number of drafts."""
+        """Returns the numbers [B] stored by `mock` for the first B rows at their cached lengths `length_B`; they may
+        exceed a row's number of drafts."""
         assert self._survivors_RS is not None
         return self._survivors_RS[: len(length_B)].gather(1, length_B.clamp(max=self._max_len - 1)[:, None])[:, 0]
 
 
 class Marks:
-    """Measures how long the parts of one captured computation take, by time marks between them: events in its CUDA
-    graph, or the host's clock on other devices."""
+    """Measures how long the parts of one captured computation take: by events in its CUDA graph, or the host's
+    clock."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._times = [0.0] * count
@@ -178,8 +174,7 @@ class Marks:
             self._times[index] = time.perf_counter()
 
     def seconds(self) -> list[float] | None:
-        """Returns the seconds between consecutive marks of the latest run, or None if they cannot be measured. The run
-        must have ended."""
+        """Returns the seconds between consecutive marks of the latest run, which must have ended; None if unknown."""
         if self._is_cuda:
             pairs = zip(self._events, self._events[1:], strict=False)
             return [1e-3 * first.elapsed_time(last) for first, last in pairs] or None
@@ -188,7 +183,7 @@ class Marks:
 
 @functools.cache
 def can_time_graphs(device: torch.device) -> bool:
-    """True if this device can measure time by events within a CUDA graph. Tests it with a tiny graph."""
+    """True if events within a CUDA graph can measure time on this device; tests it with a tiny graph."""
     try:
         first, last = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
         number, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()

@@ -50,8 +50,7 @@ class Chunk:
     sequence: Sequence
     token_ids: list[int]
     text: str
-    """Text that became final in this step. Text that ends in an incomplete character or in a possible stop string is
-    withheld; a later chunk has it."""
+    """Text that became final in this step; an incomplete character or a possible stop string is withheld."""
     finish_reason: FinishReason | None = None
     """Reason why the answer ended; None if it goes on. For "error", `sequence.error` has the exception."""
 
@@ -80,12 +79,14 @@ class Engine:
         """`drafter`: the drafter, or a pool of drafters by name, the default first. `router` chooses one for requests
         with a `Route` that names none, unless they set `max_drafted`. `judge` decides which drafts are accepted; None:
         by the rule "auto". `planner` None: every round verifies all drafts, and chunks have `prefill_chunk` prompt
-        tokens. `lookups` adds prompt lookup drafts to the drafter's own. `most_predicted`: maximum drafts per round
-        from a request's prediction; None: 31. `eos_token_ids`: tokens that end answers. `allow_lossy` permits lossy
-        rules, with at most `max_tv` mean total variation per answer. `device_rounds`: compute each qualifying round as
-        one CUDA graph (`device_round.py`); None: if the target's passes are captured as CUDA graphs. Raises
-        DrafterMismatchError if a drafter does not fit the target, ConfigError if the target cannot do
-        `device_rounds`."""
+        tokens. `lookups` adds prompt lookup drafts. `most_predicted`: maximum drafts per round from a request's
+        prediction; None: 31. `eos_token_ids`: tokens that end answers. `allow_lossy` permits lossy rules, with at most
+        `max_tv` mean total variation per answer. `device_rounds`: compute each qualifying round as one CUDA graph
+        (`device_round.py`); None: if the target's passes are captured.
+
+        Raises DrafterMismatchError if a drafter does not fit the target, ConfigError if the target cannot do
+        `device_rounds`.
+        """
         self.target, self.tokenizer = target, tokenizer
         self.planner = planner or FixedPlanner(most_chunk=prefill_chunk)
         self.pool = Pool(
@@ -120,13 +121,13 @@ class Engine:
         return self.pool.drafter
 
     def swap(self, drafter: Drafter) -> None:
-        """Replace the default drafter for new requests. Requests that already have a cache row keep their drafter.
-        Raises DrafterMismatchError, and changes nothing, if the drafter does not fit the target."""
+        """Replace the default drafter for new requests. Raises DrafterMismatchError, and changes nothing, if the
+        drafter does not fit the target."""
         self.pool.swap(drafter)
         self._forget(drafter.name)
 
     def put(self, name: str, drafter: Drafter) -> None:
-        """Add `drafter` to the pool under this name, or replace the one with this name for new requests. Raises
+        """Add `drafter` to the pool under this name, in place of one with this name for new requests. Raises
         DrafterMismatchError, or ConfigError for a reserved name, and changes nothing then."""
         self.pool.put(name, drafter)
         self._forget(name)
@@ -154,10 +155,9 @@ class Engine:
         trial_drafter: Drafter | None = None,
     ) -> int:
         """Queue a request; returns its id. `constraint`: state of the request's grammar, if the caller has compiled it
-        (`grammars.compile`). `route`: names the request's drafter in the pool, or gives its request classes, by which
-        the router chooses one. `trial_drafter`: a drafter outside the pool, bound to the target, for this request only;
-        the request then goes to the front of the queue. Raises PromptError, ContextLengthError or SamplingError for
-        invalid input."""
+        (`grammars.compile`). `route`: names the request's drafter, or gives its classes for the router.
+        `trial_drafter`: a drafter outside the pool, bound to the target, for this request only, which then goes to the
+        front of the queue. Raises PromptError, ContextLengthError or SamplingError for invalid input."""
         params = params or SamplingParams()
         self._check(prompt_ids, params)
         if params.grammar and constraint is None:
@@ -216,9 +216,9 @@ class Engine:
         return seq
 
     def record(self, most_drafted: int = 0, *, grows_trees: bool = False) -> None:
-        """Capture the passes of target and drafters as CUDA graphs, if the device uses them. Takes seconds. Verify
-        passes are captured for up to `most_drafted` drafts per round, or more if a drafter makes more. With
-        `grows_trees` they are captured for the largest draft tree."""
+        """Capture the passes of target and drafters as CUDA graphs, if the device uses them; takes seconds. Verify
+        passes are captured for up to `most_drafted` drafts per round, or more if a drafter makes more; with
+        `grows_trees` for the largest draft tree."""
         most = max(most_drafted, *(drafter.num_drafted for drafter in self.pool.drafters))
         for source in (self.pool.lookups, self.pool.predictions):
             most = max(most, source.num_drafted) if most and source else most
@@ -229,8 +229,8 @@ class Engine:
             self.device_rounds.record()
 
     def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager: within it prefill chunks have the maximum size, even while other rows decode. For
-        answers that are not streamed."""
+        """Returns a context manager within which prefill chunks have the maximum size, for answers that are not
+        streamed."""
         return self.planner.chunks.whole() if isinstance(self.planner, AdaptivePlanner) else contextlib.nullcontext()
 
     @torch.inference_mode()
@@ -391,7 +391,7 @@ class Engine:
             self._trial_drafters.pop(seq.request_id, None)
 
     def check_integrity(self) -> None:
-        """Assert that the engine's bookkeeping is consistent. Fast enough to call after every step of a test."""
+        """Assert that the engine's bookkeeping is consistent; fast enough for every step of a test."""
         self.scheduler.check_integrity()
         alive = {
             seq.request_id for seq in (*self.scheduler.waiting, *self.scheduler.prefilling, *self.scheduler.running)

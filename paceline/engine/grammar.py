@@ -38,13 +38,11 @@ _LEAST = -1e30
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, from any thread. It may be used by several engines one after another.
-
-    The first compilation reads the vocabulary, which takes about a second and holds the GIL; later ones do not hold it.
-    """
+    """Compiles grammars for one tokenizer, from any thread. Several engines may use it one after another. The first
+    compilation reads the vocabulary, which takes about a second and holds the GIL."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """`tokenizer`: an object whose field `backend` is a `tokenizers.Tokenizer`; it is not used before the first
+        """`tokenizer`: an object whose field `backend` is a `tokenizers.Tokenizer`; not used before the first
         grammar."""
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._vocabulary: LLTokenizer | None = None
@@ -146,10 +144,8 @@ def _refusal(spec: GrammarSpec, reason: str) -> SamplingError:
 
 
 class Grammar:
-    """Grammar state of one answer: which tokens may come next.
-
-    If the answer exceeds llguidance's limits, `has_failed` is True and only the end token is allowed.
-    """
+    """Grammar state of one answer. If the answer exceeds llguidance's limits, `has_failed` is True and only the end
+    token is allowed."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -159,12 +155,11 @@ class Grammar:
         tokens."""
 
     def follow(self, seq: Sequence, drafts: list[int], corrects: bool = False) -> list[int]:
-        """Returns the leading drafts that the grammar allows, up to the first refused one. Also stores for `mask` which
-        tokens are allowed at the position of each returned draft and at the position after the last one; nothing is
-        stored after an end token.
+        """Returns the leading drafts that the grammar allows. Also stores for `mask` which tokens are allowed at the
+        position of each returned draft and after the last one; nothing is stored after an end token.
 
         `corrects`: replace a refused draft if the grammar allows only one token at its position, and check the next
-        drafts too. The target can generate only this token there, so the replacement will be accepted.
+        drafts too. The target can generate only this token there, so it will be accepted.
         """
         matcher = self._matcher
         matcher.consume_tokens(seq.tokens[seq.prompt_len + self._num_consumed :])
@@ -192,12 +187,11 @@ class Grammar:
 
     def mask(self, seq: Sequence, logits_JV: Tensor) -> Tensor:
         """Returns a copy of the logits [J, V] of a row's J verified positions in which tokens that the grammar refuses
-        are -inf. Positions after a refused draft are not masked: they are never used, because that draft cannot be
-        accepted.
+        are -inf. Positions after a refused draft are not masked, because they are never used.
 
-        The grammar has priority over bias, bad words and an unreached minimum length. If the request has one of these
-        settings, the copy is float32, and logits of tokens that the grammar allows are raised to at least -1e30. A
-        token that these settings forbid is then generated only where the grammar allows no other token.
+        The grammar has priority over bias, bad words and an unreached minimum length: with one of these, the copy is
+        float32, and logits of allowed tokens are raised to at least -1e30. Tokens that these settings forbid are then
+        generated only where the grammar allows no other token.
         """
         if not self._masks or self._num_consumed != seq.num_output:
             self.follow(seq, [])
@@ -225,12 +219,12 @@ def _only(mask: bytes) -> int | None:
 
 def within_grammars(batch: Batch, draft: DraftBlock) -> DraftBlock:
     """Shortens the drafts of rows with a grammar, and returns the drafts of all rows. A tree of such a row is first
-    replaced by its path of top tokens. Drafts after the first one that the grammar refuses are removed, because they
-    cannot be accepted. What happens to the refused draft depends on the row:
+    replaced by its path of top tokens. Drafts after the first one that the grammar refuses are removed. The refused
+    draft itself:
 
-    - Greedy rows, and rows with certain (deterministic) drafts: it is removed. But if the grammar allows only one token
-      at its position, this token replaces it, and the next drafts are checked too.
-    - Rows with sampled drafts: it is kept as the last draft. Verification replaces it by a sample from the residual
+    - Greedy rows, and rows with certain (deterministic) drafts: it is removed, or replaced if the grammar allows only
+      one token there; then the next drafts are checked too.
+    - Rows with sampled drafts: it is kept as the last draft, and verification replaces it by a sample from the residual
       distribution. Removing it would change the distribution of the output.
     """
     if all(seq.constraint is None for seq in batch.sequences):

@@ -113,14 +113,12 @@ class LLM:
 
     @classmethod
     def of(cls, config: EngineConfig, **more: Any) -> LLM:
-        """Creates an LLM from a complete config, as the commands do. `more`: other arguments of LLM, such as `router`;
-        they replace values of the config."""
+        """Creates an LLM from a complete config. `more`: other arguments of LLM, which replace values of the config."""
         return cls(**(asdict(config) | more))
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all KV caches: the target's and the drafters'. Requests do not change the number; adding or removing
-        drafters may."""
+        """Bytes of all KV caches, the target's and the drafters'. Requests do not change the number."""
         return self.target.cache.num_bytes + memory_of(self.engine.pool.drafters, self.target).cache_bytes
 
     def new_engine(self, drafter: Drafter | Mapping[str, Drafter]) -> Engine:
@@ -150,21 +148,20 @@ class LLM:
         return self.config.speculation.adapts and self.config.mocked is None
 
     def _pool_changed(self) -> None:
-        """Update the default drafter. If idle, capture the passes as CUDA graphs; otherwise rounds run eagerly until a
+        """Update the default drafter. If idle, capture the passes as CUDA graphs; else rounds run eagerly until a
         change while idle."""
         self.drafter = self.engine.drafter
         if not self.engine.has_work:
             self.record_passes(self.engine)
 
     def record_passes(self, engine: Engine) -> None:
-        """Capture the passes of this engine's rounds as CUDA graphs, if the device uses them. Existing graphs are
+        """Capture the passes of this engine's rounds as CUDA graphs, if the device uses them; existing ones are
         reused."""
         grows = self.config.trees if self._adapts else self.config.speculation.num_nodes > 0
         engine.record(LATER if self.router else 0, grows_trees=grows)
 
     def _planner_of(self, *drafters: Drafter) -> Planner:
-        """Returns the planner of these drafters. An adaptive planner is kept with the first drafter, with its
-        estimates."""
+        """Returns the planner of these drafters; an adaptive one is kept with the first drafter, with its estimates."""
         chunk = self.config.prefill_chunk
         if not self._adapts:
             num_nodes, mock = self.config.speculation.num_nodes, self.config.mocked
@@ -184,8 +181,7 @@ class LLM:
 
     def make_drafter(self, drafter: str | Drafter | None, **options: Any) -> Drafter:
         """Creates the drafter with this name or path for this target, with as many drafts as the config sets; `options`
-        go to its constructor. A Drafter object is returned as it is. Raises the errors of
-        `draft.registry.make_drafter`."""
+        go to its constructor. Returns a Drafter object as it is. Raises the errors of `draft.registry.make_drafter`."""
         if not isinstance(drafter, Drafter) and options.get("num_drafted") is None:
             options["num_drafted"] = self.config.most_drafted
         return make_drafter(drafter, self.target, target_name=self.config.model, **options)
@@ -201,8 +197,7 @@ class LLM:
 
     @property
     def members(self) -> dict[str, Member]:
-        """The pool's drafters by name, each as a copy of its entry (`Member`). "none" is always available in
-        addition."""
+        """The pool's drafters by name, each as a copy of its entry. "none" is always available in addition."""
         return {name: replace(member) for name, member in self.engine.pool.members.items()}
 
     def use_members(self, members: Mapping[str, Member]) -> None:
@@ -225,7 +220,7 @@ class LLM:
         self.drafter = self.engine.drafter
 
     def put_drafter(self, name: str, drafter: Drafter) -> None:
-        """Add a drafter to the pool under this name. It replaces one with the same name; running requests keep the old
+        """Add a drafter to the pool under this name, in place of one with the same name; running requests keep the old
         one. Raises DrafterMismatchError if it does not fit the target, or ConfigError for a reserved name, and then
         changes nothing."""
         self.engine.put(name, drafter)
@@ -239,8 +234,7 @@ class LLM:
         self._pool_changed()
 
     def remove_drafter(self, name: str) -> None:
-        """Stop giving this drafter to new requests, and remove it when its last request ends. Raises ConfigError for an
-        unknown name."""
+        """Remove this drafter; running requests keep it. Raises ConfigError for an unknown name."""
         self.engine.remove(name)
         self._pool_changed()
 
@@ -252,9 +246,9 @@ class LLM:
         self._replace_engine(members)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the model's weights, for example after a policy update. `tensors`: new tensors of the same shapes, by
-        their Hugging Face names. The drafters stay; all cached keys, values and features are discarded. Raises
-        ConfigError while answers are running, and the errors of `Target.load_weights`; nothing has changed then."""
+        """Replace the model's weights, for example after a policy update. `tensors`: by their Hugging Face names, of
+        the same shapes. The drafters stay; cached keys, values and features are discarded. Raises ConfigError while
+        answers are running, and the errors of `Target.load_weights`; nothing has changed then."""
         self._refuse_while_running("weights cannot change")
         members = self.members
         self.target.load_weights(tensors.items())
@@ -267,7 +261,7 @@ class LLM:
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Returns the token ids of a conversation, by the model's chat template. `tools`: tool definitions,
-        `variables`: further values for the template. Raises PromptError if the template is missing or fails, or if a
+        `variables`: further values for the template. Raises PromptError if the template is missing or fails, or a
         message is malformed."""
         return chat_ids(self.tokenizer, messages, tools or (), variables)
 
@@ -277,7 +271,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
-        """Answers each conversation, a list of messages. Returns the answers in the same order. Raises the errors of
+        """Answers conversations, each a list of messages; returns the answers in the same order. Raises the errors of
         `encode_chat`; other arguments and errors: see `generate_ids`."""
         with way_out(_RAW_TEXT):
             prompts = [self.encode_chat(messages) for messages in conversations]
@@ -289,8 +283,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
-        """Continues each raw text, without a chat template. Returns the answers in the same order. Raises PromptError
-        for one text instead of a list; other arguments and errors: see `generate_ids`."""
+        """Continues raw texts, without a chat template; returns the answers in the same order. Raises PromptError for
+        one text instead of a list; other arguments and errors: see `generate_ids`."""
         if isinstance(prompts, str):
             raise PromptError("prompts is one text: give a list of texts, as in [text]")
         return self.generate_ids([self.tokenizer.encode(prompt) for prompt in prompts], params, on_chunk)
@@ -301,12 +295,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
-        """Continues each prompt, a list of token ids. Returns the answers in the same order. `params`: one for all
-        prompts, or a list with one for each. `on_chunk`: function called with each `Chunk` of new output. Without it,
-        and if no stream is open, prefill chunks have the maximum size: the batch as a whole finishes sooner. Raises
-        PromptError for one prompt instead of a list, SamplingError if `params` are not as many as the prompts, the
-        errors of `Engine.add`, and the error of a request that fails. An error or interrupt aborts all requests of this
-        call."""
+        """Continues prompts, each a list of token ids; returns the answers in the same order. `params`: one for all
+        prompts, or one for each. `on_chunk`: called with each `Chunk` of new output. Without it, and if no stream is
+        open, prefill chunks have the maximum size: the batch as a whole finishes sooner.
+
+        Raises PromptError for one prompt instead of a list, SamplingError if `params` are not as many as the prompts,
+        the errors of `Engine.add`, and the error of a request that fails. An error or interrupt aborts all requests of
+        this call.
+        """
         if any(isinstance(prompt, int) for prompt in prompts):
             raise PromptError("prompts is one list of token ids: give a list of such lists, as in [token_ids]")
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
@@ -331,8 +327,7 @@ class LLM:
     def stream(self, prompt: list[Message] | str | list[int], params: SamplingParams | None = None) -> Generator[Chunk]:
         """Yields the new output of one answer after each step that adds to it. `prompt`: messages for the chat
         template, raw text, or token ids. Several streams may be read alternately, and other answers generated between
-        two chunks; each stream gets only its own chunks. Raises the errors of `encode_chat` and `Engine.add`, and the
-        error of a request that fails."""
+        two chunks. Raises the errors of `encode_chat` and `Engine.add`, and the error of a request that fails."""
         with contextlib.closing(self._answer([(self._ids_of(prompt), params)])) as answering:
             for _, chunk in answering:
                 yield chunk
@@ -382,8 +377,8 @@ def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:
 
 
 def _fit_budget(config: EngineConfig, target: Target, drafters: list[Drafter]) -> None:
-    """Allocate as many cache rows as fit in the memory budget, at most max_batch. Raises MemoryBudgetError if none
-    fits."""
+    """Allocate as many cache rows as fit in the memory budget, at most max_batch. Raises MemoryBudgetError if not even
+    one fits."""
     if config.kv_memory is None:
         return
     row_bytes = target.cache.num_bytes + memory_of(drafters, target).cache_bytes

@@ -23,9 +23,8 @@ NO_TOKEN = -1
 
 
 def checked_row(seq: Sequence, tokens: list[int], draft_probs_KV: Tensor | None, logits_JV: Tensor) -> CheckedRow:
-    """Returns the inputs of a verification rule for one sampled row: its drafts (`tokens`), the distributions that they
-    were sampled from (`draft_probs_KV`; None for certain drafts), and the target's distributions, computed from
-    `logits_JV`: the logits of the row's J verified positions, after bias, penalties and grammar."""
+    """Returns a verification rule's input for one sampled row. `tokens`, `draft_probs_KV`: as in `CheckedRow`.
+    `logits_JV`: the target's logits at the J verified positions, after bias, penalties and grammar."""
     uniforms = Uniforms.of(seq)
     return CheckedRow(
         tokens,
@@ -41,10 +40,8 @@ def judge_lossy(
 ) -> tuple[RowVerdict, list[int]]:
     """Judges one row's drafts (`tokens`, a chain, or the nodes of `tree`) by its lossy rule. Returns (verdict, indices
     of the accepted drafts, root to leaf). The verdict's next token is NO_TOKEN if the logits give no distribution.
-
-    `draft_probs_KV`: distributions that the drafts were sampled from; None for certain (deterministic) drafts.
-    `logits_JV`: the model's own logits after the anchor (last committed token), then after each draft.
-    """
+    `draft_probs_KV`: as in `CheckedRow`. `logits_JV`: the model's own logits after the last committed token, then after
+    each draft."""
     assert seq.params.lossy is not None and seq.ledger is not None
     params, uniforms, lossy = seq.params, Uniforms.of(seq), seq.params.lossy
     if tree is None:

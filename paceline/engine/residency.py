@@ -2,18 +2,16 @@
 their names, and their weights are on disk only.
 
 A request never waits for a drafter. A request that names a released drafter starts at once with the default drafter,
-which is never released, and uses it to its end; the text is the target's all the same. Meanwhile a separate thread
-reads and prepares the named drafter, one drafter at a time, so that neither the engine's thread nor the disk is
-blocked. The engine's thread puts the drafter into the pool when the next request is assigned a drafter; no other thread
-changes the pool. If requests waited, one customer's first token would be as late as a disk is slow; loading in the
-engine's thread would delay all.
+which is never released, and uses it to its end; the text is the same. Meanwhile a separate thread reads and prepares
+the named drafter, one drafter at a time. The engine's thread puts it into the pool when the next request is assigned a
+drafter; no other thread changes the pool.
 
 Another drafter is released first, to make room: the one that the fewest of the latest requests named; of several, the
-least recently used one. A drafter with running requests is never released. If all have some, nothing is loaded until a
+least recently used one. A drafter with running requests is never released; if all have some, nothing is loaded until a
 request arrives while one is idle. The wanted drafter must be requested more than twice as often as the one that it
-replaces: without that rule, customers of about equal traffic would replace one another all the time, and loading takes
-more time than it saves. If several drafters are wanted, only the latest is loaded; an earlier one is wanted again at
-its next request.
+replaces: otherwise customers of about equal traffic would replace one another all the time, and loading takes more time
+than it saves. If several drafters are wanted, only the latest is loaded; an earlier one is wanted again at its next
+request.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ from paceline.types import LOOKUP, NONE
 RETRY_S = 60.0
 """Seconds after which a drafter that could not be loaded is tried again, at its next request."""
 RECENT_PER_DRAFTER, MORE_OFTEN = 16, 2
-"""Number of latest requests that are counted, for each drafter in memory; a drafter replaces one that was requested
-less than 1 / MORE_OFTEN times as often."""
+"""Latest requests that are counted, for each drafter in memory; a drafter replaces one that was requested less than 1 /
+MORE_OFTEN times as often."""
 log = logging.getLogger("paceline.draft")
 
 
@@ -51,7 +49,7 @@ class ReleasedDrafter(NoDrafter):
         """`source`, `stamp`: name or path of the drafter, and state of its files (`registry.origin_of`)."""
         self.source, self.stamp = source, stamp
         self.failure = ""
-        """Error of the latest attempt to load the drafter, kept until it is loaded; empty if no attempt failed."""
+        """Error of the latest attempt to load the drafter; empty if it did not fail."""
         self.retry_at = 0.0
         """Time (time.monotonic) from which loading may be tried again."""
 
@@ -61,9 +59,9 @@ class ReleasedDrafter(NoDrafter):
 
 
 class Residency:
-    """Releases and loads drafters of a pool, so that at most `most` are in memory; more only while more of them have
-    running requests. Counts only drafters that could be released (`can_release`). Used only by the engine's thread;
-    counters may be read by any."""
+    """Releases and loads drafters of a pool, so that at most `most` of those that could be released (`can_release`) are
+    in memory; more only while more have running requests. Used only by the engine's thread; any thread may read its
+    counters."""
 
     def __init__(self, most: int, target: Target, make: Callable[[str], Drafter], kv_memory: int | None) -> None:
         """`target`: the model that loaded drafters are bound to. `make`: creates a drafter, given its name or path.
@@ -92,9 +90,8 @@ class Residency:
         return "ready"
 
     def turn(self, pool: Pool) -> None:
-        """Put a drafter whose loading is finished into the pool. Begin to load a drafter that was requested while it
-        was not in memory. Release drafters until few enough are in memory. Called before a request is assigned a
-        drafter."""
+        """Put a drafter whose loading is finished into the pool, begin to load one that was requested, and release
+        others until few enough are in memory. Called before a request is assigned a drafter."""
         self.take_in(pool)
         if self._loading is None and (member := pool.members.get(self._wanted)):
             released, often = member.drafter, self._requests[self._wanted]
@@ -104,19 +101,15 @@ class Residency:
         self._make_room(pool, self.most - (self._loading is not None))
 
     def take_in(self, pool: Pool) -> None:
-        """Put a drafter whose loading is finished into the pool. Releases no drafter: room was made before loading
-        began."""
+        """Put a drafter whose loading is finished into the pool. Room was made before loading began."""
         if self._loading and self._loading[2].done():
             self._take(pool, *self._loading)
             self._loading = None
 
     def started(self, pool: Pool, name: str, drafter: str) -> None:
-        """Record that a new request uses the drafter named `drafter`. `name`: the drafter that the request named; "" if
-        it named no drafter.
-
-        If the drafter that the request named is not in memory, another one was used in its place. The named drafter is
-        then loaded once there is room for it, but not within 60 seconds (RETRY_S) after a failed attempt.
-        """
+        """Record that a new request uses the drafter named `drafter`. `name`: the drafter that it requested, or "". If
+        that one is not in memory, it is loaded once there is room for it, but not within 60 seconds (RETRY_S) after a
+        failed attempt."""
         self._touch(drafter)
         member = pool.members.get(name)
         self._count(name if member else drafter)
@@ -127,8 +120,7 @@ class Residency:
                 self.turn(pool)
 
     def put(self, pool: Pool, name: str) -> None:
-        """Record that the drafter `name`, which was put into the pool, was used now. Release others if too many are in
-        memory."""
+        """Record that the drafter `name`, which was put into the pool, was used now. Release others if needed."""
         self._touch(name)
         self._count(name)
         self._make_room(pool, self.most - (self._loading is not None), keep=name)
@@ -213,9 +205,9 @@ def create(
     """Creates drafters with `make`, and returns them by name. `specs`: for each name, a drafter's name or path, a
     Drafter or None. Raises the errors of `make`.
 
-    `most`: maximum number of created drafters in memory; None: no limit. Only drafters that can be released again
-    (`can_release`) count. The drafters beyond `most` become placeholders (`ReleasedDrafter`), to be loaded when
-    requests need them. Drafter objects, None, "none" and "ngram" never become placeholders.
+    `most`: maximum number of created drafters in memory that can be released again (`can_release`); None: no limit. The
+    drafters beyond it become placeholders (`ReleasedDrafter`), to be loaded when requests need them. Drafter objects,
+    None, "none" and "ngram" never do.
     """
     created: dict[str, Drafter] = {}
     for name, spec in specs.items():

@@ -40,8 +40,8 @@ def decode_round(
     batch: Batch, target: Target, drafter: Drafter | Pool, judge: RuleJudge, narrow: Narrow | None = None
 ) -> RoundStats:
     """Runs one round for all sequences of the batch: draft K tokens, verify J = K+1 positions, commit the accepted
-    drafts and the bonus token. Returns the round's statistics. `narrow`: function that chooses, by the drafter's
-    confidences, how many drafts of each row, or which tree, to verify; None: all drafts."""
+    drafts and the bonus token. `narrow`: function that chooses, by the drafter's confidences, how many drafts of each
+    row, or which tree, to verify; None: all drafts."""
     started, recording_s = time.perf_counter(), target.recording_s
     proposed = drafter.propose(batch)
     if narrow:
@@ -80,16 +80,15 @@ def decode_round(
 
 
 def fail(batch: Batch, verdict: Verdict) -> None:
-    """End the requests for which the verdict has no next token, with an error: non-finite logits, or all tokens
-    forbidden. Other rows continue."""
+    """End the requests for which the verdict has no next token, with an error; other rows continue."""
     for seq, reason in zip(batch.sequences, verdict.failed_B or (), strict=False):
         if reason is not None:
             seq.finish_reason, seq.error = "error", NumericsError(reason)
 
 
 def verify_input(batch: Batch, draft: DraftBlock, only_argmax: bool = False) -> ForwardBatch:
-    """Returns the input of the target's verify pass: each row's anchor (last committed token) and drafts, row after
-    row. `only_argmax`: the pass need not compute logits, only each position's most probable token."""
+    """Returns the input of the target's verify pass: each row's last committed token and drafts, row after row.
+    `only_argmax`: the pass need not compute logits, only each position's most probable token."""
     counts = [1 + len(tokens) for tokens in draft.tokens_B]
     rows = zip(batch.sequences, draft.tokens_B, strict=True)
     packed = [token for seq, tokens in rows for token in (seq.tokens[-1], *tokens)]
@@ -142,8 +141,8 @@ def _outcomes(draft: DraftBlock, verdict: Verdict) -> list[Outcome | None] | Non
 def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
     """Append the accepted drafts and the bonus token to each sequence, up to a token that ends the answer.
 
-    Returns the number of new tokens of each row: at least 1, but 0 for a failed request. The `cached_len` of each
-    sequence that has not failed becomes its length without the last token.
+    Returns the number of new tokens of each row; 0 for a failed request. Other sequences' `cached_len` becomes their
+    length without the last token.
     """
     fail(batch, verdict)
     gained = []
@@ -195,12 +194,12 @@ class RuleJudge:
 
     def only_argmax(self, batch: Batch) -> bool:
         """True if judging this batch needs only the most probable token of each position, not all logits: all requests
-        are greedy, without bias, penalties, bad words, minimum length, grammar, lossy rule or log-probabilities."""
+        are greedy, without log-probabilities, and `is_shaped` is False."""
         return all(_is_plain(seq) and seq.params.logprobs is None for seq in batch.sequences)
 
     def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
-        """Judges a verify pass of a batch with the drafts `draft`. `out`: the target's output, its positions packed row
-        after row. Appends the log-probabilities of the tokens to be committed to the sequences that request them."""
+        """Judges a verify pass of a batch with the drafts `draft`. `out`: the target's output, packed row after row.
+        Appends the log-probabilities of the tokens to be committed to the sequences that request them."""
         plain = [_is_plain(seq) for seq in batch.sequences]
         argmax_T = out.best_T() if any(plain) else []
         accepted: list[int] = []
@@ -267,8 +266,8 @@ class RuleJudge:
             path.append(child)
 
     def _draw(self, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
-        """Returns the target's token after the accepted drafts, or -1. `slots`: rows of the logits of the anchor and
-        the drafts."""
+        """Returns the target's token after the accepted drafts, or -1. `slots`: rows of the logits of the last
+        committed token and the drafts."""
         if seq.params.logit_bias or seq.params.has_penalties or seq.shapes_logits:
             logits_JV = shape(seq, penalise(logits_JV[slots], seq.params, seq.tokens, seq.counts, path), path)
             slots = list(range(len(slots)))
@@ -303,7 +302,7 @@ class RuleJudge:
 
 def failure_reason(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
     """Returns the error message of a row that has no token after its `num_accepted` accepted drafts. `logits_JV`: the
-    model's own logits of the row, before penalties and grammar; None if only non-finite logits can be the reason."""
+    model's own logits, before penalties and grammar; None if only non-finite logits can be the reason."""
     best_J = [_NONE] * (num_accepted + 1) if logits_JV is None else ForwardOutput(logits_JV, None).best_T()
     if _NONE not in best_J:
         place = len(seq.tokens) + num_accepted

@@ -1,14 +1,12 @@
 """Scheduler: requests wait, get a cache row, are prefilled in chunks, decode, and leave; at any step, in any order.
-
 Each step does at most one prefill chunk and one decode round, so a long prompt delays the others by one chunk at a
 time.
 
 Prompts with a common prefix share work: the prefix's keys, values and drafter features are copied between rows. The
 tokens in a row's cache are remembered after its sequence has ended, until the row is allocated again. A new sequence
 reuses the longest prefix that any row holds, without a copy if its own row holds it. If another request is still
-prefilling a longer common prefix, as in a group of answers to one prompt, the copy is deferred until the new sequence's
-own prefill starts. Prefixes are reused only for batch-invariant targets (`Target.is_width_invariant`), where reuse does
-not change outputs.
+prefilling a longer common prefix, the copy is deferred until the new sequence's own prefill starts. Prefixes are reused
+only for batch-invariant targets (`Target.is_width_invariant`), where reuse does not change outputs.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ class Scheduler:
 
     def admit(self, choose: Callable[[Sequence, list[int]], int | None] | None = None) -> Iterator[Sequence]:
         """Give free cache rows to waiting requests, in order of arrival, and yield these requests. `choose`: function
-        (request, free rows) -> row to use; if it is missing or returns None, the request gets the free row with the
-        lowest number."""
+        (request, free rows) -> row to use; without it, or if it returns None, the free row with the lowest number."""
         while self.waiting and self._cache.num_free:
             seq = self.waiting.popleft()
             row = self._cache.allocate(choose(seq, self._cache.free_rows) if choose else None)
@@ -52,8 +49,8 @@ class Scheduler:
             yield seq
 
     def start_decoding(self, seq: Sequence) -> None:
-        """Move a request from prefill to decoding, because its prompt is complete. Rows stay sorted, so that adjacent
-        rows are computed in one matrix product."""
+        """Move a request whose prompt is complete from prefill to decoding. Rows stay sorted, so that adjacent rows are
+        computed in one matrix product."""
         self.prefilling.remove(seq)
         self.running.append(seq)
         self.running.sort(key=lambda running: running.row)
@@ -91,8 +88,7 @@ LEAST = 16
 
 
 class PrefixReuse:
-    """Prefix cache: remembers which tokens each cache row holds, and copies common prefixes of prompts to new rows. The
-    engine calls it when a request gets a row, begins its prefill or leaves its row."""
+    """Prefix cache: remembers which tokens each cache row holds, and copies common prefixes of prompts to new rows."""
 
     def __init__(self, target: Target, drafters: Pool) -> None:
         self._target, self._drafters = target, drafters
@@ -100,24 +96,22 @@ class PrefixReuse:
         """Row without a sequence -> (tokens in its cache, the row's allocation counter at that time)."""
         self._running: dict[int, Sequence] = {}
         self.deferred: set[int] = set()
-        """Ids of requests whose common prefix another request is still prefilling; it is copied when their own prefill
-        starts."""
+        """Ids of requests whose common prefix another request is still prefilling."""
         self.num_reused = 0
-        """Number of prompt tokens that were reused instead of computed, since the engine started."""
+        """Number of prompt tokens that were reused, since the engine started."""
 
     def best_row(self, seq: Sequence, free: list[int]) -> int | None:
-        """Returns the free row whose cache holds the longest prefix of the prompt, or None if no row holds at least
-        LEAST (16) tokens of it."""
+        """Returns the free row whose cache holds the longest prefix of the prompt, at least LEAST (16) tokens; else
+        None."""
         lengths = {row: _common(tokens, seq) for row, tokens in self._still_held().items() if row in free}
         best = max(lengths, key=lengths.__getitem__, default=None)
         return best if best is not None and lengths[best] >= LEAST else None
 
     def admitted(self, seq: Sequence) -> None:
-        """Copy to the cache row of a newly admitted request the longest prefix of its prompt that any row holds. Call
-        this after the request got its row (`seq.row`) and a drafter (`Pool.start`). There are two exceptions:
+        """Copy the longest prefix of the prompt that any row holds to the row of a newly admitted request, which
+        already has a drafter (`Pool.start`). Two exceptions:
 
-        - An earlier request, whose prompt is still in prefill, shares a longer prefix with this prompt. Nothing is
-          copied yet; `reads` copies the prefix later.
+        - An earlier request in prefill shares a longer prefix with this prompt. `reads` copies the prefix later.
         - Log-probabilities of the prompt were requested. Nothing is copied, because a cache holds no logits.
         """
         if seq.params.prompt_logprobs is not None:
@@ -133,8 +127,8 @@ class PrefixReuse:
             self._take_over(seq)
 
     def reads(self, seq: Sequence) -> None:
-        """Copy the prompt's longest prefix from another row now, if `admitted` postponed this because an earlier
-        request was still computing the prefix. Call this when the request's prefill starts."""
+        """Copy the prompt's longest prefix now, if `admitted` postponed this. Call this when the request's prefill
+        starts."""
         if seq.request_id in self.deferred:
             self.deferred.remove(seq.request_id)
             self._take_over(seq)
@@ -144,8 +138,7 @@ class PrefixReuse:
         return [other for other in self._running.values() if other is not seq and other.cached_len < other.prompt_len]
 
     def _known(self, seq: Sequence) -> dict[int, int]:
-        """Returns row -> length of the prompt's prefix in its cache; the sequence's own row counts with its earlier
-        content."""
+        """Returns row -> length of the prompt's prefix in its cache; its own row counts with its earlier content."""
         held = self._still_held(seq.row)
         held |= {row: other.tokens[: other.cached_len] for row, other in self._running.items() if other is not seq}
         return {row: _common(tokens, seq) for row, tokens in held.items()}
@@ -163,7 +156,7 @@ class PrefixReuse:
 
     def released(self, seq: Sequence, *, is_sound: bool = True) -> None:
         """Remember the tokens in the request's row for later requests. Call this before the request leaves `seq.row`.
-        `is_sound`: True if the keys and values in the row are valid and may be reused."""
+        `is_sound`: True if keys and values in the row are valid."""
         self.deferred.discard(seq.request_id)
         if self._running.pop(seq.row, None) is not None and is_sound:
             self._left[seq.row] = seq.tokens[: seq.cached_len], self._target.cache.generations[seq.row]
@@ -175,6 +168,5 @@ class PrefixReuse:
 
 
 def _common(tokens: list[int], seq: Sequence) -> int:
-    """Returns the length of the common prefix of `tokens` and the prompt without its last token, which is always
-    computed."""
+    """Length of the common prefix of `tokens` and the prompt without its last token, which is always computed."""
     return num_common(tokens, seq.tokens[: seq.prompt_len - 1])

@@ -14,8 +14,7 @@ from paceline.types import SamplingParams, Sequence
 
 
 def forbidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-    """Returns the encodings of the request's bad words, each as a tuple of token ids. A word has up to two encodings:
-    at the beginning of a text, and after a space."""
+    """Returns the encodings of the request's bad words as token ids: at the beginning of a text, and after a space."""
     spelled: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
         first = tuple(tokenizer.encode(word.lstrip(" "), add_special_tokens=False))
@@ -25,9 +24,8 @@ def forbidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[i
 
 
 def shape(seq: Sequence, logits_JV: Tensor, draft_tokens: list[int]) -> Tensor:
-    """Applies the request's bad words and minimum length: returns a copy of the logits [J, V] in which tokens forbidden
-    by them are -inf, or the same tensor if the request has no bad words and has reached its minimum length.
-    `draft_tokens`: the J - 1 drafts that the positions verify."""
+    """Applies the request's bad words and minimum length: returns a copy of the logits [J, V] with forbidden tokens at
+    -inf, or the same tensor if neither applies. `draft_tokens`: the J - 1 drafts that the positions verify."""
     if not seq.shapes_logits:
         return logits_JV
     logits_JV, num_vocab = logits_JV.clone(), logits_JV.shape[-1]

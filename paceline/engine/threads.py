@@ -1,9 +1,8 @@
 """Runs PyTorch on one thread while the engine steps, without affecting other threads of the process.
 
-torch.set_num_threads sets the number of threads for the whole process. A thread that computes for the first time during
-a step would keep the number set then, also a thread of another library or engine. OpenMP and MKL, which PyTorch
-computes with, also have a number for each calling thread. This module sets those numbers, in the libraries that PyTorch
-has loaded.
+torch.set_num_threads sets the number for the whole process: a thread of another library that computes for the first
+time during a step would keep it. OpenMP and MKL, which PyTorch computes with, also have a number for each calling
+thread; this module sets those numbers.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ _SETTERS = _setters()
 
 def limit_threads() -> tuple[int, int] | None:
     """Limits computations of the calling thread to one CPU thread. Returns the previous settings for `restore_threads`;
-    None if nothing was changed. Limiting and restoring are two functions because a context manager took 4% of a tiny
-    model's step."""
+    None if nothing was changed. A context manager would take 4% of a tiny model's step."""
     num_threads = torch.get_num_threads()  # has a thread that did not compute yet take the process's number now
     if num_threads == 1 or not _SETTERS:
         return None
