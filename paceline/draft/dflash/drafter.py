@@ -26,7 +26,7 @@ from paceline.draft.dflash.config import DFlashConfig, check_fit, new_config
 from paceline.draft.dflash.paths import Drafts, NativePath, TorchPath
 from paceline.draft.dflash.reading import Reading, num_finite
 from paceline.draft.tapped import TappedDrafter, cache_shape_of, features_of
-from paceline.draft.vocabulary import Vocabulary
+from paceline.draft.vocabulary import HEAD, Vocabulary
 from paceline.errors import ConfigError, ModelFileError
 from paceline.model.checkpoint import random_weights
 from paceline.model.config.decoder import DecoderConfig
@@ -35,9 +35,6 @@ from paceline.model.target import Target
 from paceline.model.torch.fused import rms_norm, swiglu
 from paceline.plan.trees import MOST_NODES, Candidates
 from paceline.types import Batch, DraftBlock, Sequence
-
-_HEAD = "lm_head.weight"
-"""Name of the drafter's own LM head among its tensors."""
 
 
 class Attend(Protocol):
@@ -289,11 +286,11 @@ class DFlashDrafter(TappedDrafter):
 
     def _own_tensors(self) -> Mapping[str, Tensor]:
         own = super()._own_tensors()
-        return own if self.head_VD is None else {**own, _HEAD: self.head_VD}
+        return own if self.head_VD is None else {**own, HEAD: self.head_VD}
 
     def _use_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        self.head_VD = tensors.get(_HEAD, self.head_VD)
-        super()._use_tensors({name: tensor for name, tensor in tensors.items() if name != _HEAD})
+        self.head_VD = tensors.get(HEAD, self.head_VD)
+        super()._use_tensors({name: tensor for name, tensor in tensors.items() if name != HEAD})
 
     def _take_in(self, rows: list[int], starts: list[int], counts: list[int], observed: list[Observed]) -> None:
         self._path.inject(rows, starts, counts, features_of(observed))
