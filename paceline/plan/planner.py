@@ -27,7 +27,7 @@ from paceline.plan.chances import PRIORS, Calibration, Chances
 from paceline.plan.chunks import ChunkSizes
 from paceline.plan.costs import PassCosts, RoundCosts, drafting_by
 from paceline.plan.history import RECENT, RoundHistory
-from paceline.plan.shares import TREE_S, Drafted, TreeWorth, Want, gains_of, grown, share_out, surplus_of
+from paceline.plan.shares import TREE_S, TreeWorth, Want, gains_of, grown, share_out, surplus_of
 from paceline.plan.trees import Candidates, Growing, Tree, Weigh, drafter_probs, grow
 from paceline.types import Offer, RoundStats, Row, RowKind, Take
 
@@ -306,7 +306,7 @@ class AdaptivePlanner:
         if all(confidence is None for confidence in confidence_B):
             return widths
         history, candidates_B = self._history_of(plan.rows), candidates_B or [None] * len(plan.rows)
-        drafted, fixed = list[Drafted](), 0
+        drafted, fixed = list[Want](), 0
         rows = zip(plan.rows, plan.drafts, confidence_B, candidates_B, strict=True)
         for index, (row, take, confidence, candidates) in enumerate(rows):
             if not take.count or confidence is None:
@@ -314,8 +314,8 @@ class AdaptivePlanner:
                 continue
             known = self._known(take.source, row.kind, take.count)
             offer = Offer(take.source, tuple(known.of(confidence[: take.count])))
-            average = gains_of(known.average[: take.count])
-            drafted.append(Drafted(index, offer, average, candidates and Growing(candidates, known.of_candidates)))
+            growing = candidates and Growing(candidates, known.of_candidates)
+            drafted.append(Want(index, offer, average=gains_of(known.average[: take.count]), growing=growing))
             plan.num_trees[take.source] += candidates is not None
         rate = history.rate(plan.num_rows)
         shared, tree_gains = (history.costs, rate, plan.num_rows), list[float]()

@@ -28,8 +28,15 @@ class Want:
     offer: Offer
     lift: float = 0.0
     """Additional tokens expected because drafts of low confidence are not verified."""
-    gains: list[float] | None = None
-    """Chance of each tree node to be accepted, non-increasing. None for a chain, which uses the offer's chances."""
+    average: Sequence[float] = ()
+    """Gain of each draft in tokens, by the acceptance chances averaged over all confidences; empty before drafting."""
+    growing: Growing | None = None
+    """The tree made of these drafts, which can still grow; None for a chain."""
+
+    @property
+    def gains(self) -> list[float]:
+        """Expected tokens that each draft or tree node adds. Non-increasing; empty for a tree without nodes yet."""
+        return self.growing.tree.gains if self.growing else gains_of(self.offer.chances)
 
 
 def gains_of(chances: Sequence[float]) -> list[float]:
@@ -59,37 +66,16 @@ def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[fl
     return best
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """A row with its drafts, before the planner decides how many of them are verified."""
-
-    index: int
-    """Index of the row in the plan."""
-    offer: Offer
-    average: list[float]
-    """Gain of each draft in tokens, by the acceptance chances averaged over all confidences."""
-    growing: Growing | None
-    """The tree made of these drafts, which can still grow; None for a chain."""
-
-    @property
-    def gains(self) -> list[float]:
-        """Expected tokens that each draft or tree node adds. Non-increasing; empty for a tree without nodes yet."""
-        return self.growing.tree.gains if self.growing else gains_of(self.offer.chances)
-
-    def want(self, most: int) -> Want:
-        """Returns the row's drafts for `share_out`. First grows the row's tree, if any, to at most `most` nodes."""
-        if self.growing:
-            self.growing.to(most)
-        return Want(self.index, self.offer, gains=self.gains)
-
-
-def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) -> list[int]:
+def grown(drafted: list[Want], share: Callable[[list[Want]], list[int]]) -> list[int]:
     """Grows the rows' draft trees, and returns the number of drafts that each row verifies, which `share` decides.
     Trees have at most 24 nodes (FIRST_NODES) at first. As long as more than half of the nodes of any tree would be
     verified, this limit is doubled, and `share` decides again."""
     limit = FIRST_NODES
     while True:
-        counts = share([each.want(limit) for each in drafted])
+        for each in drafted:
+            if each.growing:
+                each.growing.to(limit)
+        counts = share(drafted)
         full = (
             each.growing and not each.growing.is_whole and 2 * count > limit
             for each, count in zip(drafted, counts, strict=True)
@@ -152,7 +138,7 @@ def _steps(wants: Sequence[Want]) -> list[tuple[float, int]]:
     """Returns (gain, index of the want) of each draft, largest first."""
     steps: list[tuple[float, int]] = []
     for index, want in enumerate(wants):
-        for slot, gain in enumerate(gains_of(want.offer.chances) if want.gains is None else want.gains):
+        for slot, gain in enumerate(want.gains):
             steps.append((gain + (want.lift if slot == 0 else 0.0), index))
     return sorted(steps, reverse=True)
 

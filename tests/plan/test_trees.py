@@ -9,7 +9,7 @@ import random
 import pytest
 
 from paceline.plan.chances import Chances
-from paceline.plan.shares import FIRST_NODES, TREE_EVERY, Drafted, TreeWorth, Want, grown
+from paceline.plan.shares import FIRST_NODES, TREE_EVERY, TreeWorth, Want, grown
 from paceline.plan.trees import LEAST_GAIN, MOST_NODES, Candidates, Growing, Outcome, Tree, drafter_probs, grow
 from paceline.types import Offer
 
@@ -123,13 +123,13 @@ def test_a_tree_that_grows_in_steps_is_the_tree_grown_at_once(seed: int) -> None
 def test_only_trees_that_are_wanted_grow() -> None:
     flat = [[0.45] * 3] * 6  # over 300 nodes that are likely enough
     drafted = [
-        Drafted(place, Offer("block", (0.45,) * 6), [], Growing(candidates_of(flat, 200), drafter_probs))
+        Want(place, Offer("block", (0.45,) * 6), growing=Growing(candidates_of(flat, 200), drafter_probs))
         for place in range(2)
     ]
     sizes: list[list[int]] = []
 
     def share(wants: list[Want]) -> list[int]:
-        sizes.append([len(want.gains or ()) for want in wants])
+        sizes.append([len(want.gains) for want in wants])
         return [min(sizes[-1][0], 60), 5]
 
     assert grown(drafted, share) == [60, 5]
@@ -137,9 +137,9 @@ def test_only_trees_that_are_wanted_grow() -> None:
         "60 of 96 are more than half"
     )
     sizes.clear()
-    small = [Drafted(0, Offer("block", (0.33,)), [], Growing(candidates_of(flat, 200), drafter_probs))]
-    assert grown(small, lambda wants: [len(wants[0].gains or ()) // 2]) == [FIRST_NODES // 2]
-    assert grown([Drafted(0, Offer("chain", (0.9, 0.8)), [], None)], lambda wants: [len(wants[0].gains or ())]) == [2]
+    small = [Want(0, Offer("block", (0.33,)), growing=Growing(candidates_of(flat, 200), drafter_probs))]
+    assert grown(small, lambda wants: [len(wants[0].gains) // 2]) == [FIRST_NODES // 2]
+    assert grown([Want(0, Offer("chain", (0.9, 0.8)))], lambda wants: [len(wants[0].gains)]) == [2]
 
 
 def test_trees_are_asked_for_where_they_bring_more_than_their_time() -> None:
