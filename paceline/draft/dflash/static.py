@@ -7,46 +7,19 @@ positions at the end of each row of the drafter's cache.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.draft.dflash.config import DFlashConfig
-from paceline.model.kv_cache import StaticKVCache
-from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope
 from paceline.model.torch.cuda_graphs import Grid, Recorder, Recordings, Region, row_sizes
 from paceline.model.torch.kernels.attend import Sight
 from paceline.model.torch.recorded_pass import StaticPlan, StaticWriter
 
-Tables = tuple[Tensor, Tensor]
 Kind = tuple[int | None, bool]
 """Type of a draft layer: (sliding window or None, True if causal)."""
-
-
-class FixedPath(Protocol):
-    """Interface of `paths.TorchPath`, whose passes are captured as CUDA graphs."""
-
-    config: DFlashConfig
-    cache: StaticKVCache
-    device: torch.device
-    dtype: torch.dtype
-    group: int
-    rope: Rope
-    kinds: list[Kind]
-
-    @abstractmethod
-    def embed_block(self, tokens_T: Tensor) -> Tensor: ...
-    @abstractmethod
-    def run_layers(
-        self, hidden_TD: Tensor, size: int, plans: Mapping[Kind, AttentionPlan], writer: CacheWriter, tables: Tables
-    ) -> Tensor: ...
-    @abstractmethod
-    def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]: ...
-    @abstractmethod
-    def write_context(self, taps_TF: Tensor, writer: CacheWriter, tables: Tables) -> None: ...
+FixedPath = Any
+"""A `paths.TorchPath`. That module imports this one, so the class cannot be named here."""
 
 
 class StaticBlock(Region):
