@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.draft.ngram import NgramDrafter, PredictionDrafter
@@ -24,17 +24,6 @@ from paceline.model.target import Target
 from paceline.plan.planner import Offer, Planner
 from paceline.plan.trees import Candidates
 from paceline.types import LOOKUP, NONE, PREDICTION, Batch, DraftBlock, Sequence, Take
-
-
-class Residency(Protocol):
-    """Interface of `engine.residency.Residency`, which limits how many of a pool's drafters are in memory."""
-
-    def turn(self, pool: Pool) -> None:
-        """Load and release drafters. Called before each sequence is assigned a drafter."""
-
-    def started(self, pool: Pool, name: str, drafter: str) -> None:
-        """Count one use of `drafter`, which a sequence was just assigned. `name`: the drafter that it requested, or
-        ""."""
 
 
 class Memory(NamedTuple):
@@ -105,7 +94,8 @@ class Pool:
         """`drafters`: drafters by name, or one under its own name. The first is the default. `lookups` (prompt lookup)
         drafts in addition to drafters that run a network, `predictions` in addition to any drafter but "none"."""
         self.target, self.lookups, self.predictions = target, lookups, predictions
-        self.residency: Residency | None = None
+        self.residency: Any = None
+        """`engine.residency.Residency`, if it limits how many drafters are in memory."""
         self.members: dict[str, Member] = {}
         """Pool entries by name, in the given order. "none" is in it only if it was given."""
         self._plain = Member(NONE, NoDrafter())
