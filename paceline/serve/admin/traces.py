@@ -9,8 +9,7 @@
 A `Trace` is one answer of the server's engine (`offer`), or of another server that `paceline record` observes. `put`
 takes microseconds: it puts a function into a bounded queue, or counts a loss if the queue is full. A background thread
 calls it to build the traces, redacts them (`redaction.py`) and writes them. Disk errors lose traces, never requests.
-API keys and client addresses are never recorded. The first columns are those of `data/answers.py`; a test compares
-them, because neither module imports the other. If an answer's token ids are unknown, only its prompt is recorded, for
+API keys and client addresses are never recorded. If an answer's token ids are unknown, only its prompt is recorded, for
 use with `--prompts`, not with `--answers`.
 """
 
@@ -46,18 +45,13 @@ with needing(ConfigError, "traces are kept as Parquet, which needs pyarrow: pip 
     import pyarrow as pa
     from pyarrow import parquet
 
+    from paceline.data.answers import SCHEMA as ANSWERS
+
 TIMES = ("queue", "prefill", "first_token", "draft", "verify", "host", "total")
 _IDS, _TEXT, _SECONDS = pa.list_(pa.int32()), pa.string(), pa.float32()
 SCHEMA = pa.schema(
     [
-        ("key", _TEXT),
-        ("source", _TEXT),
-        ("turn", pa.int32()),
-        ("temperature", pa.float32()),
-        ("prompt_ids", _IDS),
-        ("answer_ids", _IDS),
-        ("finish_reason", _TEXT),
-        ("text", _TEXT),
+        *ANSWERS,
         # columns that regenerated answers do not have
         ("model", _TEXT),
         ("tag", _TEXT),
@@ -309,10 +303,7 @@ class TraceWriter:
         if not rows:
             return
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # users' texts are private
-        with (
-            whole_file(path, "free space, or make it writable", mode=0o600) as scratch,
-            scratch.open("wb") as file,
-        ):
+        with whole_file(path, "free space, or make it writable", mode=0o600) as scratch, scratch.open("wb") as file:
             parquet.write_table(table, file, compression="zstd")
         self._num_shards += 1
         self.written += len(rows)
