@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -125,31 +124,24 @@ class ServeConfig:
         self.named_drafters()
 
     def named_drafters(self) -> dict[str, str]:
-        """Return the configured drafters in their order: name -> folder, hub id or built-in name of the drafter. If a
-        single drafter is configured without a name, its key is ""."""
-        return named_drafters(self.drafters)
-
-
-def named_drafters(drafters: Sequence[str]) -> dict[str, str]:
-    """Parse texts of the form NAME=DRAFTER; returns name -> drafter. A single text may also be DRAFTER alone; its key
-    is then "". Without texts, the result is {"": "none"}. Raises ConfigError for invalid, reserved, repeated or missing
-    names, and for more than `MOST_DRAFTERS` texts."""
-    named: dict[str, str] = {}
-    for text in drafters or ("none",):
-        name, _, drafter = text.partition("=")
-        if not drafter or "/" in name:
-            name, drafter = "", text
-            refuse(
-                ConfigError, (len(drafters) > 1, f"drafter {text!r} is one of several and needs a name: NAME={text}")
-            )
-        else:
-            check_name(name)
-        refuse(ConfigError, (name in named, f"two drafters are called {name!r}: give each a name of its own"))
-        named[name] = drafter
-    refuse(
-        ConfigError, (len(named) > MOST_DRAFTERS, f"at most {MOST_DRAFTERS} drafters, not {len(named)}: leave some out")
-    )
-    return named
+        """Parse `drafters`; returns name -> folder, hub id or built-in name of the drafter, in their order. A single
+        drafter may have no name: its key is then "". No drafter at all gives {"": "none"}. Raises ConfigError for an
+        invalid, reserved, repeated or missing name, and for more than `MOST_DRAFTERS` drafters."""
+        named: dict[str, str] = {}
+        for text in self.drafters or (NONE,):
+            name, _, drafter = text.partition("=")
+            if not drafter or "/" in name:
+                name, drafter = "", text
+                if len(self.drafters) > 1:
+                    raise ConfigError(f"drafter {text!r} is one of several and needs a name: NAME={text}")
+            else:
+                check_name(name)
+            if name in named:
+                raise ConfigError(f"two drafters are called {name!r}: give each a name of its own")
+            named[name] = drafter
+        if len(named) > MOST_DRAFTERS:
+            raise ConfigError(f"at most {MOST_DRAFTERS} drafters, not {len(named)}: leave some out")
+        return named
 
 
 def check_name(name: str) -> None:

@@ -10,7 +10,7 @@ from paceline.errors import ConfigError
 from paceline.loop.record.config import RecordConfig
 from paceline.serve.requests.protocol import ChatRequest, CompletionRequest
 from paceline.serve.requests.routing import route_of
-from paceline.serve.settings import ServeConfig, named_drafters
+from paceline.serve.settings import ServeConfig
 from paceline.types import Route
 
 
@@ -25,7 +25,7 @@ from paceline.types import Route
     ],
 )
 def test_names_of_drafters(options: tuple[str, ...], named: dict[str, str]) -> None:
-    assert named_drafters(options) == named == ServeConfig(drafters=options).named_drafters()
+    assert ServeConfig(drafters=options).named_drafters() == named
 
 
 @pytest.mark.parametrize(
