@@ -25,7 +25,6 @@ from markupsafe import Markup
 
 from paceline.errors import ConfigError, needing
 from paceline.report.statistics import Spread
-from paceline.report.style import look
 from paceline.report.tables import Table, block, printable
 from paceline.runs.folder import RunFolder
 
@@ -38,22 +37,22 @@ Plot = tuple[str, str]
 COLORS = ("#3b82c4", "#d55e00", "#0a9a72", "#b05fa5", "#a87b00", "#7f7f7f")
 """Colours of a plot's lines: distinguishable with colour blindness, contrast of at least 3:1 on white and dark
 pages."""
+LOOK = Path(__file__).with_name("style.css")
+"""Style sheet of all HTML pages."""
 INK = "#010203"
 """Placeholder colour in matplotlib's output; it is replaced by the page's text colour."""
 WIDTH_INCHES = 4.4
 """Width of a plot in inches (302 points), so that text is not scaled down on a phone of 390 pixels."""
 FEW_POINTS = 30
 LONGEST_LABEL = 20
-INKED = (
-    "text.color",
-    "axes.edgecolor",
-    "axes.labelcolor",
-    "xtick.color",
-    "ytick.color",
-    "legend.labelcolor",
-    "grid.color",
-)
+_COLORED = "text.color axes.edgecolor axes.labelcolor xtick.color ytick.color legend.labelcolor grid.color"
+INKED = tuple(_COLORED.split())
 STYLE: Any = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
+
+
+def look() -> str:
+    """Return the text of the style sheet."""
+    return LOOK.read_text(encoding="utf-8")
 
 
 def render(template: str, **values: Any) -> str:
@@ -81,13 +80,9 @@ def _environment() -> Environment:
 
 def number(value: Any, digits: int = 2) -> str:
     """Format a number with thousands separators; floats have `digits` decimals. Other values become a dash."""
-    return (
-        "-"
-        if not isinstance(value, int | float)
-        else f"{value:,}"
-        if isinstance(value, int)
-        else f"{value:,.{digits}f}"
-    )
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.{digits}f}" if isinstance(value, float) else "-"
 
 
 Block = str | Table | list[str]
@@ -222,10 +217,8 @@ class LoadPlot:
         if not isinstance(quantity, Spread):
             return {"": quantity}
         scale = 1e3 if self.ylabel == "ms" else 1.0
-        return {
-            name: None if value is None else scale * value
-            for name, value in ((" p50", quantity.p50), (" p99", quantity.p99))
-        }
+        shown = {" p50": quantity.p50, " p99": quantity.p99}
+        return {name: None if value is None else scale * value for name, value in shown.items()}
 
 
 LOAD_PLOTS = (

@@ -192,10 +192,8 @@ def ratio_of_sums(pairs: Sequence[tuple[float, ...]]) -> float:
 def repetition(answers: Sequence[Sequence[int]], size: int = 8) -> float:
     """Return the share (0 to 1) of token n-grams of length `size` that occurred earlier in the same answer, over all
     answers. Near 1 the answers repeat themselves, which makes them easy to draft."""
-    num_all = sum(max(len(answer) - size + 1, 0) for answer in answers)
-    num_distinct = sum(
-        len({tuple(answer[at : at + size]) for at in range(len(answer) - size + 1)}) for answer in answers
-    )
+    runs = [[tuple(answer[at : at + size]) for at in range(len(answer) - size + 1)] for answer in answers]
+    num_all, num_distinct = sum(map(len, runs)), sum(len({*each}) for each in runs)
     return (num_all - num_distinct) / num_all if num_all else 0.0
 
 

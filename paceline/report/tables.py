@@ -194,11 +194,8 @@ def with_interval(value: float | None, interval: Interval | None, form: str = "{
     if value is None:
         return None
     low, high = interval or (None, None)
-    return (
-        form.format(value)
-        + unit
-        + ("" if low is None or high is None else f" [{form.format(low)}, {form.format(high)}]")
-    )
+    text = form.format(value) + unit
+    return text if low is None or high is None else f"{text} [{form.format(low)}, {form.format(high)}]"
 
 
 def printable(text: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import paceline
 from paceline.hardware import Machine
-from paceline.report.style import look
+from paceline.report.pages import look
 from paceline.simulate import landmarks, limits
 from paceline.simulate.costs import catalogue
 from paceline.simulate.costs.model_config import KEYS

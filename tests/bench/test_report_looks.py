@@ -15,9 +15,8 @@ from paceline.bench.pages.run_page import _depth, page, read_run
 from paceline.loop.adapt.page import page as adapt_page
 from paceline.loop.audit.report import TONES
 from paceline.loop.evals.report import _tone as evals_tone
-from paceline.report.pages import _offset, render
+from paceline.report.pages import _offset, look, render
 from paceline.report.statistics import LOAD_GAIN, tone_of
-from paceline.report.style import look
 from paceline.serve.http.app import PAGES
 from paceline.simulate.calculator_page import page as calculator
 

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 
 import paceline
-from paceline.report.style import LOOK
+from paceline.report.pages import LOOK
 from paceline.serve.admin.api import add_admin
 from paceline.serve.admin.metrics import Metrics
 from paceline.serve.dialects.messages import add_messages
@@ -116,17 +116,11 @@ def _add_failures(app: FastAPI, metrics: Metrics) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        messages = {
-            404: f"there is nothing at {request.url.path}",
-            405: f"{request.method} is not for {request.url.path}",
-        }
-        message, code = (
-            messages.get(error.status_code, str(error.detail)),
-            "not_found" if error.status_code == 404 else None,
-        )
-        return await refused(
-            request, ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
-        )
+        status, path, code = error.status_code, request.url.path, None
+        message = f"{request.method} is not for {path}" if status == 405 else str(error.detail)
+        if status == 404:
+            message, code = f"there is nothing at {path}", "not_found"
+        return await refused(request, ApiError(status, message, code=code, headers=dict(error.headers or {})))
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
