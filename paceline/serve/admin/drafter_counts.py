@@ -79,23 +79,18 @@ class DrafterCounts:
         """Yield the Prometheus metrics of all drafters. `model`: value of the label model_name. `engine`: the running
         engine, whose present values are added: each drafter's running requests and bytes of memory, and the router's
         gains (estimated tokens/s relative to plain decoding). Without an engine (None), only the counts are yielded."""
-        names = list(self.rounds)
-        totals = {name: self.totals(name) for name in names}
+        totals = {name: self.totals(name) for name in list(self.rounds)}
+        num_rounds, num_tokens, seconds = ({(name,): total[at] for name, total in totals.items()} for at in range(3))
         firsts, survived = {}, {}
-        for name in names:
+        for name in totals:
             rounds = self.rounds[name].copy()
             firsts[name,] = sum(count for (drafted, _), count in rounds.items() if drafted)
             for place in range(max((accepted for _, accepted in rounds), default=0)):
                 survived[name, str(place)] = sum(count for (_, accepted), count in rounds.items() if accepted > place)
         counters: list[tuple[str, str, Labels, Mapping[Labels, float]]] = [
-            (
-                "rounds",
-                "Rounds, one per request in the batch",
-                (),
-                {(name,): total[0] for name, total in totals.items()},
-            ),
-            ("tokens", "Tokens of these rounds", (), {(name,): total[1] for name, total in totals.items()}),
-            ("seconds", "Seconds of these rounds", (), {(name,): total[2] for name, total in totals.items()}),
+            ("rounds", "Rounds, one per request in the batch", (), num_rounds),
+            ("tokens", "Tokens of these rounds", (), num_tokens),
+            ("seconds", "Seconds of these rounds", (), seconds),
             ("drafts", "Rounds with drafts", (), firsts),
             ("survived", "Rounds whose drafts were accepted up to this position, from 0", ("position",), survived),
             ("requests", "Finished requests", ("cluster",), self.requests.copy()),

@@ -72,7 +72,12 @@ class Translated(Exchange):
     def marks(self) -> dict[str, Any]:
         """Fields added to every response object and event: {"lossless": False} if a lossy rule or mocked acceptance may
         change the answer, otherwise {}."""
-        return {name: self._head[name] for name in ("lossless",) if name in self._head}
+        return {"lossless": False} if "lossless" in self._head else {}
+
+    @property
+    def _place(self) -> int:
+        """Index of the newest part."""
+        return len(self.parts) - 1
 
     async def whole(self) -> dict[str, Any]:
         """Wait for the end of the answer and return it as one response object."""

@@ -71,17 +71,8 @@ RESPONSES_UNUSED: dict[str, str] = {
     "client_metadata": "answers are not stored",
     "max_tool_calls": "of OpenAI's own tools",
     "metadata": "answers are not stored",
-    **{
-        name: UNUSED[name]
-        for name in (
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "safety_identifier",
-            "service_tier",
-            "user",
-        )
-    },
+    **{name: UNUSED[name] for name in ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")},
+    **{name: UNUSED[name] for name in ("safety_identifier", "service_tier", "user")},
 }
 RESPONSES_REFUSED: dict[str, Refused] = {
     "access_programs": NO_OTHERS,

@@ -36,10 +36,8 @@ class MessageExchange(Translated):
         yield {"type": "content_block_start", "index": self._place, "content_block": _block(part, is_whole=False)}
 
     def grown(self, part: Part, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        delta = (
-            {"type": "input_json_delta", "partial_json": text} if part.call else {"type": "text_delta", "text": text}
-        )
-        yield {"type": "content_block_delta", "index": self._place, "delta": delta}
+        kind, key = ("input_json_delta", "partial_json") if part.call else ("text_delta", "text")
+        yield {"type": "content_block_delta", "index": self._place, "delta": {"type": kind, key: text}}
 
     def closed(self, part: Part) -> Iterator[dict[str, Any]]:
         yield {"type": "content_block_stop", "index": self._place}
@@ -47,10 +45,6 @@ class MessageExchange(Translated):
     def finished(self) -> Iterator[dict[str, Any]]:
         yield {"type": "message_delta", "delta": self._stopped(), "usage": self._counts()}
         yield {"type": "message_stop"}
-
-    @property
-    def _place(self) -> int:
-        return len(self.parts) - 1
 
     def _message(self) -> dict[str, Any]:
         return {"id": f"msg_{self.key}", "type": "message", "role": "assistant", "model": self.name} | self.marks

@@ -64,10 +64,6 @@ class ResponseExchange(Translated):
         yield {"type": f"response.{self._status}", "response": self.body()}
 
     @property
-    def _place(self) -> int:
-        return len(self.parts) - 1
-
-    @property
     def _status(self) -> str:
         if self._error:
             return "failed"

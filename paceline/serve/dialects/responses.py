@@ -172,11 +172,8 @@ def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
     field, and for fields that may not occur together."""
     messages, names = _messages(body)
     same = {"model", "temperature", "top_p", "parallel_tool_calls"} & body.model_fields_set
-    chat = (
-        {name: getattr(body, name) for name in same}
-        | STREAM
-        | {"messages": messages, "max_tokens": body.max_output_tokens}
-    )
+    chat = {name: getattr(body, name) for name in same} | STREAM
+    chat |= {"messages": messages, "max_tokens": body.max_output_tokens}
     chat["logprobs"] = LOGPROBS in (body.include or ())
     if body.top_logprobs is not None and not chat["logprobs"]:
         raise RequestRefused(f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")
@@ -202,20 +199,16 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     names = NAMES | ({"messages[0]": "instructions"} if messages else {})
-    items = (
-        [ResponseItem.model_validate({"role": "user", "content": body.input})]
-        if isinstance(body.input, str)
-        else body.input
-    )
+    is_text, items = isinstance(body.input, str), body.input
+    if isinstance(items, str):
+        items = [ResponseItem.model_validate({"role": "user", "content": items})]
     for place, item in enumerate(items):
-        where = "input" if isinstance(body.input, str) else f"input[{place}]"
-        check_keys(
-            item, item.type, KEYS[item.type], where, optional=("summary", "content") if item.type == "reasoning" else ()
-        )
+        where = "input" if is_text else f"input[{place}]"
+        optional = ("summary", "content") if item.type == "reasoning" else ()
+        check_keys(item, item.type, KEYS[item.type], where, optional)
         if item.type == "function_call_output":
-            messages.append(
-                {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, f"{where}.output")}
-            )
+            output = _text(item.output, f"{where}.output")
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
         elif item.type == "message" and item.role != "assistant":
             messages.append({"role": item.role, "content": _text(item.content, f"{where}.content")})
         else:
@@ -223,9 +216,8 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
                 messages.append({"role": "assistant", "content": ""})
             _add(messages[-1], item, where)
             if item.type == "function_call":
-                names[f"messages[{len(messages) - 1}].tool_calls[{len(messages[-1]['tool_calls']) - 1}].function"] = (
-                    where
-                )
+                call = len(messages[-1]["tool_calls"]) - 1
+                names[f"messages[{len(messages) - 1}].tool_calls[{call}].function"] = where
         names.setdefault(f"messages[{len(messages) - 1}]", where)
     return messages, names
 

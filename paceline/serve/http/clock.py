@@ -64,9 +64,8 @@ class Clock:
         phases |= {"prefill_s": spent.prefill_s, "draft_s": spent.draft_s, "verify_s": spent.verify_s}
         phases["engine_s"] = max(spent.host_s + spent.between_s - spent.text_s, 0.0)
         phases["text_s"] = spent.text_s
-        phases["send_s"] = (
-            self.arrived_s + total_s - spent.until_s if spent.until_s else 0.0
-        )  # 0 for engines without stamps
+        # 0 for engines without stamps
+        phases["send_s"] = self.arrived_s + total_s - spent.until_s if spent.until_s else 0.0
         phases["other_s"] = total_s - sum(phases.values())
         return {
             **phases,

@@ -57,11 +57,9 @@ class ApiError(Exception):
         """Return the response (status 500) for a request that failed in the engine with `error`; None if the error is
         unknown. Only the message of a PacelineError is sent to the client. Other messages may contain private data, so
         a general one replaces them."""
-        return (
-            cls(500, str(error), code="request_failed")
-            if isinstance(error, PacelineError)
-            else cls.known("request_failed")
-        )
+        if isinstance(error, PacelineError):
+            return cls(500, str(error), code="request_failed")
+        return cls.known("request_failed")
 
     @property
     def body(self) -> dict[str, Any]:

@@ -29,9 +29,7 @@ def invalid(error: RequestValidationError, content_type: str, endpoint: str = ""
     """Return the error response for a request that pydantic rejected with `error`. The message names the first invalid
     field or, if the Content-Type header `content_type` is not JSON, reports only the wrong content type. `endpoint`:
     the request's path."""
-    if (
-        "json" not in content_type.lower()
-    ):  # web pages of other origins can send other types without a preflight request
+    if "json" not in content_type.lower():  # other origins' pages can send other types without a preflight request
         return RequestRefused(
             "send the body as JSON, with the header Content-Type: application/json", code="invalid_json"
         )

@@ -46,10 +46,8 @@ class ChatReply(Reply):
         self._num_calls += len(calls)
         called = {"tool_calls": numbered} if calls else {}
         if not is_stream:
-            return {
-                "message": {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
-                | called
-            }
+            content = None if calls and not text else text
+            return {"message": {"role": "assistant", "content": content, "refusal": None} | called}
         delta: dict[str, Any] = {} if self._is_begun else {"role": "assistant", "content": ""}
         self._is_begun = True
         return {"delta": delta | ({"content": text} if text else {}) | called}
@@ -115,8 +113,6 @@ class TextReply(Reply):
     def _name(self, token: int) -> str:
         """Return the token's text, or its bytes if it is a part of a character."""
         text = self.token_text(token)
-        return (
-            "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.tokenizer.token_bytes(token))
-            if "\ufffd" in text
-            else text
-        )
+        if "\ufffd" not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.tokenizer.token_bytes(token))

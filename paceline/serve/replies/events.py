@@ -207,9 +207,8 @@ class Exchange:
         send for it yet."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
-        head = self._head | {
-            "object": self._head["object"] + (".chunk" if self._head["object"] == "chat.completion" else "")
-        }
+        is_chat = self._head["object"] == "chat.completion"
+        head = self._head | ({"object": "chat.completion.chunk"} if is_chat else {})
         events = self._first
         while events:
             if self._is_even:
@@ -305,24 +304,19 @@ class Exchange:
             "num_draft_tokens": rounds.num_drafted,
             "num_spec_tokens": max(drafted, default=0),
             "drafter": ", ".join(sorted({seq.drafter for seq in self._sequences})),
-            "rounds_by_source": {
-                source: asdict(rounds_of) for source, rounds_of in Rounds.by_source(self._rounds).items()
-            },
+            "rounds_by_source": {source: asdict(part) for source, part in Rounds.by_source(self._rounds).items()},
         }
         return {"speculative_decoding": figures}
 
 
 def _timings(seq: Sequence) -> dict[str, Any]:
     """Return the durations of an answer's phases in seconds; `first_token_s` is measured from arrival at the engine."""
-    stats, total_s = (
-        GenerationStats.of(seq),
-        max(seq.timings.token_s, default=seq.timings.arrival_s) - seq.timings.arrival_s,
-    )
+    stats, arrival_s = GenerationStats.of(seq), seq.timings.arrival_s
     shown = ("queue_s", "prefill_s", "draft_s", "verify_s", "host_s", "plain_s", "num_plain")
     return {
         **{name: getattr(seq.timings, name) for name in shown},
         "first_token_s": stats.time_to_first_token_s,
-        "total_s": total_s,
+        "total_s": max(seq.timings.token_s, default=arrival_s) - arrival_s,
         "tokens_per_s": stats.tokens_per_s,
         "tokens_per_round": stats.tokens_per_round,
         "lossless": stats.lossless,

@@ -10,6 +10,8 @@ from paceline.serve.requests.protocol import ResponseFormat, Sampling, Structure
 from paceline.types import GrammarSpec
 
 META = re.compile(r"[\\.+*?()|\[\]{}^$]")
+TAKES = {"text": (), "json_object": ("schema_",), "json_schema": ("json_schema", "schema_"), "regex": ("regex",)}
+"""Type of a response format -> its possible fields."""
 GRAMMAR_FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
 
 
@@ -63,12 +65,9 @@ def _structured(outputs: StructuredOutputs | None) -> GrammarSpec | None:
 def _format(form: ResponseFormat | None) -> GrammarSpec | None:
     if form is None:
         return None
-    takes = {"text": (), "json_object": ("schema_",), "json_schema": ("json_schema", "schema_"), "regex": ("regex",)}[
-        form.type
-    ]
     given = [name for name in ("json_schema", "schema_", "regex") if getattr(form, name) is not None]
     names = [name.rstrip("_") for name in given]
-    if wrong := next((name for name in given if name not in takes), None):
+    if wrong := next((name for name in given if name not in TAKES[form.type]), None):
         param = f"response_format.{wrong.rstrip('_')}"
         raise RequestRefused(f"{param} does not go with the type {form.type!r}: leave it out", param=param)
     if len(given) > 1:

@@ -232,12 +232,7 @@ def _rows(model: LLM) -> list[dict[str, Any]]:
     named = [(states(member), member) for member in pool.members.values()]
     named += [("leaving", member) for member in pool.older if member.name != CANDIDATE]
     shown = [
-        {
-            "name": member.name,
-            "drafter": member.drafter.source,
-            "state": state,
-            "rows": pool.num_rows(member),
-        }
+        {"name": member.name, "drafter": member.drafter.source, "state": state, "rows": pool.num_rows(member)}
         | _sizes(memory_alone(member.drafter, model.target))
         for state, member in named
     ]

@@ -125,11 +125,8 @@ def mocked_engine(engine: EngineConfig, mock: str, scratch: Path) -> EngineConfi
             raise UnsupportedModelError(f"{path} is no JSON object: give the model's config.json")
         name = short_name(str(path.parent)) if path.name == "config.json" else path.stem
         return _with_config(engine, config, scratch / name)
-    if (
-        path.is_file()
-        or engine.model in hub.BUILTINS
-        or (hub.HUB_ID.fullmatch(engine.model) and engine.weights != "random")
-    ):
+    is_hub_id = hub.HUB_ID.fullmatch(engine.model) and engine.weights != "random"
+    if path.is_file() or engine.model in hub.BUILTINS or is_hub_id:
         return engine
     return _with_config(engine, catalogue.config_of(engine.model), scratch / Path(engine.model).name)
 
