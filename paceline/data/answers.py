@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
-from paceline.data.journal import Answer, Journal, read_journals
+from paceline.data.journal import REMEDY, Answer, Journal, read_journals
 from paceline.data.rows import Dropped, RowError
 from paceline.data.tags import has_tag
 from paceline.errors import ConfigError, PromptError, needing, reraised
@@ -75,7 +75,7 @@ class AnswerShards:
         for answer in answers:
             self._journal.begun.pop(answer.key, None)
         self._journal.carry(self._journal_path(self._next + 1))
-        with whole_file(path, "free space or choose another --out, then run again") as scratch:
+        with whole_file(path, REMEDY) as scratch:
             schema = pa.schema([*SCHEMA, *TOP]) if any(answer.top_ids for answer in answers) else SCHEMA
             table = pa.Table.from_pylist([asdict(answer) for answer in answers], schema)
             # Two thirds of the size by Arrow's defaults: token ids repeat too little for a dictionary.
@@ -113,9 +113,8 @@ class AnswerShards:
         """Return the keys of all finished conversations of all processes, in shards and journals. Raises PromptError on
         a damaged shard."""
         finished, _ = read_journals(self._journals())
-        return {key for path in self._paths() for key in _read(path, ["key"])["key"].to_pylist()} | {
-            answer.key for answer in finished
-        }
+        written = {key for path in self._paths() for key in _read(path, ["key"])["key"].to_pylist()}
+        return written | {answer.key for answer in finished}
 
     def __iter__(self) -> Iterator[Answer]:
         """Yield the answers of all shards, then of finished conversations that are still in a journal."""
@@ -137,12 +136,11 @@ class AnswerShards:
 
     def _journals(self, process: str = "") -> list[Path]:
         """Return the paths of the journals whose shard is not written yet."""
-        paths = sorted(self.folder.glob(f"journal-{process}*.jsonl"))
-        return [
-            path
-            for path in paths
-            if not path.with_name(f"{path.stem.replace('journal', 'answers', 1)}.parquet").exists()
-        ]
+
+        def shard(journal: Path) -> Path:
+            return journal.with_name(f"{journal.stem.replace('journal', 'answers', 1)}.parquet")
+
+        return [path for path in sorted(self.folder.glob(f"journal-{process}*.jsonl")) if not shard(path).exists()]
 
     def _paths(self) -> list[Path]:
         return sorted([*self.folder.glob("answers-*.parquet"), *self.folder.glob("traces-*.parquet")])

@@ -86,9 +86,10 @@ def read_journals(paths: Iterable[Path]) -> tuple[list[Answer], dict[str, list[A
             turns.setdefault(answer.key, {})[answer.turn] = answer
             if is_over:
                 over.add(answer.key)
-    listed = {key: [answers[turn] for turn in sorted(answers)] for key, answers in turns.items()}
     whole = {
-        key: answers for key, answers in listed.items() if [answer.turn for answer in answers] == [*range(len(answers))]
+        key: [answers[turn] for turn in range(len(answers))]
+        for key, answers in turns.items()
+        if answers.keys() == {*range(len(answers))}
     }
     finished = [answer for key, answers in whole.items() if key in over for answer in answers]
     return finished, {key: answers for key, answers in whole.items() if key not in over}

@@ -57,14 +57,13 @@ class MessageError(PromptError):
         self.field = field
 
 
-def normalised(messages: Any, field: str = "messages") -> list[Message]:
+def normalised(messages: Any) -> list[Message]:
     """Return a conversation's messages in normal form: contents and call arguments are text, and outdated keys are
-    replaced (`function_call` by `tool_calls`). Messages that are in normal form already do not change. `field`: path of
-    `messages` in the request, for error messages. Raises MessageError on an unknown key, a content part that is not
-    text, or call arguments that are not a JSON object."""
+    replaced (`function_call` by `tool_calls`). Messages that are in normal form already do not change. Raises
+    MessageError on an unknown key, a content part that is not text, or call arguments that are not a JSON object."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
-        raise MessageError(field, 'must be a list of {"role": ..., "content": ...}')
-    return [_message(message, f"{field}[{place}]") for place, message in enumerate(messages)]
+        raise MessageError("messages", 'must be a list of {"role": ..., "content": ...}')
+    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
 def _message(message: Any, field: str) -> Message:
@@ -147,10 +146,8 @@ def _call(call: Any, field: str) -> dict[str, Any]:
         )
     _refuse_unknown(call, {"id", "type", "function", *UNUSED_CALL_KEYS}, field, "a call")
     name = _string(dict(call), "id", field) if call.get("id") is not None else ""
-    return ({"id": name} if name else {}) | {
-        "type": "function",
-        "function": _called(call.get("function"), f"{field}.function"),
-    }
+    function = _called(call.get("function"), f"{field}.function")
+    return ({"id": name} if name else {}) | {"type": "function", "function": function}
 
 
 def _called(function: Any, field: str) -> dict[str, Any]:
@@ -196,12 +193,12 @@ def _finite(digits: str) -> float:
     return value
 
 
-def normalised_tools(tools: Any, field: str = "tools") -> list[dict[str, Any]]:
-    """Return the tools of a request with their keys in a fixed order and without null values. `field`: path of `tools`,
-    for error messages. Raises MessageError if `tools` is not a list of tools that each have a function with a name."""
+def normalised_tools(tools: Any) -> list[dict[str, Any]]:
+    """Return the tools of a request with their keys in a fixed order and without null values. Raises MessageError if
+    `tools` is not a list of tools that each have a function with a name."""
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
-        raise MessageError(field, 'must be a list of {"type": "function", "function": {"name": ...}}')
-    return [_tool(tool, f"{field}[{place}]") for place, tool in enumerate(tools)]
+        raise MessageError("tools", 'must be a list of {"type": "function", "function": {"name": ...}}')
+    return [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
 
 
 def _tool(tool: Any, field: str) -> dict[str, Any]:

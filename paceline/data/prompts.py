@@ -171,7 +171,8 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
     messages, key = _messages_of(row, where)
     if messages is not None:
         first, turns, lost = _conversation(messages, where)
-        lost += _keys_within(row[key], f"{key}[].", READ_KEYS if key == "messages" else SPOKEN_KEYS)
+        known = READ_KEYS if key == "messages" else SPOKEN_KEYS
+        lost += [f"{key}[].{name}" for entry in row[key] for name in unread_keys(entry, known)]
         read = {key}
     else:
         turns, read = _turns_of(row, where)
@@ -179,12 +180,12 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
     if any(not turn.strip() for turn in turns):
         raise RowError(f"{where}: the prompt is empty", "empty prompt")
     system = row.get("system")
-    if isinstance(system, str) and (
-        not system.strip() or first[0]["role"] != "system" or first[0]["content"] == system
-    ):
-        read.add("system")
-        is_new = system.strip() and first[0]["role"] != "system"
-        first = [{"role": "system", "content": system}, *first] if is_new else first
+    if isinstance(system, str):
+        has_system = first[0]["role"] == "system"
+        if not system.strip() or not has_system or first[0]["content"] == system:
+            read.add("system")
+        if system.strip() and not has_system:
+            first = [{"role": "system", "content": system}, *first]
     tools, variables = read_tools(row.get("tools"), where), read_variables(row.get("chat_template_kwargs"), where)
     read |= {"tools", "chat_template_kwargs"} | NO_PART_OF_PROMPTS
     for keys, signs in TASK_KEYS:
@@ -199,10 +200,6 @@ def unread_keys(row: Row, read: Iterable[str]) -> list[str]:
     object) are left out, because in Parquet files every row has all keys."""
     known = set(read)
     return [printable(key) for key, value in row.items() if key not in known and value not in (None, "", [], {})]
-
-
-def _keys_within(entries: list[Row], prefix: str, read: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(prefix + key for entry in entries for key in unread_keys(entry, read)))
 
 
 def read_variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
@@ -243,10 +240,9 @@ def _spoken(entry: Row, where: str) -> Message:
     if str(speaker).lower() != "function_call":
         return {"role": role, "content": content}
     try:
-        call: Any = json.loads(content) if isinstance(content, str) else content
-        calls = [
-            {"name": one["name"], "arguments": one["arguments"]} for one in (call if isinstance(call, list) else [call])
-        ]
+        given: Any = json.loads(content) if isinstance(content, str) else content
+        listed = given if isinstance(given, list) else [given]
+        calls = [{"name": call["name"], "arguments": call["arguments"]} for call in listed]
     except (ValueError, KeyError, TypeError) as error:
         raise RowError(f"{where}: a function_call must be a JSON object with name and arguments") from error
     return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": one} for one in calls]}
@@ -316,9 +312,8 @@ def _turns_of(row: Row, where: str) -> tuple[tuple[str, ...], set[str]]:
             read |= {"instances"} if len(instances) == 1 else set()  # only the first instance is used
         elif given is None or isinstance(given, str):
             read.add("input")
-        return (
-            f"{text('instruction')}\n\n{given}" if isinstance(given, str) and given.strip() else text("instruction"),
-        ), read
+        has_input = isinstance(given, str) and given.strip()
+        return (text("instruction") + (f"\n\n{given}" if has_input else ""),), read
     present = ", ".join(map(printable, row)) or "nothing"
     raise RowError(f"{where}: none of the keys {KNOWN_KEYS} (found {present})", "of unknown shape")
 
@@ -335,11 +330,8 @@ def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, 
         return conversation[: last + 1], turns[-1:], []
     first = next(index for index, message in enumerate(conversation) if message["role"] == "user")
     others = {message["role"] for message in conversation[first:]} - {"user", "assistant"}
-    return (
-        conversation[: first + 1],
-        turns,
-        [f"messages of role {printable(role)} after the first turn" for role in sorted(others)],
-    )
+    lost = [f"messages of role {printable(role)} after the first turn" for role in sorted(others)]
+    return conversation[: first + 1], turns, lost
 
 
 def read_messages(messages: Any, where: str) -> list[Message]:

@@ -70,9 +70,10 @@ class Dropped:
     @property
     def unread_text(self) -> str:
         """Summary of the ignored keys: "not read: context (120 rows), choices (80)"; empty if no key was ignored."""
-        first, *others = [(key, number) for key, number in self.unread.most_common()] or [("", 0)]
-        listed = [f"{first[0]} ({first[1]} rows)", *(f"{key} ({number})" for key, number in others)]
-        return f"not read: {', '.join(listed)}" if self.unread else ""
+        if not self.unread:
+            return ""
+        (first, number), *others = self.unread.most_common()
+        return "not read: " + ", ".join([f"{first} ({number} rows)", *(f"{key} ({count})" for key, count in others)])
 
     def __bool__(self) -> bool:
         return bool(self.counts)
