@@ -140,9 +140,8 @@ class EngineConfig:
         """
         if self.mocked_marginals:
             return Marginals(self.mocked_marginals)
-        return (
-            self.mocked_tokens_per_round if self.mocked_tokens_per_round is not None else self.mocked_survival or None
-        )
+        mean = self.mocked_tokens_per_round
+        return mean if mean is not None else self.mocked_survival or None
 
     @property
     def mocked_as(self) -> str:
@@ -169,10 +168,8 @@ class EngineConfig:
 
 def _unknown_device(device: str) -> str:
     meant = "cpu" if "cpu" in device.lower() else "cuda"
-    return (
-        f"device {device!r} is not known: did you mean {meant}? Choose from auto, cpu, cuda, or cuda:1 for the second "
-        "GPU"
-    )
+    choices = "auto, cpu, cuda, or cuda:1 for the second GPU"
+    return f"device {device!r} is not known: did you mean {meant}? Choose from {choices}"
 
 
 def resolve(config: EngineConfig) -> EngineConfig:

@@ -142,10 +142,9 @@ def check_memory(error: Exception) -> None:
     if isinstance(error, MemoryBudgetError):
         raise error
     if isinstance(error, MemoryError) or any(part in words for part in _NO_MEMORY):
+        what = f"there is too little memory ({words})" if words else "there is too little memory"
         remedy = "end other programs, or raise the limit that is set (ulimit -v, a container's)"
-        raise MemoryBudgetError(
-            "there is too little memory" + (f" ({words})" if words else "") + f": {remedy}"
-        ) from error
+        raise MemoryBudgetError(f"{what}: {remedy}") from error
 
 
 @contextlib.contextmanager

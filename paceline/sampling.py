@@ -86,13 +86,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.lossy is not None:
             object.__setattr__(self, "lossy", Lossy.of(self.lossy))
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in ("stop", "bad_words"):  # also given as one string
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not isinstance(self.prediction, str):
             object.__setattr__(self, "prediction", tuple(self.prediction))
-        object.__setattr__(
-            self, "bad_words", (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
-        )
         check(self, SamplingError)
         if self.min_tokens > self.max_tokens:
             message = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"

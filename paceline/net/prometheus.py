@@ -90,7 +90,7 @@ def engines_of(text: str, model: str | None = None, by: tuple[str, ...] = ()) ->
     `model`: the model to read. Raises ConfigError if the page has metrics of several models and `model` is None, or
     only of other models.
     """
-    series = [one for one in read_series(text) if not (_is_draft(one) or _is_part(one))]
+    series = [one for one in read_series(text) if not _is_skipped(one)]
     if not any(one.name.startswith((*PREFIXES, "paceline:")) for one in series):
         return {}
     series = _of_model(series, model)
@@ -105,14 +105,10 @@ def engines_of(text: str, model: str | None = None, by: tuple[str, ...] = ()) ->
     }
 
 
-def _is_draft(series: Series) -> bool:
-    """Return True for a series of an engine that only drafts."""
-    return any("draft" in series.labels.get(label, "").lower() for label in ROLES)
-
-
-def _is_part(series: Series) -> bool:
-    """Return True for the share of one priority in a gauge whose total is a series of its own."""
-    return series.name in QUEUES and bool(series.labels.get("priority"))
+def _is_skipped(series: Series) -> bool:
+    """Return True for an engine that only drafts, and for one priority's share of a gauge (see QUEUES)."""
+    is_draft = any("draft" in series.labels.get(label, "").lower() for label in ROLES)
+    return is_draft or (series.name in QUEUES and bool(series.labels.get("priority")))
 
 
 def _of_model(series: list[Series], model: str | None) -> list[Series]:

@@ -19,12 +19,8 @@ class Ranks:
     def here(cls) -> Ranks:
         """Return this process's ranks from torchrun's environment variables. Without torchrun, it is the only
         process."""
-        return cls(
-            *(
-                int(os.environ.get(name, default))
-                for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-            )
-        )
+        defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+        return cls(*(int(os.environ.get(name, default)) for name, default in defaults.items()))
 
     @property
     def is_first(self) -> bool:
