@@ -21,8 +21,8 @@ from paceline.errors import ConfigError, PacelineError, SamplingError
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """A limit on a setting's value, written in the setting's type annotation. An invalid value gives an error such as
-    "max_batch must be at least 1, not 0"."""
+    """A limit on a setting's value, written in its type annotation; errors name it, as in "max_batch must be at least
+    1"."""
 
     be: str
     """Text after "must be" in the error message."""
@@ -33,9 +33,8 @@ class Must:
 def within(
     be: str, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf, finite: bool = True
 ) -> Must:
-    """Return a limit for numbers: at least `least`, greater than `above`, and at most `most`. NaN never meets it;
-    infinity does only if `finite` is False. `be`: the limit in words, such as "at least 1"; the error message says
-    "must be" before them."""
+    """Return a limit for numbers: at least `least`, greater than `above`, at most `most`. NaN never meets it; infinity
+    does only if `finite` is False. `be`: the limit in words, such as "at least 1", for the error message."""
     return Must(be, lambda value: least <= value <= most and value > above and (not finite or abs(value) < math.inf))
 
 
@@ -54,8 +53,8 @@ Name = Annotated[str, Must("a name, not empty", lambda value: bool(value.strip()
 
 
 def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
-    """Check every field of the dataclass object `settings` against the limits in its type annotation; for the first
-    value outside them raises an error of class `kind`. In a tuple each element is checked; None is always valid."""
+    """Check every field of the dataclass object `settings` against the limits in its annotation. In a tuple each
+    element is checked; None is always valid. Raises an error of class `kind` for the first invalid value."""
     for name, limits in _limits_of(type(settings)).items():
         field_value = getattr(settings, name)
         for value in field_value if isinstance(field_value, tuple) else (field_value,):
@@ -68,8 +67,7 @@ def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
 
 
 class Checked:
-    """Base class of dataclasses whose `__post_init__` checks the limits of all fields (see `check`) and does nothing
-    else. Other dataclasses call `check` in their own `__post_init__`."""
+    """Base class of dataclasses whose `__post_init__` only calls `check`."""
 
     __slots__ = ()
 

@@ -30,8 +30,7 @@ HELP = (
 
 
 class LazyCommands(Mapping[str, Any]):
-    """Maps command names to commands. The module of a command is imported only when the command is looked up, so that
-    `paceline --help` is fast."""
+    """Maps command names to commands; a command's module is imported when the command is looked up."""
 
     def __init__(self, entries: Mapping[str, Entry], prefix: str = "") -> None:
         """`entries`: the commands' entries in the catalogue, by name. `prefix`: beginning of their functions' names,
@@ -83,8 +82,7 @@ def keep_example_lines(text: str) -> str:
 
 
 class Group(TyperGroup):
-    """A command group. Its help lists the commands in sections, each with its one-line summary, without importing their
-    modules."""
+    """A command group whose help lists commands and summaries in sections, without importing the commands' modules."""
 
     sections: Mapping[str, Mapping[str, Entry]]
     """Heading of a section -> its commands."""
@@ -158,8 +156,8 @@ def main() -> NoReturn:
 
 
 def _usage(error: Any) -> str:
-    """Returns the message of a usage error; for a missing argument or option, with the first example of the command's
-    help; for a renamed option, with its present name."""
+    """Returns the message of a usage error. A missing argument adds the first example of the command's help; a renamed
+    option gives its present name."""
     from paceline.config import RENAMED
 
     option, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)

@@ -131,8 +131,7 @@ class EngineConfig:
 
     @property
     def mocked(self) -> float | tuple[float, ...] | Marginals | None:
-        """The mocked acceptance, with which a set number of drafts is accepted, whatever their tokens; None if
-        acceptance is not mocked. It is one of:
+        """The mocked acceptance; None if acceptance is not mocked.
 
         - float: mean tokens per round, bonus token included
         - tuple: survival curve, the shares of rounds whose first 1, 2, ... drafts are accepted
@@ -145,7 +144,7 @@ class EngineConfig:
 
     @property
     def mocked_as(self) -> str:
-        """Text that describes the mocked acceptance to users, such as "4 tokens a round"; "" if acceptance is not
+        """Description of the mocked acceptance for users, such as "4 tokens a round"; "" if acceptance is not
         mocked."""
         if self.mocked_marginals:
             firsts = ", ".join(f"{share:.3g}" for share in Marginals(self.mocked_marginals).firsts)
@@ -156,8 +155,7 @@ class EngineConfig:
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:
-        """Create the settings from keyword arguments with the fields' names. Raises ConfigError for an unknown name or
-        an invalid value."""
+        """Create the settings from keyword arguments. Raises ConfigError for an unknown name or an invalid value."""
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(settings) - known)
         if unknown:
@@ -173,11 +171,9 @@ def _unknown_device(device: str) -> str:
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
-    """Return the settings with a concrete device and dtype in place of "auto". The settings `backend` and
-    `weight_format` stay "auto" until the model is loaded.
-
-    Raises ConfigError if the device is missing, or if the backend does not support it.
-    """
+    """Return the settings with a concrete device and dtype in place of "auto". `backend` and `weight_format` stay
+    "auto" until the model is loaded. Raises ConfigError if the device is missing, or if the backend does not support
+    it."""
     import torch
 
     device = config.device
@@ -208,15 +204,14 @@ def _multiplies_bfloat16(device: str) -> bool:
 
 
 def short_name(name_or_path: str) -> str:
-    """Return a short name of a model to show to users and clients: the last part of its path or hub id. A relative path
-    such as "." is made absolute first."""
+    """Return a model's name for users and clients: the last part of its path or hub id."""
     return Path(os.path.abspath(Path(name_or_path).expanduser())).name or name_or_path
 
 
 def read_api_keys(given: tuple[str, ...], file: Path | None, variable: str = "PACELINE_API_KEY") -> tuple[str, ...]:
-    """Return all API keys, without duplicates, in this order: `given`; those in `file` (one per line, # starts a
-    comment); those in the environment variable `variable` (comma-separated). Raises ConfigError if `file` cannot be
-    read or contains no key."""
+    """Return all API keys without duplicates: `given`, then those in `file`, then those in the environment variable.
+    The file has one key per line, # starts a comment; the variable separates keys by commas. Raises ConfigError if
+    `file` cannot be read or contains no key."""
     more: list[str] = []
     if file is not None:
         unread = f"cannot read the API keys in {file}"

@@ -116,12 +116,9 @@ class JudgeError(PacelineError, RuntimeError): ...
 
 @contextlib.contextmanager
 def reraised(kind: type[PacelineError], what: str, remedy: str, *caught: type[Exception]) -> Iterator[None]:
-    """Context manager that converts errors of the types `caught` to `kind`. The new message is "WHAT (original
-    message): REMEDY": `what` says what failed, `remedy` what to do.
-
-    PacelineErrors pass unchanged. Out-of-memory errors become MemoryBudgetError, so that the message does not blame a
-    file for them.
-    """
+    """Context manager that converts errors of the types `caught` to `kind`, with the message "WHAT (original message):
+    REMEDY". PacelineErrors pass unchanged. Out-of-memory errors become MemoryBudgetError, because no file is to blame
+    for them."""
     try:
         yield
     except PacelineError:
@@ -149,8 +146,8 @@ def check_memory(error: Exception) -> None:
 
 @contextlib.contextmanager
 def way_out(text: str) -> Iterator[None]:
-    """Context manager that adds advice to a TemplateError raised in the block. `text`: how to send a prompt without a
-    chat template in this user interface (library, command line or server)."""
+    """Context manager that adds advice to a TemplateError. `text`: how to send a prompt without a chat template in this
+    user interface."""
     try:
         yield
     except TemplateError as error:
@@ -163,8 +160,8 @@ TOKEN_PROMPTS = "give the prompts as token ids (prompt_ids)"
 
 @contextlib.contextmanager
 def needing(kind: type[PacelineError], text: str) -> Iterator[None]:
-    """Context manager around imports of optional packages: converts an ImportError in the block to an error of class
-    `kind` with the message `text`."""
+    """Context manager around imports of optional packages: converts an ImportError to `kind` with the message
+    `text`."""
     try:
         yield
     except ImportError as error:
@@ -172,8 +169,7 @@ def needing(kind: type[PacelineError], text: str) -> Iterator[None]:
 
 
 def refuse(kind: type[PacelineError], *checks: tuple[bool, str]) -> None:
-    """Raise an error of class `kind` if a check fails. `checks`: (True if the input is wrong, error message) pairs; the
-    first wrong one is raised."""
+    """Raise `kind` for the first failed check. `checks`: (True if the input is wrong, error message) pairs."""
     for is_wrong, text in checks:
         if is_wrong:
             raise kind(text)

@@ -37,14 +37,14 @@ class Machine:
     """Buffer size in bytes -> bandwidth of repeated reads, which caches speed up. Measured on CPUs only."""
 
     def read_bytes_per_s(self, num_bytes: int) -> float:
-        """Return the bandwidth of repeated reads of a buffer of `num_bytes`, in bytes per second. For a buffer that
-        fits into a CPU's caches it can be above the memory bandwidth `bytes_per_s`."""
+        """Return the bandwidth of repeated reads of a buffer of `num_bytes`, in bytes per second. CPU caches can raise
+        it above `bytes_per_s`."""
         sizes = [int(size) for size in self.cached_bytes_per_s]
         least = max((size for size in sizes if size <= num_bytes), default=0)
         return max([self.bytes_per_s, *(rate for size, rate in self.cached_bytes_per_s.items() if int(size) >= least)])
 
     def ceiling_tokens_per_s(self, weight_bytes: int) -> float:
-        """Return the upper limit of plain decoding's speed for one request, in tokens per second: bandwidth over
+        """Return the upper limit of plain decoding for one request, in tokens per second. It is bandwidth over
         `weight_bytes`, because every token reads all weights once."""
         return self.read_bytes_per_s(weight_bytes) / weight_bytes
 
@@ -57,8 +57,7 @@ def device_name(device: str = "cpu") -> str:
 
 
 def this_machine(device: str = "cpu") -> Machine:
-    """Measure the memory bandwidth and FLOP/s of a device in less than a second. Each is the best of a few runs: reads
-    of a large buffer, and matrix products."""
+    """Measure the memory bandwidth and FLOP/s of a device, each as the best of a few runs. Takes less than a second."""
     import torch
 
     where = torch.device(device)
@@ -137,8 +136,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _best_s(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Return the seconds of the fastest of at least three runs within the budget, since other programs only slow a run
-    down."""
+    """Return the seconds of the fastest run, since other programs only slow a run down. Makes at least three."""
     best, began, runs = float("inf"), time.perf_counter(), 0
     while runs < 3 or time.perf_counter() - began < budget_s:
         best = min(best, _seconds(work, device))
@@ -187,8 +185,8 @@ def free_bytes() -> int | None:
 
 
 class BusyClock:
-    """Measures how much CPU time other processes have used since this object was created. Linux only; on other systems
-    the result is 0."""
+    """Measures how much CPU time other processes have used since its creation. Linux only; on other systems it measures
+    0."""
 
     def __init__(self) -> None:
         self._began = self._now()
@@ -205,7 +203,7 @@ class BusyClock:
         return time.monotonic(), busy, own.user + own.system
 
     def others_share(self) -> float:
-        """Return the CPU time that everything except this process has used since creation, as a share (0 to 1) of the
-        time of all cores. Child processes and, on a virtual machine, the host count as others."""
+        """Return the CPU time of all other processes since creation, as a share (0 to 1) of the time of all cores.
+        Child processes and a virtual machine's host count as others."""
         wall_s, busy_s, own_s = (now - began for now, began in zip(self._now(), self._began, strict=True))
         return min(1.0, max(0.0, (busy_s - own_s) / (wall_s * (os.cpu_count() or 1)))) if wall_s else 0.0

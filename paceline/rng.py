@@ -34,18 +34,16 @@ def _mix(state: int) -> int:
 
 
 def uniform(seed: int, stream: int, position: int, slot: int = 0) -> float:
-    """Return a pseudorandom number in [0, 1) with 53 random bits. It is a hash of the arguments, so equal arguments
-    give the same number. `stream`: constant for the number's use (SAMPLE, DRAFT, ...). `position`: index of a token in
-    prompt + answer. `slot`: draft position."""
+    """Return a number in [0, 1) with 53 random bits, a hash of the arguments. `stream`: constant for the number's use
+    (SAMPLE, DRAFT, ...). `position`: index of a token in prompt + answer. `slot`: draft position."""
     mixed = _mix(_mix(_mix(seed ^ (stream << 56)) ^ position) ^ (slot << 32))
     return (mixed >> 11) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Deterministic random numbers that sample the target's token at one position by an exponential race: each token
-    gets an exponentially distributed number, which is divided by the token's probability, and the token with the
-    smallest result is sampled. Equal `seed` and `position` give equal numbers."""
+    """Deterministic random numbers for the exponential race that samples the target's token at one position. Each
+    token's exponentially distributed number is divided by its probability; the smallest result wins."""
 
     seed: int
     position: int
@@ -58,12 +56,11 @@ class Noise:
 
     @property
     def of_others(self) -> float:
-        """One exponentially distributed number (mean 1) for all tokens that are not among the target's top tokens. In
-        the exponential race they count as one token, which has the sum of their probabilities."""
+        """One exponentially distributed number (mean 1) for all tokens outside the target's top tokens. They race as
+        one token with the sum of their probabilities."""
         return self.exponentials([OTHERS])[0]
 
     @property
     def uniform(self) -> float:
-        """A number in [0, 1). It selects one of the tokens outside the target's top tokens, if these win the race (see
-        `of_others`)."""
+        """A number in [0, 1) that selects one of the tokens outside the target's top tokens, if these win the race."""
         return uniform(self.seed, SAMPLE, self.position)

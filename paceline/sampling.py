@@ -17,7 +17,7 @@ Finite = Annotated[float, within("a finite number")]
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """A grammar that the answer must follow. `kind`: "json_object" (any JSON object), "json_schema" (JSON that follows
-    the schema in `text`) or "regex" (the whole answer matches the regular expression in `text`)."""
+    the schema `text`) or "regex" (the whole answer matches `text`)."""
 
     kind: GrammarKind
     text: str = ""
@@ -114,10 +114,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability (natural logarithm) of one token under the target. `top`: the tokens with the highest probability
-    at this position, best first."""
+    """Log-probability (natural logarithm) of one token under the target."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """(token id, log-probability) of the alternatives."""
+    """(token id, log-probability) of the most probable tokens at this position, best first."""

@@ -7,16 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Timings:
-    """Durations and time stamps of one request, in seconds; stamps are values of time.perf_counter.
-
-    The time from `arrival_s` to `until_s` is divided into phases without gaps; it is the sum of their durations:
-
-    - `queue_s`: waiting for a row of the KV cache
-    - `wait_s`: having a row, while the engine works for other requests only
-    - `prefill_s`: prefill of the prompt
-    - `draft_s`, `verify_s`, `host_s`: drafting, verification and other work in the request's rounds
-    - `between_s`: time between rounds
-    """
+    """Durations and time stamps of one request, in seconds; stamps are values of time.perf_counter. The phases from
+    `queue_s` to `between_s` divide the time from `arrival_s` to `until_s` without gaps."""
 
     arrival_s: float = 0.0
     """Stamp: arrival at the engine."""
@@ -42,30 +34,27 @@ class Timings:
     first_token_s: float = 0.0
     """Stamp: first token."""
     plain_s: float = 0.0
-    """Duration of the request's plain rounds, in which no row of the batch verified a draft: the cost of plain
-    decoding."""
+    """Duration of rounds in which no row of the batch verified a draft (plain rounds)."""
     num_plain: int = 0
     """Number of the request's plain rounds."""
     token_s: list[float] = field(default_factory=list)
     """Stamp of each committed token."""
 
     def waited(self, now: float) -> None:
-        """Add the time from the end of the latest phase (`until_s`) to `now` to `wait_s`, because the engine worked for
-        other requests only. The latest phase then ends at `now`."""
+        """Add the time from `until_s` to `now` to `wait_s`. The latest phase then ends at `now`."""
         self.wait_s += now - self.until_s
         self.until_s = now
 
     def read(self, started: float, now: float) -> None:
-        """Record a prefill from `started` to `now`: its duration is added to `prefill_s`, the gap between the latest
-        phase (`until_s`) and `started` to `between_s`. The latest phase then ends at `now`."""
+        """Record a prefill from `started` to `now`; the time since `until_s` is added to `between_s`. The latest phase
+        then ends at `now`."""
         self.prefill_s += now - started
         self.between_s += started - self.until_s
         self.until_s = now
 
     def decoded(self, draft_s: float, verify_s: float, host_s: float, now: float) -> None:
-        """Record a decode round that ended at `now`: its durations are added to `draft_s`, `verify_s` and `host_s`, and
-        the gap between the latest phase (`until_s`) and the round to `between_s`. The latest phase then ends at
-        `now`."""
+        """Record a decode round that ended at `now`; the time between `until_s` and the round is added to `between_s`.
+        The latest phase then ends at `now`."""
         self.draft_s += draft_s
         self.verify_s += verify_s
         self.host_s += host_s

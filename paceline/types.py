@@ -37,7 +37,7 @@ CANDIDATE = "candidate"
 
 
 class Constraint(Protocol):
-    """Grammar state of one answer. `follow` checks drafts against the grammar, and `mask` sets the logits of forbidden
+    """Grammar state of one answer. `follow` checks drafts against the grammar; `mask` sets the logits of forbidden
     tokens to -inf. `engine.grammar.Grammar` implements it."""
 
     @property
@@ -50,19 +50,18 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Rule by which a request gets one of the loaded drafters (the pool): either the client names the drafter, or the
-    router chooses one by the class of similar requests (cluster) that this request belongs to."""
+    """Selects one of the loaded drafters (the pool) for a request: by its name, or by the request's classes."""
 
     drafter: str = ""
-    """Name of the requested drafter; if empty, the router chooses one, or without a router the first is used."""
+    """Name of the requested drafter; if empty, the router chooses, or without a router the first one is used."""
     clusters: tuple[str, ...] = ()
-    """Request classes (kinds of similar requests) that the router may use, the most specific first."""
+    """Classes of similar requests that the router may use, the most specific first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Decision of the planner for one row (running sequence) in one round: where its drafts come from, and how many to
-    verify at most."""
+    """Decision of the planner for one row (running sequence) in one round: source of its drafts, and how many to
+    verify."""
 
     source: str = NONE
     """Draft source: "dflash", "ngram", "prediction", ..., or "none"."""
@@ -71,17 +70,15 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Drafts from one source that a row (running sequence) could verify in the next round, with the probability that
-    they are accepted and the time they cost. The planner chooses among a row's offers."""
+    """Drafts from one source that a row (running sequence) could verify in the next round. The planner chooses among a
+    row's offers."""
 
     source: str
     """Draft source: "dflash", "ngram", ..."""
     chances: tuple[float, ...]
-    """Probability that each draft is accepted if all drafts before it are; one for each draft that the row may
-    verify."""
+    """Probability that each draft is accepted if all drafts before it are, for each draft that the row may verify."""
     cost_s: float = 0.0
-    """Seconds to compute the drafts for this row alone, in addition to `each_s` per draft; 0 if they are already
-    computed."""
+    """Seconds to compute the drafts for this row alone, without `each_s`; 0 if they are already computed."""
     each_s: float = 0.0
     """Seconds per draft of a drafter that drafts token by token; 0 for all others."""
 
@@ -100,15 +97,14 @@ class Row:
     """Function that computes `offers` on demand; its argument names draft sources to leave out."""
 
     def weigh(self, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Return `offers`, the drafts that the sequence could verify. If the function `ask` is set, first computes them
-        anew, without drafts from the sources named in `unwanted`. If it is not set, `unwanted` has no effect."""
+        """Return `offers`; if `ask` is set, computes them first. `unwanted`: sources that `ask` leaves out."""
         if self.ask:
             self.offers = self.ask(unwanted)
         return self.offers
 
 
 class Round(NamedTuple):
-    """Numbers of drafted and accepted tokens of one row in one round, and the source of its drafts."""
+    """Numbers of drafted and accepted tokens of one row in one round."""
 
     num_drafted: int
     """Drafted tokens."""
@@ -174,22 +170,20 @@ class Sequence:
 
     @property
     def kind(self) -> RowKind:
-        """Sampling mode: "greedy" (temperature 0), "seeded" (sampled, with a seed from the client) or "sampled" (no
-        seed). Seeded rows get deterministic drafts, so that their text equals that of plain decoding; sampled rows may
-        get sampled drafts."""
+        """Sampling mode: "greedy", "seeded" (the client gave a seed) or "sampled". Seeded rows get deterministic
+        drafts, so that their text equals that of plain decoding; sampled rows may get sampled drafts."""
         return "greedy" if self.params.is_greedy else "sampled" if self.params.seed is None else "seeded"
 
     @property
     def planned_kind(self) -> RowKind:
-        """Sampling mode under which the planner counts this request's acceptance. It is `kind`; with a lossy rule it is
-        "lossy" (greedy) or "lossy sampled", because lossy rules accept more drafts."""
+        """Sampling mode under which the planner counts acceptance: `kind`, or with a lossy rule "lossy" (greedy) or
+        "lossy sampled"."""
         if self.params.lossy is None:
             return self.kind
         return "lossy" if self.params.is_greedy else "lossy sampled"
 
     def trim(self) -> None:
-        """Make the records per token as long as the answer, after tokens were cut from its end: log-probabilities in
-        `logprobs`, and deviations from the target's distribution in `ledger`."""
+        """Shorten the records per token, `logprobs` and `ledger`, after tokens were cut from the answer's end."""
         del self.logprobs[self.num_output :]
         if self.ledger:
             self.ledger.keep(self.num_output)
@@ -213,16 +207,15 @@ class Sequence:
         return self.params.max_tokens - self.num_output
 
     def most_drafted(self, num_drafted: int) -> int:
-        """Return how many tokens may be drafted in the next round. This is the smallest of `num_drafted`, the request's
-        limit (`params.max_drafted`, if set), and `num_remaining` - 1, because every round also adds one token of the
-        target itself."""
+        """Return how many tokens may be drafted in the next round: at most `num_drafted`, the request's own limit, and
+        one less than `num_remaining`, because every round adds a token of the target."""
         most = num_drafted if self.params.max_drafted is None else min(num_drafted, self.params.max_drafted)
         return max(min(most, self.num_remaining - 1), 0)
 
     def accept(self, tokens: list[int]) -> list[int]:
-        """Append `tokens` to the answer, and return those that were appended. An end token or the limit `max_tokens`
-        ends the answer: `finish_reason` is set and later tokens are dropped. The last appended token is not in the
-        target's cache yet; the next round's pass begins with it."""
+        """Append `tokens` to the answer, and return those that were appended. An end token or `max_tokens` ends the
+        answer: later tokens are dropped and `finish_reason` is set. The last appended token is not in the target's
+        cache yet."""
         for taken, token in enumerate(tokens, start=1):
             if token in self.eos_token_ids:
                 self.finish_reason = "stop"
@@ -241,20 +234,18 @@ class Sequence:
 
 @dataclass(slots=True)
 class Batch:
-    """The running sequences of one round. Every list or tensor with a name that ends in `_B` has one entry per
-    sequence, in the order of `sequences`."""
+    """The running sequences of one round. Lists with a name in `_B` have one entry per sequence, in the order of
+    `sequences`."""
 
     sequences: list[Sequence]
     takes_B: list[Take] | None = None
     """The planner's decision for each row; None if the drafter decides how many tokens to draft."""
     whole_blocks: bool = True
-    """True if block drafters compute their full block width even for fewer drafts, so that drafts are
-    batch-invariant."""
+    """True if block drafters always compute their full block width, so that drafts are batch-invariant."""
     num_candidates: int = 0
     """Top tokens that the drafter returns for each draft position, to build trees from; 0 for none."""
     noise_aware: bool = False
-    """True if drafters may draft with the random numbers that will sample the target's tokens (common random
-    numbers)."""
+    """True if drafters may use the random numbers that will sample the target's tokens (common random numbers)."""
     reports_target_ranks: bool = False
     """True to record the drafter's ranks of the target's tokens (`RoundStats.target_ranks_B`), for rows with
     candidates."""
@@ -268,8 +259,8 @@ class Batch:
         return [seq.cached_len for seq in self.sequences]
 
     def draft_limits_B(self, num_drafted: int) -> list[int]:
-        """Return the maximum number of drafts of each row: the smallest of `num_drafted`, the planner's number for the
-        row, and what the request itself allows (`Sequence.most_drafted`)."""
+        """Return the maximum number of drafts of each row: at most `num_drafted`, the planner's number, and
+        `Sequence.most_drafted`."""
         counts_B = [num_drafted] * len(self) if self.takes_B is None else [take.count for take in self.takes_B]
         return [min(count, seq.most_drafted(num_drafted)) for seq, count in zip(self.sequences, counts_B, strict=True)]
 
@@ -285,7 +276,7 @@ class DraftBlock:
     """Drafted token ids of each row; an empty list for a row without drafts."""
     probs_B: list[Tensor | None]
     """Distribution that each draft was sampled from, [len(tokens), V] for each row; None for deterministic drafts
-    (argmax, n-gram), whose distribution is one-hot."""
+    (argmax, n-gram)."""
     confidence_B: list[list[float] | None] | None = None
     """Log-probability of the drafter's top token at each draft position, for each row, computed before any token is
     sampled; None for drafters without probabilities and rows without drafts."""
@@ -298,14 +289,12 @@ class DraftBlock:
 
     @classmethod
     def certain(cls, tokens_B: list[list[int]]) -> DraftBlock:
-        """Return a block of deterministic drafts, such as n-gram drafts, which have no probabilities. `tokens_B`: token
-        ids for each row."""
+        """Return a block of deterministic drafts. `tokens_B`: token ids for each row."""
         return cls(tokens_B, [None] * len(tokens_B))
 
     def cut(self, widths_B: Iterable[int | Tree]) -> DraftBlock:
-        """Return a block with fewer drafts, for verification. `widths_B`: for each row the number of drafts to keep,
-        counted from the first, or a tree that replaces the row's drafts. `confidence_B` and `candidates_B` keep all
-        draft positions."""
+        """Return a block with fewer drafts, for verification. `widths_B`: for each row the number of first drafts to
+        keep, or a tree that replaces them. `confidence_B` and `candidates_B` keep all draft positions."""
         widths_B = list(widths_B)
         pairs = zip(self.tokens_B, widths_B, strict=True)
         if all(isinstance(width, int) and len(tokens) <= width for tokens, width in pairs):
@@ -332,16 +321,14 @@ class Verdict:
     lossless: bool
     """True if the verification rule keeps the target's distribution."""
     accepted_paths_B: list[list[int] | None] | None = None
-    """For each row with a tree, the indices of its accepted drafts, from root to leaf; None for a row with a chain,
-    whose first `num_accepted_B` drafts are accepted."""
+    """Indices of the accepted drafts of each row with a tree, from root to leaf; None for a row with a chain."""
     failed_B: list[str | None] | None = None
     """Error message of each failed row, which accepts nothing; None if no row failed."""
 
 
 @dataclass(slots=True)
 class RoundStats:
-    """Statistics of one decode round of the whole batch: numbers of drafted and accepted tokens of each row, and
-    seconds of drafting, verification and other work."""
+    """Statistics of one decode round of the whole batch."""
 
     num_drafted_B: list[int]
     """Proposed drafts of each row; for a tree, those on its longest path."""
