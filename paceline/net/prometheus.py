@@ -41,7 +41,7 @@ ROLES = ("engine", "engine_type", "engine_role", "role", "worker", "worker_type"
 MEANS = ("sglang:spec_accept_length", "sglang:spec_accept_rate")
 """Gauges that are averaged over the engines, and over other series, that have drafted, not summed."""
 QUEUES = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
-"""Gauges that SGLang reports as a total (label `priority` empty) and once more for each priority."""
+"""Gauges that SGLang reports in total (label `priority` empty) and for each priority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Series:
 
 
 def read_series(text: str) -> Iterator[Series]:
-    """Yield the samples of a /metrics page. Samples whose value is negative, infinite or NaN are skipped, and so are
-    lines that are not samples."""
+    """Yield the samples of a /metrics page. Lines that are not samples, and values that are negative, infinite or NaN,
+    are skipped."""
     for line in text.split("\n"):
         match = METRIC.fullmatch(line.strip())
         if not match or line.startswith("#"):
@@ -75,20 +75,15 @@ def _name(name: str) -> str:
 
 
 def engines_of(text: str, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """Return engine -> metric name -> value, from the text of a /metrics page; {} if the page has no metric of vLLM,
-    SGLang, llama.cpp or paceline. The key of an engine is the value of its label `engine` or `dp_rank`; "" for a server
-    without these labels.
+    """Return engine -> metric name -> value, from the text of a /metrics page; {} without metrics of vLLM, SGLang,
+    llama.cpp or paceline.
 
-    Several samples of one metric of an engine are combined into one value:
+    The key of an engine is the value of its label `engine` or `dp_rank`; "" for a server without these labels. Samples
+    that differ only in the rank (process of one engine) count once, with the largest value. Other samples of one metric
+    are added up; SGLang's acceptance lengths and rates (MEANS) are averaged over those above 0.
 
-    - Of samples that differ only in the rank (number of a process of the engine), only the largest is used.
-    - For SGLang's acceptance lengths and rates, the value is the mean of the samples above 0.
-    - For every other metric, the value is the sum of the samples.
-
-    `by`: labels, such as "position". Each value of such a label also gets a metric of its own, called NAME{VALUE}.
-
-    `model`: the model to read. Raises ConfigError if the page has metrics of several models and `model` is None, or
-    only of other models.
+    `by`: labels, such as "position"; each value of such a label also gets a metric of its own, NAME{VALUE}. `model`:
+    the model to read. Raises ConfigError if the page has several models and `model` is None, or only others.
     """
     series = [one for one in read_series(text) if not _is_skipped(one)]
     if not any(one.name.startswith((*PREFIXES, "paceline:")) for one in series):
@@ -137,7 +132,7 @@ def _without_ranks(series: Iterable[Series]) -> Iterable[Series]:
 
 def totals(engines: dict[str, dict[str, float]]) -> dict[str, float]:
     """Return metric name -> value of the whole server, from the result of `engines_of`. Values of the engines are added
-    up; acceptance lengths and rates (MEANS) are averaged over the engines where they are above 0."""
+    up; MEANS are averaged over the engines where they are above 0."""
     by_name = defaultdict[str, list[float]](list)
     for values in engines.values():
         for name, value in values.items():

@@ -27,15 +27,14 @@ TIMEOUT_S = 1800.0
 
 
 def _key() -> str | None:
-    """Returns the server's key, None without one. Raises ConfigError if it has its earlier name."""
+    """Returns the server's key, None without one. Raises ConfigError if the variable has its earlier name."""
     key = os.environ.get(KEY) or None
     refuse(ConfigError, (key is None and EARLIER_KEY in os.environ, f"{EARLIER_KEY} is now {KEY}: rename it"))
     return key
 
 
 class Refused(PacelineError):
-    """Error: the server rejected a request with a final status (one that is not retried), or sent an unusable
-    response."""
+    """The server rejected a request with a status that is not retried, or sent an unusable response."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"status {status}: {' '.join(text.split())[:300]}")
@@ -43,12 +42,12 @@ class Refused(PacelineError):
 
 
 class Client:
-    """Sends requests to one HTTP server, and retries them while the server is down or busy. A request fails when no
-    request to this server has succeeded for `patience_s` seconds. Threads may share a client."""
+    """Sends requests to one HTTP server, and retries them while the server is down or busy. Threads may share a client.
+    A request fails when no request to this server has succeeded for `patience_s` seconds."""
 
     def __init__(self, url: str, option: str, patience_s: float) -> None:
-        """`url`: the server's address, with or without /v1. `option`: name of the option that sets it, for error
-        messages. Raises ConfigError for an invalid address or key."""
+        """`url`: the server's address, with or without /v1. `option`: its option's name, for error messages. Raises
+        ConfigError for an invalid address or key."""
         self._http = streaming.Client(url, _key(), TIMEOUT_S, option, keeps=False, key_name=KEY)
         self.url, self.option, self.patience_s = self._http.url, option, patience_s
         self._closed = threading.Event()
@@ -61,9 +60,8 @@ class Client:
         self._closed.set()
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request with `body` as JSON (None: no body) and return the parsed JSON of the response. Retries while
-        the server is down or busy. Raises Refused if the server rejects the request or the response is not JSON, and
-        DownloadError if the server has been down for `patience_s` seconds or the client was closed."""
+        """Send a request as `bytes` does, and return the parsed JSON of the response. Also raises Refused if the
+        response is not JSON."""
         data = self.bytes(method, path, body, MAX_JSON_BYTES)
         try:
             return json.loads(data)
@@ -71,9 +69,9 @@ class Client:
             raise Refused(200, f"the answer of {self.url}{path} is no JSON") from error
 
     def bytes(self, method: str, path: str, body: Any, most: int) -> bytes:
-        """Send a request with `body` as JSON (None: no body) and return the body of the response. Retries while the
-        server is down or busy. Raises Refused if the server rejects the request or the response has more than `most`
-        bytes, and DownloadError if the server has been down for `patience_s` seconds or the client was closed."""
+        """Send a request with `body` as JSON (None: no body) and return the body of the response, at most `most` bytes.
+        Raises Refused if the server rejects the request or the response is too long. Raises DownloadError if the server
+        has been down for `patience_s` seconds or the client was closed."""
         data, pause_s = None if body is None else json.dumps(body).encode(), FIRST_PAUSE_S
         began = time.monotonic()
         while True:

@@ -105,17 +105,15 @@ class Client:
         self._open: set[HTTPConnection] = set()
 
     def get(self, path: str) -> Stream:
-        """Send a GET request and wait for the whole response. Raises ConnectionError if the server is unreachable,
-        hangs up or takes too long, or if the response is not valid HTTP."""
+        """Send a GET request and wait for the whole response. Raises ConnectionError if that fails; HTTP errors do not
+        raise."""
         stream = self.ask("GET", path)
         if stream.failure:
             raise ConnectionError(stream.failure)
         return stream
 
     def post(self, path: str, body: bytes, due_s: float | None = None) -> Stream:
-        """Send a POST request with the JSON `body` and wait for the whole response. Errors are reported in
-        `Stream.failure`. `due_s`: time for which the request was scheduled (a value of time.perf_counter) [default:
-        now]; it does not delay the request and is only stored in the result."""
+        """Send a POST request with the JSON `body`; see `ask`."""
         return self.ask("POST", path, body, due_s)
 
     def close(self) -> None:
@@ -134,9 +132,9 @@ class Client:
         *,
         most: float = float("inf"),
     ) -> Stream:
-        """Send a request with the HTTP method `method` and wait for the whole response. Errors are reported in
-        `Stream.failure`. A response body of more than `most` bytes is cut off and gets the status 413 (TOO_LONG).
-        `due_s`: scheduled send time, only stored in the result, as in `post`."""
+        """Send a request and wait for the whole response. Errors are reported in `Stream.failure`. `due_s`: scheduled
+        send time (time.perf_counter), only stored in the result [default: now]. A response body of more than `most`
+        bytes is cut off and gets the status 413 (TOO_LONG)."""
         sent_s = time.perf_counter()
         stream, connection = Stream(sent_s if due_s is None else due_s, sent_s), self._connection()
         num_bytes = 0
@@ -197,8 +195,7 @@ class Client:
 
 
 def _is_open(idle: socket.socket) -> bool:
-    """Return True if the server has not closed the idle connection: its socket has neither an end nor stray bytes to
-    read."""
+    """Return True if the server has not closed the idle connection: then its socket has nothing to read."""
     waiting = select.poll()
     waiting.register(idle, select.POLLIN)
     return not waiting.poll(0)
