@@ -42,18 +42,16 @@ LEFT_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Folder of one run of a command such as train, bench, serve or adapt, with its settings, metrics and results.
-    Writing methods raise CacheError if the disk cannot be written."""
+    """Folder of one run of a command, with its settings, metrics and results. Writing methods raise CacheError if the
+    disk cannot be written."""
 
     path: Path
 
     @classmethod
     def create(cls, what: str, config: dict[str, Any], out: str | Path | None = None) -> RunFolder:
-        """Start a run of the type `what` in the folder `out`, or in a new folder runs/<what>-<timestamp> if `out` is
-        None. Writes the settings `config` to config.json, and the command line to command.txt.
-
-        If `out` has an earlier run of the same type, its metrics are deleted. Raises ConfigError if it has a run of
-        another type."""
+        """Start a run of the type `what` in the folder `out`; None makes a new folder runs/<what>-<timestamp>. Writes
+        config.json and command.txt. Deletes the metrics of an earlier run of this type in `out`. Raises ConfigError if
+        it has a run of another type."""
         check_own(out, what)
         path = Path(out) if out else _unused(Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}")
         with reraised(CacheError, f"cannot write {path}", REMEDY, OSError):
@@ -66,7 +64,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """Open the folder of an earlier run to continue it; removes a last metrics line that a crash cut short. Raises
+        """Open the folder of an earlier run to continue it; removes a truncated last line of its metrics. Raises
         CacheError if `path` is not a run folder."""
         if not (Path(path) / "config.json").is_file():
             raise CacheError(f"{path} is not a run folder (no config.json): check the path")
@@ -74,18 +72,17 @@ class RunFolder:
         return cls(Path(path))
 
     def log(self, **figures: Any) -> None:
-        """Append the keyword arguments to metrics.jsonl, as one line with a JSON object."""
+        """Append the keyword arguments to metrics.jsonl as one JSON object."""
         with reraised(CacheError, f"cannot write {self.path}", REMEDY, OSError):
             append_lines(self.path / "metrics.jsonl", [plain(figures)])
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the objects that `log` has written to metrics.jsonl so far. A last line that a crash cut short is left
-        out."""
+        """Return the objects that `log` has written so far, without a truncated last line."""
         return self.lines("metrics.jsonl")
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Return the objects of the run's JSON Lines file `name`; [] if there is no such file. Lines that are not a
-        JSON object are left out, such as a last line that a crash cut short."""
+        """Return the objects of the run's JSON Lines file `name`; [] without this file. Lines that are not a JSON
+        object, such as a truncated last one, are left out."""
         file, values = self.path / name, []
         for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
             with contextlib.suppress(ValueError):
@@ -93,8 +90,7 @@ class RunFolder:
         return [value for value in values if isinstance(value, dict)]
 
     def results(self, figures: dict[str, Any], name: str = "results.json") -> Path:
-        """Write measured values with their provenance (command, date, versions, commit) to the run's file `name`;
-        returns its path."""
+        """Write measured values with their provenance to the run's file `name`; returns its path."""
         return write_results(self.path / name, figures)
 
     def write_json(self, name: str, value: Any) -> Path:
@@ -108,7 +104,7 @@ class RunFolder:
 
 
 def drop_cut_line(file: Path) -> None:
-    """Remove the last line of a JSON Lines file if it has no newline, because a crash cut it short."""
+    """Remove the last line of a JSON Lines file if it has no newline, because a crash truncated it."""
     with reraised(CacheError, f"cannot write {file}", REMEDY, OSError):
         if not file.exists() or _ends_whole(file):
             return
@@ -124,9 +120,8 @@ def _ends_whole(file: Path) -> bool:
 
 
 def checked_lines(file: Path, keys: dict[str, type]) -> list[dict[str, Any]]:
-    """Return the objects of a JSON Lines file; [] if the file does not exist. A last line that a crash cut short is
-    left out. `keys`: key -> type of its value, required in every object. Raises ConfigError if a line is not such an
-    object."""
+    """Return the objects of a JSON Lines file, without a truncated last line; [] without this file. `keys`: key -> type
+    of its value, required in every object. Raises ConfigError if a line is not such an object."""
     remedy = "restore it from a copy, or delete the line that is damaged"
     with reraised(ConfigError, f"{file} is damaged", remedy, OSError, ValueError, RecursionError):
         whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
@@ -138,11 +133,8 @@ def checked_lines(file: Path, keys: dict[str, type]) -> list[dict[str, Any]]:
 
 
 def append_lines(file: Path, lines: Iterable[Any], *, is_synced: bool = False) -> None:
-    """Append objects to a JSON Lines file: either all of them or, on an error, none. A last line that a crash cut short
-    is removed first.
-
-    `is_synced`: True calls fsync before returning. Raises OSError if the file cannot be written.
-    """
+    """Append objects to a JSON Lines file: either all of them or, on an error, none. A truncated last line is removed
+    first. `is_synced`: call fsync before returning. Raises OSError if the file cannot be written."""
     file.parent.mkdir(parents=True, exist_ok=True)
     drop_cut_line(file)
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -160,17 +152,15 @@ def append_lines(file: Path, lines: Iterable[Any], *, is_synced: bool = False) -
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically: a reader sees the old content or the new, never a part."""
+    """Write a text file atomically (see `whole_file`)."""
     with whole_file(path) as scratch:
         scratch.write_text(text, encoding="utf-8")
 
 
 def check_place(out: Path, remedy: str = REMEDY) -> Path | None:
-    """Check, before any work, that `out` can be written; it may be a file or a folder. Creates nothing.
-
-    Returns the topmost parent folder that does not exist yet and would be created, or None if all parents exist. Raises
-    CacheError if `out` cannot be written; `remedy`: advice at the end of the message.
-    """
+    """Check, before any work, that the file or folder `out` can be written. Creates nothing. Returns the topmost parent
+    folder that would be created, None if all exist. Raises CacheError if `out` cannot be written; `remedy`: advice at
+    the end of the message."""
     parents = [*reversed(out.absolute().parents)]
     nearest = next(path for path in (out.absolute(), *reversed(parents)) if path.exists())
     if nearest != out.absolute() and not nearest.is_dir():
@@ -181,17 +171,16 @@ def check_place(out: Path, remedy: str = REMEDY) -> Path | None:
 
 
 def check_file(out: Path, remedy: str) -> Path | None:
-    """Check, before any work, that `out` can be written as a file. Returns the topmost parent folder that does not
-    exist yet and would be created, or None if all parents exist. Raises CacheError if `out` is a folder or cannot be
-    written; `remedy`: advice at the end of the message."""
+    """Check, before any work, that `out` can be written as a file. Returns and raises as `check_place`; also raises
+    CacheError if `out` is a folder."""
     if out.is_dir():
         raise CacheError(f"{out} is a folder: name a file in it, or {remedy}")
     return check_place(out, remedy)
 
 
 def check_folder(out: Path) -> None:
-    """Check, before any work, that `out` can become a run folder. Raises CacheError if it is a file, cannot be written,
-    or is named like a file (.html, .json, .jsonl, .md or .svg)."""
+    """Check, before any work, that `out` can become a run folder. Raises CacheError if it is a file, is named like one
+    (.html, .json, .jsonl, .md or .svg), or cannot be written."""
     if out.exists() and not out.is_dir():
         raise CacheError(f"{out} is a file, and a run needs a folder: {REMEDY}")
     if out.suffix in (".html", ".json", ".jsonl", ".md", ".svg"):
@@ -200,9 +189,8 @@ def check_folder(out: Path) -> None:
 
 
 def check_own(out: str | Path | None, what: str, *sources: str | Path | None) -> None:
-    """Check that a run of type `what` may overwrite the folder `out`. `sources`: runs that the command reads, as
-    folders or files in them; they must not be overwritten. Raises ConfigError if `out` is the folder of one of
-    `sources`, or of a run of another type."""
+    """Raises ConfigError unless a run of type `what` may overwrite the folder `out`: it must not hold a run of another
+    type. Nor may it hold one of `sources`, runs that the command reads, given as folders or files in them."""
     if out is None:
         return
     config, before = Path(out) / "config.json", "of unknown type"
@@ -223,13 +211,9 @@ def check_new(out: Path, what: str = "folder") -> None:
 @contextlib.contextmanager
 def whole_file(path: Path, remedy: str = REMEDY, mode: int = 0o666) -> Iterator[Path]:
     """Context manager to write the file `path` atomically: yields the path of a new temporary file in the same folder.
-    At the end of the block that file is synced to the disk and renamed to `path`; on an error it is deleted and `path`
-    is unchanged.
-
-    `mode`: permissions of the new file, less the umask. Also deletes temporary files that are more than a day old,
-    which killed processes left. Raises CacheError if the disk cannot be written; `remedy`: advice at the end of the
-    message.
-    """
+    At the end of the block that file is synced to the disk and renamed to `path`; on an error it is deleted. `mode`:
+    permissions of the file, less the umask. Also deletes temporary files of killed processes after a day. Raises
+    CacheError if the disk cannot be written; `remedy`: advice at the end of the message."""
     from safetensors import SafetensorError
 
     with reraised(CacheError, f"cannot write {path}", remedy, OSError, SafetensorError):
@@ -248,8 +232,7 @@ def whole_file(path: Path, remedy: str = REMEDY, mode: int = 0o666) -> Iterator[
 
 @functools.lru_cache(maxsize=1024)
 def _drop_leftovers(folder: Path) -> None:
-    """Delete abandoned temporary files; cached, so once per process and folder, because listing a large folder is
-    slow."""
+    """Delete abandoned temporary files, once per process and folder, because listing a large folder is slow."""
     for left in folder.glob("*.part"):
         if SCRATCH.fullmatch(left.name):
             # An error is harmless: the file was renamed, another process deletes it too, or it is another user's in
@@ -260,8 +243,8 @@ def _drop_leftovers(folder: Path) -> None:
 
 
 def sync(*paths: Path) -> None:
-    """Flush files or folders to the disk (fsync). Sync a file before it is renamed, so that after a power cut the new
-    name never has incomplete content."""
+    """Flush files or folders to the disk (fsync). Sync a file before renaming it: else it may be incomplete after a
+    power cut."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -276,8 +259,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types. Dataclasses become objects; tuples, sets, arrays and tensors become lists; paths
-    become text; NaN and infinities become null."""
+    """Convert a value to JSON types. Dataclasses become objects; tuples, sets, arrays and tensors lists; paths text;
+    NaN and infinities null."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, dict):
@@ -293,18 +276,14 @@ def plain(value: Any) -> Any:
 
 
 def write_results(path: Path, figures: dict[str, Any], peers: dict[str, str] | None = None) -> Path:
-    """Write `figures` (measured values) with their provenance (command, date, processor, versions, commit) to `path` as
-    JSON; returns the path. `peers`: name -> version of other programs in the measurement, such as compared servers."""
+    """Write measured values with their provenance (`record_of`) to `path` as JSON; returns the path."""
     write_whole(path, json.dumps(record_of(figures, peers), indent=1) + "\n")
     return path
 
 
 def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return a dict of `figures` (measured values) and their provenance: "command", "date", "processor", "versions" and
-    "commit".
-
-    `peers`: name -> version of other programs in the measurement, such as compared servers.
-    """
+    """Return `figures` (measured values) with their provenance: "command", "date", "processor", "versions", "commit".
+    `peers`: name -> version of other programs in the measurement, such as compared servers."""
     program = Path(sys.argv[0])
     words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     provenance = {
@@ -319,7 +298,7 @@ def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> d
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Return name -> version of Python and of the installed packages that affect speed or output (PACKAGES)."""
+    """Return name -> version of Python and of the installed packages in PACKAGES."""
     from importlib.metadata import PackageNotFoundError, version
 
     installed = {"python": platform.python_version()}
@@ -330,7 +309,7 @@ def versions() -> Mapping[str, str]:
 
 
 def commit() -> str | None:
-    """Returns the commit of paceline's git checkout, with "+" if there are uncommitted changes; None outside a
+    """Returns the commit of paceline's git checkout, "+" added if there are uncommitted changes; None outside a
     checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():

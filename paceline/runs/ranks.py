@@ -17,8 +17,7 @@ class Ranks:
 
     @classmethod
     def here(cls) -> Ranks:
-        """Return this process's ranks from torchrun's environment variables. Without torchrun, it is the only
-        process."""
+        """Return this process's ranks from torchrun's environment variables; without torchrun, the only process."""
         defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
         return cls(*(int(os.environ.get(name, default)) for name, default in defaults.items()))
 
@@ -27,6 +26,5 @@ class Ranks:
         return self.rank == 0
 
     def share_of(self, number: int) -> range:
-        """Divide `number` items among all processes in contiguous parts, and return the range of indices of this
-        process's part."""
+        """Return the range of indices of this process's part, if `number` items are divided in contiguous parts."""
         return range(number * self.rank // self.world, number * (self.rank + 1) // self.world)

@@ -19,8 +19,7 @@ STATUS = 143
 
 
 class Stop:
-    """Handler of the signal SIGTERM, which asks the process to stop. Usually the process ends at once. Within a `later`
-    block it only sets `is_asked`, so that the caller can finish its work first."""
+    """Handler of SIGTERM: ends the process, but within a `later` block only sets `is_asked`."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.is_asked = False
@@ -28,8 +27,8 @@ class Stop:
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
-        """Context manager in which SIGTERM does not end the process but sets `is_asked`. The caller checks `is_asked`
-        regularly; if it is True, the caller saves its state and calls `end`."""
+        """Context manager in which SIGTERM only sets `is_asked`. The caller checks it regularly, saves its state and
+        calls `end`."""
         self._waits = True
         try:
             yield
@@ -43,16 +42,16 @@ class Stop:
             self.end("what is finished is kept")
 
     def end(self, state: str) -> None:
-        """Print a message that the same command resumes the run, and end the process by raising SystemExit (exit status
-        143). `state`: text in the message on what was saved."""
+        """Print that the same command resumes the run, and raise SystemExit (status 143). `state`: text on what was
+        saved."""
         self._say(f"stopped by SIGTERM, {state}: the same command goes on from there")
         raise SystemExit(STATUS)
 
 
 @contextlib.contextmanager
 def stopped_by_signal(say: Callable[[str], None]) -> Iterator[Stop]:
-    """Context manager that yields a Stop, which handles SIGTERM within the block. `say`: prints the message that the
-    Stop shows when it ends the process. In another thread than the main one, SIGTERM is not handled."""
+    """Context manager that yields a Stop, which handles SIGTERM within the block. Outside the main thread SIGTERM is
+    not handled."""
     stop = Stop(say)
     if threading.current_thread() is not threading.main_thread():
         yield stop

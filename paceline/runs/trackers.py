@@ -21,8 +21,8 @@ PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow"
 
 
 def check_tracker(name: str) -> None:
-    """Raise ConfigError if the Python package of the experiment tracker `name` ("tensorboard", "wandb" or "mlflow")
-    cannot be imported. "none" is always valid. Call this before training, so that a missing package is found early."""
+    """Raise ConfigError if the package of the experiment tracker `name` cannot be imported. Call this before
+    training."""
     if name != "none":
         with needing(ConfigError, f"log_to {name} needs its package: pip install {name}, or leave it out"):
             importlib.import_module(PACKAGES[name])
@@ -30,12 +30,9 @@ def check_tracker(name: str) -> None:
 
 @contextlib.contextmanager
 def tracker(name: str, run: Path) -> Iterator[AddScalars]:
-    """Context manager that yields a function (scalars, step), which logs the values of one training step to an
-    experiment tracker. NaN and infinite values are not logged.
-
-    `name`: "tensorboard", "wandb", "mlflow", or "none" for a function that does nothing. `run`: the run folder. Raises
-    ConfigError if the tracker's package is missing.
-    """
+    """Context manager that yields a function (scalars, step), which logs one training step; NaN and infinite values are
+    left out. `name`: "tensorboard", "wandb", "mlflow", or "none" for a function that does nothing. `run`: the run
+    folder. Raises ConfigError if the tracker's package is missing."""
     if name == "none":
         yield ignore
         return
