@@ -79,7 +79,7 @@ def _environment() -> Environment:
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """Format a number with thousands separators; floats have `digits` decimals. Other values become a dash."""
+    """Format a number with thousands separators, floats with `digits` decimals. Other values become a dash."""
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.{digits}f}" if isinstance(value, float) else "-"
@@ -90,8 +90,7 @@ Block = str | Table | list[str]
 
 
 def markdown(title: str, *blocks: Block) -> str:
-    """Return a report in Markdown: the title, then the blocks (paragraphs, tables, lists). An empty list becomes
-    "None."."""
+    """Return a report in Markdown. An empty list of sentences becomes "None."."""
     texts = [f"# {title}"]
     for part in blocks:
         if isinstance(part, list):
@@ -109,12 +108,10 @@ def write_report(
     sections: dict[str, list[Block]],
     **values: Any,
 ) -> str | None:
-    """Write report.md and report.html into the run folder. `draw`: returns the plots of the page. `verdict`: text below
-    the title. `sections`: heading -> blocks. Returns a notice if the plots could not be drawn, and None otherwise.
-
-    `values`: arguments for report.html only. `tone`: colour of the verdict. `explained`: names of the groups of terms
-    in `words.html.j2` that the page explains. `settings`: (name, value) pairs. `texts` (optional): (summary, text) of
-    answers to show."""
+    """Write report.md and report.html into the run folder. Returns a notice if the plots could not be drawn, else None.
+    `draw` returns the plots. `verdict`: text below the title. `sections`: heading -> blocks. `values`: further
+    arguments of report.html: `tone` (colour of the verdict), `explained` (groups of terms in `words.html.j2`),
+    `settings` ((name, value) pairs), and optionally `texts` ((summary, text) of answers to show)."""
     drawn, notice = [], None
     blocks = [part for heading, parts in sections.items() if parts for part in (f"## {heading}", *parts)]
     run.write("report.md", markdown(title, verdict, *blocks))
@@ -138,8 +135,8 @@ def write_load_report(
     **values: Any,
 ) -> str | None:
     """Write the report of a server under load, measured or simulated; returns the result of `write_report`. `about`:
-    first paragraph. `draw`: returns the plots. `note`: explains the columns of the table `figures`. `listed`: a list of
-    sentences for each heading. `values`: title, verdict, tone and settings, as for `write_report`."""
+    first paragraph. `note`: explains the columns of the table `figures`. `listed`: heading -> sentences. `draw` and
+    `values` (title, verdict, tone, settings): as for `write_report`."""
     sections: dict[str, list[Block]] = {"Under load": [about] if about else [], "Figures": [note, figures]}
     sections |= {heading: [sentences] for heading, sentences in listed.items()}
     return write_report(run, draw, sections=sections, explained=["load"], **values)
@@ -147,7 +144,7 @@ def write_load_report(
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a plot: a label and points. `color`: index in COLORS. `is_faint`: True draws a thin, dashed line."""
+    """One line of a plot. `color`: index in COLORS. `is_faint`: True draws a thin, dashed line."""
 
     label: str
     x: Sequence[float]
@@ -158,7 +155,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A labelled vertical line at a position of the x axis, such as the time of an event."""
+    """A labelled vertical line in a plot, such as the time of an event."""
 
     x: float
     label: str
@@ -173,8 +170,7 @@ def curves(
     ylim: tuple[float, float | None] | None = None,
     marks: Sequence[Mark] = (),
 ) -> Plot:
-    """Plot lines over a common x axis; a series without data is left out. `marks` become dotted vertical lines with
-    labels."""
+    """Plot lines over a common x axis; a series without data is left out. `marks` become dotted vertical lines."""
     shown = [line for line in series if len(line.x)]
 
     def fill(axes: Axes) -> None:
@@ -201,7 +197,7 @@ def curves(
 
 @dataclass(frozen=True, slots=True)
 class LoadPlot:
-    """Definition of a plot: a quantity of a server (y axis), such as tokens per second, over its load (x axis)."""
+    """Definition of a plot of a server's quantity (y axis) over its load (x axis)."""
 
     title: str
     ylabel: str
@@ -210,9 +206,8 @@ class LoadPlot:
     """Returns the quantity of a record. A `Spread` of seconds is plotted as its median, with p99 as a faint line."""
 
     def values(self, record: Any) -> dict[str, float | None]:
-        """Return the y values for `record`, the figures of one measurement, in the unit of the y axis. For a `Spread`
-        the keys are " p50" (the median) and " p99"; for any other quantity the only key is "". The label of a value's
-        line in the plot ends in its key."""
+        """Return the y values of one measurement, in the axis's unit: end of the line's label -> value. A `Spread` has
+        the keys " p50" and " p99", any other quantity ""."""
         quantity = self.take(record)
         if not isinstance(quantity, Spread):
             return {"": quantity}
@@ -229,9 +224,9 @@ LOAD_PLOTS = (
 
 
 def load_plots(plots: Sequence[LoadPlot], records: Sequence[tuple[float | None, int | None, str, Any]]) -> list[Plot]:
-    """Return two plots per quantity of `plots`: over requests in flight and over requests per second. `records`:
-    (requests per second or None, requests in flight or None, name of the server or setting, figures) of each
-    measurement; each name gets a line, and `LoadPlot.take` reads the quantity from the figures."""
+    """Return two plots per quantity: over requests in flight and over requests per second. Each name gets a line.
+    `records`: (requests per second or None, requests in flight or None, name of the server or setting, figures that
+    `LoadPlot.take` reads) of each measurement."""
     drawn = []
     by_flight = [(float(in_flight), name, record) for _, in_flight, name, record in records if in_flight]
     by_rate = [(rate, name, record) for rate, _, name, record in records if rate]
@@ -262,8 +257,8 @@ def bars(
     first: int = 0,
     ylim: tuple[float, float] | None = None,
 ) -> Plot:
-    """Plot several series of bars next to each other. `groups`: (label, values) of each series, which has one colour.
-    The bars of the first values are at the tick `first` of the x axis, those of the second at `first` + 1, ..."""
+    """Plot several series of bars next to each other. `groups`: (label, values) of each series. The first values are at
+    the tick `first` of the x axis."""
     shown = [(label, values) for label, values in groups if len(values)]
 
     def fill(axes: Axes) -> None:
@@ -278,8 +273,7 @@ def bars(
 
 
 def _offset(groups: Sequence[tuple[str, Sequence[float]]], index: int, place: int) -> float:
-    """Return the offset of group `index`'s bar from the tick at `place`, in bar widths; groups without a bar take no
-    space."""
+    """Return the offset of a bar from its tick, in bar widths; groups without a bar at this tick take no space."""
     present = [other for other, (_, values) in enumerate(groups) if place < len(values) and values[place]]
     return present.index(index) - (len(present) - 1) / 2 if index in present else 0.0
 
@@ -287,8 +281,8 @@ def _offset(groups: Sequence[tuple[str, Sequence[float]]], index: int, place: in
 def ranges(
     title: str, rows: Sequence[tuple[str, float, Sequence[float | None], int]], xlabel: str, mark: float | None = None
 ) -> Plot:
-    """Plot horizontal bars with error bars, one per row: (label, value, (low, high) of its interval, index of its
-    colour). `mark`: x value at which to draw a dotted vertical line."""
+    """Plot horizontal bars with error bars, one per row: (label, value, (low, high) of its interval, index in COLORS).
+    `mark`: x value of a dotted vertical line."""
 
     def fill(axes: Axes) -> None:
         for place, (_, value, (low, high), color) in enumerate(rows):
@@ -304,8 +298,8 @@ def ranges(
 
 
 def stacked(title: str, rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], xlabel: str) -> Plot:
-    """Plot one stacked bar per row (label, values). `names`: labels of the parts, one for each value. Negative values
-    count as 0; a part that is 0 in all rows is left out."""
+    """Plot one stacked bar per row (label, values). `names`: labels of the parts. Negative values count as 0; a part
+    that is 0 in all rows is left out."""
     shown = [place for place in range(len(names)) if any(values[place] > 0 for _, values in rows)]
 
     def fill(axes: Axes) -> None:
@@ -331,16 +325,15 @@ def stacked(title: str, rows: Sequence[tuple[str, Sequence[float]]], names: Sequ
 
 
 def short(label: str) -> str:
-    """Return a label, cut to "…" and its last 19 characters if it has more than 20: the end of a path is the most
+    """Return a label, cut to "…" and its last 19 characters if it is longer than 20: a path's end is the most
     specific."""
     return label if len(label) <= LONGEST_LABEL else "…" + label[1 - LONGEST_LABEL :]
 
 
 @contextlib.contextmanager
 def new_figure(width: float, height: float, ink: str = "black") -> Iterator[Figure]:
-    """Context manager that yields an empty matplotlib figure of this size in inches. Fill and save the figure inside
-    the block. `ink`: colour of text and axes. Equal input gives equal SVG bytes. Raises ConfigError without
-    matplotlib."""
+    """Context manager that yields an empty matplotlib figure; fill and save it inside the block. `width`, `height`:
+    inches. `ink`: colour of text and axes. Equal input gives equal SVG bytes. Raises ConfigError without matplotlib."""
     with needing(ConfigError, "drawing needs matplotlib: pip install 'paceline[plots]'"):
         import matplotlib
         from matplotlib.figure import Figure
@@ -382,7 +375,7 @@ def _plot(title: str, fill: Callable[[Axes], None], num_series: int, height: flo
 
 
 def _inline(document: str, title: str) -> str:
-    """Return the <svg> element alone, with ids unique to this plot, so that a page can contain several plots."""
+    """Return the <svg> element alone, with ids unique to this plot."""
     element = document[document.index("<svg") :]
     element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
     element = re.sub(r"<!--.*?-->", "", element, flags=re.DOTALL)

@@ -22,23 +22,20 @@ Interval = tuple[float | None, float | None]
 BUSY = "the machine was busy: repeat"
 """Text shown instead of a speed-up that is higher than speculation can give."""
 FEWEST_TOKENS = 100
-"""Minimum output tokens for a verdict on a speed-up: fewer are about forty rounds, where random variation dominates."""
+"""Minimum output tokens for a verdict on a speed-up: in fewer, random variation dominates."""
 
 
 def is_possible(speedup: float, tokens_per_round: float | None) -> bool:
-    """Return False if a speed-up over plain decoding is higher than the acceptance length `tokens_per_round` (both
-    rounded to two digits), and True otherwise or if the acceptance length is unknown (None).
-
-    A round costs at least one pass of the target, so its speed-up is at most its number of tokens. A higher value means
-    that other programs ran while plain decoding was timed.
-    """
+    """Return False if a measured speed-up exceeds the acceptance length `tokens_per_round` (both rounded to two
+    digits). A round costs at least one pass of the target, so its speed-up is at most its number of tokens. A higher
+    value means that other programs ran while plain decoding was timed. An unknown acceptance length (None) gives
+    True."""
     return tokens_per_round is None or round(speedup, 2) <= round(tokens_per_round, 2)
 
 
 def possible_speedup(speedup: float | None, tokens_per_round: float | None) -> float | None:
-    """Return `speedup`, a measured speed-up over plain decoding. Returns None if it was not measured, or if it is
-    higher than the acceptance length `tokens_per_round`, which is the most that speculation can give (the function
-    `doubt` returns this reason as text). Every speed-up that is printed, plotted or stored passes through here."""
+    """Return the measured speed-up over plain decoding; None if it is missing or impossible (see `is_possible`). Every
+    speed-up that is printed, plotted or stored passes through here."""
     return speedup if speedup is not None and is_possible(speedup, tokens_per_round) else None
 
 
@@ -49,16 +46,16 @@ Tone = Literal["good", "cost", "bad", ""]
 
 
 def tone_of(speedups: Sequence[float], gain: float = GAIN) -> Tone:
-    """Return the colour of a verdict on speed-ups (1.0 is no change): "cost" (amber) if one is below EVEN (0.97), else
-    "good" (green) if the best is at least `gain`, else "" (grey). An empty list also gives ""."""
+    """Return the colour of a verdict on speed-ups (1.0 is no change): "cost" if one is below EVEN, else "good" if the
+    best is at least `gain`, else ""."""
     if not speedups:
         return ""
     return "cost" if min(speedups) < EVEN else "good" if max(speedups) >= gain else ""
 
 
 def doubt(speedup: float | None, tokens_per_round: float | None, num_tokens: int | None) -> str | None:
-    """Return the reason not to trust a measured speed-up: it is higher than the acceptance length, or too few tokens
-    were timed. None if there is no such reason. `num_tokens`: output tokens timed; None if unknown."""
+    """Return the reason not to trust a measured speed-up, or None: it is impossible, or `num_tokens` timed output
+    tokens are too few. None as `num_tokens` means unknown."""
     if speedup is not None and not is_possible(speedup, tokens_per_round):
         return BUSY
     if num_tokens is not None and num_tokens < FEWEST_TOKENS:
@@ -120,8 +117,7 @@ class Rounds:
 
     @classmethod
     def by_source(cls, rounds: Sequence[Round]) -> dict[str, Rounds]:
-        """Group rounds by the source of their drafts ("dflash", "ngram", ..., "none"). Returns source -> totals over
-        its rounds."""
+        """Return source of the drafts ("dflash", "ngram", ..., "none") -> totals over its rounds."""
         sources = sorted({one.source for one in rounds})
         return {source: cls.counted(one for one in rounds if one.source == source) for source in sources}
 
@@ -137,8 +133,7 @@ class Rounds:
 
     @property
     def tokens_per_round(self) -> float:
-        """Acceptance length: mean tokens per round, accepted drafts plus the bonus token; 1.0 if there are no
-        rounds."""
+        """Acceptance length: mean tokens per round, accepted drafts plus the bonus token; 1.0 without rounds."""
         return 1.0 + self.num_accepted / self.num_rounds if self.num_rounds else 1.0
 
     @property
@@ -148,8 +143,8 @@ class Rounds:
 
 
 def shares(histogram: Sequence[int]) -> list[float]:
-    """Return the shares of rounds with exactly 0, 1, 2, ... accepted drafts; [] without a round. `histogram`: entry n
-    is the number of rounds with n accepted drafts."""
+    """Return the shares of rounds with exactly 0, 1, 2, ... accepted drafts; [] without a round. `histogram`: numbers
+    of these rounds."""
     num_rounds = sum(histogram)
     return [rounds / num_rounds for rounds in histogram] if num_rounds else []
 
@@ -157,10 +152,7 @@ def shares(histogram: Sequence[int]) -> list[float]:
 def survival(histogram: Sequence[float], num_drafted: int = 0) -> list[float]:
     """Return the survival curve: entry i - 1 is the share of rounds whose first i drafts were all accepted; [] without
     a round. `histogram`: entry n is the number of rounds with n accepted drafts. `num_drafted`: minimum length of the
-    curve.
-
-    A round near the end of an answer drafts fewer tokens but counts in full, so short answers lower the end of the
-    curve a little."""
+    curve. Rounds near the end of an answer draft fewer tokens, so short answers lower the curve's end a little."""
     num_rounds = sum(histogram)
     depth = max(num_drafted, len(histogram) - 1)
     return [sum(histogram[i:]) / num_rounds for i in range(1, depth + 1)] if num_rounds else []
@@ -172,9 +164,9 @@ def bootstrap(
     num_draws: int = 1000,
     level: float = 0.95,
 ) -> Interval:
-    """Return the bootstrap interval of a statistic at the confidence level `level`: percentiles over `num_draws` lists
-    that are drawn from `items` with replacement (Efron and Tibshirani, chapter 13). `figure`: computes the statistic of
-    a list. Returns (None, None) for fewer than two items."""
+    """Return the bootstrap interval of a statistic (Efron and Tibshirani, chapter 13); (None, None) for fewer than two
+    items. It has the percentiles of `level` over `num_draws` lists drawn from `items` with replacement. `figure`:
+    computes the statistic of a list."""
     if len(items) < 2:
         return None, None
     draw = random.Random(0)
@@ -183,37 +175,36 @@ def bootstrap(
 
 
 def ratio_of_sums(pairs: Sequence[tuple[float, ...]]) -> float:
-    """Return the sum of first elements over the sum of second elements, e.g. tokens per second over several answers;
-    0.0 if the second sum is 0."""
+    """Return the sum of first elements over the sum of second elements, e.g. tokens per second; 0.0 if the second sum
+    is 0."""
     below = sum(pair[1] for pair in pairs)
     return sum(pair[0] for pair in pairs) / below if below else 0.0
 
 
 def repetition(answers: Sequence[Sequence[int]], size: int = 8) -> float:
     """Return the share (0 to 1) of token n-grams of length `size` that occurred earlier in the same answer, over all
-    answers. Near 1 the answers repeat themselves, which makes them easy to draft."""
+    answers."""
     runs = [[tuple(answer[at : at + size]) for at in range(len(answer) - size + 1)] for answer in answers]
     num_all, num_distinct = sum(map(len, runs)), sum(len({*each}) for each in runs)
     return (num_all - num_distinct) / num_all if num_all else 0.0
 
 
 def is_loop(token_ids: Sequence[int], tail: int = 32, max_period: int = 8) -> bool:
-    """Return True if the last `tail` tokens repeat with a period of at most `max_period` tokens; False for a shorter
+    """Return True if the last `tail` tokens repeat with a period of at most `max_period`; False for a shorter
     answer."""
     last = list(token_ids[-tail:])
     return len(last) == tail and any(last[period:] == last[:-period] for period in range(1, max_period + 1))
 
 
 def num_common(ours: list[int], theirs: list[int]) -> int:
-    """Return the length of the common beginning of two answers, in tokens. Compares slices of 64 tokens first, for
-    speed."""
+    """Return the length of the common beginning of two answers, in tokens. Compares slices first, for speed."""
     most = min(len(ours), len(theirs))
     piece = next((at for at in range(0, most, 64) if ours[at : at + 64] != theirs[at : at + 64]), most)
     return next((at for at in range(piece, most) if ours[at] != theirs[at]), most)
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """Return the index of the first token that differs between two answers; None if they are equal. If one answer is
-    the beginning of the other, this is the length of the shorter one."""
+    """Return the index of the first token that differs between two answers; None if they are equal. If one begins the
+    other, this is the shorter one's length."""
     at = num_common(list(ours), list(theirs))
     return None if at == len(ours) == len(theirs) else at

@@ -38,7 +38,7 @@ class Column:
     """Format string for `str.format`, such as "{:.1f} s"."""
     align: Literal["left", "right"] = "left"
     cut: str = ""
-    """Separator: a narrow terminal drops it and the rest of the cell. " [" drops the interval of "1.50 [1.40,
+    """Separator: a narrow terminal drops it and the rest of the cell, as " [" drops the interval of "1.50 [1.40,
     1.60]"."""
     is_spare: bool = False
     """True if the column is dropped when the terminal is too narrow for all columns."""
@@ -57,8 +57,7 @@ class Table:
     title: str = ""
     notes: Sequence[str] = ()
     width: int = 160
-    """Minimum width of a terminal, in characters, for uncut cells; a narrower one gets cells shortened by
-    `Column.cut`."""
+    """Minimum width of a terminal, in characters, for uncut cells (see `Column.cut`)."""
 
     def texts(self) -> list[list[str]]:
         """Return the cells of every row as text."""
@@ -73,8 +72,8 @@ class Table:
         return "\n\n".join([*heading, "\n".join([lines[0], rule, *lines[1:]]), *self.notes])
 
     def show(self, *, stderr: bool = True) -> None:
-        """Print the table to stderr, or to stdout if `stderr` is False. In a narrow terminal cells are shortened; a
-        file or pipe gets them in full."""
+        """Print the table to stderr, or to stdout. A narrow terminal gets shortened cells; a file or pipe gets them in
+        full."""
         from rich.console import Console
 
         console = Console(stderr=stderr)
@@ -89,8 +88,8 @@ class Table:
             console.print(note, markup=False, highlight=False)
 
     def cells(self, width: int) -> tuple[list[Column], list[list[str]]]:
-        """Return (columns, cell texts of each row) for a terminal of `width` characters. If `width` is less than the
-        table's own, cells are cut at `Column.cut`. If they still do not fit, columns with `is_spare` are left out."""
+        """Return (columns, cell texts of each row) for a terminal of `width` characters. Below the table's own width,
+        cells are cut at `Column.cut`; if that does not suffice, columns with `is_spare` are left out."""
         columns, rows = list(self.columns), self.texts()
         if width >= self.width:
             return columns, rows
@@ -124,7 +123,7 @@ class Table:
 
 
 def _needed(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> int:
-    """Return the characters that the columns need side by side; a heading may be broken between words."""
+    """Return the characters that the columns need next to each other; a heading may be broken between words."""
     widths = [max(map(len, column.name.split()), default=0) for column in columns]
     widths = [max(width, *(len(row[place]) for row in rows), 0) for place, width in enumerate(widths)]
     return sum(widths) + 2 * len(widths)
@@ -144,17 +143,16 @@ def ignore(*_: object) -> None:
 
 
 class Advance(Protocol):
-    """Type of a progress callback, which is called each time one more item is done. It gets a description and,
-    optionally, the completed share of all work (0 to 1)."""
+    """Type of a progress callback, called each time one more item is done."""
 
     def __call__(self, text: str, share: float | None = None, /) -> None:
-        """`text`: description of the current item. `share`: completed share of all work (0 to 1), if it differs from
-        the share of items."""
+        """`text`: the current item. `share`: completed share of all work (0 to 1), if it differs from the share of
+        items."""
 
 
 class Progress:
-    """Receives progress reports of library calls, and ignores them; subclasses show them.
-    `commands.shared.TerminalProgress` writes them to stderr."""
+    """Receives progress reports of library calls, and ignores them. `commands.shared.TerminalProgress` writes them to
+    stderr."""
 
     def say(self, text: str) -> None:
         """Report one line of text."""
@@ -163,8 +161,8 @@ class Progress:
         """Report that the model `llm` (an `engine.llm.LLM`) is loaded."""
 
     def bar(self, what: str, total: int) -> contextlib.AbstractContextManager[Advance]:
-        """Return a context manager that shows a progress bar called `what`. It yields a callback (see Advance), which
-        the caller calls once after each of `total` items."""
+        """Return a context manager that shows a progress bar. It yields a callback, to be called after each of `total`
+        items."""
         return contextlib.nullcontext(ignore)
 
     def table(self, table: Table) -> None:
@@ -177,9 +175,9 @@ SILENT = Progress()
 def spread_column(
     name: str, of: Callable[[Any], Spread], scale: float, digits: int, shown: Sequence[str] = ("p50", "p90", "p99")
 ) -> Column:
-    """Return a table column for a `Spread` (mean and percentiles), such as "p50 / p90 / p99". `of`: returns the Spread
-    of a row. `shown`: which of its figures to show. `scale`: factor, such as 1000 for seconds in milliseconds.
-    `digits`: decimals. A narrow terminal shows only the first figure."""
+    """Return a column for a `Spread`, such as "p50 / p90 / p99"; a narrow terminal shows only the first figure. `of`:
+    returns the Spread of a row. `shown`: names of its figures. `scale`: factor, such as 1000 for milliseconds.
+    `digits`: decimals."""
 
     def cell(record: Any) -> str:
         values = [getattr(of(record), name) for name in shown]
@@ -189,8 +187,8 @@ def spread_column(
 
 
 def with_interval(value: float | None, interval: Interval | None, form: str = "{:.2f}", unit: str = "") -> str | None:
-    """Format a value with its unit and interval, as in "1.50x [1.40, 1.60]". Without an interval (None) only the value
-    is shown; without a value the result is None. `form`: format string of each number. `unit`: text after the value."""
+    """Format a value with its unit and interval, as in "1.50x [1.40, 1.60]"; None without a value. `form`: format
+    string of each number."""
     if value is None:
         return None
     low, high = interval or (None, None)
@@ -204,8 +202,7 @@ def printable(text: str) -> str:
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Flatten nested settings to (name, value) pairs: {"bench": {"seed": 0}} gives [("bench.seed", 0)]. Each name gets
-    `prefix` in front."""
+    """Flatten nested settings to (name, value) pairs: {"bench": {"seed": 0}} gives [("bench.seed", 0)]."""
     pairs: list[tuple[str, Any]] = []
     for key, value in settings.items():
         pairs += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
@@ -213,7 +210,6 @@ def flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Compare two sets of nested settings. Returns name -> (old value, new value) for each setting that differs. A
-    setting that is missing in `before` or `now` has None as its old or new value."""
+    """Return name -> (old value, new value) for each nested setting that differs. A missing value is None."""
     old, new = dict(flat(before)), dict(flat(now))
     return {name: (old.get(name), new.get(name)) for name in sorted(old | new) if old.get(name) != new.get(name)}
