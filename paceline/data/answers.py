@@ -2,10 +2,9 @@
 
     runs/x/answers/answers-r0-00000.parquet     columns: SCHEMA; one row per answer of the assistant
 
-`regenerate` writes the shards and `features` reads them. A shard is written atomically; until then its answers are in a
-journal (`journal.py`). Each process writes files of its own, so no locks are needed. The server's traces
-(`serve/admin/traces.py`, traces-*.parquet) have the same columns first; further columns are ignored. If such a file is
-used as prompts, the token ids in `prompt_ids` are sent unchanged.
+A shard is written atomically; until then its answers are in a journal (`journal.py`). Each process writes files of its
+own, so no locks are needed. The server's traces (traces-*.parquet) have the same columns first; further columns are
+ignored. Used as prompts, the files' token ids (`prompt_ids`) are sent unchanged.
 """
 
 from __future__ import annotations
@@ -41,13 +40,12 @@ SCHEMA = pa.schema(
     ]
 )
 TOP = [("top_ids", pa.list_(pa.list_(pa.int32()))), ("top_logprobs", pa.list_(pa.list_(pa.float32())))]
-"""Optional columns, written for `regenerate --top-k`: the target's most probable tokens at each position of the answer,
-best first, and their log-probabilities in nats (temperature 1, before penalties and grammars)."""
+"""Optional columns, written for `regenerate --top-k`: the target's most probable tokens at each position, best first,
+and their log-probabilities in nats (temperature 1, before penalties and grammars)."""
 
 
 class Kept(Protocol):
-    """Interface of a storage for the target's answers to prompts; AnswerShards implements it. `Regenerator`, the class
-    that generates answers, writes to it, and after a crash reads from it where to continue."""
+    """Interface of a storage for answers, to which `Regenerator` writes, and from which it continues after a crash."""
 
     folder: Path
 
@@ -58,8 +56,8 @@ class Kept(Protocol):
 
 
 class AnswerShards:
-    """A folder of answer shards (Parquet files), written by one or more processes. An object reads the shards of all
-    processes, and writes those of the process `rank`."""
+    """A folder of answer shards. An object reads the shards of all processes, and writes those of the process
+    `rank`."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.folder = folder
@@ -85,15 +83,14 @@ class AnswerShards:
         return path
 
     def note(self, answer: Answer, is_over: bool) -> None:
-        """Append an answer to this process's journal, which holds it until it is written to a shard. `is_over`: the
-        answer is the last of its conversation; the caller then passes all the conversation's answers to `write`. Raises
-        CacheError if the disk cannot be written to."""
+        """Append an answer to this process's journal, until it is written to a shard. `is_over`: it is the last of its
+        conversation; the caller then passes all the conversation's answers to `write`. Raises CacheError if the disk
+        cannot be written to."""
         self._journal.note(self._journal_path(self._next), answer, is_over)
 
     def recover(self) -> dict[str, list[Answer]]:
-        """Write the finished conversations in this process's journals, which a killed run left, as a shard. Returns the
-        answers of all unfinished conversations, by conversation key. Only the first call writes; later calls only
-        return the answers."""
+        """Return the answers of unfinished conversations that a killed run left in this process's journals, by
+        conversation key. The first call also writes the finished ones as a shard."""
         if not self._is_recovered:
             self._is_recovered = True
             old = self._journals(f"r{self._rank}-")
@@ -110,21 +107,18 @@ class AnswerShards:
         return {key: [*answers] for key, answers in self._journal.begun.items()}
 
     def keys(self) -> set[str]:
-        """Return the keys of all finished conversations of all processes, in shards and journals. Raises PromptError on
-        a damaged shard."""
+        """Return the keys of all finished conversations of all processes. Raises PromptError on a damaged shard."""
         finished, _ = read_journals(self._journals())
         written = {key for path in self._paths() for key in _read(path, ["key"])["key"].to_pylist()}
         return written | {answer.key for answer in finished}
 
     def __iter__(self) -> Iterator[Answer]:
-        """Yield the answers of all shards, then of finished conversations that are still in a journal."""
+        """Yield the answers as `read` does."""
         return self.read()
 
     def read(self, dropped: Dropped | None = None, tags: Sequence[str] = ()) -> Iterator[Answer]:
-        """Yield the answers of all shards, then those of finished conversations that are only in a journal. A row
-        without a key or token ids is counted in `dropped`, or raises PromptError if `dropped` is not given. `tags`:
-        yield only rows whose tag is one of these; empty: all rows. Answers in a journal count as "(no tag)". Raises
-        PromptError on a damaged shard."""
+        """Yield the answers of all shards, then of finished conversations that are only in a journal. `dropped`, `tags`
+        and errors: as for `read_answers`; answers in a journal count as "(no tag)"."""
         finished, _ = read_journals(self._journals())
         for path in self._paths():
             if path.exists():  # a running server deletes its oldest traces
@@ -148,8 +142,8 @@ class AnswerShards:
 
 def read_answers(path: Path | str, dropped: Dropped | None = None, tags: Sequence[str] = ()) -> Iterator[Answer]:
     """Yield the answers of a Parquet file. A row without a key or token ids is counted in `dropped`, or raises
-    PromptError if `dropped` is not given. `tags`: yield only rows whose tag is one of these; empty: all rows. Raises
-    PromptError if the file cannot be read."""
+    PromptError if `dropped` is None. `tags`: yield only rows with one of these; empty: all. Raises PromptError if the
+    file cannot be read."""
     for number, row in enumerate(_read(path, SCHEMA.names, optional=("tag",) if tags else ()).to_pylist(), start=1):
         if not has_tag(row, tags):
             continue
@@ -170,8 +164,8 @@ def _are_ids(ids: list[int | None] | None) -> bool:
 
 
 def has_answers(path: Path) -> bool:
-    """Return True for a Parquet file that has all columns of answers, and for a folder that contains at least one file
-    answers-*.parquet or traces-*.parquet. Files of a folder are not opened."""
+    """Return True for a Parquet file with all columns of answers, and for a folder with files answers-*.parquet or
+    traces-*.parquet, which are not opened."""
     if path.is_dir():
         return any([*path.glob("answers-*.parquet"), *path.glob("traces-*.parquet")])
     if path.suffix != ".parquet" or not path.is_file():

@@ -1,10 +1,10 @@
-"""Journals answers that are not in a shard (Parquet file) yet, one JSON line each, so that a killed process loses only
-unwritten ones.
+"""Journals answers that are not in a shard (Parquet file) yet, one JSON line each: they survive if the process is
+killed.
 
     runs/x/answers/journal-r0-00003.jsonl     deleted once answers-r0-00003.parquet is written
 
-Each line records whether its conversation is over. Answers of an unfinished conversation are not used for training; the
-next run continues with the missing turn. A journal whose shard exists is a leftover and is ignored.
+Answers of an unfinished conversation are not used for training; the next run continues with the missing turn. A journal
+whose shard exists is ignored.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class Answer:
     """One answer of the target: its tokens and text, and the tokens of the prompt that it answers."""
 
     key: str
-    """Identifies a conversation and its sample (source, prompt id, temperature). All answers in a conversation share
-    it."""
+    """Identifies a conversation and its sample (source, prompt id, temperature); the same for all its answers."""
     source: str
     turn: int
     """Index of the answer in its conversation, from 0."""
@@ -47,16 +46,15 @@ class Answer:
 
 
 class Journal:
-    """Writes one process's journal: a file of the answers that are not in a shard (Parquet file) yet. The first answer
-    creates the file."""
+    """Writes one process's journal. The first answer creates the file."""
 
     def __init__(self) -> None:
         self.begun: dict[str, list[Answer]] = {}
         """Key -> answers so far, for unfinished conversations."""
 
     def note(self, path: Path, answer: Answer, is_over: bool) -> None:
-        """Append an answer to the journal at `path`. `is_over`: the answer is the last of its conversation. Raises
-        CacheError if the disk cannot be written to."""
+        """Append an answer to the journal at `path`. `is_over`: it is the last of its conversation. Raises CacheError
+        if the disk cannot be written to."""
         if is_over:
             self.begun.pop(answer.key, None)
         else:
@@ -65,8 +63,7 @@ class Journal:
             append_lines(path, [_line(answer, is_over)])
 
     def carry(self, path: Path) -> None:
-        """Copy the answers of all unfinished conversations to a new journal file at `path`, so that the old journal can
-        be deleted. Creates no file if no conversation is unfinished."""
+        """Copy the answers of unfinished conversations to a new journal file, so that the old one can be deleted."""
         if self.begun:
             with whole_file(path, REMEDY) as scratch:
                 append_lines(scratch, (_line(answer, False) for answers in self.begun.values() for answer in answers))
@@ -77,8 +74,8 @@ def _line(answer: Answer, is_over: bool) -> dict[str, Any]:
 
 
 def read_journals(paths: Iterable[Path]) -> tuple[list[Answer], dict[str, list[Answer]]]:
-    """Return (answers of finished conversations, conversation key -> answers of unfinished conversations). Truncated
-    lines, and conversations of which an earlier answer is missing, are skipped."""
+    """Return (answers of finished conversations, conversation key -> answers of unfinished ones). Truncated lines, and
+    conversations that lack an earlier answer, are skipped."""
     turns: dict[str, dict[int, Answer]] = {}
     over: set[str] = set()
     for path in paths:

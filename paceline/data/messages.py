@@ -1,9 +1,8 @@
 """Converts conversations and tools of OpenAI's API into one normal form for server, data rows, proxy, evals and
 library.
 
-Normal form: contents and call arguments are text, and old keys are replaced. `normalised` validates messages and names
-the invalid field. Its result is itself a valid request for any OpenAI-compatible server. `model/text/chat.py` renders
-it as a prompt.
+In normal form, contents and call arguments are text, and old keys are replaced. It is itself a valid request for any
+OpenAI-compatible server. `model/text/chat.py` renders it as a prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ UNUSED_KEYS = {
     "parsed": "the content once more, as the openai package parsed it",
     "provider_specific_fields": "litellm's notes on the answer",
 }
-"""Message key that is accepted but not used for the prompt -> reason. Clients send these keys back with answers."""
+"""Message key that is accepted but not used for the prompt -> reason. Clients send it back with answers."""
 UNUSED_PART_KEYS = {
     "annotations": "as of messages",
     "cache_control": "prefixes are always reused",
@@ -41,15 +40,15 @@ UNUSED_CALLED_KEYS = {
     "parsed_arguments": "the arguments once more, as the openai package parsed them",
     "provider_specific_fields": "as of messages",
 }
-"""Keys that are accepted but not used for the prompt, by place: in a content part (UNUSED_PART_KEYS), in a tool call
-(UNUSED_CALL_KEYS), in a tool call's function (UNUSED_CALLED_KEYS)."""
+"""Keys that are accepted but not used, in a content part (UNUSED_PART_KEYS), a tool call (UNUSED_CALL_KEYS), or its
+function (UNUSED_CALLED_KEYS)."""
 READ_KEYS = frozenset({*MESSAGE_KEYS, *ALIASES, *UNUSED_KEYS})
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 """Keys of a tool's function in normal form, in the order of the prompt."""
 
 
 class MessageError(PromptError):
-    """A message cannot become part of a prompt. `field` is the path of the invalid field, e.g.
+    """A message cannot become part of a prompt. `field` is the path of the invalid field, such as
     `messages[1].content`."""
 
     def __init__(self, field: str, problem: str) -> None:
@@ -58,9 +57,8 @@ class MessageError(PromptError):
 
 
 def normalised(messages: Any) -> list[Message]:
-    """Return a conversation's messages in normal form: contents and call arguments are text, and outdated keys are
-    replaced (`function_call` by `tool_calls`). Messages that are in normal form already do not change. Raises
-    MessageError on an unknown key, a content part that is not text, or call arguments that are not a JSON object."""
+    """Return a conversation's messages in normal form; messages in normal form do not change. Raises MessageError on an
+    unknown key, a content part that is not text, or call arguments that are not a JSON object."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise MessageError("messages", 'must be a list of {"role": ..., "content": ...}')
     return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
@@ -97,9 +95,8 @@ def _string(message: Message, key: str, field: str) -> str:
 
 
 def content_text(content: Any, field: str = "content") -> str:
-    """Return the text of a message's content: a text, a list of text parts, or None for an empty text. Several parts
-    are joined by line breaks, as in vLLM. `field`: path of the content, for error messages. Raises MessageError on
-    other content, such as images."""
+    """Return the text of a message's content; several text parts are joined by line breaks, as in vLLM. `field`: path
+    of the content, for error messages. Raises MessageError on other content, such as images."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, Mapping) or not isinstance(content, Iterable):
@@ -174,8 +171,8 @@ def _arguments(given: Any, field: str) -> str:
 
 
 def parsed_object(text: str) -> dict[str, Any]:
-    """Parse the text of a JSON object. Raises ValueError if the text is not a JSON object, or has a number that is NaN
-    or out of range; RecursionError if it is nested too deeply."""
+    """Parse the text of a JSON object. Raises ValueError if it is another value or has a number that is NaN or out of
+    range; RecursionError if it is nested too deeply."""
     value = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
     if not isinstance(value, dict):
         raise ValueError(f"it is of type {type(value).__name__}")
@@ -194,8 +191,8 @@ def _finite(digits: str) -> float:
 
 
 def normalised_tools(tools: Any) -> list[dict[str, Any]]:
-    """Return the tools of a request with their keys in a fixed order and without null values. Raises MessageError if
-    `tools` is not a list of tools that each have a function with a name."""
+    """Return tools with their keys in a fixed order and without null values. Raises MessageError unless each tool has a
+    function with a name."""
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
         raise MessageError("tools", 'must be a list of {"type": "function", "function": {"name": ...}}')
     return [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]

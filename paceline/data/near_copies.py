@@ -22,8 +22,8 @@ ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def pieces_of(token_ids: Sequence[int]) -> np.ndarray:
-    """Return a 1-D array of the distinct hashes of a text's shingles: its runs of SHINGLE (5) tokens. A shorter text is
-    one shingle."""
+    """Return a 1-D array of the distinct hashes of a text's shingles (runs of SHINGLE tokens). A shorter text is one
+    shingle."""
     ids = np.asarray(token_ids, np.uint64) + np.uint64(1)
     size = min(SHINGLE, len(ids))
     hashes = np.zeros(len(ids) - size + 1, np.uint64)
@@ -34,8 +34,8 @@ def pieces_of(token_ids: Sequence[int]) -> np.ndarray:
 
 
 def common_pieces(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the sorted shingle hashes that occur in more than a tenth (COMMON) of the texts; none for fewer than 20
-    texts (FEW). `texts`: the shingle hashes of each text."""
+    """Return the sorted shingle hashes that occur in more than a tenth (COMMON) of the texts; none for fewer than FEW
+    texts. `texts`: the shingle hashes of each text."""
     if len(texts) < FEW:
         return np.empty(0, np.uint64)
     values, counts = np.unique(np.concatenate(texts), return_counts=True)
@@ -44,8 +44,8 @@ def common_pieces(texts: Sequence[np.ndarray]) -> np.ndarray:
 
 @cache
 def bands(threshold: float) -> tuple[int, int]:
-    """Return (number of bands, hash values per band) of an LSH (locality-sensitive hashing) index for this similarity
-    threshold. Results are cached, since datasketch takes 0.2 s to compute them."""
+    """Return (number of bands, hash values per band) of a locality-sensitive hashing (LSH) index for this similarity
+    threshold. Cached, since datasketch takes 0.2 s."""
     from datasketch import MinHashLSH
 
     index = MinHashLSH(threshold=threshold, num_perm=NUM_HASHES)
@@ -53,9 +53,9 @@ def bands(threshold: float) -> tuple[int, int]:
 
 
 class Near:
-    """Index of texts, each given as the hashes of its shingles (short runs of tokens, see `pieces_of`). It finds the
-    near-duplicates of a text: the indexed texts with which it has a Jaccard similarity of more than `overlap`, computed
-    over shingles. With `overlap` 1 or more it finds nothing. `common`: shingle hashes to ignore (`common_pieces`)."""
+    """Index of texts that finds near-duplicates: those with a Jaccard similarity of shingles above `overlap`. With
+    `overlap` 1 or more it finds none. Texts are given as shingle hashes (`pieces_of`). `common`: shingle hashes to
+    ignore (`common_pieces`)."""
 
     def __init__(self, overlap: float, common: np.ndarray) -> None:
         with needing(ConfigError, "near-copies are found with datasketch: pip install 'paceline[evals]'"):
@@ -68,8 +68,8 @@ class Near:
         self._pieces: dict[int, np.ndarray] = {}
 
     def like(self, pieces: np.ndarray) -> Iterator[int]:
-        """Yield the near-duplicates of the text with these shingle hashes, each as the number under which it was added.
-        A text whose shingles are all ignored ones (`common`) has no near-duplicate."""
+        """Yield the numbers of the near-duplicates of the text with these shingle hashes; none if all are ignored
+        ones."""
         own = np.setdiff1d(pieces, self._common, assume_unique=True)
         if self._index is None or not len(own):
             return

@@ -7,12 +7,11 @@
 
 The format is inferred from each row's keys. Keys that are not read are counted (`Dropped.unread`), or rejected with
 `strict`. Benchmarks get the wording of the DFlash paper's benchmark; a `question` whose `answer` contains "####" is
-taken for GSM8K, and any other question is sent unchanged. Traces, and answers written by `regenerate`, are sent as
-their token ids (`prompt_ids`).
+taken for GSM8K. Traces, and answers written by `regenerate`, are sent as their token ids (`prompt_ids`).
 
-A row of `messages`, or of ShareGPT's `conversations`, may have `system`, `tools` as in the API, and
-`chat_template_kwargs`. The user's turns of a conversation are sent one after the other. A conversation with tool calls
-is sent once, up to its last message that is not the assistant's, because the tool results belong to the recorded calls.
+Rows of `messages` or ShareGPT's `conversations` may have `system`, `tools` and `chat_template_kwargs`. The user's turns
+of a conversation are sent one after the other. A conversation with tool calls is sent once, up to its last message that
+is not the assistant's, because the tool results belong to the recorded calls.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from paceline.types import GrammarSpec
 GSM8K = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 WORDINGS = (("{}", "question"), (HUMANEVAL, "prompt", "entry_point"), ("{}", "prompt"), ("{}", "text"))
-"""(wording of the prompt, key of the text, further keys that the row must have). The first entry that fits a row is
-used."""
+"""(wording of the prompt, key of the text, further keys that the row must have); the first that fits a row is used."""
 METADATA_KEYS = (
     "id ids task_id question_id prompt_id conversation_id chat_id row_id uuid hash idx index key name sources "
     "data_source dataset dataset_name origin category subset split license url model app lang timestamp created "
@@ -46,18 +44,17 @@ METADATA_KEYS = (
     "ground_truth gold explanation rationale scorer"
 )
 NO_PART_OF_PROMPTS = frozenset(METADATA_KEYS.split())
-"""Row keys for names, origins and answers. They are ignored without notice, since the target writes its own answers."""
+"""Row keys for names, origins and answers, which are ignored without notice."""
 TOKEN_ROW_KEYS = (
     "prompt_ids answer_ids key source turn temperature finish_reason text top_ids top_logprobs tag ended sampling seed "
     "drafted accepted num_reused drafter cluster queue_s prefill_s first_token_s draft_s verify_s host_s total_s "
     "conversation prompt digest version"
 )
 BESIDE_TOKENS = NO_PART_OF_PROMPTS | frozenset(TOKEN_ROW_KEYS.split())
-"""Row keys that are ignored in rows with `prompt_ids` (traces, answers, stores, suites): the tokens are the whole
-prompt."""
+"""Row keys that are ignored in rows with `prompt_ids`: the tokens are the whole prompt."""
 TASK_KEYS = ((frozenset({"test"}), ("entry_point",)), (frozenset({"code"}), ("test", "test_list")))
-"""Keys that hold answers and tests of programming tasks: (ignored keys, keys of which the row must have one). In other
-rows these keys may be part of the prompt."""
+"""Keys with answers and tests of programming tasks: (ignored keys, keys of which the row must have one). In other rows
+they may be part of the prompt."""
 SPOKEN_KEYS = ("from", "role", "value", "content")
 """Keys that are read from an entry of a ShareGPT conversation."""
 KNOWN_KEYS = "messages, conversations, turns, question, prompt, text, instruction"
@@ -90,15 +87,14 @@ class Prompt:
     tools: tuple[Row, ...] = ()
     """Tools that the model may call, as in the API."""
     grammar: GrammarSpec | None = None
-    """Grammar of the answer; None for the grammar that the caller sets for all prompts, if any."""
+    """Grammar of the answer; None for the caller's grammar, if any."""
     variables: tuple[tuple[str, Any], ...] = ()
     """Chat-template variables of this row, e.g. (("enable_thinking", False),)."""
     where: str = field(default="", repr=False, compare=False)
-    """File and line of the row, for messages. Ignored in comparisons: equal rows are one prompt."""
+    """File and line of the row, for messages. Ignored in comparisons."""
 
     def api_request(self) -> tuple[str, dict[str, Any]]:
-        """Return (API path, request body) of the request for the first answer to this prompt. Later user turns are not
-        included."""
+        """Return (API path, request body) of the request for the first answer, without later user turns."""
         if self.token_ids:
             return "/v1/completions", {"prompt": list(self.token_ids)}
         body: dict[str, Any] = {"messages": self.messages}
@@ -117,19 +113,14 @@ def read_prompts(
     strict: bool = False,
     tags: Sequence[str] = (),
 ) -> list[Prompt]:
-    """Return the first `limit` prompts (None: all) of `source`: a file (JSON lines, a JSON array or Parquet), a folder
-    of Parquet files, or a hub data set. Raises PromptError if it has no prompt.
+    """Return the first `limit` prompts (None: all) of a file, a folder of Parquet files, or a hub data set.
 
-    An invalid row (malformed or of unknown format) is skipped and counted in `dropped` by reason; if `dropped` is None,
-    it raises PromptError with its file and line.
+    - `dropped`: counts skipped invalid rows by reason, and row keys that are neither read nor known metadata. Without
+      it, an invalid row raises PromptError, and such keys are logged as a warning.
+    - `strict`: invalid rows and keys that are not read always raise PromptError.
+    - `tags`: use only rows with one of these tags, as traces and stores have them.
 
-    A row key that is not read is counted in `dropped`, unless it is known metadata; if `dropped` is None, it is logged
-    as a warning.
-
-    `strict`: invalid rows and keys that are not read always raise PromptError.
-
-    `tags`: use only rows whose tag is one of these; traces and stores have tags. Raises ConfigError if one of `tags`
-    occurs in no row.
+    Raises PromptError without a prompt, and ConfigError if one of `tags` occurs in no row.
     """
     if limit is not None and limit < 1:
         raise PromptError(f"limit must be at least 1, not {limit}")
@@ -196,17 +187,16 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
 
 
 def unread_keys(row: Row, read: Iterable[str]) -> list[str]:
-    """Return those keys of the row that are not in `read`. Keys with an empty value (None, or empty text, list or
-    object) are left out, because in Parquet files every row has all keys."""
+    """Return the row's keys that are not in `read`. Keys with an empty value are left out, because in Parquet files
+    every row has all keys."""
     known = set(read)
     return [printable(key) for key, value in row.items() if key not in known and value not in (None, "", [], {})]
 
 
 def read_variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
-    """Return a row's chat-template variables, the object `given`, as (name, value) pairs sorted by name. Variables with
-    the value None are dropped, because in Parquet files every row has all keys. `where`: file and line, for error
-    messages. Raises PromptError if `given` is not an object, or if a name is reserved: messages, tools or
-    add_generation_prompt."""
+    """Return a row's chat-template variables as (name, value) pairs sorted by name. Those with the value None are
+    dropped, because in Parquet files every row has all keys. `where`: file and line, for error messages. Raises
+    PromptError if `given` is not an object, or has a reserved name."""
     if given is None:
         return ()
     if not isinstance(given, dict):
@@ -249,8 +239,7 @@ def _spoken(entry: Row, where: str) -> Message:
 
 
 def _traced(token_ids: Any, where: str, source: str) -> Prompt:
-    """Return a prompt of token ids. Its id is their hash, since traces may be deleted or added before a run is
-    resumed."""
+    """Return a prompt of token ids. Its id is their hash, since traces may be deleted before a run is resumed."""
     if not isinstance(token_ids, list) or not token_ids or not all(type(token) is int for token in token_ids):
         raise RowError(f"{where}: 'prompt_ids' must be a list of token ids, at least one")
     name = hashlib.blake2b(repr(token_ids).encode(), digest_size=8).hexdigest()
@@ -265,8 +254,8 @@ def digest(token_ids: Iterable[int]) -> str:
 
 
 def read_tools(tools: Any, where: str) -> tuple[Row, ...]:
-    """Return the tools of a row, given as a list or as its JSON text; () for no tools. `where`: file and line, for
-    error messages. Raises PromptError if they do not have the API's format."""
+    """Return the tools of a row, given as a list or as its JSON text. `where`: file and line, for error messages.
+    Raises PromptError if they do not have the API's format."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
@@ -319,8 +308,8 @@ def _turns_of(row: Row, where: str) -> tuple[tuple[str, ...], set[str]]:
 
 
 def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, ...], list[str]]:
-    """Split OpenAI-style messages into (messages up to the first user turn, texts of all user turns, descriptions of
-    messages that are dropped). With tool calls: (all messages before the last answer, the last user turn, [])."""
+    """Split messages into (messages up to the first user turn, texts of all user turns, descriptions of dropped
+    messages). With tool calls: (all messages before the last answer, the last user turn, [])."""
     conversation = read_messages(messages, where)
     turns = tuple(message["content"] for message in conversation if message["role"] == "user")
     if not turns:
@@ -335,8 +324,8 @@ def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, 
 
 
 def read_messages(messages: Any, where: str) -> list[Message]:
-    """Return a row's messages in normal form (`normalised`); unknown keys of a message are dropped. `where`: file and
-    line, for error messages. Raises PromptError on invalid messages."""
+    """Return a row's messages in normal form, without unknown keys. `where`: file and line, for error messages. Raises
+    PromptError on invalid messages."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
     try:

@@ -29,7 +29,7 @@ MAX_ARRAY_BYTES = 2 * 2**30
 """Maximum bytes of a JSON array, which is held in memory as a whole. JSON lines are streamed."""
 JSON_ENDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 CONVERTED = "refs/convert/parquet"
-"""Branch of a data set's repository with the hub's own Parquet copy, in files such as <config>/<split>/0000.parquet."""
+"""Branch of a data set's repository with the hub's Parquet copy, in files such as <config>/<split>/0000.parquet."""
 SPLITS = ("train", "test", "validation", "valid", "dev")
 
 
@@ -49,13 +49,12 @@ class RowError(PromptError):
 
 @dataclass(slots=True)
 class Dropped:
-    """Counts of skipped rows by reason, with one example (file and line) for each reason; and counts of ignored row
-    keys."""
+    """Counts of skipped rows by reason, with one example (file and line) each; and of ignored row keys."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     unread: Counter[str] = field(default_factory=Counter)
-    """Key of a row -> number of used rows whose value for this key was ignored."""
+    """Key of a row -> number of used rows whose value for it was ignored."""
 
     def add(self, reason: str, example: str, number: int = 1) -> None:
         self.counts[reason] += number
@@ -88,11 +87,8 @@ class Dropped:
 
 def rows_of(source: str | Path) -> tuple[str, Rows]:
     """Return (short name, rows) of a JSON or Parquet file, a folder of Parquet files, or a hub data set. Rows are pairs
-    (file and line, row); a malformed row is a RowError in place of a dict.
-
-    Raises PromptError if there is no such source or it cannot be read, DownloadError if a data set cannot be
-    downloaded. Both may also be raised later, while the rows are read.
-    """
+    (file and line, row); a malformed row is a RowError. Raises PromptError if the source is missing or cannot be read,
+    DownloadError if a data set cannot be downloaded. Both may also be raised later, while the rows are read."""
     path, name = Path(source), str(source)
     if path.is_dir():
         return path.name, _folder_rows(path)
@@ -106,7 +102,7 @@ def rows_of(source: str | Path) -> tuple[str, Rows]:
 
 def file_rows(path: Path) -> Rows:
     """Yield pairs (file and line, row) of a file: Parquet (by its suffix), JSON lines or a JSON array. A malformed row
-    is a RowError in place of a dict. Raises PromptError if the file cannot be read."""
+    is a RowError. Raises PromptError if the file cannot be read."""
     return _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
 
 
@@ -187,8 +183,7 @@ def _folder_rows(folder: Path) -> Rows:
 
 
 def _hub_rows(name: str) -> Rows:
-    """Yield the rows of a hub data set; each file is downloaded into the Hugging Face cache when its rows are
-    needed."""
+    """Yield the rows of a hub data set; each file is downloaded when its rows are needed."""
     repo, _, split = name.partition(":")
     parts = repo.split("/")
     config = parts.pop() if len(parts) == 3 else None
@@ -233,13 +228,10 @@ def _hub_files(repo_id: str, config: str | None, split: str, name: str) -> Itera
 
 
 def choose_files(listed: list[str], config: str | None, split: str, name: str) -> list[str]:
-    """Return the data files of one split of a hub data set. `listed`: all files of its repository. `config`: name of
-    the subset to use; None if the data set has only one. `split`: name of the split; "" chooses "train" or, if no file
-    is named after it, the files that are not named after any known split. `name`: the data set, for error messages.
-
-    Raises PromptError if no file matches, with a list of the repository's files, or if `config` is None and files of
-    several subsets match.
-    """
+    """Return the data files of one split of a hub data set, among the files `listed` of its repository. `config`: name
+    of the subset; None if there is only one. `split`: "" chooses "train", or else the files not named after a known
+    split. `name`: the data set, for error messages. Raises PromptError if no file matches, or if `config` is None and
+    files of several subsets match."""
     endings = (".parquet",) if any(file.endswith(".parquet") for file in listed) else JSON_ENDS
     files = [
         file

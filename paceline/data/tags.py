@@ -20,7 +20,7 @@ MOST_LISTED = 20
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """A file or folder of answers, restricted to the rows whose tag is one of `tags`; empty: all rows."""
+    """A file or folder of answers, restricted to the rows with one of `tags`; empty: all rows."""
 
     path: Path
     tags: tuple[str, ...] = ()
@@ -30,8 +30,7 @@ class Tagged:
 
 
 def tagged(paths: Iterable[Path], tags: Sequence[str]) -> list[Tagged]:
-    """Return the files or folders of answers at these paths, each restricted to the rows whose tag is one of `tags`;
-    empty: all rows."""
+    """Return the files or folders at these paths, each restricted to the rows with one of `tags`."""
     return [Tagged(path, tuple(tags)) for path in paths]
 
 
@@ -40,15 +39,13 @@ def tag_of(row: Mapping[str, Any]) -> str:
 
 
 def has_tag(row: Mapping[str, Any], tags: Sequence[str]) -> bool:
-    """Return True if the row's tag is one of `tags`, or if `tags` is empty. A row without a tag counts as "(no
-    tag)"."""
+    """Return True if `tags` is empty or has the row's tag, which is "(no tag)" for a row without one."""
     return not tags or tag_of(row) in tags
 
 
 def check_tags(source: str | Path, tags: Sequence[str]) -> None:
-    """Check tags before rows are selected by them. Raises ConfigError if no file of `source` (a Parquet file or a
-    folder of such files) has a column `tag`, or if one of `tags` occurs in no row; the latter error lists the tags that
-    occur. Does nothing if `tags` is empty."""
+    """Check tags before rows are selected by them; does nothing without tags. Raises ConfigError if no file of `source`
+    (a Parquet file or a folder of them) has a column `tag`, or if one of `tags` occurs in no row."""
     if not tags:
         return
     known = _tags_of(Path(source))
@@ -61,8 +58,7 @@ def check_tags(source: str | Path, tags: Sequence[str]) -> None:
 
 
 def refuse_unknown(source: str | Path, tags: Sequence[str], known: Iterable[str]) -> None:
-    """Raise ConfigError if one of `tags` is not in `known`, the tags that occur in `source`. The error lists the known
-    tags."""
+    """Raise ConfigError if one of `tags` is not in `known`, the tags that occur in `source`; the error lists these."""
     names = sorted(known)
     for tag in tags:
         if tag not in names:
